@@ -1,0 +1,96 @@
+"""The layer protocol: all that a model needs to know of torchround, and all that torchround knows of a model.
+
+A model is an ordered list of layers (embedding, blocks, head). Each is an `nn.Module` built on the `meta`
+device that holds parameters but no buffers; the engine binds the parameters to memory it owns.
+
+Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+IGNORED_LABEL = -100
+
+Hidden = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The integers of one micro-batch, uploaded once per device and round. All `[B, T]` int64.
+
+    `labels[b, t]` is the token that position `t` is to predict (already shifted), or `IGNORED_LABEL`.
+    `positions` restart at 0 with each document. `document_ids` are equal exactly where two tokens of a
+    sequence belong to the same document; attention never crosses them.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    document_ids: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors in field order, as the engine packs and uploads them."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def num_labels(self) -> int:
+        """Labels that count towards the loss; summed over a step they are the loss divisor."""
+        return int((self.labels != IGNORED_LABEL).sum())
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What one layer costs for one micro-batch, counted from shapes.
+
+    `forward_flops` counts matrix products only (a multiply-add is 2), once per token that is computed.
+    `activation_bytes` are kept between this layer's forward and its backward. `boundary_bytes` is the size
+    of the layer's output. `workspace_bytes` is scratch alive only inside one call (a chunk of logits).
+    """
+
+    forward_flops: float
+    activation_bytes: int
+    boundary_bytes: int
+    workspace_bytes: int = 0
+
+
+class Layer(Protocol):
+    """What the engine asks of each layer. The object is also an `nn.Module`."""
+
+    def __call__(self, hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
+        """`[B, T, D]` (or a flat tuple) in and out; the first layer gets `None`.
+
+        The last layer returns the fp32 **sum** of its token losses, shape `[]`.
+        """
+        ...
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Fill the layer's own parameters in place from `generator`. Tied ones are filled by their first user."""
+        ...
+
+    def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
+        """Cost for a micro-batch of `batch` sequences of `tokens` tokens in a dtype of `element_bytes`."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayeredModel:
+    """An ordered list of layers with a name for each, built on `meta`.
+
+    A parameter that several layers share (the same `nn.Parameter` object) is tied: stored once, and each
+    layer's gradient is added to it.
+    """
+
+    names: tuple[str, ...]
+    layers: tuple[nn.Module, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.layers):
+            raise ValueError(f"{len(self.names)} names for {len(self.layers)} layers")
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"layer names repeat: {self.names}")
+        for name, layer in zip(self.names, self.layers, strict=True):
+            buffers = [key for key, _ in layer.named_buffers()]
+            if buffers:
+                raise ValueError(f"layer {name} holds buffers {buffers}; a layer may only hold parameters")
