@@ -1,0 +1,8 @@
+"""What an update does to flat host memory: AdamW, gradient clipping, and the learning rate of each step."""
+
+from torchround.optim.adamw import UpdateProgress, adamw_update_
+from torchround.optim.clip import clip_scale, sum_of_squares
+from torchround.optim.lr_schedule import LRSchedule
+from torchround.optim.weight_decay import decays
+
+__all__ = ["LRSchedule", "UpdateProgress", "adamw_update_", "clip_scale", "decays", "sum_of_squares"]

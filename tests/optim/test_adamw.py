@@ -1,0 +1,229 @@
+"""AdamW against torch.optim and float64, its independence of cuts, and what a failure leaves behind."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchround.optim import UpdateProgress, adamw_update_
+from torchround.optim.adamw import CHUNK_ELEMENTS, new_values, update_factors
+
+HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+Buffers = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def random_buffers(numel: int, seed: int = 0, gradient: torch.dtype = torch.bfloat16) -> Buffers:
+    """(weight, exp_avg, exp_avg_sq, gradient, master) with the spread of a model in training."""
+    generator = torch.Generator().manual_seed(seed)
+    weight, exp_avg, grads = (torch.randn(numel, generator=generator) for _ in range(3))
+    exp_avg_sq = torch.rand(numel, generator=generator) * 1e-2
+    master = torch.full((numel,), 7.0, dtype=torch.bfloat16)
+    return weight, exp_avg.mul_(0.1), exp_avg_sq, grads.to(gradient), master
+
+
+def update(
+    buffers: Buffers, step: int = 3, scale: float = 0.7, progress: UpdateProgress | None = None
+) -> None:
+    adamw_update_(*buffers, **HYPER, bias_correction_step=step, gradient_scale=scale, progress=progress)
+
+
+def same_bits(left: Buffers, right: Buffers) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def copy_of(buffers: Buffers) -> Buffers:
+    return tuple(tensor.clone() for tensor in buffers)  # type: ignore[return-value]
+
+
+def adamw_float64(start: Tensor, gradient_of: Callable[[int], Tensor], num_steps: int) -> Tensor:
+    """The textbook formula, all in float64 (Loshchilov & Hutter, algorithm 2)."""
+    weight = start.double()
+    first = torch.zeros_like(weight)
+    second = torch.zeros_like(weight)
+    beta1, beta2 = HYPER["betas"]
+    for step in range(1, num_steps + 1):
+        gradient = gradient_of(step).double()
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient**2
+        unbiased = first / (1 - beta1**step)
+        spread = (second / (1 - beta2**step)).sqrt()
+        weight = weight - HYPER["lr"] * (unbiased / (spread + HYPER["eps"]) + HYPER["weight_decay"] * weight)
+    return weight
+
+
+def gradients(numel: int) -> Callable[[int], Tensor]:
+    def gradient_of(step: int) -> Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(step)) * 0.1
+
+    return gradient_of
+
+
+def test_a_hundred_steps_are_torch_adamw_within_rounding_and_as_near_to_float64() -> None:
+    numel, num_steps = 20_001, 100
+    start = torch.randn(numel, generator=torch.Generator().manual_seed(5))
+    gradient_of = gradients(numel)
+
+    parameter = torch.nn.Parameter(start.clone())
+    reference = torch.optim.AdamW([parameter], **HYPER, foreach=False)
+    weight, exp_avg, exp_avg_sq = start.clone(), torch.zeros(numel), torch.zeros(numel)
+    master = torch.zeros(numel, dtype=torch.bfloat16)
+    for step in range(1, num_steps + 1):
+        parameter.grad = gradient_of(step)
+        reference.step()
+        adamw_update_(
+            weight, exp_avg, exp_avg_sq, gradient_of(step), master, **HYPER, bias_correction_step=step
+        )
+
+    theirs = parameter.detach()
+    # One ulp of a weight near 1 is 1.2e-7; a hundred roundings that go either way stay within a few of them.
+    torch.testing.assert_close(weight, theirs, rtol=1e-6, atol=1e-6)
+    state = reference.state[parameter]
+    torch.testing.assert_close(exp_avg, state["exp_avg"], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(exp_avg_sq, state["exp_avg_sq"], rtol=1e-5, atol=1e-9)
+    assert torch.equal(master, weight.bfloat16())
+
+    exact = adamw_float64(start, gradient_of, num_steps)
+    our_distance = (weight - exact).norm().item()
+    their_distance = (theirs - exact).norm().item()
+    assert 0 < our_distance <= 1.2 * their_distance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_gradient_is_scaled_in_fp32_before_anything_else(dtype: torch.dtype) -> None:
+    scaled_inside = random_buffers(1000, gradient=dtype)
+    scaled_outside = copy_of(scaled_inside)[:3] + (scaled_inside[3].float() * 0.3, scaled_inside[4].clone())
+    update(scaled_inside, scale=0.3)
+    update(scaled_outside, scale=1.0)
+    assert same_bits(scaled_inside[:3], scaled_outside[:3])  # type: ignore[arg-type]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    numel=st.integers(1, 3000),
+    cuts=st.lists(st.integers(0, 3000), max_size=8),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_bits_do_not_depend_on_where_the_buffer_is_cut(
+    numel: int, cuts: list[int], dtype: torch.dtype, seed: int
+) -> None:
+    whole = random_buffers(numel, seed, dtype)
+    pieces = copy_of(whole)
+    update(whole)
+    bounds = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        update(tuple(tensor[start:stop] for tensor in pieces))  # type: ignore[arg-type]
+    assert same_bits(whole, pieces)
+
+
+def test_bits_of_a_layer_updated_whole_and_parameter_by_parameter_are_the_same() -> None:
+    sizes = [37, CHUNK_ELEMENTS, 1, 5003, 2 * CHUNK_ELEMENTS + 11]
+    whole = random_buffers(sum(sizes))
+    parameters = copy_of(whole)
+    update(whole)
+    for parts in zip(*(tensor.split(sizes) for tensor in parameters), strict=True):
+        update(parts)
+    assert same_bits(whole, parameters)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            buffers = random_buffers(CHUNK_ELEMENTS + 4321)
+            update(buffers)
+            results.append(buffers)
+    finally:
+        torch.set_num_threads(before)
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+
+
+def test_master_may_be_the_fp32_weight_itself() -> None:
+    weight, exp_avg, exp_avg_sq, gradient, master = random_buffers(500)
+    shared = weight.clone()
+    moments = (exp_avg.clone(), exp_avg_sq.clone())
+    update((weight, exp_avg, exp_avg_sq, gradient, master))
+    update((shared, *moments, gradient, shared))
+    assert torch.equal(shared, weight)
+
+
+class PlantedError(Exception):
+    pass
+
+
+class FailAtOperation(TorchDispatchMode):
+    """Raises in place of the n-th torch operation that is run under it."""
+
+    def __init__(self, fatal: int) -> None:
+        super().__init__()
+        self.fatal = fatal
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen += 1
+        if self.seen == self.fatal:
+            raise PlantedError(f"operation {self.fatal}: {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_an_update(buffers: Buffers) -> int:
+    with FailAtOperation(fatal=0) as counter:
+        update(buffers)
+    return counter.seen
+
+
+def test_an_update_that_fails_at_any_operation_is_finished_by_a_second_call() -> None:
+    start = random_buffers(2 * CHUNK_ELEMENTS + 100)
+    finished = copy_of(start)
+    for fatal in range(1, operations_of_an_update(finished) + 1):
+        buffers, progress = copy_of(start), UpdateProgress()
+        with pytest.raises(PlantedError), FailAtOperation(fatal):
+            update(buffers, progress=progress)
+
+        done, later = progress.done, min(progress.done + CHUNK_ELEMENTS, start[0].numel())
+        for now, new, old in zip(buffers, finished, start, strict=True):
+            assert torch.equal(now[:done], new[:done])
+            assert torch.equal(now[later:], old[later:])
+        update(buffers, progress=progress)
+        assert same_bits(buffers, finished)
+
+
+def test_the_chunk_function_is_one_graph_with_the_same_bits() -> None:
+    weight, exp_avg, exp_avg_sq, gradient, _ = random_buffers(4099)
+    factors = update_factors(**HYPER, bias_correction_step=3, gradient_scale=0.7)
+    plain = new_values(weight, exp_avg, exp_avg_sq, gradient, factors)
+    traced = torch.compile(new_values, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(plain, traced(weight, exp_avg, exp_avg_sq, gradient, factors), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({0: torch.zeros(9)}, "exp_avg has shape"),
+        ({3: torch.zeros(9)}, "gradient has shape"),
+        ({1: torch.zeros(10, dtype=torch.bfloat16)}, "exp_avg has dtype"),
+        ({3: torch.zeros(10, dtype=torch.int64)}, "gradient has dtype"),
+        ({4: torch.zeros(2, 5)}, "master has shape"),
+    ],
+)
+def test_buffers_that_do_not_fit_together_are_refused_untouched(
+    change: dict[int, Tensor], words: str
+) -> None:
+    buffers = tuple(change.get(i, tensor) for i, tensor in enumerate(random_buffers(10)))
+    before = copy_of(buffers)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=words):
+        update(buffers)  # type: ignore[arg-type]
+    assert same_bits(buffers, before)  # type: ignore[arg-type]
+
+
+def test_a_step_count_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="counts from 1, got 0"):
+        update(random_buffers(10), step=0)

@@ -1,0 +1,154 @@
+"""AdamW over flat host memory: one pass per layer, gradient in, fp32 state updated, master weights out.
+
+The arithmetic is `torch.optim.AdamW`'s (decoupled weight decay, bias correction), written with operations that
+round once each (add, subtract, multiply, divide, square root) and no fused ones. A vectorised body and a scalar
+tail then give the same bits, so an element's result does not depend on where the buffer is cut, on its
+alignment or on the number of threads.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Elements per chunk; a chunk's eight fp32 temporaries (8 MiB) stay in the cache. Measured on 2 cores (AMD EPYC,
+# 2 x 1 MiB L2, 32 MiB L3), Mparam/s by chunk: 16 Ki 217, 64 Ki 321, 256 Ki 350, 1 Mi 211 on one thread;
+# 172, 302, 536, 548 on two.
+CHUNK_ELEMENTS = 256 * 1024
+
+NewValues = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class UpdateProgress:
+    """How far an update of one flat buffer has come, so that a failed one can be finished.
+
+    Elements `[0, done)` hold the new values, the rest the old ones. An exception may also interrupt the copies
+    that commit a chunk: its new values are kept here, and the next call copies them again, whole.
+    """
+
+    done: int = 0
+    _computed: tuple[int, NewValues] | None = None
+
+    def computed_at(self, start: int) -> NewValues | None:
+        """New values of the chunk at `start` if an earlier call got as far as computing them."""
+        return self._computed[1] if self._computed is not None and self._computed[0] == start else None
+
+    def keep(self, start: int, values: NewValues) -> None:
+        """Remember the chunk's new values until `done` has moved past it."""
+        self._computed = (start, values)
+
+
+def adamw_update_(
+    weight: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    master: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction_step: int,
+    gradient_scale: float | Tensor = 1.0,
+    progress: UpdateProgress | None = None,
+) -> None:
+    """Update `weight`, `exp_avg`, `exp_avg_sq` (fp32) and `master` (= weight, cast) in place from `gradient`.
+
+    All are 1-D of equal length; `gradient` and `master` are of any floating dtype and are left alone or
+    written respectively, and `master` may be `weight` itself. The gradient is first multiplied by
+    `gradient_scale` in fp32 (clip factor, 1 / loss scale). `bias_correction_step` counts from 1.
+
+    An exception leaves every chunk of `CHUNK_ELEMENTS` either updated or untouched as far as `progress`
+    records it; calling again with the same arguments and the same `progress` finishes the update with the
+    same bits. A fresh `progress` is one update. Raises `ValueError` before touching anything when the
+    buffers do not fit together.
+    """
+    _check(weight, exp_avg, exp_avg_sq, gradient, master, bias_correction_step)
+    progress = progress if progress is not None else UpdateProgress()
+    factors = update_factors(lr, betas, eps, weight_decay, bias_correction_step, float(gradient_scale))
+    while progress.done < weight.numel():
+        start = progress.done
+        stop = min(start + CHUNK_ELEMENTS, weight.numel())
+        old = (weight[start:stop], exp_avg[start:stop], exp_avg_sq[start:stop])
+        new = progress.computed_at(start)
+        if new is None:
+            new = new_values(*old, gradient[start:stop], factors)
+            progress.keep(start, new)
+        commit_(old, master[start:stop], new)
+        progress.done = stop
+
+
+def new_values(
+    weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, factors: tuple[Tensor, ...]
+) -> NewValues:
+    """New `weight`, `exp_avg`, `exp_avg_sq` as fresh fp32 tensors; a plain function of tensors that compiles.
+
+    `factors` from `update_factors` are `[]` tensors rather than numbers, so that a compiled version is not
+    compiled again when the learning rate moves.
+
+        g = gradient * gradient_scale
+        m = exp_avg + (1 - beta1) * (g - exp_avg)
+        v = beta2 * exp_avg_sq + (1 - beta2) * g * g
+        w = (1 - lr * weight_decay) * weight - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+    """
+    gradient_scale, one_minus_beta1, beta2, one_minus_beta2, root_correction2, eps, decay, minus_step = (
+        factors
+    )
+    scaled = gradient.float().mul(gradient_scale)
+    first = scaled.sub(exp_avg).mul_(one_minus_beta1).add_(exp_avg)
+    second = exp_avg_sq.mul(beta2).add_(scaled.mul(one_minus_beta2).mul_(scaled))
+    denominator = second.sqrt().div_(root_correction2).add_(eps)
+    updated = weight.mul(decay).add_(first.mul(minus_step).div_(denominator))
+    return updated, first, second
+
+
+def commit_(old: NewValues, master: Tensor, new: NewValues) -> None:
+    """Copy a chunk's new values over its old ones and cast the new weight into `master`. Can be repeated."""
+    for old_part, new_part in zip(old, new, strict=True):
+        old_part.copy_(new_part)
+    master.copy_(new[0])
+
+
+def update_factors(
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction_step: int,
+    gradient_scale: float,
+) -> tuple[Tensor, ...]:
+    """The eight numbers of an update, computed in float64 and rounded once to `[]` fp32 tensors."""
+    beta1, beta2 = betas
+    numbers = (
+        gradient_scale,
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        (1.0 - beta2**bias_correction_step) ** 0.5,
+        eps,
+        1.0 - lr * weight_decay,
+        -lr / (1.0 - beta1**bias_correction_step),
+    )
+    return tuple(torch.tensor(number, dtype=torch.float32) for number in numbers)
+
+
+def _check(
+    weight: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    master: Tensor,
+    bias_correction_step: int,
+) -> None:
+    state = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    for name, tensor in {**state, "gradient": gradient, "master": master}.items():
+        if tensor.shape != (weight.numel(),):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, expected ({weight.numel()},) like weight"
+            )
+        if not tensor.is_floating_point() or (name in state and tensor.dtype != torch.float32):
+            raise ValueError(f"{name} has dtype {tensor.dtype}; state is float32, the others floating point")
+    if bias_correction_step < 1:
+        raise ValueError(f"bias_correction_step counts from 1, got {bias_correction_step}")

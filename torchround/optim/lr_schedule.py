@@ -1,0 +1,56 @@
+"""The learning rate as a pure function of the step: a linear warm-up, then constant or a decay to a floor.
+
+With t = step + 1 updates done after this one, W warm-up steps and S steps in all:
+
+    t <= W   lr * t / W                     the first step's rate is above 0, step W has the full rate
+    t > W    lr * (floor + (1 - floor) * shape(p)),  p = (t - W) / (S - W),  floor = min_lr_factor
+
+so the last step's rate is the floor itself. Nothing is kept between calls: a resumed run needs the step alone.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchround.config import LRScheduleTable
+
+# Part of the run, counted after the warm-up, in which `wsd` decays.
+WSD_DECAY_FRACTION = 0.2
+
+
+class LRSchedule:
+    """`LRSchedule(table, lr, total_steps)(step)`: the rate of the update that makes `v(step + 1)` of `v(step)`."""
+
+    def __init__(self, table: "LRScheduleTable", lr: float, total_steps: int) -> None:
+        if total_steps < 1:
+            raise ValueError(
+                f"a learning-rate schedule needs at least 1 step, got total_steps = {total_steps}"
+            )
+        self.table = table
+        self.lr = lr
+        self.total_steps = total_steps
+
+    def __call__(self, step: int) -> float:
+        """Rate for `step`, counted from 0. From `total_steps` on, the last step's rate."""
+        if step < 0:
+            raise ValueError(f"steps count from 0, got {step}")
+        updates = min(step + 1, self.total_steps)
+        warmup = self.table.warmup_steps
+        if updates <= warmup:
+            return self.lr * updates / warmup
+        if self.table.decay == "none":
+            return self.lr
+        progress = (updates - warmup) / (self.total_steps - warmup)
+        floor = self.table.min_lr_factor
+        return self.lr * (floor + (1.0 - floor) * _shape(self.table.decay, progress))
+
+
+def _shape(decay: str, progress: float) -> float:
+    """How much of the way from the floor to the full rate is left, `progress` in (0, 1]; 0 at 1."""
+    if decay == "linear":
+        return 1.0 - progress
+    if decay == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    if decay == "wsd":
+        return min(1.0, (1.0 - progress) / WSD_DECAY_FRACTION)
+    raise ValueError(f"lr_schedule.decay = {decay!r} is not one of none, linear, cosine, wsd")
