@@ -61,7 +61,7 @@ def test_rates_are_those_of_torch_schedulers(decay: str, warmup: int) -> None:
 def test_wsd_is_constant_and_then_linear_over_the_last_part() -> None:
     rates = schedule(warmup=10, decay="wsd", floor=0.2, total=110, lr=1.0)
     assert WSD_DECAY_FRACTION == 0.2
-    assert rates[9:90] == [1.0] * 81
+    assert rates[9:90] == pytest.approx([1.0] * 81)
     assert rates[90:] == pytest.approx([1.0 - 0.8 * k / 20 for k in range(1, 21)])
 
 

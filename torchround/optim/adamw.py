@@ -1,8 +1,8 @@
 """AdamW over flat host memory: one pass per layer, gradient in, fp32 state updated, master weights out.
 
-The arithmetic is `torch.optim.AdamW`'s (decoupled weight decay, bias correction), written with operations that
-round once each (add, subtract, multiply, divide, square root) and no fused ones. A vectorised body and a scalar
-tail then give the same bits, so an element's result does not depend on where the buffer is cut, on its
+The arithmetic is `torch.optim.AdamW`'s (decoupled weight decay, bias correction), written with operations
+that round once each (add, subtract, multiply, divide, square root) and no fused ones. A vectorised body and a
+scalar tail then give the same bits, so an element's result does not depend on where the buffer is cut, on its
 alignment or on the number of threads.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Elements per chunk; a chunk's eight fp32 temporaries (8 MiB) stay in the cache. Measured on 2 cores (AMD EPYC,
-# 2 x 1 MiB L2, 32 MiB L3), Mparam/s by chunk: 16 Ki 217, 64 Ki 321, 256 Ki 350, 1 Mi 211 on one thread;
-# 172, 302, 536, 548 on two.
+# Elements per chunk; a chunk's eight fp32 temporaries (8 MiB) stay in the cache. Measured on 2 cores (AMD
+# EPYC, 2 x 1 MiB L2, 32 MiB L3), Mparam/s by chunk: 16 Ki 217, 64 Ki 321, 256 Ki 350, 1 Mi 211 on one
+# thread; 172, 302, 536, 548 on two.
 CHUNK_ELEMENTS = 256 * 1024
 
 NewValues = tuple[Tensor, Tensor, Tensor]
@@ -23,8 +23,8 @@ NewValues = tuple[Tensor, Tensor, Tensor]
 class UpdateProgress:
     """How far an update of one flat buffer has come, so that a failed one can be finished.
 
-    Elements `[0, done)` hold the new values, the rest the old ones. An exception may also interrupt the copies
-    that commit a chunk: its new values are kept here, and the next call copies them again, whole.
+    Elements `[0, done)` hold the new values, the rest the old ones. An exception may also interrupt the
+    copies that commit a chunk: its new values are kept here, and the next call copies them again, whole.
     """
 
     done: int = 0
@@ -60,10 +60,10 @@ def adamw_update_(
     written respectively, and `master` may be `weight` itself. The gradient is first multiplied by
     `gradient_scale` in fp32 (clip factor, 1 / loss scale). `bias_correction_step` counts from 1.
 
-    An exception leaves every chunk of `CHUNK_ELEMENTS` either updated or untouched as far as `progress`
-    records it; calling again with the same arguments and the same `progress` finishes the update with the
-    same bits. A fresh `progress` is one update. Raises `ValueError` before touching anything when the
-    buffers do not fit together.
+    After an exception, calling again with the same arguments and the same `progress` finishes the update
+    with the same bits; until then every chunk is either updated or untouched, except one whose commit itself
+    was interrupted. Each update takes a fresh `progress`. Raises `ValueError` before touching anything when
+    the buffers do not fit together.
     """
     _check(weight, exp_avg, exp_avg_sq, gradient, master, bias_correction_step)
     progress = progress if progress is not None else UpdateProgress()

@@ -3,9 +3,10 @@
 With t = step + 1 updates done after this one, W warm-up steps and S steps in all:
 
     t <= W   lr * t / W                     the first step's rate is above 0, step W has the full rate
-    t > W    lr * (floor + (1 - floor) * shape(p)),  p = (t - W) / (S - W),  floor = min_lr_factor
+    t > W    lr * (1 - (1 - floor) * (1 - shape(p))),  p = (t - W) / (S - W),  floor = min_lr_factor
 
-so the last step's rate is the floor itself. Nothing is kept between calls: a resumed run needs the step alone.
+so the last step's rate is the floor itself. Nothing is kept between calls: a resumed run needs the step
+alone.
 """
 
 import math
@@ -19,7 +20,7 @@ WSD_DECAY_FRACTION = 0.2
 
 
 class LRSchedule:
-    """`LRSchedule(table, lr, total_steps)(step)`: the rate of the update that makes `v(step + 1)` of `v(step)`."""
+    """`LRSchedule(table, lr, total_steps)(step)`: the rate of the update from `v(step)` to `v(step + 1)`."""
 
     def __init__(self, table: "LRScheduleTable", lr: float, total_steps: int) -> None:
         if total_steps < 1:
@@ -42,7 +43,7 @@ class LRSchedule:
             return self.lr
         progress = (updates - warmup) / (self.total_steps - warmup)
         floor = self.table.min_lr_factor
-        return self.lr * (floor + (1.0 - floor) * _shape(self.table.decay, progress))
+        return self.lr * (1.0 - (1.0 - floor) * (1.0 - _shape(self.table.decay, progress)))
 
 
 def _shape(decay: str, progress: float) -> float:
