@@ -1,0 +1,185 @@
+"""What each layer costs for one micro-batch: seconds and bytes, measured or counted from FLOPs.
+
+Everything that plans or simulates reads these numbers and nothing else, so a plan can be made for a model or
+a card that is not at hand. `backward_s` is without recompute: a backward stage pays `forward_s` once more.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+from torchround.pipeline.devices import DeviceSpec
+from torchround.pipeline.partition import Stage, StageKind
+
+# Share of the dense peak that a layer's matrix products reach: 0.78 for a Qwen3-1.7B block on an RTX 4090
+# (7.429 ms for 0.962 TFLOP, FIGURES section 2, against 165 TFLOP/s).
+COMPUTE_EFFICIENCY = 0.75
+
+# Share of the nominal PCIe rate that one hop (a boundary activation to the host and up again, chunks of both
+# directions overlapping) reaches: all five published hops lie within 2 % of `boundary_bytes / (0.66 x 32 GB/s)`.
+HOP_EFFICIENCY = 0.66
+
+
+class CostsError(ValueError):
+    """A cost that is negative, not finite, missing or of an unknown name."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer, one micro-batch. Seconds are of one device, bytes of one device's memory.
+
+    `weight_bytes`: all parameters as uploaded. `gradient_bytes`: trained parameters in the dtype that a
+    device accumulates in. `activation_bytes`: kept from this layer's forward to its backward.
+    `boundary_bytes`: its output. `workspace_bytes`: scratch inside one call. `optimizer_s`: one update of
+    the layer on the host, once per step.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    activation_bytes: int = 0
+    boundary_bytes: int = 0
+    workspace_bytes: int = 0
+    optimizer_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise CostsError(f"layer {self.name}: {field.name} = {value!r} is not a number")
+            if not math.isfinite(value) or value < 0:
+                raise CostsError(f"layer {self.name}: {field.name} = {value} must be finite and not negative")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All layers in order. `hop_s`: seconds from a stage's output to the next stage's input, per micro-batch."""
+
+    layers: tuple[LayerCost, ...]
+    hop_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise CostsError("costs need at least one layer")
+        if not math.isfinite(self.hop_s) or self.hop_s < 0:
+            raise CostsError(f"hop_s = {self.hop_s} must be finite and not negative")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def to_json(self) -> str:
+        """DESIGN section 13's `costs.json`, with this class's further fields."""
+        return json.dumps({"hop_s": self.hop_s, "layers": [asdict(layer) for layer in self.layers]}, indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> "Costs":
+        """The reverse of `to_json`; bytes that are not given are 0. Raises `CostsError` on anything else."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise CostsError(f"costs are not valid JSON: {error}") from error
+        if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
+            raise CostsError('costs need an object with a list "layers"')
+        hop_s = data.get("hop_s", 0.0)
+        if isinstance(hop_s, bool) or not isinstance(hop_s, (int, float)):
+            raise CostsError(f"hop_s = {hop_s!r} is not a number")
+        return Costs(
+            tuple(_layer_from(index, item) for index, item in enumerate(data["layers"])), float(hop_s)
+        )
+
+
+def _layer_from(index: int, item: Any) -> LayerCost:
+    known = {field.name for field in fields(LayerCost)}
+    if not isinstance(item, dict):
+        raise CostsError(f"layer {index} is {item!r}, not an object")
+    if unknown := sorted(set(item) - known):
+        raise CostsError(f"layer {index} has unknown keys {unknown}; known: {sorted(known)}")
+    if missing := [key for key in ("forward_s", "backward_s") if key not in item]:
+        raise CostsError(f"layer {index} lacks {missing}")
+    return LayerCost(**{"name": f"layer.{index}", **item})
+
+
+def stage_seconds(costs: Costs, stage: Stage, recompute: str = "stage") -> tuple[float, float]:
+    """Seconds of one micro-batch in `stage`: before and after it needs what the stage before it hands over.
+
+    Only a backward stage has a first part: it recomputes from its boundary activation, which has been there
+    since the forward, and waits for the incoming gradient after that. With `recompute = "layer"` the
+    activations of one layer are held at a time, so every layer but the stage's last is computed once more.
+    """
+    layers = costs.layers[stage.start : stage.stop]
+    forward_s = sum(layer.forward_s for layer in layers)
+    backward_s = sum(layer.backward_s for layer in layers)
+    if stage.kind is StageKind.FORWARD:
+        return 0.0, forward_s
+    if recompute == "layer":
+        backward_s += sum(layer.forward_s for layer in layers[:-1])
+    if stage.kind is StageKind.FUSED:
+        return 0.0, forward_s + backward_s
+    return forward_s, backward_s
+
+
+class Work(Protocol):
+    """What `costs_from_work` reads of a layer's work for one micro-batch (`torchround.layer.LayerWork`)."""
+
+    @property
+    def forward_flops(self) -> float: ...
+    @property
+    def activation_bytes(self) -> int: ...
+    @property
+    def boundary_bytes(self) -> int: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """Parameters of one layer: `trained` of `total` get a gradient (fewer with LoRA)."""
+
+    total: int
+    trained: int
+
+
+def costs_from_work(
+    names: Sequence[str],
+    works: Sequence[Work],
+    parameters: Sequence[LayerParameters],
+    device: DeviceSpec,
+    dtype: str = "bfloat16",
+    element_bytes: int = 2,
+    accumulate_bytes: int = 4,
+    optimizer_bytes_per_s: float | None = None,
+) -> Costs:
+    """Costs before any step has run: FLOPs over the device's peak, bytes over PCIe.
+
+    A trained matrix costs twice its forward in the backward, a frozen one once (no weight gradient). The
+    update moves 28 bytes per trained parameter (FIGURES section 4); without a host rate it is taken as free.
+    """
+    flops_per_s = device.flops_per_s(dtype) * COMPUTE_EFFICIENCY
+    layers = []
+    for name, work, parameter in zip(names, works, parameters, strict=True):
+        forward_s = work.forward_flops / flops_per_s
+        trained_share = parameter.trained / parameter.total if parameter.total else 1.0
+        layers.append(
+            LayerCost(
+                name=name,
+                forward_s=forward_s,
+                backward_s=forward_s * (1 + trained_share),
+                weight_bytes=parameter.total * element_bytes,
+                gradient_bytes=parameter.trained * accumulate_bytes,
+                activation_bytes=work.activation_bytes,
+                boundary_bytes=work.boundary_bytes,
+                workspace_bytes=work.workspace_bytes,
+                optimizer_s=28 * parameter.trained / optimizer_bytes_per_s if optimizer_bytes_per_s else 0.0,
+            )
+        )
+    return Costs(tuple(layers), hop_seconds(max(layer.boundary_bytes for layer in layers), device))
+
+
+def hop_seconds(boundary_bytes: int, device: DeviceSpec) -> float:
+    """Seconds until a boundary activation of one device has reached the next one through host memory."""
+    return boundary_bytes / (device.pcie_gb_per_s * 1e9 * HOP_EFFICIENCY)

@@ -1,0 +1,126 @@
+"""Known cards: memory, dense matrix peak by dtype, PCIe rate. Used to plan for a card and for MFU.
+
+Peaks are the makers' dense figures (no sparsity) with fp32 accumulation, which is what PyTorch's matrix
+products use by default. A card that is not listed has no peak: callers print no MFU rather than a wrong one.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+
+class UnknownPeakError(ValueError):
+    """No peak is known for this device and dtype."""
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One card. `memory_gib`: usable memory in GiB. `pcie_gb_per_s`: nominal, one direction, 1e9 bytes.
+
+    `peak_flops`: dense FLOP/s by dtype name (`"bfloat16"`, `"float16"`, `"float32"`).
+    """
+
+    name: str
+    memory_gib: float
+    pcie_gb_per_s: float
+    peak_flops: dict[str, float] = field(default_factory=dict)
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Dense peak in FLOP/s; raises `UnknownPeakError`."""
+        if dtype not in self.peak_flops:
+            raise UnknownPeakError(
+                f"no {dtype} peak is known for {self.name}; known: {sorted(self.peak_flops)}"
+            )
+        return self.peak_flops[dtype]
+
+
+def _card(
+    name: str, memory_gib: float, pcie_gb_per_s: float, half_tflops: float, float32_tflops: float
+) -> DeviceSpec:
+    half = half_tflops * 1e12
+    peaks = {"bfloat16": half, "float16": half, "float32": float32_tflops * 1e12}
+    return DeviceSpec(name, memory_gib, pcie_gb_per_s, peaks)
+
+
+# PCIe x16: generation 3 16, 4 32, 5 64 GB/s. float32 is without TF32.
+DEVICES = (
+    _card("rtx3080", 10, 32, 59.5, 29.8),
+    _card("rtx3090", 24, 32, 71.0, 35.6),
+    _card("rtx3090ti", 24, 32, 80.0, 40.0),
+    _card("rtx4060ti", 16, 16, 44.1, 22.1),
+    _card("rtx4070", 12, 32, 58.3, 29.1),
+    _card("rtx4080", 16, 32, 97.5, 48.7),
+    _card("rtx4090", 24, 32, 165.2, 82.6),
+    _card("rtx5070ti", 16, 64, 87.9, 43.9),
+    _card("rtx5080", 16, 64, 112.6, 56.3),
+    _card("rtx5090", 32, 64, 209.5, 104.8),
+    _card("rtxa6000", 48, 32, 154.8, 38.7),
+    _card("rtx6000ada", 48, 32, 364.2, 91.1),
+    _card("a10", 24, 32, 125.0, 31.2),
+    _card("a40", 48, 32, 149.7, 37.4),
+    _card("l4", 24, 32, 121.0, 30.3),
+    _card("l40", 48, 32, 181.0, 90.5),
+    _card("l40s", 48, 32, 362.0, 91.6),
+    _card("a800", 80, 32, 312.0, 19.5),
+    _card("a100", 80, 32, 312.0, 19.5),
+    _card("a100-40gb", 40, 32, 312.0, 19.5),
+    _card("h100pcie", 80, 64, 756.0, 51.0),
+    _card("h100", 80, 64, 989.4, 67.0),
+    _card("h200", 141, 64, 989.4, 67.0),
+    _card("b200", 180, 64, 2250.0, 80.0),
+)
+
+# For costs in proportion only, where the card is not known (virtual devices on a CPU): no limit, no figures to report.
+ASSUMED_DEVICE = DeviceSpec(
+    "assumed", float("inf"), 16, {"bfloat16": 1e12, "float16": 1e12, "float32": 1e12, "float64": 1e12}
+)
+
+
+def find_device(name: str) -> DeviceSpec | None:
+    """The card of this name, as in `"rtx4090"` or as PyTorch reports it (`"NVIDIA GeForce RTX 4090"`).
+
+    None where no entry is certain: a laptop or cut-down variant ("RTX 4090 Laptop GPU", "4090 D") is another card.
+    """
+    wanted = _plain(name)
+    for device in DEVICES:
+        if _plain(device.name) == wanted:
+            return device
+    return None
+
+
+def device_names() -> tuple[str, ...]:
+    """Names that `find_device` knows, for messages."""
+    return tuple(device.name for device in DEVICES)
+
+
+def _plain(name: str) -> str:
+    """Lower case without maker, family, memory form and separators."""
+    words = re.sub(r"[^a-z0-9]+", " ", name.lower()).split()
+    dropped = {"nvidia", "geforce", "tesla", "generation", "gpu", "tensor", "core"}
+    words = [word for word in words if word not in dropped]
+    plain = "".join(words)
+    return _ALIASES.get(plain, plain)
+
+
+# As PyTorch names them, after the words above are dropped.
+_ALIASES = {
+    "a100sxm480gb": "a100",
+    "a100sxm80gb": "a100",
+    "a10080gb": "a100",
+    "a100pcie80gb": "a100",
+    "a10080gbpcie": "a100",
+    "a100sxm440gb": "a10040gb",
+    "a100sxm40gb": "a10040gb",
+    "a100pcie40gb": "a10040gb",
+    "a80080gbpcie": "a800",
+    "a800sxm480gb": "a800",
+    "a800sxm80gb": "a800",
+    "h10080gbhbm3": "h100",
+    "h100sxm": "h100",
+    "h100sxm5": "h100",
+    "h100sxm580gb": "h100",
+    "h200141gbhbm3e": "h200",
+    "h200sxm": "h200",
+    "4090": "rtx4090",
+    "3090": "rtx3090",
+    "5090": "rtx5090",
+}

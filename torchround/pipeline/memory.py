@@ -1,0 +1,94 @@
+"""What a partition needs in a device's memory, and what is allowed.
+
+The counts follow what the engine allocates: two weight slots and two gradient slots of the largest stage,
+fixed staging buffers of the largest boundary, the round's integers, and the peak of one stage's compute.
+"""
+
+from dataclasses import dataclass
+
+from torchround.pipeline.costs import Costs
+from torchround.pipeline.partition import Partition, Stage, StageKind
+
+GIB = 2**30
+# Two activations in, two gradients in, two outputs of either kind.
+STAGING_BUFFERS = 6
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """What a plan may use. `None` is no limit. All in bytes.
+
+    `device_bytes`: per device. `host_bytes`: what is left of host memory for activations between stages,
+    after weights, gradients and optimizer state. `integer_bytes`: tokens, labels, positions and document ids
+    of one micro-batch. `recompute`: `"stage"` keeps a stage's activations, `"layer"` one layer's.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    integer_bytes: int = 0
+    recompute: str = "stage"
+
+    def __post_init__(self) -> None:
+        if self.recompute not in ("stage", "layer"):
+            raise ValueError(f'recompute = {self.recompute!r} must be "stage" or "layer"')
+        for name in ("device_bytes", "host_bytes"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"{name} = {value} must not be negative")
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one device by kind; every device runs every stage in turn, so all need the same."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    staging_bytes: int
+    integers_bytes: int
+    compute_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.weights_bytes
+            + self.gradients_bytes
+            + self.staging_bytes
+            + self.integers_bytes
+            + self.compute_bytes
+        )
+
+
+def device_memory(
+    partition: Partition, costs: Costs, micro_batches_per_round: int, limits: MemoryLimits
+) -> DeviceMemory:
+    """What each device allocates to run `partition`."""
+    stages = partition.stages()
+    return DeviceMemory(
+        weights_bytes=2 * max(stage_weight_bytes(stage, costs) for stage in stages),
+        gradients_bytes=2 * max(stage_gradient_bytes(stage, costs) for stage in stages),
+        staging_bytes=STAGING_BUFFERS * max(layer.boundary_bytes for layer in costs.layers),
+        integers_bytes=limits.integer_bytes * micro_batches_per_round,
+        compute_bytes=max(stage_compute_bytes(stage, costs, limits.recompute) for stage in stages),
+    )
+
+
+def stage_weight_bytes(stage: Stage, costs: Costs) -> int:
+    """One upload of the stage's parameters."""
+    return sum(layer.weight_bytes for layer in costs.layers[stage.start : stage.stop])
+
+
+def stage_gradient_bytes(stage: Stage, costs: Costs) -> int:
+    """The stage's gradients as accumulated on the device; a forward stage has none."""
+    if stage.kind is StageKind.FORWARD:
+        return 0
+    return sum(layer.gradient_bytes for layer in costs.layers[stage.start : stage.stop])
+
+
+def stage_compute_bytes(stage: Stage, costs: Costs, recompute: str) -> int:
+    """Peak of activations and workspace while one micro-batch of the stage runs."""
+    layers = costs.layers[stage.start : stage.stop]
+    one_layer = max(layer.activation_bytes + layer.workspace_bytes for layer in layers)
+    if stage.kind is StageKind.FORWARD:
+        return one_layer
+    if recompute == "layer":
+        return one_layer + sum(layer.boundary_bytes for layer in layers)
+    return sum(layer.activation_bytes for layer in layers) + max(layer.workspace_bytes for layer in layers)

@@ -1,0 +1,164 @@
+"""Exact time of one training step of a partition: the dispatch sequence timed in O(1) per stage slot.
+
+Within a round, micro-batch `m` leaves a stage at `max over lines (base + slope x m)`. A stage of duration d
+that a device may start at r adds the line (r + d, d) and turns every slope below d into d, because a tandem
+line of constant servers is held up by its slowest one. So a slot costs the same for 1 or 1000 micro-batches,
+and the result equals an event by event simulation (a test compares the two).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torchround.pipeline.costs import Costs, stage_seconds
+from torchround.pipeline.partition import Partition, StageKind
+from torchround.pipeline.schedule import split_evenly
+
+NEVER = float("-inf")
+# Steps simulated before the steady state is computed from the transition matrix instead of waited for.
+MAX_WARM_UP_STEPS = 24
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """The stages of a partition in dispatch order, as the recurrence needs them. Seconds.
+
+    `entry_s`: from the previous stage's output of a micro-batch (hop included) to this stage's, if the
+    device is free. `total_s`: busy time per micro-batch. `updated_after_s`: when the optimizer has updated
+    all layers the stage reads, counted from the start of the update; 0 for backward stages, whose layers
+    the forward has waited for already.
+    """
+
+    entry_s: tuple[float, ...]
+    total_s: tuple[float, ...]
+    updated_after_s: tuple[float, ...]
+
+    @property
+    def update_s(self) -> float:
+        """One update of all layers."""
+        return max(self.updated_after_s)
+
+
+def stage_times(partition: Partition, costs: Costs, recompute: str = "stage") -> StageTimes:
+    """Times of each stage of `partition`."""
+    updated_s = list(accumulate(layer.optimizer_s for layer in costs.layers))
+    entry, total, updated = [], [], []
+    for stage in partition.stages():
+        before_s, after_s = stage_seconds(costs, stage, recompute)
+        entry.append(after_s + costs.hop_s)
+        total.append(before_s + after_s)
+        updated.append(0.0 if stage.kind is StageKind.BACKWARD else updated_s[stage.stop - 1])
+    return StageTimes(tuple(entry), tuple(total), tuple(updated))
+
+
+def step_seconds(
+    times: StageTimes, num_devices: int, num_micro_batches: int, rounds: int, update: str
+) -> float:
+    """Seconds per training step in the steady state.
+
+    `"sync"`: the makespan, from one step's last gradient to the next one's; each stage waits for the update
+    of its layers, which starts at the former. `"async"`: step t+2 waits for the update with step t's
+    gradient, and the next step's slots follow without a flush.
+    """
+    sizes = [len(part) for part in split_evenly(num_micro_batches, rounds)]
+    if update == "sync":
+        return max(run_step(times, sizes, [0.0] * num_devices, 0.0))
+    return _steady_state_seconds(times, sizes, num_devices)
+
+
+def busy_seconds(times: StageTimes, num_micro_batches: int) -> float:
+    """Device seconds of one step's work as this partition does it, recomputation included."""
+    return num_micro_batches * sum(times.total_s)
+
+
+def run_step(
+    times: StageTimes, round_sizes: Sequence[int], free: list[float], update_start_s: float
+) -> list[float]:
+    """Run one step's slots; `free[k]` is when the device of the k-th next slot becomes free, updated in place.
+
+    Stages start no earlier than `update_start_s + updated_after_s`. Returns `free`, re-ordered so that
+    `free[0]` again belongs to the device of the next slot.
+    """
+    num_devices, slot = len(free), 0
+    stages = list(zip(times.entry_s, times.total_s, times.updated_after_s, strict=True))
+    for size in round_sizes:
+        slopes: list[float] = []
+        bases: list[float] = []
+        shift, last = 0.0, size - 1
+        for entry_s, total_s, updated_s in stages:
+            if slopes:
+                shift += entry_s
+            start = free[slot]
+            if start < update_start_s + updated_s:
+                start = update_start_s + updated_s
+            base = start + total_s - shift
+            while slopes and slopes[-1] <= total_s:
+                slopes.pop()
+                hidden = bases.pop()
+                if hidden > base:
+                    base = hidden
+            if not slopes or base > bases[-1]:
+                slopes.append(total_s)
+                bases.append(base)
+            end = bases[0] + slopes[0] * last
+            for index in range(1, len(slopes)):
+                other = bases[index] + slopes[index] * last
+                if other > end:
+                    end = other
+            free[slot] = end + shift
+            slot = slot + 1 if slot + 1 < num_devices else 0
+    free[:] = free[slot:] + free[:slot]
+    return free
+
+
+def _steady_state_seconds(times: StageTimes, sizes: Sequence[int], num_devices: int) -> float:
+    """Growth of the state per step once it repeats; from the transition matrix if that takes too long.
+
+    The state is when each device becomes free and when the last two updates started.
+    """
+    state = [0.0] * (num_devices + 2)
+    seen: list[list[float]] = []
+    for _ in range(MAX_WARM_UP_STEPS):
+        state = _next_state(times, sizes, state)
+        for back, earlier in enumerate(reversed(seen), start=1):
+            if _same_shape(earlier, state):
+                return (state[-2] - earlier[-2]) / back
+        seen.append(list(state))
+    return _largest_cycle_mean(_transition(times, sizes, num_devices))
+
+
+def _next_state(times: StageTimes, sizes: Sequence[int], state: Sequence[float]) -> list[float]:
+    *free, last_update, update_before = state
+    free = run_step(times, sizes, free, update_before)
+    return [*free, max(*free, last_update + times.update_s), last_update]
+
+
+def _same_shape(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Equal up to a constant, to 1e-12 of the times themselves."""
+    shift, tolerance = other[-2] - one[-2], 1e-12 * abs(other[-2])
+    return all(abs(b - a - shift) <= tolerance for a, b in zip(one, other, strict=True))
+
+
+def _transition(times: StageTimes, sizes: Sequence[int], num_devices: int) -> list[list[float]]:
+    """The step as a (max, +) matrix: row j is the state after a step that only entry j of the state delays."""
+    dimension = num_devices + 2
+    units = ([NEVER] * j + [0.0] + [NEVER] * (dimension - j - 1) for j in range(dimension))
+    return [_next_state(times, sizes, unit) for unit in units]
+
+
+def _largest_cycle_mean(weights: Sequence[Sequence[float]]) -> float:
+    """Karp's theorem: the rate at which a (max, +) linear system grows.
+
+    `weights[j][i]` is the weight of the edge from j to i. With F_k(i) the heaviest k-edge walk that ends in
+    i, started anywhere: max over i of min over k < n of (F_n(i) - F_k(i)) / (n - k).
+    """
+    n = len(weights)
+    heaviest = [[0.0] * n]
+    for _ in range(n):
+        before = heaviest[-1]
+        heaviest.append([max(before[j] + weights[j][i] for j in range(n)) for i in range(n)])
+    return max(
+        min((heaviest[n][i] - heaviest[k][i]) / (n - k) for k in range(n) if heaviest[k][i] > NEVER)
+        for i in range(n)
+        if heaviest[n][i] > NEVER
+    )
