@@ -1,0 +1,21 @@
+"""Text files in, batches of packed token sequences out, at a position that is never lost.
+
+Read, tokenise, pack, batch, prefetch: a chain of `torchdata` nodes whose state goes into the checkpoint.
+"""
+
+from torchround.data.batches import cut
+from torchround.data.errors import DataError, TokenizerError
+from torchround.data.loader import Loader, ValidationLoader, build_loader, build_validation_loader
+from torchround.data.tokenizer import Tokenizer, build_tokenizer
+
+__all__ = [
+    "DataError",
+    "Loader",
+    "Tokenizer",
+    "TokenizerError",
+    "ValidationLoader",
+    "build_loader",
+    "build_tokenizer",
+    "build_validation_loader",
+    "cut",
+]

@@ -1,0 +1,96 @@
+"""The node that turns text into tokens, in the order it was read whatever the number of threads.
+
+torchdata's `ParallelMapper` is not used: each of its worker threads calls `torch.set_num_threads(1)`, which
+leaves every thread started later, the engine's among them, with a single one for its matrix products; and its
+state has another shape without workers than with them.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from torchround.data.errors import DataError
+from torchround.data.packing import TokenPiece
+from torchround.data.reader import TextPiece
+from torchround.data.tokenizer import Tokenizer
+
+Result = Callable[[], TokenPiece | DataError]
+
+
+class Tokenising(BaseNode[TokenPiece | DataError]):
+    """Token pieces of the text pieces of `source`. `num_workers = 0` does the work in the calling thread.
+
+    tiktoken works without Python's global lock, so threads run side by side. A `DataError` of the reader is
+    an item like any other, in its place, and the last one: what was read before it is still used, and it
+    reaches the caller as it was raised.
+    """
+
+    def __init__(self, source: BaseNode[TextPiece], tokenizer: Tokenizer, num_workers: int) -> None:
+        super().__init__()
+        self._source = source
+        self._tokenizer = tokenizer
+        self._num_workers = num_workers
+        self._threads: ThreadPoolExecutor | None = None
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin at the start of the source, or where `initial_state` was taken."""
+        super().reset(initial_state)
+        self.close()
+        if self._num_workers:
+            self._threads = ThreadPoolExecutor(self._num_workers, thread_name_prefix="torchround-tokenise")
+        self._ahead: deque[tuple[Result, dict[str, Any]]] = deque()
+        self._ended = False
+        self._source.reset(initial_state["source"] if initial_state else None)
+        self._state = self._source.state_dict()
+
+    def get_state(self) -> dict[str, Any]:
+        """The reader's state after the piece that was handed out last; pieces in work are read again."""
+        return {"source": self._state}
+
+    def next(self) -> TokenPiece | DataError:
+        """The next piece; `StopIteration` at the end of the source or after an error."""
+        while not self._ended and len(self._ahead) < max(1, 2 * self._num_workers):
+            self._read_one()
+        if not self._ahead:
+            raise StopIteration
+        result, self._state = self._ahead.popleft()
+        return result()
+
+    def close(self) -> None:
+        """End the threads, from any thread; a piece asked for after that is an error until the next `reset`."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _read_one(self) -> None:
+        try:
+            piece = next(self._source)
+        except StopIteration:
+            self._ended = True
+        except DataError as error:
+            self._ended = True
+            self._ahead.append((partial(_itself, error), self._state))
+        else:
+            self._ahead.append((self._start(piece), self._source.state_dict()))
+
+    def _start(self, piece: TextPiece) -> Result:
+        work = partial(tokenise, self._tokenizer, piece)
+        return work if self._threads is None else self._threads.submit(work).result
+
+
+def tokenise(tokenizer: Tokenizer, piece: TextPiece) -> TokenPiece:
+    """BOS (where the vocabulary has one) before a document's first token, EOS after its last."""
+    before = [tokenizer.bos_id] if piece.first and tokenizer.bos_id is not None else []
+    after = [tokenizer.eos_id] if piece.last else []
+    tokens = np.concatenate(
+        [np.array(ids, dtype=np.int64) for ids in (before, tokenizer.encode_array(piece.text), after)]
+    )
+    return TokenPiece(tokens, starts_document=piece.first)
+
+
+def _itself(error: DataError) -> DataError:
+    return error
