@@ -1,0 +1,48 @@
+"""What a run is configured by: one table per component, loading, overrides, messages."""
+
+from torchround.config.command_line import Options, parse_command_line
+from torchround.config.config import Config
+from torchround.config.errors import ConfigError, Problem
+from torchround.config.load import load_config
+from torchround.config.tables import (
+    CheckpointTable,
+    DataTable,
+    LoraTable,
+    LRScheduleTable,
+    MetricsTable,
+    ModelTable,
+    OptimizerTable,
+    RunTable,
+    SourceTable,
+    TokenizerTable,
+    TraceTable,
+    TrainingTable,
+    ValidationTable,
+)
+from torchround.config.tables_engine import EngineTable, PlanTable
+from torchround.config.toml_writer import to_toml
+
+__all__ = [
+    "CheckpointTable",
+    "Config",
+    "ConfigError",
+    "DataTable",
+    "EngineTable",
+    "LRScheduleTable",
+    "LoraTable",
+    "MetricsTable",
+    "ModelTable",
+    "OptimizerTable",
+    "Options",
+    "PlanTable",
+    "Problem",
+    "RunTable",
+    "SourceTable",
+    "TokenizerTable",
+    "TraceTable",
+    "TrainingTable",
+    "ValidationTable",
+    "load_config",
+    "parse_command_line",
+    "to_toml",
+]

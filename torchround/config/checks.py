@@ -1,0 +1,99 @@
+"""What tables demand of each other. Each check yields the keys that conflict and a message with their values.
+
+Needs no files, no devices and no model: what those demand is checked by whoever opens them.
+"""
+
+from collections.abc import Iterator
+
+from torchround.config.config import Config
+from torchround.config.tables_engine import PlanTable
+
+Conflict = tuple[tuple[str, ...], str]
+
+
+def find_conflicts(config: Config) -> Iterator[Conflict]:
+    """Everything that keeps these tables, each legal by itself, from being run together."""
+    for check in (_model, _tokenizer, _batch, _rounds, _lr_schedule, _validation, _engine, _not_built):
+        yield from check(config)
+
+
+def _model(config: Config) -> Iterator[Conflict]:
+    flavor, hf_path = config.model.flavor, config.model.hf_path
+    keys = ("model.flavor", "model.hf_path")
+    if flavor is None and hf_path is None:
+        yield keys, 'neither is given; legal: one of them, for example flavor = "debug"'
+    if flavor is not None and hf_path is not None:
+        yield (
+            keys,
+            f'given "{flavor}" and "{hf_path}"; legal: one of them ("none" takes back what a base file gave)',
+        )
+
+
+def _tokenizer(config: Config) -> Iterator[Conflict]:
+    path, name = config.tokenizer.path, config.tokenizer.name
+    if path is not None and name is not None:
+        message = f'given "{path}" and "{name}"; legal: one of them ("none" takes back what a base file gave)'
+        yield ("tokenizer.path", "tokenizer.name"), message
+    if path is None and name is None and config.model.hf_path is None:
+        message = 'none of them is given, so there is no tokenizer; legal: path, or name = "bytes", or model.hf_path'
+        yield ("tokenizer.path", "tokenizer.name", "model.hf_path"), message
+
+
+def _batch(config: Config) -> Iterator[Conflict]:
+    micro, whole = config.training.micro_batch_size, config.training.global_batch_size
+    if micro > whole:
+        message = f"given {micro} and {whole}; legal: a micro-batch of at most global_batch_size sequences"
+        yield ("training.micro_batch_size", "training.global_batch_size"), message
+
+
+def _rounds(config: Config) -> Iterator[Conflict]:
+    rounds, plan = config.engine.rounds, config.engine.plan
+    batch_keys = ("training.global_batch_size", "training.micro_batch_size")
+    legal = f"legal: 1 to {config.num_micro_batches}, the number of micro-batches of a step"
+    if isinstance(rounds, int) and rounds > config.num_micro_batches:
+        yield ("engine.rounds", *batch_keys), f"given {rounds} rounds; {legal}"
+    if not isinstance(plan, PlanTable) or plan.rounds is None:
+        return
+    if plan.rounds > config.num_micro_batches:
+        yield ("engine.plan", *batch_keys), f"given {plan.rounds} rounds; {legal}"
+    if rounds not in ("auto", plan.rounds):
+        yield (
+            ("engine.rounds", "engine.plan"),
+            f'given {rounds} and {plan.rounds}; legal: the same, or rounds = "auto"',
+        )
+
+
+def _lr_schedule(config: Config) -> Iterator[Conflict]:
+    warmup, steps = config.lr_schedule.warmup_steps, config.training.steps
+    if warmup >= steps:
+        message = f"given {warmup} and {steps}; legal: a warm-up of at most steps - 1 = {steps - 1}"
+        yield ("lr_schedule.warmup_steps", "training.steps"), message
+
+
+def _validation(config: Config) -> Iterator[Conflict]:
+    if config.validation.interval_steps > 0 and not config.validation.sources:
+        message = f"given {config.validation.interval_steps} and no sources; legal: at least one source, or 0 for off"
+        yield ("validation.interval_steps", "validation.sources"), message
+
+
+def _engine(config: Config) -> Iterator[Conflict]:
+    plan = config.engine.plan
+    if isinstance(plan, PlanTable) and sum(plan.forward) != sum(plan.backward):
+        message = (
+            f"forward stages hold {sum(plan.forward)} layers, backward stages {sum(plan.backward)}; "
+            "legal: the same number, all layers but the fused ones"
+        )
+        yield ("engine.plan",), message
+
+
+def _not_built(config: Config) -> Iterator[Conflict]:
+    """Keys that have their place but no code behind them yet; a run must not go on as if they worked."""
+    if config.lora.rank > 0:
+        yield ("lora.rank",), f"given {config.lora.rank}, but adapters are not built yet; legal: 0"
+    if config.trace.steps or config.trace.memory:
+        yield (
+            ("trace.steps", "trace.memory"),
+            "traces are not built yet; legal: steps = [] and memory = false",
+        )
+    if config.engine.update == "async":
+        yield ("engine.update",), 'given "async", which is not built yet; legal: "sync"'

@@ -1,0 +1,97 @@
+"""The command line of `train.py`: which file, which overrides, and whether to run at all."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torchround.config.config import Config
+from torchround.config.errors import ConfigError, config_error, nearest, show
+from torchround.config.load import read_config
+from torchround.config.overrides import COMMAND_LINE, take_flag
+from torchround.config.reference import usage
+from torchround.config.validate import RawConfig, all_keys, validate
+
+SWITCHES = ("--print-config", "--dry-run", "--help")
+FLAGS = ("--config", *SWITCHES)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for."""
+
+    config: Config
+    print_config: bool
+    """Print the resolved config as TOML, then stop."""
+
+    dry_run: bool
+    """Print the resolved config, the plan and the memory it needs, then stop."""
+
+    raw: RawConfig
+
+    def error(self, key: str, message: str) -> ConfigError:
+        """A mistake found after loading (an unknown family, a folder that is not there), said like all others."""
+        return config_error(self.raw.source_of(key), key, message)
+
+    def unknown_name(self, key: str, given: str, known: Iterable[str]) -> ConfigError:
+        """`error` for a name that is not among the known ones."""
+        names = sorted(known)
+        legal = " or ".join(show(name) for name in names)
+        return self.error(key, f"given {show(given)}; legal: {legal}{nearest(given, names)}")
+
+
+def parse_command_line(arguments: Sequence[str]) -> Options:
+    """`sys.argv[1:]` -> options. Raises `ConfigError`; `--help` prints the usage and exits with code 0."""
+    path: str | None = None
+    switches: set[str] = set()
+    overrides: list[str] = []
+    rest = list(arguments)
+    while rest:
+        name = rest[0].partition("=")[0]
+        if name in SWITCHES or rest[0] == "-h":
+            switches.add(_switch(rest.pop(0)))
+        elif name == "--config":
+            path = _config_path(rest, path)
+        else:
+            overrides.extend(_override(rest))
+    if "--help" in switches:
+        print(usage())
+        raise SystemExit(0)
+    if path is None:
+        raise config_error(COMMAND_LINE, "", "no configuration; write --config NAME.toml")
+    raw = read_config(path, overrides)
+    return Options(validate(raw), "--print-config" in switches, "--dry-run" in switches, raw)
+
+
+def _switch(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    if equals:
+        raise config_error(COMMAND_LINE, "", f"{name} takes no value, given {value}")
+    return "--help" if name == "-h" else name
+
+
+def _config_path(rest: list[str], earlier: str | None) -> str:
+    _, value = take_flag(rest)
+    if not value:
+        raise config_error(COMMAND_LINE, "", "--config has no value; write --config NAME.toml")
+    if earlier is not None:
+        raise config_error(COMMAND_LINE, "", f"--config is given twice: {earlier} and {value}")
+    return value
+
+
+def _override(rest: list[str]) -> list[str]:
+    flag, value = take_flag(rest)
+    if not flag.startswith("--") or "." not in flag:
+        raise _unknown_flag(flag)
+    return [flag] if value is None else [f"{flag}={value}"]
+
+
+def _unknown_flag(flag: str) -> ConfigError:
+    name = flag.lstrip("-")
+    keys = [f"--{table}.{key}" for table, names in all_keys().items() for key in names if key == name]
+    hint = f"; nearest: {', '.join(keys)}" if keys else nearest(flag, FLAGS)
+    if not flag.startswith("--"):
+        return config_error(
+            COMMAND_LINE, "", f"unexpected argument {flag}; a file is given as --config {flag}{hint}"
+        )
+    return config_error(
+        COMMAND_LINE, "", f"unknown flag {flag}; legal: {', '.join(FLAGS)}, --table.key{hint}"
+    )

@@ -1,0 +1,56 @@
+"""`ConfigError`: everything wrong with one configuration, as one message for the person who wrote it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from torchround.config.toml_writer import toml_value
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: where it was given, which key, what was given, what is legal."""
+
+    source: str
+    """The TOML file as the user would find it, or "command line"."""
+
+    key: str
+    """Dotted key such as `training.steps`; empty when the file as a whole is at fault."""
+
+    message: str
+    """What is legal, and the nearest known key or value where there is one."""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.source, self.key, self.message) if part)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; `train.py` prints the text and ends with exit code 2."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        lines = [str(problem) for problem in self.problems]
+        if len(lines) > 1:
+            lines = [f"{len(lines)} problems in the configuration", *(f"  {line}" for line in lines)]
+        super().__init__("\n".join(lines))
+
+
+def config_error(source: str, key: str, message: str) -> ConfigError:
+    """A `ConfigError` with a single problem."""
+    return ConfigError([Problem(source, key, message)])
+
+
+def show(value: Any) -> str:
+    """A value as it is written in TOML, shortened to what fits on a line of a message."""
+    try:
+        text = toml_value(value)
+    except ValueError:  # Python writes no integer of over 4300 digits, but TOML can give one in base 16
+        return "an integer too long to print"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """`; nearest: x` for the known name that resembles what was given most, or nothing."""
+    matches = get_close_matches(given, list(known), n=1, cutoff=0.6)
+    return f"; nearest: {matches[0]}" if matches else ""

@@ -1,0 +1,114 @@
+"""TOML file + the files it is based on + overrides -> `Config`.
+
+`base = "other.toml"` at the top of a file takes that file's keys, relative to the file itself; a key that the file
+gives replaces the base's whole value, arrays and inline tables included. `run.name` is not taken from a base, so
+that two files never share a run's folder by accident. Overrides come last.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchround.config.config import Config
+from torchround.config.errors import config_error, show
+from torchround.config.overrides import COMMAND_LINE, Override, parse_overrides
+from torchround.config.validate import RawConfig, validate
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+BASE = "base"
+"""Key at the top of a file that names the file it is based on."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Load, merge and check a run's configuration.
+
+    `overrides` as on the command line: `["--training.steps", "20", "--engine.update=sync"]`. `path` is looked up as
+    `find_config` says. Raises `ConfigError` with everything that is wrong.
+    """
+    return validate(read_config(path, overrides))
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
+    """The merged tables before they are checked, with the source of each key."""
+    file = find_config(path)
+    raw = RawConfig(main_source=str(file))
+    _merge_file(raw, file, chain=[])
+    run = raw.tables.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", _run_name(file))
+    for override in parse_overrides(overrides):
+        _apply(raw, override)
+    return raw
+
+
+def find_config(path: str | Path) -> Path:
+    """The file as given, else in `configs/` of the working directory, else in `configs/` beside `torchround/`."""
+    repository = Path(__file__).parents[2]
+    candidates = [Path(path), Path("configs") / path, repository / "configs" / path]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    looked_up = ", ".join(dict.fromkeys(str(candidate) for candidate in candidates))
+    raise config_error(str(path), "", f"no such file; looked for {looked_up}")
+
+
+def _run_name(file: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-") or "run"
+
+
+def _merge_file(raw: RawConfig, file: Path, chain: list[Path]) -> None:
+    data = _read_toml(file)
+    if BASE in data:
+        _merge_file(raw, _base_file(file, data.pop(BASE), [*chain, file]), [*chain, file])
+    if chain and isinstance(data.get("run"), dict):
+        data["run"].pop("name", None)
+    for name, table in data.items():
+        raw.sources[name] = str(file)
+        merged = raw.tables.get(name)
+        if not (isinstance(table, dict) and isinstance(merged, dict)):
+            raw.tables[name] = table
+        else:
+            merged.update(table)
+        if isinstance(table, dict):
+            raw.sources.update({f"{name}.{key}": str(file) for key in table})
+
+
+def _base_file(file: Path, base: Any, chain: list[Path]) -> Path:
+    if not isinstance(base, str):
+        raise config_error(str(file), BASE, f"given {show(base)}; legal: a string, the path of a TOML file")
+    found = file.parent / base
+    if not found.is_file():
+        raise config_error(str(file), BASE, f"given {show(base)}, but there is no file {found}")
+    if found.resolve() in [link.resolve() for link in chain]:
+        path = " -> ".join(str(link) for link in [*chain, found])
+        raise config_error(str(file), BASE, f"given {show(base)}, which is based on this file: {path}")
+    return found
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise config_error(str(file), "", f"not UTF-8 text: byte {error.start} is {error.reason}") from None
+    except OSError as error:
+        raise config_error(str(file), "", f"cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise config_error(str(file), "", "not valid TOML: nested too deeply") from None
+    except ValueError as error:
+        raise config_error(str(file), "", f"not valid TOML: {error}") from None
+
+
+def _apply(raw: RawConfig, override: Override) -> None:
+    target = raw.tables
+    for length, part in enumerate(override.path[:-1], start=1):
+        inner = target.get(part)
+        target[part] = target = inner if isinstance(inner, dict) else {}
+        raw.sources.setdefault(".".join(override.path[:length]), COMMAND_LINE)
+    target[override.path[-1]] = override.value
+    raw.sources[".".join(override.path)] = COMMAND_LINE

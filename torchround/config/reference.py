@@ -1,0 +1,106 @@
+"""The tables' documentation as text: the usage of `train.py` and docs/configuration.md.
+
+`python -m torchround.config.reference` prints the page; a test keeps the file equal to it.
+"""
+
+from collections.abc import Iterator
+from textwrap import dedent, indent, wrap
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from torchround.config.config import Config
+from torchround.config.errors import show
+from torchround.config.legal import Slot, describe
+from torchround.config.table import Table
+from torchround.config.tables import SourceTable
+from torchround.config.tables_engine import PlanTable
+
+USAGE = """\
+usage: torchrun train.py --config NAME.toml [--table.key VALUE ...]
+
+  --config NAME.toml   the run; looked up as given, then in configs/
+  --table.key VALUE    any key below, for example --training.steps 20; VALUE is TOML, a bare word is a string
+  --print-config       print the resolved configuration as TOML, then stop
+  --dry-run            print the resolved configuration, the plan and the memory it needs, then stop
+  --help               print this text
+"""
+
+PAGE_HEAD = """\
+# Configuration
+
+Written by `python -m torchround.config.reference`, from the docstrings of `torchround/config/`. Do not edit.
+
+A run is one TOML file: `torchrun train.py --config NAME.toml`. The name is looked up as given, then in `configs/`
+of the working directory and of the repository. What is wrong with it (file, key, type, range, combination) is said
+in one message before any work, and the exit code is 2.
+
+**Inheritance.** `base = "other.toml"`, the first line of a file, takes all keys of the other file, whose path is
+relative to the file that names it. A key that is given again replaces the base's whole value. `run.name` is not
+inherited. `"none"` takes back a key that may be left out: `flavor = "none"`.
+
+**Command line.** Any key, after the files: `--training.steps 20`, `--engine.update=sync`,
+`--data.sources '[{path = "corpus/*.txt"}]'`, `--engine.plan.fused 2`. The value is read as TOML and checked like a
+file's; a bare word that is not TOML is a string. `--print-config` prints what comes out.
+"""
+
+
+def usage() -> str:
+    """Flags, then each key with what is legal, its default and its documentation."""
+    return USAGE + "".join(_usage_table(f"[{name}]", table) for name, table in _tables())
+
+
+def page() -> str:
+    """docs/configuration.md."""
+    inner: list[tuple[str, type[Table]]] = [
+        ("Elements of `data.sources` and `validation.sources`", SourceTable),
+        ("`engine.plan`", PlanTable),
+    ]
+    sections = [(f"`[{name}]`", table) for name, table in _tables()]
+    return PAGE_HEAD + "".join(_page_table(title, table) for title, table in [*sections, *inner])
+
+
+def _tables() -> Iterator[tuple[str, type[Table]]]:
+    for name, info in Config.model_fields.items():
+        table = Slot.of_field(info).table()
+        assert table is not None, f"{name} is a table"
+        yield name, table
+
+
+def _usage_table(title: str, table: type[Table]) -> str:
+    lines = [f"\n{title}  {_first_line(table)}\n"]
+    for key, info in table.model_fields.items():
+        lines.append(f"  {key}: {describe(Slot.of_field(info))}{_default(info)}\n")
+        text = " ".join(documentation(info).split())
+        lines.append(indent("\n".join(wrap(text, 100)), "      ") + "\n")
+    return "".join(lines)
+
+
+def _page_table(title: str, table: type[Table]) -> str:
+    blocks = [f"\n## {title}\n\n{documentation(table)}\n"]
+    for key, info in table.model_fields.items():
+        legal = f"{describe(Slot.of_field(info))}{_default(info)}"
+        blocks.append(f"\n**`{key}`**: {legal}\n\n{documentation(info)}\n")
+    return "".join(blocks)
+
+
+def documentation(documented: FieldInfo | type[Table]) -> str:
+    """The docstring of a key or table, without indentation."""
+    text = documented.description if isinstance(documented, FieldInfo) else documented.__doc__
+    assert text, f"{documented} has a docstring"
+    first, _, rest = text.strip().partition("\n")
+    return f"{first}\n{dedent(rest)}".strip()
+
+
+def _first_line(table: type[Table]) -> str:
+    return documentation(table).partition("\n")[0]
+
+
+def _default(info: FieldInfo) -> str:
+    if info.default is PydanticUndefined or info.default is None:
+        return ""
+    return f" (default {show(info.default)})"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

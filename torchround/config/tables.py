@@ -1,0 +1,219 @@
+"""The tables that say what is trained, on what, and how far. The engine's is in `tables_engine.py`.
+
+Each key's docstring says meaning, unit, legal range and cost; the type and the range are checked on load.
+Paths are relative to the working directory.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from torchround.config.table import Many, Pair, Table
+
+MAX_INT = 2**63 - 1
+"""The largest integer that every TOML reader keeps exactly."""
+
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class RunTable(Table):
+    """Where the run leaves its files, and the seed of everything random."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Name of the run: its files are in `<folder>/<name>/`, and a run that finds checkpoints there resumes.
+    Letters, digits, `.`, `_` and `-`. When left out, it is the name of the TOML file without `.toml`."""
+
+    folder: Name = "outputs"
+    """Folder that holds all runs. Free space for `checkpoint.keep_latest_k` + 1 checkpoints is needed."""
+
+    seed: NonNegativeInt = 0
+    """Seed of weight initialisation, data order and dropout. The same seed gives bitwise equal losses."""
+
+
+class ModelTable(Table):
+    """Which model: a family, and in it either a named size or a Hugging Face folder."""
+
+    family: Name
+    """Model family, a package of `models/` (for example `llama3`). Required."""
+
+    flavor: Name | None = None
+    """Named size of the family (for example `debug` or `8b`), initialised at random. Either this or `hf_path`."""
+
+    hf_path: Name | None = None
+    """Local folder with `config.json` in Hugging Face format, which then gives the shapes; also the default
+    of `tokenizer.path`. Either this or `flavor`."""
+
+
+class TokenizerTable(Table):
+    """How text becomes tokens. When left out, the tokenizer in `model.hf_path` is used."""
+
+    path: Name | None = None
+    """Tokenizer file, or a folder that holds one. Either this or `name`; neither: `model.hf_path`."""
+
+    name: Literal["bytes"] | None = None
+    """Built-in tokenizer. `bytes`: one token per UTF-8 byte plus special ones; needs no file."""
+
+
+class SourceTable(Table):
+    """One source of documents, an element of `data.sources` or `validation.sources`."""
+
+    path: Name
+    """A file, a glob (`corpus/**/*.jsonl`), or `python-stdlib`: the source files of the running Python's
+    standard library, real text that every machine has. Required."""
+
+    format: Literal["auto", "text", "jsonl"] = "auto"
+    """`text`: one document per file. `jsonl`: one JSON object per line. `auto`: `jsonl` for files that end in
+    `.jsonl`, otherwise `text`."""
+
+    text_field: Name = "text"
+    """Field of each JSON object that holds the text. Only read for `jsonl`."""
+
+    weight: PositiveFloat = 1.0
+    """Share of documents drawn from this source, relative to the other sources' weights. Above 0."""
+
+
+class DataTable(Table):
+    """What is trained on. Documents are packed to `training.seq_len`; attention stays inside documents."""
+
+    sources: Annotated[Many[SourceTable], Field(min_length=1)]
+    """Array of sources, each `{path, format, text_field, weight}`. At least one. Required."""
+
+    shuffle: bool = True
+    """Visit the documents in a new random order each epoch, fixed by `run.seed`. `false`: as listed."""
+
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Processes that read and tokenise ahead of the training loop, 0 to 256; 0 does it in the loop itself.
+    Each costs about one Python process of host memory (roughly 0.3 GiB)."""
+
+
+class TrainingTable(Table):
+    """How long, in which batches and in which number format."""
+
+    steps: PositiveInt = 1000
+    """Optimizer steps of the whole run, resumed parts included. At least 1."""
+
+    seq_len: PositiveInt = 2048
+    """Tokens per packed sequence. At least 1. Activation memory grows linearly with it, attention time
+    quadratically."""
+
+    global_batch_size: PositiveInt = 8
+    """Sequences per optimizer step. At least `micro_batch_size`. Step time grows linearly with it."""
+
+    micro_batch_size: PositiveInt = 1
+    """Sequences that a stage runs at once, at most; the batch is cut into
+    `ceil(global_batch_size / micro_batch_size)` micro-batches, the first ones longer by one where it does not
+    divide evenly. Device memory for activations grows linearly with it; fewer micro-batches make larger
+    bubbles."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Number format of the weights that devices compute with, and of activations. The optimizer always keeps
+    float32 weights. `float32` doubles device memory, boundary activations and transfers."""
+
+    max_norm: NonNegativeFloat = 1.0
+    """Largest global gradient norm; a larger gradient is scaled down to it. 0 switches clipping off (the norm
+    is still measured)."""
+
+
+class OptimizerTable(Table):
+    """AdamW, run on the host in float32. Weight decay only on parameters with two or more dimensions."""
+
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate, reached after `lr_schedule.warmup_steps`. Above 0."""
+
+    betas: Pair[Beta] = (0.9, 0.95)
+    """Decay of the first and of the second moment, each at least 0 and below 1."""
+
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment. Above 0."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, as a factor of the learning rate per step. At least 0."""
+
+
+class LRScheduleTable(Table):
+    """How the learning rate moves: a linear warm-up, then a decay to the floor at the last step."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly to `optimizer.lr`. At least 0, below
+    `training.steps`."""
+
+    decay: Literal["none", "linear", "cosine", "wsd"] = "cosine"
+    """Shape after the warm-up. `none`: constant. `wsd` (warm-up, stable, decay): constant, then linear over
+    the last part of the run."""
+
+    min_lr_factor: Fraction = 0.1
+    """Floor that the decay ends at, as a fraction of `optimizer.lr`, 0 to 1. Not used by `none`."""
+
+
+class CheckpointTable(Table):
+    """When the run is saved, how much is kept, and where it starts from. A run always saves at its end."""
+
+    interval_steps: NonNegativeInt = 500
+    """Steps between checkpoints; 0 saves only at the end and on SIGTERM or SIGINT. A checkpoint is 12 bytes
+    per trained parameter on disk (async: 14) and stops training while it is written."""
+
+    keep_latest_k: NonNegativeInt = 2
+    """Complete checkpoints that are kept, the newest ones; 0 keeps all."""
+
+    load_path: Name | None = None
+    """Folder of a checkpoint to start from when the run's own folder holds none. When left out, weights are
+    initialised from `run.seed`."""
+
+
+class ValidationTable(Table):
+    """Loss on text that is not trained on, measured forward only."""
+
+    interval_steps: NonNegativeInt = 0
+    """Steps between validations; 0 switches validation off."""
+
+    sources: Many[SourceTable] = ()
+    """Array of sources as in `data.sources`. Required when `interval_steps` is above 0."""
+
+    max_batches: PositiveInt = 10
+    """Global batches per validation, at least 1. Each costs about a third of a training step."""
+
+
+class LoraTable(Table):
+    """Low-rank adapters on frozen weights. Frozen weights have no gradient and no optimizer state."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters; 0 trains all weights. Usual: 8 to 64. Memory grows linearly with it."""
+
+    alpha: PositiveFloat = 16.0
+    """The adapter's output is scaled by `alpha / rank`. Above 0."""
+
+    dropout: Beta = 0.0
+    """Probability that an input of the adapter is zeroed in training, at least 0 and below 1."""
+
+    targets: Annotated[Many[Name], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of the linear maps in each block that get an adapter. At least one."""
+
+
+class MetricsTable(Table):
+    """What is reported, how often, and where. Losses are also in `metrics.jsonl` in the run's folder."""
+
+    log_every_steps: PositiveInt = 1
+    """Steps between lines on the console and in `metrics.jsonl`. At least 1."""
+
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Weights & Biases. `offline` writes a local run that can be sent later with `wandb sync`. A failure of the
+    logger never stops training."""
+
+    wandb_project: Name = "torchround"
+    """Project that the run is filed under. Only read when `wandb` is not `off`."""
+
+
+class TraceTable(Table):
+    """Timelines for finding out where time and memory go."""
+
+    steps: Many[PositiveInt] = ()
+    """Steps (counted from 1) whose tasks and copies are written to `trace/` in the run's folder. Empty: none."""
+
+    memory: bool = False
+    """Also write a snapshot of device memory for each traced step."""

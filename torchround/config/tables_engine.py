@@ -1,0 +1,81 @@
+"""The engine's table: devices, update rule, memory, number formats and the plan."""
+
+from typing import Literal
+
+from torchround.config.table import Many, Table
+from torchround.config.tables import Name, PositiveFloat, PositiveInt
+
+
+class PlanTable(Table):
+    """A partition given by hand: how many layers each stage holds, in dispatch order.
+
+    `sum(forward) + fused = sum(backward) + fused` = layers of the model, embedding and head included.
+    """
+
+    forward: Many[PositiveInt]
+    """Layers of each forward stage, from the first layer. Required; may be empty."""
+
+    fused: PositiveInt
+    """Layers of the fused stage: the last ones, forward and backward in one go. At least 1. Required."""
+
+    backward: Many[PositiveInt]
+    """Layers of each further backward stage, from the deepest down to the first layer. Required; may be
+    empty."""
+
+    rounds: PositiveInt | None = None
+    """Rounds of a step, at most the number of micro-batches. When left out: `engine.rounds`."""
+
+
+class EngineTable(Table):
+    """How stages run on devices. Weights, gradients and optimizer state stay in host memory."""
+
+    devices: Literal["auto", "cuda", "cpu"] = "auto"
+    """Kind of device. `cpu`: virtual devices, each a thread with its own memory limit. `auto`: `cuda` where
+    there is one, otherwise `cpu`."""
+
+    num_devices: PositiveInt | None = None
+    """Devices to use, at least 1. More than the machine has of kind `cuda` share them. When left out: all GPUs;
+    one for `cpu`."""
+
+    device_memory_gib: PositiveFloat | None = None
+    """Memory that a device may use, in GiB (2^30 bytes), above 0. When left out: the card's memory, or a fair
+    share of host memory for `cpu`. A lower limit makes smaller stages and larger bubbles."""
+
+    update: Literal["sync", "async"] = "sync"
+    """`sync`: step t computes with the weights after t updates. `async`: with the weights after t - 1, so that
+    the fill and drain of neighbouring steps overlap; 2 bytes more host memory per trained parameter, and the
+    one-step delay can hurt pre-training from scratch."""
+
+    rounds: PositiveInt | Literal["auto"] = "auto"
+    """Parts that a step's micro-batches are cut into; each passes through all stages in turn. 1 to the number
+    of micro-batches. More rounds keep fewer boundary activations in host memory, but upload the weights
+    again in each; above 1 the host adds gradients in float32 (2 bytes more per trained parameter). `auto`:
+    the planner chooses."""
+
+    recompute: Literal["stage", "layer"] = "stage"
+    """What a backward stage keeps on the device at once: the activations of all its layers for one
+    micro-batch (`stage`), or of one layer (`layer`: less device memory, one more forward pass of the stage)."""
+
+    grad_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format in which gradients travel to the host and wait there. `auto`: `training.dtype`. `float32`
+    costs 2 bytes more host memory per trained parameter and doubles the download."""
+
+    accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format in which a device adds up a round's micro-batches. `bfloat16` halves the device memory of
+    gradients but loses small contributions when there are many micro-batches."""
+
+    plan: PlanTable | Name | None = None
+    """Partition to use instead of the planner's: a path to a `plan.json`, or
+    `{forward = [2, 2], fused = 2, backward = [2, 2], rounds = 1}`. When left out: the planner decides."""
+
+    hang_timeout_s: PositiveFloat = 300.0
+    """Seconds without progress of a worker after which the run stops with a report of what each thread waits
+    for. Above 0; longer than the longest stage takes for one micro-batch."""
+
+    compile: bool = False
+    """Compile the host's optimizer pass with Inductor: about 1.5 times as fast, needs a C++ compiler, costs about
+    15 s once. Without a compiler the plain pass is used, with a warning."""
+
+    cpu_threads: PositiveInt | None = None
+    """Threads that PyTorch uses inside one operation on the CPU, at least 1. When left out: PyTorch's choice.
+    With several `cpu` devices, devices x threads should not exceed the cores."""
