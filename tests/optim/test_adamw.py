@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,6 +153,24 @@ def test_master_may_be_the_fp32_weight_itself() -> None:
     update((weight, exp_avg, exp_avg_sq, gradient, master))
     update((shared, *moments, gradient, shared))
     assert torch.equal(shared, weight)
+
+
+def test_bits_are_those_of_ieee_arithmetic_in_numpy() -> None:
+    buffers = random_buffers(10_007)
+    weight, exp_avg, exp_avg_sq, gradient, _ = (tensor.float().numpy().copy() for tensor in buffers)
+    update(buffers, step=3, scale=0.7)
+
+    beta1, beta2 = HYPER["betas"]
+    f32 = np.float32
+    scaled = gradient * f32(0.7)
+    first = (scaled - exp_avg) * f32(1 - beta1) + exp_avg
+    second = exp_avg_sq * f32(beta2) + scaled * f32(1 - beta2) * scaled
+    spread = f32((1 - beta2**3) ** -0.5) / (f32(1) / np.sqrt(second)) + f32(HYPER["eps"])
+    step = first * f32(-HYPER["lr"] / (1 - beta1**3)) / spread
+    expected = weight * f32(1 - HYPER["lr"] * HYPER["weight_decay"]) + step
+    for ours, theirs in zip(buffers, (expected, first, second), strict=False):
+        assert theirs.dtype == np.float32
+        assert torch.equal(ours, torch.from_numpy(theirs))
 
 
 class PlantedError(Exception):

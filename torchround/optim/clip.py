@@ -34,7 +34,7 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 
 
 def clip_scale(total_norm: float | Tensor, max_norm: float) -> float:
-    """The factor that brings gradients of norm `total_norm` to at most `max_norm`, as `clip_grad_norm_` has it.
+    """The factor that brings gradients of norm `total_norm` to at most `max_norm`: `clip_grad_norm_`'s.
 
     `min(1, max_norm / (total_norm + 1e-6))`; 1 when `max_norm` is 0, which turns clipping off. A norm that is
     not finite has no useful factor (it gives 0 or nan): the caller skips such an update altogether.
