@@ -17,8 +17,8 @@ from torchround.pipeline.partition import Stage, StageKind
 # (7.429 ms for 0.962 TFLOP, FIGURES section 2, against 165 TFLOP/s).
 COMPUTE_EFFICIENCY = 0.75
 
-# Share of the nominal PCIe rate that one hop (a boundary activation to the host and up again, chunks of both
-# directions overlapping) reaches: all five published hops lie within 2 % of `boundary_bytes / (0.66 x 32 GB/s)`.
+# Share of the nominal PCIe rate that one hop (a boundary activation down to the host and up again, the two
+# directions overlapping) reaches: the five published hops are `boundary_bytes / (0.66 x 32 GB/s)` within 2 %.
 HOP_EFFICIENCY = 0.66
 
 
@@ -57,7 +57,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """All layers in order. `hop_s`: seconds from a stage's output to the next stage's input, per micro-batch."""
+    """All layers in order. `hop_s`: seconds from a stage's output to the next one's input, per micro-batch."""
 
     layers: tuple[LayerCost, ...]
     hop_s: float = 0.0

@@ -69,7 +69,7 @@ DEVICES = (
     _card("b200", 180, 64, 2250.0, 80.0),
 )
 
-# For costs in proportion only, where the card is not known (virtual devices on a CPU): no limit, no figures to report.
+# For costs in proportion only, where the card is not known (virtual devices on a CPU): no figures to report.
 ASSUMED_DEVICE = DeviceSpec(
     "assumed", float("inf"), 16, {"bfloat16": 1e12, "float16": 1e12, "float32": 1e12, "float64": 1e12}
 )
@@ -78,7 +78,7 @@ ASSUMED_DEVICE = DeviceSpec(
 def find_device(name: str) -> DeviceSpec | None:
     """The card of this name, as in `"rtx4090"` or as PyTorch reports it (`"NVIDIA GeForce RTX 4090"`).
 
-    None where no entry is certain: a laptop or cut-down variant ("RTX 4090 Laptop GPU", "4090 D") is another card.
+    None where no entry is certain: a variant ("RTX 4090 Laptop GPU", "4090 D") is another card.
     """
     wanted = _plain(name)
     for device in DEVICES:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from torchround.pipeline.costs import Costs, stage_seconds
-from torchround.pipeline.partition import Partition, StageKind
+from torchround.pipeline.partition import Partition, Stage
 from torchround.pipeline.schedule import split_evenly
 
 NEVER = float("-inf")
 # Steps simulated before the steady state is computed from the transition matrix instead of waited for.
 MAX_WARM_UP_STEPS = 24
+
+Lines = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,15 @@ class StageTimes:
 
     `entry_s`: from the previous stage's output of a micro-batch (hop included) to this stage's, if the
     device is free. `total_s`: busy time per micro-batch. `updated_after_s`: when the optimizer has updated
-    all layers the stage reads, counted from the start of the update; 0 for backward stages, whose layers
-    the forward has waited for already.
+    all layers the stage reads, counted from the start of the update. `boundary_from`: the forward stage
+    whose output a recomputation may have to wait for, -1 where the gradient always comes later anyway.
     """
 
     entry_s: tuple[float, ...]
     total_s: tuple[float, ...]
     updated_after_s: tuple[float, ...]
+    boundary_from: tuple[int, ...]
+    hop_s: float
 
     @property
     def update_s(self) -> float:
@@ -42,13 +46,28 @@ class StageTimes:
 def stage_times(partition: Partition, costs: Costs, recompute: str = "stage") -> StageTimes:
     """Times of each stage of `partition`."""
     updated_s = list(accumulate(layer.optimizer_s for layer in costs.layers))
-    entry, total, updated = [], [], []
-    for stage in partition.stages():
-        before_s, after_s = stage_seconds(costs, stage, recompute)
-        entry.append(after_s + costs.hop_s)
-        total.append(before_s + after_s)
-        updated.append(0.0 if stage.kind is StageKind.BACKWARD else updated_s[stage.stop - 1])
-    return StageTimes(tuple(entry), tuple(total), tuple(updated))
+    stages = partition.stages()
+    parts = [stage_seconds(costs, stage, recompute) for stage in stages]
+    entry = [after_s + costs.hop_s for _, after_s in parts]
+    return StageTimes(
+        entry_s=tuple(entry),
+        total_s=tuple(before_s + after_s for before_s, after_s in parts),
+        updated_after_s=tuple(updated_s[stage.stop - 1] for stage in stages),
+        boundary_from=_boundary_waits(stages, len(partition.forward), [before for before, _ in parts], entry),
+        hop_s=costs.hop_s,
+    )
+
+
+def _boundary_waits(
+    stages: Sequence[Stage], num_forward: int, before_s: Sequence[float], entry_s: Sequence[float]
+) -> tuple[int, ...]:
+    """A recomputation of e seconds need not wait for its boundary if the gradient takes e longer to arrive."""
+    waits = [-1] * len(stages)
+    for index in range(num_forward + 1, len(stages)):
+        producer = next((i for i in range(num_forward) if stages[i].stop >= stages[index].start), -1)
+        if stages[index].start > 0 and sum(entry_s[producer + 1 : index]) < before_s[index]:
+            waits[index] = producer
+    return tuple(waits)
 
 
 def step_seconds(
@@ -74,24 +93,29 @@ def busy_seconds(times: StageTimes, num_micro_batches: int) -> float:
 def run_step(
     times: StageTimes, round_sizes: Sequence[int], free: list[float], update_start_s: float
 ) -> list[float]:
-    """Run one step's slots; `free[k]` is when the device of the k-th next slot becomes free, updated in place.
+    """Run one step's slots; `free[k]`, updated in place, is when the k-th next slot's device becomes free.
 
     Stages start no earlier than `update_start_s + updated_after_s`. Returns `free`, re-ordered so that
     `free[0]` again belongs to the device of the next slot.
     """
     num_devices, slot = len(free), 0
-    stages = list(zip(times.entry_s, times.total_s, times.updated_after_s, strict=True))
+    stages = list(zip(times.entry_s, times.total_s, times.updated_after_s, times.boundary_from, strict=True))
+    producers = set(times.boundary_from) - {-1}
     for size in round_sizes:
+        # The lines of the last stage: slopes fall and bases rise towards the end; `shift` adds to all bases.
         slopes: list[float] = []
         bases: list[float] = []
+        kept: dict[int, Lines] = {}
         shift, last = 0.0, size - 1
-        for entry_s, total_s, updated_s in stages:
+        for index, (entry_s, total_s, updated_s, producer) in enumerate(stages):
             if slopes:
                 shift += entry_s
             start = free[slot]
             if start < update_start_s + updated_s:
                 start = update_start_s + updated_s
             base = start + total_s - shift
+            if producer >= 0:
+                base = _wait_for_boundary(kept[producer], times.hop_s + total_s - shift, slopes, bases, base)
             while slopes and slopes[-1] <= total_s:
                 slopes.pop()
                 hidden = bases.pop()
@@ -101,18 +125,35 @@ def run_step(
                 slopes.append(total_s)
                 bases.append(base)
             end = bases[0] + slopes[0] * last
-            for index in range(1, len(slopes)):
-                other = bases[index] + slopes[index] * last
-                if other > end:
-                    end = other
+            for other in range(1, len(slopes)):
+                candidate = bases[other] + slopes[other] * last
+                if candidate > end:
+                    end = candidate
             free[slot] = end + shift
             slot = slot + 1 if slot + 1 < num_devices else 0
+            if index in producers:
+                kept[index] = (list(slopes), [base + shift for base in bases])
     free[:] = free[slot:] + free[:slot]
     return free
 
 
+def _wait_for_boundary(
+    boundary: Lines, delay_s: float, slopes: list[float], bases: list[float], base: float
+) -> float:
+    """Add the lines of a recomputation's boundary to `slopes` and `bases`; returns the larger first base."""
+    lines = list(zip(slopes, bases, strict=True))
+    lines += [(slope, arrival + delay_s) for slope, arrival in zip(*boundary, strict=True)]
+    slopes.clear()
+    bases.clear()
+    for slope, line_base in sorted(lines, reverse=True):
+        if not slopes or line_base > bases[-1]:
+            slopes.append(slope)
+            bases.append(line_base)
+    return base
+
+
 def _steady_state_seconds(times: StageTimes, sizes: Sequence[int], num_devices: int) -> float:
-    """Growth of the state per step once it repeats; from the transition matrix if that takes too long.
+    """Growth of the state per step once it repeats; from the transition matrix if that takes long.
 
     The state is when each device becomes free and when the last two updates started.
     """
@@ -140,7 +181,7 @@ def _same_shape(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _transition(times: StageTimes, sizes: Sequence[int], num_devices: int) -> list[list[float]]:
-    """The step as a (max, +) matrix: row j is the state after a step that only entry j of the state delays."""
+    """The step as a (max, +) matrix: row j is the state after a step that only entry j delays."""
     dimension = num_devices + 2
     units = ([NEVER] * j + [0.0] + [NEVER] * (dimension - j - 1) for j in range(dimension))
     return [_next_state(times, sizes, unit) for unit in units]
