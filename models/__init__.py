@@ -1,0 +1,13 @@
+"""The model families, by the name that `[model] family` gives."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from models.common.errors import ModelConfigError
+from models.common.family import Family
+from models.llama3 import LLAMA3
+
+FAMILIES: Mapping[str, Family[Any]] = MappingProxyType({family.name: family for family in (LLAMA3,)})
+
+__all__ = ["FAMILIES", "Family", "ModelConfigError"]

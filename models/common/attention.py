@@ -1,0 +1,56 @@
+"""Grouped-query self-attention with rotary positions, kept inside documents.
+
+Shapes: B sequences, T tokens, D model width, H heads, K kv heads, C channels of a head.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from models.common.attend import attend
+from models.common.config import TransformerConfig
+from models.common.initialise import init_linear_
+from models.common.rope import rotate, rotation
+from torchround.layer import MicroBatch
+
+
+class Attention(nn.Module):
+    """`[B, T, D]` in and out."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.rope, self.head_dim = config.rope, config.head_dim
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.query = nn.Linear(config.hidden_size, width, bias=False, device="meta")
+        self.key = nn.Linear(config.hidden_size, kv_width, bias=False, device="meta")
+        self.value = nn.Linear(config.hidden_size, kv_width, bias=False, device="meta")
+        self.output = nn.Linear(width, config.hidden_size, bias=False, device="meta")
+
+    def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        query = self.query(x).unflatten(-1, (self.num_heads, self.head_dim))  # [B, T, H, C]
+        key = self.key(x).unflatten(-1, (self.num_kv_heads, self.head_dim))  # [B, T, K, C]
+        value = self.value(x).unflatten(-1, (self.num_kv_heads, self.head_dim))  # [B, T, K, C]
+        cos, sin = rotation(self.rope, self.head_dim, micro_batch.positions)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        mixed = attend(query, key, value, micro_batch.document_ids)  # [B, T, H, C]
+        return self.output(mixed.flatten(2))
+
+    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
+        for linear in (self.query, self.key, self.value):
+            init_linear_(linear.weight, generator)
+        init_linear_(self.output.weight, generator, output_scale)
+
+    def forward_flops(self, batch: int, tokens: int) -> float:
+        """Projections, and scores and mixing over all T^2 pairs (RoundPipe appendix B, equation 2).
+
+        The causal half that is never used is counted, as is customary for MFU (PaLM appendix B).
+        """
+        projections = sum(linear.weight.numel() for linear in (self.query, self.key, self.value, self.output))
+        pairs = batch * tokens * tokens
+        return 2.0 * batch * tokens * projections + 4.0 * pairs * self.num_heads * self.head_dim
+
+    def activation_bytes(self, batch: int, tokens: int, element_bytes: int) -> int:
+        """Kept besides the input: query, key, value, mixed heads; in fp32 the RoPE tables and log-sum-exp."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        per_token = heads * self.head_dim * element_bytes + 4 * (self.head_dim + self.num_heads)
+        return batch * tokens * per_token

@@ -1,0 +1,43 @@
+"""The shape of a decoder-only transformer: what all families share.
+
+A family's config adds only what differs.
+"""
+
+from dataclasses import dataclass
+
+from models.common.errors import ModelConfigError
+from models.common.rope import Rope
+
+SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size")
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Numbers that fix every parameter's shape.
+
+    `head_dim` need not be `hidden_size / num_heads`. `max_positions` is the longest document the model was
+    trained for; nothing is allocated for it. `tied_embeddings`: the head's projection is the embedding.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    rope: Rope
+    max_positions: int
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for key in SIZES:
+            if getattr(self, key) < 1:
+                raise ModelConfigError(f"{key} = {getattr(self, key)}, must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelConfigError(
+                f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ModelConfigError(f"head_dim = {self.head_dim}, must be even: RoPE rotates pairs")

@@ -1,0 +1,38 @@
+"""What a model family offers to the rest of the program, as one table of functions."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from models.common.config import TransformerConfig
+from models.common.errors import ModelConfigError, unknown_name
+from torchround.layer import LayeredModel
+
+Config = TypeVar("Config", bound=TransformerConfig)
+
+
+@dataclass(frozen=True)
+class Family(Generic[Config]):
+    """A family's public face.
+
+    `flavors`: published sizes by name. `config_from_hf`: from the content of a Hugging Face `config.json`;
+    raises `ModelConfigError`. `build`: the layers, on `meta`. `hf_names`: for every stored parameter,
+    `"<layer>.<parameter>"` to the Hugging Face tensor that holds it (a tied head is stored in the embedding).
+    """
+
+    name: str
+    flavors: Mapping[str, Config]
+    config_from_hf: Callable[[Mapping[str, Any]], Config]
+    build: Callable[[Config], LayeredModel]
+    hf_names: Callable[[Config], dict[str, str]]
+
+    def config_from_flavor(self, name: str, vocab_size: int | None = None, **overrides: Any) -> Config:
+        """A flavor's config, with the tokenizer's vocabulary size and any other field put in its place."""
+        if name not in self.flavors:
+            raise unknown_name(f"{self.name} flavor", name, self.flavors)
+        if vocab_size is not None:
+            overrides["vocab_size"] = vocab_size
+        try:
+            return replace(self.flavors[name], **overrides)
+        except TypeError as error:
+            raise ModelConfigError(f"{self.name} config: {error}") from None

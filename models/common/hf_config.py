@@ -1,0 +1,60 @@
+"""Reading a Hugging Face `config.json`: every value checked, every refusal with the key and the value."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.common.errors import ModelConfigError
+
+
+class HFConfig:
+    """A `config.json` read key by key, with messages that name the key and the value."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = content
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
+        """The value of `key`, of type `kind`. Absent or null gives `default`; without one, an error."""
+        value = self.content.get(key)
+        if value is None:
+            if default is ...:
+                raise ModelConfigError(f"config.json has no {key!r}")
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ModelConfigError(f"config.json: {key} = {value!r} has the wrong type")
+        return value
+
+    def expect(self, key: str, *legal: Any) -> None:
+        """Refuse values other than `legal`; an absent key counts as the first."""
+        value = self.content.get(key, legal[0])
+        if value not in legal:
+            wanted = " or ".join(repr(item) for item in legal)
+            raise ModelConfigError(f"config.json: {key} = {value!r} is not supported, only {wanted}")
+
+    def rope(self, *rope_types: str) -> "HFConfig":
+        """The RoPE settings as one table: `rope_theta`, `rope_type` (of `rope_types`) and its parameters.
+
+        Current files hold them in `rope_parameters`; older ones in `rope_theta` and `rope_scaling`.
+        """
+        table = dict(self.get("rope_parameters", dict, None) or self.get("rope_scaling", dict, None) or {})
+        table.setdefault("rope_theta", self.get("rope_theta", (int, float), None))
+        table["rope_type"] = table.get("rope_type", table.get("type", "default"))
+        settings = HFConfig(table)
+        settings.expect("rope_type", *rope_types)
+        return settings
+
+    def transformer_fields(self) -> dict[str, Any]:
+        """The fields of `TransformerConfig` that every family names alike; RoPE is left to the family."""
+        self.expect("attention_dropout", 0.0)
+        num_heads, hidden_size = self.get("num_attention_heads", int), self.get("hidden_size", int)
+        return {
+            "num_layers": self.get("num_hidden_layers", int),
+            "hidden_size": hidden_size,
+            "num_heads": num_heads,
+            "num_kv_heads": self.get("num_key_value_heads", int, num_heads),
+            "head_dim": self.get("head_dim", int, hidden_size // num_heads),
+            "ffn_size": self.get("intermediate_size", int),
+            "vocab_size": self.get("vocab_size", int),
+            "max_positions": self.get("max_position_embeddings", int),
+            "norm_eps": float(self.get("rms_norm_eps", (int, float))),
+            "tied_embeddings": self.get("tie_word_embeddings", bool, False),
+        }

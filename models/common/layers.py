@@ -1,0 +1,130 @@
+"""The three kinds of layer that every family is made of: embedding, block, head with the loss.
+
+Shapes: B sequences, T tokens, D model width, V vocabulary.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.common.attention import Attention
+from models.common.config import TransformerConfig
+from models.common.initialise import init_embedding_, init_linear_
+from models.common.loss import chunk_tokens, token_loss_sum
+from models.common.norm import RMSNorm
+from torchround.layer import LayerWork, MicroBatch
+
+
+class FeedForward(Protocol):
+    """What a block asks of its feed-forward part, dense or of experts. The object is also an `nn.Module`."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def init_weights(self, generator: torch.Generator, output_scale: float) -> None: ...
+
+    def forward_flops(self, num_tokens: int) -> float: ...
+
+    def activation_elements(self, num_tokens: int) -> int: ...
+
+
+class Embedding(nn.Module):
+    """First layer: tokens to `[B, T, D]`."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, device="meta"))
+
+    def forward(self, hidden: None, micro_batch: MicroBatch) -> Tensor:
+        return _Embed.apply(self.weight, micro_batch.tokens)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        init_embedding_(self.weight, generator)
+
+    def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
+        boundary_bytes = batch * tokens * self.weight.shape[1] * element_bytes
+        # Scratch: the fp32 gradient of the table, before it is added to the layer's own.
+        return LayerWork(0.0, 0, boundary_bytes, workspace_bytes=4 * self.weight.numel())
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: attention, then feed-forward; `[B, T, D]` in and out."""
+
+    def __init__(self, config: TransformerConfig, attention: Attention, mlp: FeedForward) -> None:
+        super().__init__()
+        self.output_scale = (2 * config.num_layers) ** -0.5
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = mlp
+
+    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), micro_batch)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Norms 1, linear layers as in `models.common.initialise`, residual outputs scaled by 1/sqrt(2 L)."""
+        self.attention_norm.init_weights()
+        self.attention.init_weights(generator, self.output_scale)
+        self.mlp_norm.init_weights()
+        self.mlp.init_weights(generator, self.output_scale)
+
+    def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
+        """RoundPipe appendix B: FLOPs of equation 2, kept activations of equation 1 and small fp32 tables."""
+        num_tokens, width = batch * tokens, self.attention_norm.weight.numel()
+        flops = self.attention.forward_flops(batch, tokens) + self.mlp.forward_flops(num_tokens)
+        # Inputs of two norms and of the two sets of linear layers behind them; two fp32 scales per token.
+        kept = 4 * num_tokens * width * element_bytes + 2 * 4 * num_tokens
+        kept += self.attention.activation_bytes(batch, tokens, element_bytes)
+        kept += self.mlp.activation_elements(num_tokens) * element_bytes
+        return LayerWork(flops, kept, num_tokens * width * element_bytes)
+
+
+class Head(nn.Module):
+    """Last layer: norm, projection to the vocabulary, and the fp32 sum of token losses."""
+
+    def __init__(self, config: TransformerConfig, embedding: Embedding) -> None:
+        super().__init__()
+        self.tied = config.tied_embeddings
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = embedding.weight if self.tied else nn.Parameter(torch.empty(shape, device="meta"))
+
+    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        flat = self.norm(hidden).flatten(0, 1)  # [B T, D]
+        return token_loss_sum(flat, self.weight, micro_batch.labels.flatten())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[B, T, V]`: all logits at once, for checks and generation, never for training."""
+        return F.linear(self.norm(hidden), self.weight)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        self.norm.init_weights()
+        if not self.tied:
+            init_linear_(self.weight, generator)
+
+    def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
+        num_tokens, (vocab, width) = batch * tokens, self.weight.shape
+        # Norm input, normed input, and the gradient that the loss keeps for it.
+        kept = 3 * num_tokens * width * element_bytes + 4 * num_tokens
+        chunk = min(num_tokens, chunk_tokens(vocab))
+        logits_bytes = chunk * vocab * (4 if element_bytes == 4 else 4 + 2 * element_bytes)
+        weight_gradient_bytes = 4 * vocab * width
+        return LayerWork(2.0 * num_tokens * vocab * width, kept, 4, logits_bytes + weight_gradient_bytes)
+
+
+class _Embed(torch.autograd.Function):
+    """Table lookup whose gradient adds up in fp32: in bf16, a token met 256 times would stop counting."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.vocab_size = weight.shape[0]
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        grad = torch.ops.aten.embedding_dense_backward(grads[0].float(), tokens, ctx.vocab_size, -1, False)
+        return grad, None

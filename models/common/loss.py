@@ -1,0 +1,110 @@
+"""Sum of token cross entropies from hidden states, without ever holding all logits.
+
+Both gradients are computed in the forward, chunk by chunk, while a chunk's logits are there: the head runs in
+the fused stage, where forward and backward are one, so nothing is recomputed. Besides the result, memory is
+one chunk of logits and the gradients themselves.
+
+`torch.nn.functional.linear_cross_entropy` (torch 2.13) does the same and is used where it is as good: for
+fp32 on the CPU. For bf16 it rounds the loss to bf16, which for a sum over thousands of tokens is useless; on
+CUDA it adds weight gradients with atomics, in no fixed order, so that two equal runs differ.
+
+Shapes: N tokens of the whole micro-batch, D model width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchround.layer import IGNORED_LABEL
+
+CHUNK_BYTES = 1 << 28  # of fp32 logits
+
+
+def token_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """fp32 `[]`: sum over tokens of `-log softmax(hidden @ weight.T)[label]`; ignored labels add nothing.
+
+    `hidden` is `[N, D]`, `weight` `[V, D]` of the same dtype, `labels` `[N]` int64. May be differentiated
+    once, with respect to `hidden` and `weight`.
+    """
+    if hidden.device.type == "cpu" and hidden.dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
+        return torch_loss_sum(hidden, weight, labels)
+    return chunked_loss_sum(hidden, weight, labels)
+
+
+def torch_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The same through `torch.nn.functional.linear_cross_entropy`, for fp32 on the CPU."""
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens(weight.shape[0]))
+    return F.linear_cross_entropy(
+        hidden, weight, labels, reduction="sum", ignore_index=IGNORED_LABEL, options=options
+    )
+
+
+def chunked_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The same by our own loop, for every device and dtype."""
+    return _ChunkedLoss.apply(hidden, weight, labels, torch.is_grad_enabled())
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """Tokens of one chunk: the power of two whose fp32 logits fit `CHUNK_BYTES`; it depends on V alone."""
+    return 1 << max(4, (CHUNK_BYTES // (4 * vocab_size)).bit_length() - 1)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, grad_enabled: bool) -> Tensor:
+        wants_hidden, wants_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        ctx.grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # fp32, because chunks are added up; autograd casts to what the leaf's gradient wants.
+        ctx.grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        step = chunk_tokens(weight.shape[0])
+        for start in range(0, len(labels), step):
+            rows = slice(start, start + step)
+            logits = (hidden[rows] @ weight.T).float()
+            losses[rows], log_sums = _losses(logits, labels[rows])
+            if wants_hidden or wants_weight:
+                grad_logits = _grad_logits_(logits, log_sums, labels[rows]).to(weight.dtype)
+            if wants_hidden:
+                torch.mm(grad_logits, weight, out=ctx.grad_hidden[rows])
+            if wants_weight:
+                _add_product_(ctx.grad_weight, grad_logits, hidden[rows])
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        found = (ctx.grad_hidden, ctx.grad_weight)
+        if found == (None, None):
+            raise RuntimeError("this loss was already differentiated; its gradients are handed out only once")
+        ctx.grad_hidden = ctx.grad_weight = None
+        grad_hidden, grad_weight = (None if grad is None else grad.mul_(grads[0]) for grad in found)
+        return grad_hidden, grad_weight, None, None
+
+
+def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Token losses `[n]`, 0 where ignored, and log-sum-exp `[n, 1]` of fp32 logits `[n, V]`."""
+    counted = labels != IGNORED_LABEL
+    log_sums = logits.logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(1, labels.where(counted, 0)[:, None])
+    return ((log_sums - chosen)[:, 0]).where(counted, 0.0), log_sums
+
+
+def _grad_logits_(logits: Tensor, log_sums: Tensor, labels: Tensor) -> Tensor:
+    """`softmax(logits) - onehot(label)`, 0 where ignored, written over the fp32 logits `[n, V]`."""
+    counted = labels != IGNORED_LABEL
+    index = labels.where(counted, 0)[:, None]
+    probabilities = logits.sub_(log_sums).exp_()
+    # One entry per row: a plain scatter, which unlike an indexed addition has one order only.
+    probabilities.scatter_(1, index, probabilities.gather(1, index) - 1.0)
+    return probabilities.mul_(counted[:, None])
+
+
+def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor, block: int = 16384) -> None:
+    """`total [V, D] fp32 += grad_logits [n, V].T @ hidden [n, D]`, with scratch for `block` rows only."""
+    if grad_logits.dtype == total.dtype:
+        total.addmm_(grad_logits.T, hidden)
+        return
+    for start in range(0, len(total), block):
+        rows = slice(start, start + block)
+        total[rows] += grad_logits[:, rows].T @ hidden
