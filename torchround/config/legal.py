@@ -9,7 +9,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from torchround.config.errors import show
-from torchround.config.table import Table
+from torchround.config.table import Legal, Table
 from torchround.config.tables import MAX_INT
 
 
@@ -63,6 +63,8 @@ class Slot:
 
 def describe(slot: Slot) -> str:
     """For example `an integer of at least 1 or "auto"`."""
+    if (legal := slot.find(Legal)) is not None:
+        return str(legal.text)
     members = [member for member in slot.members() if member is not NoneType]
     if members:
         return " or ".join(describe(Slot(member).unwrapped()) for member in members)
@@ -100,8 +102,6 @@ def _describe_bounds(slot: Slot) -> str:
         parts.append(f"below {lt.lt}")
     if (min_len := slot.find(annotated_types.MinLen)) is not None:
         parts.append(f"of at least {min_len.min_length} character")
-    patterns = [c.pattern for c in slot.constraints if getattr(c, "pattern", None)]
-    parts.extend(f"that matches {pattern}" for pattern in patterns)
     return f" {' and '.join(parts)}" if parts else ""
 
 
@@ -110,11 +110,11 @@ def locate(slot: Slot, path: Sequence[int | str]) -> tuple[str, Slot]:
 
     Returns the key as a user writes it (`data.sources[0].path`) and the type there; for a key that is unknown, the
     table around it. The names of union members,
-    which pydantic puts into its paths, are not part of the key; a path that chose a member
-    that is no table stops at the union.
+    which pydantic puts into its paths, are not part of the key; a path that
+    leads into none of its tables stops at the union.
     """
     key = ""
-    for part in path:
+    for depth, part in enumerate(path, start=1):
         if (table := slot.table()) is not None:
             key = f"{key}.{part}" if key else str(part)
             if part not in table.model_fields:
@@ -125,7 +125,7 @@ def locate(slot: Slot, path: Sequence[int | str]) -> tuple[str, Slot]:
         else:
             members = [Slot(member).unwrapped() for member in slot.members()]
             chosen = [m for m in members if (t := m.table()) is not None and t.__name__ == part]
-            if not chosen:
+            if not chosen or depth == len(path):
                 return key, slot
             slot = chosen[0]
     return key, slot

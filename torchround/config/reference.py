@@ -1,6 +1,6 @@
 """The tables' documentation as text: the usage of `train.py` and docs/configuration.md.
 
-`python -m torchround.config.reference` prints the page; a test keeps the file equal to it.
+`python -m torchround.config` prints the page; a test keeps the file equal to it.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ usage: torchrun train.py --config NAME.toml [--table.key VALUE ...]
 PAGE_HEAD = """\
 # Configuration
 
-Written by `python -m torchround.config.reference`, from the docstrings of `torchround/config/`. Do not edit.
+Written by `python -m torchround.config`, from the docstrings of `torchround/config/`. Do not edit.
 
 A run is one TOML file: `torchrun train.py --config NAME.toml`. The name is looked up as given, then in `configs/`
 of the working directory and of the repository. What is wrong with it (file, key, type, range, combination) is said
@@ -100,7 +100,3 @@ def _default(info: FieldInfo) -> str:
     if info.default is PydanticUndefined or info.default is None:
         return ""
     return f" (default {show(info.default)})"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -3,6 +3,7 @@
 The docstring under a key is its documentation: `--help`, error messages and docs/configuration.md read it.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
@@ -34,6 +35,13 @@ class Table(BaseModel):
     def _takes_back(cls, key: str, value: Any) -> bool:
         field = cls.model_fields.get(key)
         return value == UNSET and field is not None and not field.is_required() and field.default is None
+
+
+@dataclass(frozen=True)
+class Legal:
+    """Annotation that says in words what is legal, where a pattern would not be understood."""
+
+    text: str
 
 
 def _as_tuple(value: Any) -> Any:

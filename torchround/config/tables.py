@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from torchround.config.table import Many, Pair, Table
+from torchround.config.table import Legal, Many, Pair, Table
 
 MAX_INT = 2**63 - 1
 """The largest integer that every TOML reader keeps exactly."""
@@ -20,14 +20,19 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
+RunName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
+    Legal("a string of letters, digits, '.', '_' and '-' that begins with a letter or digit"),
+]
 
 
 class RunTable(Table):
     """Where the run leaves its files, and the seed of everything random."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    name: RunName = "run"
     """Name of the run: its files are in `<folder>/<name>/`, and a run that finds checkpoints there resumes.
-    Letters, digits, `.`, `_` and `-`. When left out, it is the name of the TOML file without `.toml`."""
+    When left out, it is the name of the TOML file without `.toml`."""
 
     folder: Name = "outputs"
     """Folder that holds all runs. Free space for `checkpoint.keep_latest_k` + 1 checkpoints is needed."""

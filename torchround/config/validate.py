@@ -55,7 +55,7 @@ def _conflict(raw: RawConfig, keys: tuple[str, ...], message: str) -> Problem:
 
 
 def _problems(raw: RawConfig, error: ValidationError) -> Iterator[Problem]:
-    located = [(*locate(Slot(Config), details["loc"]), details) for details in error.errors()]
+    located = [(*locate(Slot(Config), _path(details)), details) for details in error.errors()]
     inside = {key for key, _, _ in located}
     seen = set()
     for key, slot, details in located:
@@ -65,11 +65,20 @@ def _problems(raw: RawConfig, error: ValidationError) -> Iterator[Problem]:
             yield Problem(raw.source_of(key), key, _message(raw, key, slot, details))
 
 
+def _path(details: ErrorDetails) -> tuple[int | str, ...]:
+    return details["loc"][:-1] if _is_too_short(details) else details["loc"]
+
+
+def _is_too_short(details: ErrorDetails) -> bool:
+    """Of an array of fixed size, pydantic reports the element that is missing."""
+    return details["type"] == "missing" and isinstance(details["loc"][-1], int)
+
+
 def _message(raw: RawConfig, key: str, slot: Slot, details: ErrorDetails) -> str:
     given = details["input"]
     if details["type"] == "extra_forbidden":
         return _unknown(key, slot, given)
-    if details["type"] == "missing":
+    if details["type"] == "missing" and not _is_too_short(details):
         return f"missing; legal: {describe(slot)}"
     shown = show(list(given) if isinstance(given, tuple) else given)
     text = f"given {shown}; legal: {_legal(key, slot, details)}"

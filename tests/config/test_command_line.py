@@ -1,0 +1,129 @@
+"""The command line: flags, overrides as TOML values, and mistakes in either."""
+
+from pathlib import Path
+
+import pytest
+
+from torchround.config import Config, ConfigError, parse_command_line
+from torchround.config.reference import USAGE
+from torchround.config.validate import all_keys
+
+
+def config(*arguments: str) -> Config:
+    return parse_command_line(["--config", "debug.toml", *arguments]).config
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_command_line(arguments)
+    return str(caught.value)
+
+
+def test_an_override_may_be_written_with_a_space_or_with_an_equals_sign() -> None:
+    assert config("--training.steps", "31").training.steps == 31
+    assert config("--training.steps=31").training.steps == 31
+
+
+def test_overrides_are_toml_values() -> None:
+    table = config(
+        "--optimizer.betas",
+        "[0.5, 0.75]",
+        "--data.shuffle",
+        "false",
+        "--optimizer.lr",
+        "1e-2",
+        "--run.name",
+        '"7"',
+    )
+    assert (table.optimizer.betas, table.data.shuffle, table.optimizer.lr) == ((0.5, 0.75), False, 0.01)
+    assert table.run.name == "7"
+
+
+def test_a_bare_word_is_a_string() -> None:
+    table = config("--training.dtype", "bfloat16", "--run.folder", "/tmp/some where/x=1")
+    assert (table.training.dtype, table.run.folder) == ("bfloat16", "/tmp/some where/x=1")
+
+
+def test_an_array_of_tables_can_be_given() -> None:
+    sources = config("--data.sources", '[{path = "a.jsonl", weight = 2}, {path = "b"}]').data.sources
+    assert [(source.path, source.weight) for source in sources] == [("a.jsonl", 2.0), ("b", 1.0)]
+
+
+def test_a_key_of_a_nested_table_can_be_given_by_itself() -> None:
+    plan = "{forward = [2], fused = 2, backward = [1, 1]}"
+    table = config("--engine.plan", plan, "--engine.plan.rounds", "2").engine.plan
+    assert table is not None and not isinstance(table, str)
+    assert (table.forward, table.rounds) == ((2,), 2)
+
+
+def test_the_last_of_two_overrides_of_a_key_counts() -> None:
+    assert config("--training.steps=11", "--training.steps=12").training.steps == 12
+
+
+def test_a_negative_number_is_a_value_and_not_a_flag() -> None:
+    assert "run.seed: given -1; legal" in refusal("--config", "debug.toml", "--run.seed", "-1")
+
+
+@pytest.mark.parametrize("text", ["1\nsteps = 2", "1\n[run]\nname = 'x'"])
+def test_a_value_cannot_smuggle_in_other_keys(text: str) -> None:
+    message = refusal("--config", "debug.toml", "--training.steps", text)
+    assert message.startswith("command line: training.steps: given ")
+
+
+def test_switches_are_off_unless_given() -> None:
+    options = parse_command_line(["--config", "debug.toml"])
+    assert (options.print_config, options.dry_run) == (False, False)
+    options = parse_command_line(["--print-config", "--config=debug.toml", "--dry-run"])
+    assert (options.print_config, options.dry_run) == (True, True)
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_names_every_flag_and_key_and_ends_well(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_command_line([flag])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(USAGE)
+    for table, keys in all_keys().items():
+        section = text.partition(f"\n[{table}]")[2].partition("\n[")[0]
+        assert all(f"\n  {key}: " in section for key in keys), table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "command line: no configuration; write --config NAME.toml"),
+        (["--config"], "--config has no value"),
+        (["--config", "--dry-run"], "--config has no value"),
+        (["--config="], "--config has no value"),
+        (["--config", "a.toml", "--config", "b.toml"], "--config is given twice: a.toml and b.toml"),
+        (["debug.toml"], "unexpected argument debug.toml; a file is given as --config debug.toml"),
+        (["--confg", "debug.toml"], "unknown flag --confg; legal: --config, "),
+        (["--confg", "debug.toml"], "; nearest: --config"),
+        (["--dry-runs"], "; nearest: --dry-run"),
+        (["--seq_len", "3"], "unknown flag --seq_len; legal: --config, --print-config, --dry-run, --help"),
+        (["--seq_len", "3"], "; nearest: --training.seq_len"),
+        (["--dry-run=yes"], "--dry-run takes no value, given yes"),
+        (["--config", "debug.toml", "--training.steps"], "training.steps: no value"),
+        (["--config", "debug.toml", "--training.steps", "--dry-run"], "training.steps: no value"),
+        (["--config", "debug.toml", "--training..steps=3"], "given --training..steps; a key is written"),
+        (
+            ["--config", "debug.toml", "--data.sources", "[{"],
+            "data.sources: given [{, which is not valid TOML",
+        ),
+        (["--config", "debug.toml", "--run.name", '"x'], 'run.name: given "x, which is not valid TOML'),
+        (["--config", "debug.toml", "--run.folder", "\udcff"], "command line: run.folder: given "),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_one_line_that_says_what_to_write(
+    arguments: list[str], expected: str
+) -> None:
+    message = refusal(*arguments)
+    assert expected in message and "\n" not in message
+
+
+def test_a_mistake_found_after_loading_is_said_like_all_others(tmp_path: Path) -> None:
+    options = parse_command_line(["--config", "debug.toml", "--model.family", "lama3"])
+    text = str(options.unknown_name("model.family", "lama3", ["qwen3", "llama3"]))
+    assert text == 'command line: model.family: given "lama3"; legal: "llama3" or "qwen3"; nearest: llama3'
+    assert str(options.error("model.flavor", "unknown")).endswith("debug.toml: model.flavor: unknown")
