@@ -1,0 +1,227 @@
+"""The device interface, and the cpu (virtual) and cuda devices behind it.
+
+The engine touches device memory, streams and events only through `Device`. A cpu device runs every operation
+at once in the calling thread; a cuda device only enqueues. Everything that decides what waits for what is in
+shared code, so that the race checker sees on the CPU what CUDA will do (DESIGN section 6).
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchround.engine.errors import DeviceMemoryError
+
+GIB = 2**30
+T = TypeVar("T")
+
+
+class Stream(Enum):
+    """The five queues of a device; operations of one stream run in the order they were enqueued."""
+
+    COMPUTE = "compute"
+    WEIGHT_UPLOAD = "weight upload"
+    ACTIVATION_UPLOAD = "activation upload"
+    ACTIVATION_DOWNLOAD = "activation download"
+    GRADIENT_DOWNLOAD = "gradient download"
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None:
+        """Block the calling host thread until the stream has passed this point."""
+        ...
+
+
+class Mark(Protocol):
+    """A point in a stream whose time can be read."""
+
+    def seconds_since(self, earlier: "Mark") -> float: ...
+
+
+class Device(ABC):
+    """Memory, streams and events of one worker. Used by one thread at a time, events by all."""
+
+    name: str
+    torch_device: torch.device
+    pins_host_memory: bool
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Tensor:
+        """A uint8 buffer that lives as long as the device. Raises `DeviceMemoryError`."""
+
+    @abstractmethod
+    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+        """Enqueue `destination.copy_(source)`; converts the dtype when they differ."""
+
+    @abstractmethod
+    def run(
+        self,
+        stream: Stream,
+        work: Callable[[], T],
+        reads: Iterable[Tensor] = (),
+        writes: Iterable[Tensor] = (),
+    ) -> T:
+        """Enqueue the operations of `work`, which reads and writes these shared buffers."""
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """An event after everything enqueued on `stream` so far."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What is enqueued on `stream` from now on starts after `event`, of this or another device."""
+
+    @abstractmethod
+    def mark(self, stream: Stream) -> Mark:
+        """A timed point after everything enqueued on `stream` so far."""
+
+    @abstractmethod
+    def enter_thread(self) -> None:
+        """Called once by the thread that will drive this device."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Block until every stream is idle."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most device memory held at once so far, as far as the device can tell."""
+
+
+class _Passed:
+    """An event of a device that runs everything at once: always in the past."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _HostMark:
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _HostMark), "marks of different devices cannot be compared"
+        return self.seconds - earlier.seconds
+
+
+class CpuDevice(Device):
+    """A virtual device: a thread with its own memory ledger and limit. Copies do not overlap with compute."""
+
+    pins_host_memory = False
+
+    def __init__(self, index: int, memory_limit_bytes: int | None = None) -> None:
+        self.name = f"cpu:{index}"
+        self.torch_device = torch.device("cpu")
+        self._limit_bytes = memory_limit_bytes
+        self._allocated_bytes = 0
+
+    def allocate(self, nbytes: int) -> Tensor:
+        if self._limit_bytes is not None and self._allocated_bytes + nbytes > self._limit_bytes:
+            raise DeviceMemoryError(
+                f"{self.name} has {self._limit_bytes / GIB:.3f} GiB, {self._allocated_bytes / GIB:.3f} GiB of it "
+                f"taken; {nbytes / GIB:.3f} GiB more were asked for"
+            )
+        self._allocated_bytes += nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+        destination.copy_(source)
+
+    def run(
+        self,
+        stream: Stream,
+        work: Callable[[], T],
+        reads: Iterable[Tensor] = (),
+        writes: Iterable[Tensor] = (),
+    ) -> T:
+        return work()
+
+    def record(self, stream: Stream) -> Event:
+        return _Passed()
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        event.synchronize()
+
+    def mark(self, stream: Stream) -> Mark:
+        return _HostMark()
+
+    def enter_thread(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        return self._allocated_bytes
+
+
+class _CudaMark:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _CudaMark), "marks of different devices cannot be compared"
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1000.0
+
+
+class CudaDevice(Device):
+    """A GPU, or one of several workers that share a GPU; each worker has its own five streams."""
+
+    pins_host_memory = True
+
+    def __init__(self, index: int, worker: int | None = None) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self.name = f"cuda:{index}" if worker is None else f"cuda:{index}/{worker}"
+        self._streams = {stream: torch.cuda.Stream(self.torch_device) for stream in Stream}
+
+    def allocate(self, nbytes: int) -> Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            raise DeviceMemoryError(
+                f"{self.name} has {free / GIB:.3f} of {total / GIB:.3f} GiB free; {nbytes / GIB:.3f} GiB were asked for"
+            ) from error
+
+    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._streams[stream]):
+            destination.copy_(source, non_blocking=True)
+
+    def run(
+        self,
+        stream: Stream,
+        work: Callable[[], T],
+        reads: Iterable[Tensor] = (),
+        writes: Iterable[Tensor] = (),
+    ) -> T:
+        with torch.cuda.stream(self._streams[stream]):
+            return work()
+
+    def record(self, stream: Stream) -> Event:
+        return self._streams[stream].record_event()
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event), f"{self.name} cannot wait for {type(event).__name__}"
+        self._streams[stream].wait_event(event)
+
+    def mark(self, stream: Stream) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._streams[stream])
+        return _CudaMark(event)
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.torch_device)
+
+    def finish(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)

@@ -1,0 +1,310 @@
+"""The controller: turns batches into stage tasks, hands them out in dispatch order, and reports what came of it.
+
+    engine = Engine(model, store, devices, partition, optimizer=OptimizerTable())
+    result = engine.forward_backward(micro_batches)   # returns once dispatched
+    engine.step(lr=3e-4)                              # likewise: the update runs beside the devices
+    loss = result.loss()                              # waits
+
+The engine stops at the first fault; the call in progress, and each later one, raises the `PipelineError`.
+"""
+
+import copy
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from torchround.config import OptimizerTable
+from torchround.engine.device import Device
+from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
+from torchround.engine.host_memory import HostPool
+from torchround.engine.host_store import HostStore
+from torchround.engine.optimizer_worker import CollectGradients, OptimizerWorker, UpdateWeights
+from torchround.engine.ordering import Board, Fact, Observer, Ordering
+from torchround.engine.passes import (
+    Order,
+    Pass,
+    check_micro_batches,
+    handovers,
+    host_micro_batch,
+    kept_boundaries,
+)
+from torchround.engine.results import StepResult
+from torchround.engine.slots import upload_use
+from torchround.engine.worker import Worker, WorkerSetup
+from torchround.layer import LayeredModel, MicroBatch
+from torchround.pipeline.partition import Partition, StageKind
+from torchround.pipeline.schedule import StageTask, evaluation_tasks, step_tasks
+
+JOIN_S = 30.0  # a thread inside a layer cannot be interrupted; it is a daemon and ends with the process
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine runs. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`."""
+
+    rounds: int = 1
+    max_norm: float = 1.0
+    layerwise_recompute: bool = False
+    accumulate_dtype: torch.dtype = torch.float32
+    hang_timeout_s: float = 600.0
+
+
+class Engine:
+    """Trains a layered model whose state is in a `HostStore`, on any number of devices.
+
+    Raises `EngineUsageError` for calls in a wrong order, `PipelineError` for faults inside the pipeline.
+    Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        store: HostStore,
+        devices: Sequence[Device],
+        partition: Partition,
+        *,
+        optimizer: OptimizerTable,
+        settings: EngineSettings | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        if partition.num_layers != len(model.layers):
+            raise EngineUsageError(
+                f"the partition covers {partition.num_layers} layers of {len(model.layers)}"
+            )
+        if not store.is_consistent:
+            raise EngineUsageError(
+                "the host store mixes two weight versions; load a checkpoint into it first"
+            )
+        self.store = store
+        self.partition = partition
+        self.settings = settings or EngineSettings()
+        self.devices = list(devices)
+        self._board = Board(observer)
+        self._ordering = Ordering(self._board, store.policy.versions)
+        self._pool = HostPool(pinned=any(device.pins_host_memory for device in devices))
+        self._failure: PipelineError | None = None
+        self._failure_lock = threading.Lock()
+        self._closed = False
+        self._next_slot = self._next_pass = self._next_job = 0
+        self._step = store.step
+        self._awaiting_step = False
+        self._results: list[StepResult] = []
+        store.allocate_gradients(self.settings.rounds)
+        self._ordering.begin([bundle.index for bundle in store.trained], self._step)
+        self._workers = self._make_workers(model)
+        self._optimizer = OptimizerWorker(
+            store, self._board, self._ordering, self._pool, optimizer, self.settings.max_norm, self._fail
+        )
+        for thread in self._threads():
+            thread.start()
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """Dispatch one training step: loss and gradients of all micro-batches.
+
+        The loss is divided by the number of non-ignored labels of the whole step. Returns once the tasks are
+        handed out; at most two steps are under way at a time. `step` must follow before the next one.
+        """
+        with self._call():
+            if self._awaiting_step:
+                raise EngineUsageError("forward_backward() was called twice without step() between")
+            self._limit_steps_under_way()
+            rounds = min(self.settings.rounds, len(micro_batches)) or 1
+            tasks = step_tasks(
+                self.partition, max(len(micro_batches), 1), rounds, len(self.devices), self._next_slot
+            )
+            work = self._begin_pass(micro_batches, tasks, self._step)
+            self._expect_gradients(rounds)
+            self._dispatch(work, tasks)
+            self._post_job(CollectGradients(self._step))
+            result = StepResult(work, tasks, self._pool, self._wait_in_call)
+            self._results.append(result)
+            self._awaiting_step = True
+            return result
+
+    def step(self, lr: float) -> None:
+        """Hand the update with the last `forward_backward`'s gradients to the optimizer worker. Does not wait."""
+        with self._call():
+            if not self._awaiting_step:
+                raise EngineUsageError("step() needs a forward_backward() before it")
+            self._post_job(UpdateWeights(self._step, lr))
+            self._step += 1
+            self._awaiting_step = False
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Mean token loss of the micro-batches under the newest weights, forward only."""
+        with self._call():
+            if self._awaiting_step:
+                raise EngineUsageError("evaluate() was called between forward_backward() and step()")
+            tasks = evaluation_tasks(
+                self.partition, max(len(micro_batches), 1), len(self.devices), self._next_slot
+            )
+            work = self._begin_pass(micro_batches, tasks, step=-1)
+            self._dispatch(work, tasks)
+            return StepResult(work, tasks, self._pool, self._wait_in_call).loss()
+
+    def drain(self) -> None:
+        """Wait until every dispatched step is done and its update is in the host store."""
+        with self._call():
+            for result in self._results:
+                result.wait()
+            if self.store.step < self._step:
+                self._wait(Fact("updated", self._step - 1))
+
+    def close(self) -> None:
+        """Finish what was dispatched, unless a fault stopped the engine, and end every thread."""
+        if self._closed:
+            return
+        try:
+            self.drain()
+        finally:
+            self._stop()
+
+    def __enter__(self) -> "Engine":  # noqa: PYI034  (typing.Self needs Python 3.11)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._stop()
+
+    # Dispatch.
+
+    def _begin_pass(self, micro_batches: Sequence[MicroBatch], tasks: list[StageTask], step: int) -> Pass:
+        problem = check_micro_batches(micro_batches)
+        if problem is not None:
+            raise EngineUsageError(problem)
+        readers: dict[int, set[int]] = {}
+        for task in tasks:
+            for index in task.micro_batches:
+                readers.setdefault(index, set()).add(task.device)
+        num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
+        training = step >= 0
+        work = Pass(
+            index=self._next_pass,
+            step=step,
+            version=self.store.policy.version_read(step) if training else self._step,
+            loss_scale=1.0 / max(num_labels, 1),
+            num_labels=num_labels,
+            micro_batches=tuple(
+                host_micro_batch(micro_batch, self._pool, self._board.observer, len(readers[index]))
+                for index, micro_batch in enumerate(micro_batches)
+            ),
+            handovers=handovers(self.partition),
+            kept=kept_boundaries(self.partition) if training else frozenset(),
+        )
+        self._next_pass += 1
+        return work
+
+    def _dispatch(self, work: Pass, tasks: list[StageTask]) -> None:
+        for task in tasks:
+            for layer in range(task.stage.start, task.stage.stop):
+                for bundle in self.store.layer_bundles(layer):
+                    if self.store.bundles[bundle].trainable:
+                        self._ordering.expect_upload(bundle, work.version, upload_use(task.slot, layer))
+        for task in tasks:
+            self._board.post(Fact("task", task.slot), Order(task, work, self._contributions(task)))
+        self._next_slot += len(tasks)
+
+    def _expect_gradients(self, rounds: int) -> None:
+        for bundle in self.store.trained:
+            self._ordering.expect_gradient(bundle.index, self._step, rounds * len(bundle.layers))
+
+    def _contributions(self, task: StageTask) -> dict[tuple[int, int], int]:
+        """By layer and bundle: the part of the gradient sum, counted by round, then from the deepest user."""
+        if task.stage.kind is StageKind.FORWARD:
+            return {}
+        parts = {}
+        for layer in range(task.stage.start, task.stage.stop):
+            for index in self.store.layer_bundles(layer):
+                users = self.store.bundles[index].layers
+                parts[layer, index] = task.round * len(users) + users[::-1].index(layer)
+        return parts
+
+    def _post_job(self, job: CollectGradients | UpdateWeights) -> None:
+        self._board.post(Fact("job", self._next_job), job)
+        self._next_job += 1
+
+    def _limit_steps_under_way(self) -> None:
+        """Wait for the step before the last, and forget what nobody will ask for again."""
+        while len(self._results) >= 2:
+            self._results.pop(0).collect()
+        if self._results:
+            oldest = self._results[0]
+            self._ordering.retire(oldest.work.step - 1)
+            self._board.retire(("updated",), oldest.work.step)
+            self._board.retire(("boundary", "boundary gradient", "loss"), oldest.work.index)
+            self._board.retire(("task", "done"), oldest.tasks[0].slot)
+
+    # Faults and threads.
+
+    def _make_workers(self, model: LayeredModel) -> list[Worker]:
+        setup = WorkerSetup(
+            store=self.store,
+            board=self._board,
+            ordering=self._ordering,
+            pool=self._pool,
+            layer_names=model.names,
+            stages=self.partition.stages(),
+            num_devices=len(self.devices),
+            layerwise_recompute=self.settings.layerwise_recompute,
+            accumulate_dtype=self.settings.accumulate_dtype,
+            on_failure=self._fail,
+        )
+        skeletons = [list(copy.deepcopy(nn.ModuleList(model.layers))) for _ in self.devices]
+        return [Worker(index, device, skeletons[index], setup) for index, device in enumerate(self.devices)]
+
+    def _threads(self) -> list[threading.Thread]:
+        return [*(worker.thread for worker in self._workers), self._optimizer.thread]
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """A call of the user: raises the engine's failure instead of hanging."""
+        if self._failure is not None:
+            self._stop()
+            raise self._failure
+        if self._closed:
+            raise EngineUsageError("the engine is closed")
+        try:
+            yield
+        except Stopped:
+            self._stop()
+            raise self._failure or EngineUsageError("the engine was closed during this call") from None
+
+    def _wait_in_call(self, fact: Fact) -> object:
+        with self._call():
+            return self._wait(fact)
+
+    def _wait(self, fact: Fact) -> object:
+        return self._board.wait(fact, self._report_hang, self.settings.hang_timeout_s)
+
+    def _report_hang(self) -> None:
+        waiting = "; ".join(f"{thread} waits for {fact}" for thread, fact in self._board.waiting().items())
+        self._fail(
+            PipelineError(
+                Place("controller"),
+                f"no thread made progress for {self.settings.hang_timeout_s:g} s ({waiting}; a thread not "
+                "listed is inside a computation). Raise engine.hang_timeout_s if a stage takes that long.",
+            )
+        )
+
+    def _fail(self, failure: PipelineError) -> None:
+        """Called by any thread: keep the first fault and wake everybody."""
+        with self._failure_lock:
+            if self._failure is None:
+                self._failure = failure
+        self._board.stop()
+
+    def _stop(self) -> None:
+        self._closed = True
+        self._board.stop()
+        for thread in self._threads():
+            if thread is not threading.current_thread():
+                thread.join(JOIN_S)
+        for device in self.devices:
+            device.finish()
+        self._pool.close()

@@ -1,0 +1,56 @@
+"""Named errors of the engine: what a caller may catch."""
+
+from dataclasses import dataclass
+
+
+class EngineError(Exception):
+    """Base of every error the engine raises on purpose."""
+
+
+class EngineUsageError(EngineError):
+    """The engine was called in an order or with a value it does not allow."""
+
+
+class DeviceMemoryError(EngineError):
+    """A device has less memory than the plan's fixed buffers or a computation need."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the pipeline something happened; None where it does not apply."""
+
+    actor: str
+    stage: str | None = None
+    layers: tuple[str, ...] = ()
+    micro_batch: int | None = None
+
+    def __str__(self) -> str:
+        parts = [self.actor]
+        if self.stage is not None:
+            span = self.layers[0] if len(self.layers) == 1 else f"{self.layers[0]} .. {self.layers[-1]}"
+            parts.append(f"{self.stage} stage ({span})")
+        elif self.layers:
+            parts.append(", ".join(self.layers))
+        if self.micro_batch is not None:
+            parts.append(f"micro-batch {self.micro_batch}")
+        return ", ".join(parts)
+
+
+class PipelineError(EngineError):
+    """A fault inside the pipeline; the engine has stopped and `__cause__` is the original exception.
+
+    `place` names device, stage, layers and micro-batch. `store_is_consistent` is False only when an optimizer
+    update could not be completed: then the host store mixes two weight versions and must not be saved.
+    """
+
+    def __init__(self, place: Place, problem: str, store_is_consistent: bool = True) -> None:
+        super().__init__(f"{place}: {problem}")
+        self.place = place
+        self.store_is_consistent = store_is_consistent
+
+
+class Stopped(BaseException):
+    """Unwinds an engine thread after the engine stopped. Never reaches a caller.
+
+    Derives from BaseException so that a layer's own `except Exception` cannot swallow it.
+    """

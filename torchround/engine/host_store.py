@@ -1,0 +1,275 @@
+"""The flat host store: master weights, gradients and optimizer state of all layers, the one authority.
+
+Parameters that travel together form a bundle with one flat buffer per kind: a layer's own trainable ones, its
+frozen ones, and each parameter that several layers share (tied). An upload is then one contiguous copy, an
+update one pass over flat memory, and a checkpoint a set of named views (DESIGN section 4).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from torchround.engine.host_memory import allocate_host, release_host
+from torchround.engine.update_policy import SYNC, UpdatePolicy
+from torchround.layer import LayeredModel
+from torchround.optim import decays
+
+# 128 elements are 256 bytes in 16 bits: each parameter starts where vector loads and CUDA copies want it, and
+# matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
+ALIGNMENT_ELEMENTS = 128
+
+
+@dataclass(frozen=True)
+class FlatParameter:
+    """One parameter's place in its bundle's flat buffers, in elements. `name` is `layer.path`."""
+
+    name: str
+    start: int
+    shape: torch.Size
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.stop].view(self.shape)
+
+
+@dataclass
+class Bundle:
+    """Parameters with common flat buffers. `layers` use it, in model order; more than one means tied.
+
+    Elements `[0, decayed)` belong to parameters with weight decay. Frozen bundles have a master only.
+    `masters[v % len(masters)]` holds version `v`. A gradient that `adds_up` comes in several parts, from rounds
+    or from the layers that share the bundle, and is summed in fp32 on the host.
+    """
+
+    index: int
+    layers: tuple[int, ...]
+    trainable: bool
+    parameters: tuple[FlatParameter, ...]
+    numel: int
+    decayed: int
+    masters: list[Tensor] = field(default_factory=list)
+    adds_up: bool = False
+    gradient: Tensor | None = None
+    weight: Tensor | None = None
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
+
+    @property
+    def authority(self) -> Tensor:
+        """Where the bundle's values are decided: fp32 weights, or the master of a frozen bundle."""
+        return self.masters[0] if self.weight is None else self.weight
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where one parameter of a layer lives: `path` in the module, `parameter` in bundle `bundle`."""
+
+    path: str
+    bundle: int
+    parameter: FlatParameter
+
+
+class HostStore:
+    """All weights, gradients and optimizer state of a model in host memory.
+
+    `dtype` is that of the master weights and of all computation. `policy` says how many weight versions are
+    kept. `step` counts steps whose update is complete, skipped ones included;
+    `applied_updates` leaves the skipped ones out and drives the bias correction.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        dtype: torch.dtype = torch.float32,
+        *,
+        policy: UpdatePolicy = SYNC,
+        pinned: bool = False,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.layer_names = model.names
+        self.dtype = dtype
+        self.policy = policy
+        self.gradient_dtype = gradient_dtype or dtype
+        self.step = 0
+        self.applied_updates = 0
+        self.is_consistent = True
+        self._pinned = pinned
+        self._owned: list[Tensor] = []
+        self.bundles, self.bindings = _collect_bundles(model)
+        for bundle in self.bundles:
+            self._allocate(bundle)
+
+    def initialize(self, model: LayeredModel, seed: int) -> None:
+        """Fill all weights by the layers' own `init_weights`, each layer from its own generator."""
+        for index, layer in enumerate(model.layers):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+            init_weights: Callable[[torch.Generator], None] = getattr(layer, "init_weights")  # noqa: B009
+            with torch.no_grad(), bound_to_host(self, index, layer, self._fills(index)):
+                init_weights(generator)
+        self.refresh_masters()
+
+    def refresh_masters(self) -> None:
+        """Derive every version of the master weights from the fp32 weights; call after writing the latter."""
+        for bundle in self.bundles:
+            for master in bundle.masters:
+                master.copy_(bundle.authority)
+
+    def resume(self, step: int, applied_updates: int) -> None:
+        """Continue at `step`; call before reading a checkpoint into `named_views`, which depend on it."""
+        self.step = step
+        self.applied_updates = applied_updates
+
+    def refresh_newest_masters(self) -> None:
+        """Derive the newest version alone; call after reading a checkpoint, which holds the older ones."""
+        for bundle in self.trained:
+            bundle.masters[self.step % len(bundle.masters)].copy_(bundle.authority)
+
+    def allocate_gradients(self, rounds: int) -> None:
+        """Give each trainable bundle the gradient buffer that steps of `rounds` rounds need."""
+        for bundle in self.trained:
+            bundle.adds_up = rounds * len(bundle.layers) > 1
+            dtype = torch.float32 if bundle.adds_up else self.gradient_dtype
+            if bundle.gradient is None or bundle.gradient.dtype != dtype:
+                bundle.gradient = self._flat(bundle.numel, dtype, self._pinned)
+
+    @property
+    def trained(self) -> list[Bundle]:
+        """The bundles that have gradients and optimizer state, in model order."""
+        return [bundle for bundle in self.bundles if bundle.trainable]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The authoritative values by name: fp32 where trained, the master's dtype where frozen. Views."""
+        return {parameter.name: parameter.view(bundle.authority) for bundle, parameter in self._parameters()}
+
+    def named_views(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, as views that it is written from and read into.
+
+        Only between steps, after `Engine.drain`: with several versions, the older masters are part of it.
+        """
+        views = {f"weights/{name}": view for name, view in self.weights().items()}
+        for bundle, parameter in self._parameters():
+            if bundle.exp_avg is not None and bundle.exp_avg_sq is not None:
+                views[f"exp_avg/{parameter.name}"] = parameter.view(bundle.exp_avg)
+                views[f"exp_avg_sq/{parameter.name}"] = parameter.view(bundle.exp_avg_sq)
+            for age in range(1, len(bundle.masters)):
+                older = bundle.masters[(self.step - age) % len(bundle.masters)]
+                views[f"master_{age}_old/{parameter.name}"] = parameter.view(older)
+        return views
+
+    def layer_bundles(self, layer: int) -> list[int]:
+        """Bundles that a layer uses, in the order in which they lie in a weight slot."""
+        return list(dict.fromkeys(binding.bundle for binding in self.bindings[layer]))
+
+    def num_parameters(self) -> int:
+        return sum(parameter.shape.numel() for _, parameter in self._parameters())
+
+    def nbytes(self) -> int:
+        """Host memory the store holds."""
+        return sum(buffer.numel() for buffer in self._owned)
+
+    def close(self) -> None:
+        """Undo page-locking. The buffers live on as long as somebody refers to them."""
+        if self._pinned:
+            release_host(self._owned)
+        self._owned.clear()
+
+    def _parameters(self) -> Iterator[tuple[Bundle, FlatParameter]]:
+        for bundle in self.bundles:
+            for parameter in bundle.parameters:
+                yield bundle, parameter
+
+    def _fills(self, layer: int) -> set[int]:
+        """Bundles whose first user is `layer`: the ones it initialises."""
+        return {bundle.index for bundle in self.bundles if bundle.layers[0] == layer}
+
+    def _allocate(self, bundle: Bundle) -> None:
+        versions = self.policy.versions if bundle.trainable else 1
+        bundle.masters = [self._flat(bundle.numel, self.dtype, self._pinned) for _ in range(versions)]
+        if bundle.trainable:
+            bundle.weight = self._flat(bundle.numel, torch.float32, False)
+            bundle.exp_avg = self._flat(bundle.numel, torch.float32, False)
+            bundle.exp_avg_sq = self._flat(bundle.numel, torch.float32, False)
+
+    def _flat(self, numel: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+        buffer = allocate_host(numel * dtype.itemsize, pinned)
+        self._owned.append(buffer)
+        return buffer.view(dtype)
+
+
+class bound_to_host:
+    """Within the block, a layer's parameters are views of the store's authority.
+
+    Bundles outside `only` are left on `meta`, so that a tied parameter is filled by its first user alone.
+    """
+
+    def __init__(self, store: HostStore, layer_index: int, layer: nn.Module, only: set[int]) -> None:
+        self._layer = layer
+        self._views = {
+            binding.path: binding.parameter.view(store.bundles[binding.bundle].authority)
+            for binding in store.bindings[layer_index]
+            if binding.bundle in only
+        }
+        self._originals: dict[str, nn.Parameter] = {}
+
+    def __enter__(self) -> None:
+        for path, view in self._views.items():
+            module, name = owner_of(self._layer, path)
+            self._originals[path] = getattr(module, name)
+            setattr(module, name, nn.Parameter(view, requires_grad=False))
+
+    def __exit__(self, *_: object) -> None:
+        for path, original in self._originals.items():
+            module, name = owner_of(self._layer, path)
+            setattr(module, name, original)
+
+
+def owner_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The submodule that holds parameter `path`, and the parameter's name in it."""
+    prefix, _, name = path.rpartition(".")
+    return layer.get_submodule(prefix), name
+
+
+def _collect_bundles(model: LayeredModel) -> tuple[list[Bundle], list[list[Binding]]]:
+    """Group parameters by (who uses them, trainable), in order of first use."""
+    users: dict[int, list[int]] = {}
+    first: dict[int, tuple[str, nn.Parameter]] = {}
+    for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
+        for path, parameter in layer.named_parameters(remove_duplicate=False):
+            users.setdefault(id(parameter), [])
+            if index not in users[id(parameter)]:
+                users[id(parameter)].append(index)
+            first.setdefault(id(parameter), (f"{name}.{path}", parameter))
+    groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+    for key, (_, parameter) in first.items():
+        groups.setdefault((tuple(users[key]), parameter.requires_grad), []).append(key)
+    bundles, place = [], {}
+    for index, ((layers, trainable), keys) in enumerate(groups.items()):
+        bundle = _lay_out(index, layers, trainable, [first[key] for key in keys])
+        bundles.append(bundle)
+        by_name = {parameter.name: parameter for parameter in bundle.parameters}
+        place.update({key: (index, by_name[first[key][0]]) for key in keys})
+    bindings = [
+        [
+            Binding(path, *place[id(parameter)])
+            for path, parameter in layer.named_parameters(remove_duplicate=False)
+        ]
+        for layer in model.layers
+    ]
+    return bundles, bindings
+
+
+def _lay_out(
+    index: int, layers: tuple[int, ...], trainable: bool, parameters: list[tuple[str, nn.Parameter]]
+) -> Bundle:
+    """Flat places, parameters with weight decay first."""
+    placed, start, decayed = [], 0, 0
+    for name, parameter in sorted(parameters, key=lambda item: not decays(item[1].shape)):
+        placed.append(FlatParameter(name, start, parameter.shape))
+        start = -(-(start + parameter.numel()) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+        decayed = start if decays(parameter.shape) else decayed
+    return Bundle(index, layers, trainable, tuple(placed), start, decayed)

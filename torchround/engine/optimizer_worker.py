@@ -1,0 +1,211 @@
+"""One thread that turns gradients into weights: norm as gradients land, then the update, layer by layer.
+
+The update runs in forward order, so the next step's forward starts on the layers that are done. It can be
+finished but not undone: an update that failed in the middle is completed before the fault is reported, so the
+host store holds a whole number of updates (DESIGN section 8).
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchround.config import OptimizerTable
+from torchround.engine.errors import PipelineError, Place, Stopped
+from torchround.engine.host_memory import HostBuffer, HostPool
+from torchround.engine.host_store import Bundle, HostStore
+from torchround.engine.ordering import Board, Fact, Ordering
+from torchround.optim import UpdateProgress, adamw_update_, clip_scale, sum_of_squares
+
+
+@dataclass(frozen=True)
+class CollectGradients:
+    """Job: add up a step's gradient as its parts land, and its norm."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class UpdateWeights:
+    """Job: apply a step's gradient, giving weight version `step + 1`."""
+
+    step: int
+    lr: float
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What an update did. `seconds` is the time the optimizer was busy on this step."""
+
+    grad_norm: float
+    skipped: bool
+    seconds: float
+
+
+class OptimizerWorker:
+    """Runs jobs `Fact("job", 0)`, `Fact("job", 1)`, ... in order; posts `Fact("updated", step)`."""
+
+    def __init__(
+        self,
+        store: HostStore,
+        board: Board,
+        ordering: Ordering,
+        pool: HostPool,
+        settings: OptimizerTable,
+        max_norm: float,
+        on_failure: Callable[[PipelineError], None],
+    ) -> None:
+        self._store = store
+        self._board = board
+        self._ordering = ordering
+        self._pool = pool
+        self._settings = settings
+        self._max_norm = max_norm
+        self._on_failure = on_failure
+        self._squares: dict[int, float] = {}
+        self._busy_s = 0.0
+        self._place = Place("optimizer worker")
+        self.thread = threading.Thread(target=self._main, name="torchround optimizer", daemon=True)
+
+    def _main(self) -> None:
+        job_index = 0
+        try:
+            while True:
+                job = self._board.wait(Fact("job", job_index))
+                if isinstance(job, CollectGradients):
+                    self._collect(job)
+                else:
+                    self._update(job)
+                job_index += 1
+        except Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
+            self._fail(error)
+
+    def _collect(self, job: CollectGradients) -> None:
+        """Deepest layers first: the order in which gradients land."""
+        for bundle in reversed(self._store.trained):
+            self._place = self._place_of(bundle)
+            landings = [
+                self._ordering.before_gradient_read(bundle.index, job.step, part)
+                for part in range(self._ordering.contributions(bundle.index, job.step))
+            ]
+            start = time.perf_counter()
+            if bundle.adds_up:
+                self._add_up(bundle, landings)
+            self._squares[bundle.index] = self._norm_squared(bundle)
+            self._busy_s += time.perf_counter() - start
+
+    def _add_up(self, bundle: Bundle, landings: list[HostBuffer]) -> None:
+        """Sum the parts in their fixed order, in fp32, and give their buffers back."""
+        assert bundle.gradient is not None, f"bundle {bundle.index} has no gradient buffer"
+        for position, buffer in enumerate(landings):
+            part = buffer.memory.view(self._store.gradient_dtype)
+            self._board.observer.touched(reads=[buffer.memory], writes=[bundle.gradient])
+            if position == 0:
+                bundle.gradient.copy_(part)
+            else:
+                bundle.gradient.add_(part)
+            self._pool.give(buffer, busy=[])
+
+    def _norm_squared(self, bundle: Bundle) -> float:
+        """Added parameter by parameter in a fixed order, so that it does not depend on the layout."""
+        gradient = bundle.gradient
+        assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
+        self._board.observer.touched(reads=[gradient], writes=())
+        return math.fsum(
+            float(sum_of_squares(parameter.view(gradient).reshape(-1))) for parameter in bundle.parameters
+        )
+
+    def _update(self, job: UpdateWeights) -> None:
+        start = time.perf_counter()
+        norm = math.sqrt(math.fsum(self._squares.values()))
+        skipped = not math.isfinite(norm)
+        overcome = None
+        if skipped:
+            self._advance_version(job)
+        else:
+            overcome = self._apply(job, clip_scale(norm, self._max_norm))
+        self._store.step = job.step + 1
+        report = UpdateReport(norm, skipped, self._busy_s + time.perf_counter() - start)
+        self._busy_s = 0.0
+        if overcome is not None:
+            raise overcome
+        self._board.post(Fact("updated", job.step), report)
+
+    def _apply(self, job: UpdateWeights, gradient_scale: float) -> BaseException | None:
+        """Update every bundle, in forward order. Returns a fault that a second try overcame."""
+        overcome: BaseException | None = None
+        self._store.is_consistent = False
+        self._store.applied_updates += 1
+        for bundle in self._store.trained:
+            self._place = self._place_of(bundle)
+            self._ordering.before_update(bundle.index, job.step)
+            self._ordering.before_master_write(bundle.index, job.step + 1)
+            progress = (UpdateProgress(), UpdateProgress())
+            try:
+                self._update_bundle(bundle, job, gradient_scale, progress)
+            except Exception as error:  # noqa: BLE001  (reported once the update is whole again)
+                overcome, failed_place = error, self._place
+                self._update_bundle(bundle, job, gradient_scale, progress)
+            self._ordering.updated(bundle.index, job.step)
+        self._store.is_consistent = True
+        if overcome is not None:
+            self._place = failed_place
+        return overcome
+
+    def _update_bundle(
+        self,
+        bundle: Bundle,
+        job: UpdateWeights,
+        gradient_scale: float,
+        progress: tuple[UpdateProgress, UpdateProgress],
+    ) -> None:
+        """AdamW on the parameters with weight decay, then on the others; `progress` lets a retry go on."""
+        weight, first, second, gradient = bundle.weight, bundle.exp_avg, bundle.exp_avg_sq, bundle.gradient
+        assert weight is not None and first is not None and second is not None and gradient is not None
+        master = bundle.masters[(job.step + 1) % len(bundle.masters)]
+        self._board.observer.touched(reads=[gradient], writes=[weight, first, second, master])
+        segments = (slice(0, bundle.decayed), slice(bundle.decayed, bundle.numel))
+        decays = (self._settings.weight_decay, 0.0)
+        for segment, weight_decay, done in zip(segments, decays, progress, strict=True):
+            adamw_update_(
+                weight[segment],
+                first[segment],
+                second[segment],
+                gradient[segment],
+                master[segment],
+                lr=job.lr,
+                betas=self._settings.betas,
+                eps=self._settings.eps,
+                weight_decay=weight_decay,
+                bias_correction_step=self._store.applied_updates,
+                gradient_scale=gradient_scale,
+                progress=done,
+            )
+
+    def _advance_version(self, job: UpdateWeights) -> None:
+        """A skipped update: version `step + 1` equals version `step`."""
+        for bundle in self._store.trained:
+            self._ordering.before_update(bundle.index, job.step)
+            self._ordering.before_master_write(bundle.index, job.step + 1)
+            if len(bundle.masters) > 1:
+                target, source = (bundle.masters[(job.step + back) % len(bundle.masters)] for back in (1, 0))
+                self._board.observer.touched(reads=[source], writes=[target])
+                target.copy_(source)
+            self._ordering.updated(bundle.index, job.step)
+
+    def _place_of(self, bundle: Bundle) -> Place:
+        return Place(
+            "optimizer worker", layers=tuple(self._store.layer_names[layer] for layer in bundle.layers)
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        consistent = self._store.is_consistent
+        problem = f"{type(error).__name__}: {error}"
+        if not consistent:
+            problem += " (a second try failed too: the host store mixes two weight versions, do not save it)"
+        failure = PipelineError(self._place, problem, consistent)
+        failure.__cause__ = error
+        self._on_failure(failure)

@@ -1,0 +1,218 @@
+"""Who may read or write what, when: facts that one thread posts and others wait for, and the five rules.
+
+All hand-overs between the controller, the device workers and the optimizer worker go through one `Board`.
+`Ordering` builds the five rules of RoundPipe section 4.3 on it, per bundle of parameters (DESIGN section 7).
+An optional observer sees every hand-over; the race checker rebuilds the happens-before order from that.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from torchround.engine.device import Event
+from torchround.engine.errors import Stopped
+
+
+class Fact(NamedTuple):
+    """Something that became true. `epoch` is the weight version or the pass it belongs to."""
+
+    kind: str
+    epoch: int
+    key: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{self.epoch}]{list(self.key)}"
+
+
+class Observer(Protocol):
+    """Sees host hand-overs and host accesses to shared memory, in an order consistent with causality."""
+
+    def posted(self, token: object) -> None: ...
+
+    def waited(self, token: object) -> None: ...
+
+    def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None: ...
+
+
+class Unobserved:
+    """The observer of production runs: sees nothing."""
+
+    def posted(self, token: object) -> None:
+        pass
+
+    def waited(self, token: object) -> None:
+        pass
+
+    def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        pass
+
+
+class Board:
+    """Facts by name, each posted once with a value. Waiting threads are woken one by one, not in a herd."""
+
+    def __init__(self, observer: Observer | None = None) -> None:
+        self.observer = observer or Unobserved()
+        self._lock = threading.Lock()
+        self._values: dict[Fact, Any] = {}
+        self._wakers: dict[Fact, list[threading.Event]] = defaultdict(list)
+        self._waiting: dict[str, Fact] = {}
+        self._posts = 0
+        self._stopped = False
+
+    def post(self, fact: Fact, value: Any = None) -> None:
+        self.observer.posted(fact)
+        with self._lock:
+            self._values[fact] = value
+            self._posts += 1
+            wakers = self._wakers.pop(fact, ())
+        for waker in wakers:
+            waker.set()
+
+    def wait(self, fact: Fact, on_silence: Callable[[], None] | None = None, silence_s: float = 0.0) -> Any:
+        """The fact's value, once it is posted. Raises `Stopped` when the engine stopped.
+
+        `on_silence` is called each time nobody posted anything for `silence_s` while this call waited.
+        """
+        waker = self._waker_unless_posted(fact)
+        if waker is not None:
+            thread = threading.current_thread().name
+            self._waiting[thread] = fact
+            self._sleep(waker, on_silence, silence_s)
+            self._waiting.pop(thread, None)
+        with self._lock:
+            if fact not in self._values:
+                raise Stopped
+            value = self._values[fact]
+        self.observer.waited(fact)
+        return value
+
+    def ready(self, fact: Fact) -> bool:
+        """Whether `wait` would return at once."""
+        with self._lock:
+            return fact in self._values
+
+    def waiting(self) -> dict[str, Fact]:
+        """Which fact each waiting thread waits for."""
+        return dict(self._waiting)
+
+    def retire(self, kinds: Iterable[str], below: int) -> None:
+        """Forget facts of these kinds with an epoch below `below`, which nobody will wait for again."""
+        forgotten = frozenset(kinds)
+        with self._lock:
+            for fact in [fact for fact in self._values if fact.kind in forgotten and fact.epoch < below]:
+                del self._values[fact]
+
+    def stop(self) -> None:
+        """Wake every waiting thread; each wait for a fact that is not there raises `Stopped` from now on."""
+        with self._lock:
+            self._stopped = True
+            wakers = [waker for group in self._wakers.values() for waker in group]
+            self._wakers.clear()
+        for waker in wakers:
+            waker.set()
+
+    def raise_if_stopped(self) -> None:
+        if self._stopped:
+            raise Stopped
+
+    def _waker_unless_posted(self, fact: Fact) -> threading.Event | None:
+        with self._lock:
+            if fact in self._values:
+                return None
+            if self._stopped:
+                raise Stopped
+            waker = threading.Event()
+            self._wakers[fact].append(waker)
+            return waker
+
+    def _sleep(self, waker: threading.Event, on_silence: Callable[[], None] | None, silence_s: float) -> None:
+        if on_silence is None:
+            waker.wait()
+            return
+        posts = self._posts
+        while not waker.wait(silence_s):
+            if self._posts == posts:
+                on_silence()
+            posts = self._posts
+
+
+class Ordering:
+    """The five ordering rules, one method each, named for what the caller is about to do.
+
+    `versions` is the number of master buffers a bundle has: version `v` lives in buffer `v % versions`.
+    """
+
+    def __init__(self, board: Board, versions: int) -> None:
+        self._board = board
+        self._versions = versions
+        self._uses: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._contributions: dict[tuple[int, int], int] = {}
+
+    def begin(self, bundles: Sequence[int], step: int) -> None:
+        """The store holds every version that step `step` and later ones may read, and nothing is under way."""
+        for bundle in bundles:
+            for version in range(step - self._versions + 1, step + 1):
+                self._board.post(Fact("weights", version, (bundle,)))
+            self._board.post(Fact("gradient consumed", step - 1, (bundle,)))
+
+    def expect_upload(self, bundle: int, version: int, use: int) -> None:
+        """The controller announces, before dispatch, an upload that will read `version`."""
+        self._uses[version, bundle].append(use)
+
+    def expect_gradient(self, bundle: int, step: int, contributions: int) -> None:
+        """The controller announces, before dispatch, how many downloads make up a step's gradient."""
+        self._contributions[step, bundle] = contributions
+
+    def before_master_write(self, bundle: int, version: int) -> None:
+        """Rule 1: `version` overwrites an older one only after every upload of that one has finished."""
+        overwritten = version - self._versions
+        for use in self._uses.pop((overwritten, bundle), ()):
+            event: Event = self._board.wait(Fact("uploaded", overwritten, (bundle, use)))
+            event.synchronize()
+
+    def before_upload(self, bundle: int, version: int) -> None:
+        """Rule 2: an upload of `version` starts only after that version is complete."""
+        self._board.wait(Fact("weights", version, (bundle,)))
+
+    def may_upload(self, bundle: int, version: int) -> bool:
+        """Whether `before_upload` would return at once."""
+        return self._board.ready(Fact("weights", version, (bundle,)))
+
+    def uploaded(self, bundle: int, version: int, use: int, event: Event) -> None:
+        self._board.post(Fact("uploaded", version, (bundle, use)), event)
+
+    def before_gradient_read(self, bundle: int, step: int, contribution: int) -> Any:
+        """Rule 3: the optimizer reads a gradient only after its download has finished.
+
+        Returns what `gradient_landed` was given.
+        """
+        event, landing = self._board.wait(Fact("gradient landed", step, (bundle, contribution)))
+        event.synchronize()
+        return landing
+
+    def before_gradient_write(self, bundle: int, step: int) -> None:
+        """Rule 4: a download writes a gradient only after the optimizer consumed the previous step's."""
+        self._board.wait(Fact("gradient consumed", step - 1, (bundle,)))
+
+    def gradient_landed(self, bundle: int, step: int, contribution: int, event: Event, landing: Any) -> None:
+        self._board.post(Fact("gradient landed", step, (bundle, contribution)), (event, landing))
+
+    def contributions(self, bundle: int, step: int) -> int:
+        return self._contributions[step, bundle]
+
+    def before_update(self, bundle: int, step: int) -> None:
+        """Rule 5: update `step + 1` of a bundle starts only after update `step` of it is complete."""
+        self._board.wait(Fact("weights", step, (bundle,)))
+
+    def updated(self, bundle: int, step: int) -> None:
+        """Step `step`'s gradient is consumed and version `step + 1` is complete."""
+        self._contributions.pop((step, bundle), None)
+        self._board.post(Fact("gradient consumed", step, (bundle,)))
+        self._board.post(Fact("weights", step + 1, (bundle,)))
+
+    def retire(self, below: int) -> None:
+        """Forget versions and steps that nobody will ask for again."""
+        self._board.retire(("weights", "uploaded", "gradient landed", "gradient consumed"), below)

@@ -1,0 +1,103 @@
+"""A pass: one batch's trip through the pipeline, and what its caller can ask of it afterwards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchround.engine.device import Mark
+from torchround.engine.host_memory import HostPool
+from torchround.engine.ordering import Observer
+from torchround.engine.staging import Boundary, Packing, pack
+from torchround.layer import MicroBatch
+from torchround.pipeline.partition import Partition, StageKind
+from torchround.pipeline.schedule import StageTask
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all stage tasks of a pass share.
+
+    `version` is the weight version it reads; `step` the training step, or -1 for an evaluation. `loss_scale`
+    multiplies the loss before the backward pass. `handovers` and `kept` are the layers whose input a forward
+    or fused stage, a backward stage takes from the host.
+    """
+
+    index: int
+    step: int
+    version: int
+    loss_scale: float
+    num_labels: int
+    micro_batches: tuple[Boundary, ...]
+    handovers: frozenset[int]
+    kept: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A stage task of a pass.
+
+    `contribution` says, by layer and bundle, which part of the step's gradient it makes.
+    """
+
+    task: StageTask
+    work: Pass
+    contribution: dict[tuple[int, int], int]
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Device time of one stage slot: start and end of each piece of computation."""
+
+    task: StageTask
+    pieces: tuple[tuple[Mark, Mark], ...]
+
+    def seconds(self) -> float:
+        return sum(end.seconds_since(start) for start, end in self.pieces)
+
+
+def handovers(partition: Partition) -> frozenset[int]:
+    """Layers at which a forward or fused stage takes over from the stage before."""
+    starts = (stage.start for stage in partition.stages() if stage.kind is not StageKind.BACKWARD)
+    return frozenset(start for start in starts if start > 0)
+
+
+def kept_boundaries(partition: Partition) -> frozenset[int]:
+    """Layers whose input is kept from forward to backward, because a backward stage starts there."""
+    starts = (stage.start for stage in partition.stages() if stage.kind is StageKind.BACKWARD)
+    return frozenset(start for start in starts if start > 0)
+
+
+def host_micro_batch(micro_batch: MicroBatch, pool: HostPool, observer: Observer, readers: int) -> Boundary:
+    """A micro-batch's integers in one pool buffer, for `readers` devices to upload."""
+    tensors = micro_batch.tensors()
+    packing = Packing.of(tensors)
+    buffer = pool.take(packing.nbytes)
+    for event in buffer.busy:
+        event.synchronize()
+    observer.touched(reads=(), writes=[buffer.memory])
+    pack(buffer.memory, tensors, packing)
+    return Boundary(buffer, packing, AlreadyHappened(), readers)
+
+
+class AlreadyHappened:
+    """The event of host memory that the host itself wrote."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
+    """What is wrong with the micro-batches of a pass, or None."""
+    if not micro_batches:
+        return "a pass needs at least one micro-batch"
+    for index, micro_batch in enumerate(micro_batches):
+        for name, tensor in zip(
+            ("tokens", "labels", "positions", "document_ids"), micro_batch.tensors(), strict=True
+        ):
+            if tensor.dtype != torch.int64 or tensor.dim() != 2 or tensor.shape != micro_batch.tokens.shape:
+                return (
+                    f"micro-batch {index}: {name} is {tensor.dtype} {tuple(tensor.shape)}; "
+                    f"expected int64 [B, T] like tokens {tuple(micro_batch.tokens.shape)}"
+                )
+    return None

@@ -1,0 +1,71 @@
+"""What a caller can ask of a dispatched pass. Every answer waits for what it needs, and is kept."""
+
+from collections.abc import Callable
+
+from torchround.engine.host_memory import HostPool
+from torchround.engine.optimizer_worker import UpdateReport
+from torchround.engine.ordering import Fact
+from torchround.engine.passes import AlreadyHappened, Busy, Pass
+from torchround.engine.staging import Boundary
+from torchround.pipeline.schedule import StageTask
+
+
+class StepResult:
+    """A training step's loss, update and device time."""
+
+    def __init__(
+        self, work: Pass, tasks: list[StageTask], pool: HostPool, wait: Callable[[Fact], object]
+    ) -> None:
+        self.work = work
+        self.tasks = tasks
+        self._pool = pool
+        self._wait = wait
+        self._loss: float | None = None
+        self._update: UpdateReport | None = None
+        self._busy: list[Busy] | None = None
+
+    @property
+    def num_labels(self) -> int:
+        """Labels that count, over the whole pass: the loss divisor."""
+        return self.work.num_labels
+
+    def loss(self) -> float:
+        """Mean token loss over the pass: sums added in micro-batch order in fp64, then divided once."""
+        if self._loss is None:
+            total = sum(self._loss_sum(index) for index in range(len(self.work.micro_batches)))
+            self._loss = total / max(self.num_labels, 1)
+        return self._loss
+
+    def update(self) -> UpdateReport:
+        """Gradient norm before clipping, whether the update was skipped, and its time. After `Engine.step`."""
+        if self._update is None:
+            report = self._wait(Fact("updated", self.work.step))
+            assert isinstance(report, UpdateReport), f"update of step {self.work.step} reported {report!r}"
+            self._update = report
+        return self._update
+
+    def busy(self) -> list[Busy]:
+        """Device time of each stage task, in dispatch order."""
+        if self._busy is None:
+            reports = [self._wait(Fact("done", task.slot)) for task in self.tasks]
+            self._busy = [report for report in reports if isinstance(report, Busy)]
+        return self._busy
+
+    def wait(self) -> None:
+        """Wait until every stage task is done."""
+        self.loss()
+        self.busy()
+
+    def collect(self) -> None:
+        """Wait for everything, so that the engine may forget how it came about."""
+        self.wait()
+        self.update()
+
+    def _loss_sum(self, index: int) -> float:
+        boundary = self._wait(Fact("loss", self.work.index, (index,)))
+        assert isinstance(boundary, Boundary), f"loss of micro-batch {index} is {boundary!r}"
+        boundary.landed.synchronize()
+        [loss_sum] = boundary.packing.views(boundary.memory)
+        value = float(loss_sum)
+        boundary.read(AlreadyHappened(), self._pool)
+        return value

@@ -1,0 +1,122 @@
+"""Activations and other small tensors on their way: packing, device rings, and boundaries kept on the host.
+
+Rings are fixed device buffers, so no block of device memory is freed on one stream while another still uses
+it. A boundary activation lives in a pool buffer from the stage that made it to the last stage that reads it.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchround.engine.device import Device, Event
+from torchround.engine.host_memory import HostBuffer, HostPool
+from torchround.layer import Hidden
+
+ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How tensors lie in one flat uint8 buffer. `single` means a lone tensor, not a tuple of one."""
+
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    single: bool
+
+    @staticmethod
+    def of(hidden: Hidden) -> "Packing":
+        tensors = as_tuple(hidden)
+        return Packing(
+            tuple(tensor.shape for tensor in tensors),
+            tuple(tensor.dtype for tensor in tensors),
+            isinstance(hidden, Tensor),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_aligned(size) for size in self._sizes())
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """The tensors as views of `buffer`."""
+        views, start = [], 0
+        for shape, dtype, size in zip(self.shapes, self.dtypes, self._sizes(), strict=True):
+            views.append(buffer[start : start + size].view(dtype).view(shape))
+            start += _aligned(size)
+        return tuple(views)
+
+    def _sizes(self) -> list[int]:
+        return [shape.numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+
+
+def as_tuple(hidden: Hidden) -> tuple[Tensor, ...]:
+    return (hidden,) if isinstance(hidden, Tensor) else hidden
+
+
+def as_hidden(tensors: Sequence[Tensor], single: bool) -> Hidden:
+    return tensors[0] if single else tuple(tensors)
+
+
+def pack(buffer: Tensor, tensors: Sequence[Tensor], packing: Packing) -> None:
+    """Copy tensors into `buffer` as `packing` says."""
+    for view, tensor in zip(packing.views(buffer), tensors, strict=True):
+        view.copy_(tensor)
+
+
+class Boundary:
+    """Tensors between two stages, on the host: valid after `landed`, given back by the last of its readers."""
+
+    def __init__(self, buffer: HostBuffer, packing: Packing, landed: Event, readers: int) -> None:
+        self.packing = packing
+        self.landed = landed
+        self.memory = buffer.memory
+        self._buffer = buffer
+        self._readers = readers
+        self._reads: list[Event] = []
+        self._lock = threading.Lock()
+
+    def read(self, event: Event, pool: HostPool) -> None:
+        """One reader's read ends at `event`."""
+        with self._lock:
+            self._reads.append(event)
+            last = len(self._reads) == self._readers
+        if last:
+            pool.give(self._buffer, self._reads)
+
+
+class RingEntry:
+    """A device buffer, and the event after which it may be overwritten."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.released: Event | None = None
+
+
+class Ring:
+    """Fixed device buffers used in turn, so that a transfer runs while the previous entry is in use.
+
+    An entry grows when something larger comes; the smaller buffer is kept until the ring goes, because another
+    stream may still use it.
+    """
+
+    def __init__(self, device: Device, depth: int = 2) -> None:
+        self._device = device
+        self._entries: list[RingEntry | None] = [None] * depth
+        self._outgrown: list[RingEntry] = []
+        self._turn = 0
+
+    def next(self, nbytes: int) -> RingEntry:
+        """The least recently used entry, of at least `nbytes`. The writer must wait for `released`."""
+        self._turn = (self._turn + 1) % len(self._entries)
+        entry = self._entries[self._turn]
+        if entry is None or entry.memory.numel() < nbytes:
+            if entry is not None:
+                self._outgrown.append(entry)
+            entry = self._entries[self._turn] = RingEntry(self._device.allocate(nbytes))
+        return entry
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

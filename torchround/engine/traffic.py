@@ -1,0 +1,82 @@
+"""One device's activations in both directions: host boundaries to device rings, results back to the host."""
+
+from torch import Tensor
+
+from torchround.engine.device import Device, Event, Stream
+from torchround.engine.host_memory import HostPool
+from torchround.engine.ordering import Board, Fact
+from torchround.engine.staging import Boundary, Packing, Ring, RingEntry, as_hidden, as_tuple, pack
+from torchround.layer import Hidden, MicroBatch
+
+
+class Traffic:
+    """Moves boundaries for one worker. What it brings is valid until `release`, on the compute stream."""
+
+    def __init__(self, device: Device, board: Board, pool: HostPool) -> None:
+        self._device = device
+        self._board = board
+        self._pool = pool
+        self._hidden_in, self._gradients_in, self._out = Ring(device), Ring(device), Ring(device)
+        self._integers: dict[int, tuple[Boundary, RingEntry, MicroBatch]] = {}
+        self._stage_end: Event | None = None
+
+    def bring_micro_batch(self, boundary: Boundary, position: int) -> tuple[MicroBatch, RingEntry]:
+        """A micro-batch's integers, uploaded once per round and kept for its other stages on this device.
+
+        `position` is the micro-batch's place in its round.
+        """
+        cached = self._integers.get(position)
+        if cached is not None and cached[0] is boundary:
+            return cached[2], cached[1]
+        entry = None if cached is None else cached[1]
+        if entry is None or entry.memory.numel() < boundary.memory.numel():
+            entry = RingEntry(self._device.allocate(boundary.memory.numel()))
+        entry.released = self._stage_end
+        micro_batch = MicroBatch(*self._upload(boundary, entry))
+        self._integers[position] = (boundary, entry, micro_batch)
+        return micro_batch, entry
+
+    def end_stage(self) -> None:
+        """All computation of a stage is enqueued."""
+        self._stage_end = self._device.record(Stream.COMPUTE)
+
+    def bring_hidden(self, boundary: Boundary) -> tuple[Hidden, RingEntry]:
+        entry = self._hidden_in.next(boundary.memory.numel())
+        return as_hidden(self._upload(boundary, entry), boundary.packing.single), entry
+
+    def bring_gradients(self, boundary: Boundary) -> tuple[tuple[Tensor, ...], RingEntry]:
+        entry = self._gradients_in.next(boundary.memory.numel())
+        return self._upload(boundary, entry), entry
+
+    def release(self, entry: RingEntry | None) -> None:
+        """The computation enqueued so far is the last that reads `entry`."""
+        if entry is not None:
+            entry.released = self._device.record(Stream.COMPUTE)
+
+    def send(self, fact: Fact, hidden: Hidden, readers: int) -> None:
+        """Copy to the host by way of a ring entry, and post it for `readers` readers."""
+        device, packing = self._device, Packing.of(hidden)
+        entry = self._out.next(packing.nbytes)
+        if entry.released is not None:
+            device.wait(Stream.COMPUTE, entry.released)
+        device.run(
+            Stream.COMPUTE, lambda: pack(entry.memory, as_tuple(hidden), packing), writes=[entry.memory]
+        )
+        device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))
+        buffer = self._pool.take(packing.nbytes)
+        for event in buffer.busy:
+            device.wait(Stream.ACTIVATION_DOWNLOAD, event)
+        device.copy(Stream.ACTIVATION_DOWNLOAD, buffer.memory, entry.memory[: packing.nbytes])
+        landed = entry.released = device.record(Stream.ACTIVATION_DOWNLOAD)
+        self._board.post(fact, Boundary(buffer, packing, landed, readers))
+
+    def _upload(self, boundary: Boundary, entry: RingEntry) -> tuple[Tensor, ...]:
+        device, nbytes = self._device, boundary.memory.numel()
+        if entry.released is not None:
+            device.wait(Stream.ACTIVATION_UPLOAD, entry.released)
+        device.wait(Stream.ACTIVATION_UPLOAD, boundary.landed)
+        device.copy(Stream.ACTIVATION_UPLOAD, entry.memory[:nbytes], boundary.memory)
+        uploaded = device.record(Stream.ACTIVATION_UPLOAD)
+        device.wait(Stream.COMPUTE, uploaded)
+        boundary.read(uploaded, self._pool)
+        return boundary.packing.views(entry.memory)

@@ -1,0 +1,286 @@
+"""One thread per device: takes its stage slots in dispatch order and runs their micro-batches.
+
+Everything is enqueued on the device's five streams; the thread itself waits only for facts that other threads
+post. Before any such wait it sends off gradients it still holds, because the optimizer may be waiting for them.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchround.engine.compute import Recomputation, forward
+from torchround.engine.device import Device, Mark, Stream
+from torchround.engine.errors import PipelineError, Place, Stopped
+from torchround.engine.host_memory import HostPool
+from torchround.engine.host_store import HostStore
+from torchround.engine.ordering import Board, Fact, Ordering
+from torchround.engine.passes import Busy, Order, Pass
+from torchround.engine.slots import (
+    ROUNDING_ELEMENTS,
+    GradientDownload,
+    Slot,
+    SlotPair,
+    StageLayout,
+    WeightUpload,
+    bind,
+)
+from torchround.engine.staging import RingEntry, as_tuple
+from torchround.engine.traffic import Traffic
+from torchround.layer import Hidden
+from torchround.pipeline.partition import Stage, StageKind
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What all workers share."""
+
+    store: HostStore
+    board: Board
+    ordering: Ordering
+    pool: HostPool
+    layer_names: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    num_devices: int
+    layerwise_recompute: bool
+    accumulate_dtype: torch.dtype
+    on_failure: Callable[[PipelineError], None]
+
+
+class Worker:
+    """Drives one device. `skeletons` are this worker's own copy of the layers, on `meta`."""
+
+    def __init__(self, index: int, device: Device, skeletons: list[nn.Module], setup: WorkerSetup) -> None:
+        self._device = device
+        self._skeletons = skeletons
+        self._setup = setup
+        self._store = setup.store
+        self._next_slot = index
+        self._micro_batch: int | None = None
+        self._order: Order | None = None
+        self._layouts: dict[range, StageLayout] = {}
+        self._allocate()
+        self._upload: WeightUpload | None = None
+        self._download: GradientDownload | None = None
+        self._traffic = Traffic(device, setup.board, setup.pool)
+        self._pieces: list[tuple[Mark, Mark]] = []
+        self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
+
+    def _allocate(self) -> None:
+        layouts = [self._layout(range(stage.start, stage.stop)) for stage in self._setup.stages]
+        self._weights = SlotPair(
+            self._device, max(layout.weight_numel for layout in layouts), self._store.dtype
+        )
+        gradient_numel = max(
+            layout.gradient_numel
+            for layout, stage in zip(layouts, self._setup.stages, strict=True)
+            if stage.kind is not StageKind.FORWARD
+        )
+        self._gradients = SlotPair(self._device, gradient_numel, self._setup.accumulate_dtype)
+        self._rounding: Tensor | None = None
+        if self._setup.accumulate_dtype != self._store.gradient_dtype:
+            numel = min(gradient_numel, ROUNDING_ELEMENTS)
+            self._rounding = self._device.allocate(numel * self._store.gradient_dtype.itemsize).view(
+                self._store.gradient_dtype
+            )
+
+    def _main(self) -> None:
+        try:
+            self._device.enter_thread()
+            while True:
+                order: Order = self._await(Fact("task", self._next_slot))
+                self._run(order)
+                self._next_slot += self._setup.num_devices
+        except Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001  (whatever a layer raises must reach the caller)
+            failure = PipelineError(self._place(), f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._setup.on_failure(failure)
+
+    def _run(self, order: Order) -> None:
+        """One stage slot: weights in, every micro-batch, gradients out."""
+        self._order = order
+        upload = self._upload or self._start_upload(order)
+        self._upload = None
+        if upload.blocked:
+            self._flush()
+        self._device.wait(Stream.COMPUTE, upload.finish())
+        gradients = None if order.task.stage.kind is StageKind.FORWARD else self._clear_gradients()
+        layers = bind(self._store, self._skeletons, upload.layout, upload.slot, gradients)
+        shared = [upload.slot.memory] if gradients is None else [upload.slot.memory, gradients.memory]
+        for position, micro_batch in enumerate(order.task.micro_batches):
+            self._micro_batch = micro_batch
+            self._setup.board.raise_if_stopped()
+            self._windows(len(order.task.micro_batches) - position)
+            _STAGES[order.task.stage.kind](self, order, layers, micro_batch, shared)
+        self._finish(order, upload, gradients)
+
+    def _finish(self, order: Order, upload: WeightUpload, gradients: Slot | None) -> None:
+        self._micro_batch = None
+        upload.slot.released = self._device.record(Stream.COMPUTE)
+        self._traffic.end_stage()
+        self._flush()
+        if gradients is not None:
+            self._download = GradientDownload(
+                self._device,
+                self._store,
+                self._setup.ordering,
+                self._setup.pool,
+                self._rounding,
+                gradients,
+                upload.layout,
+                order.work.step,
+                order.contribution,
+            )
+        self._setup.board.post(Fact("done", order.task.slot), Busy(order.task, tuple(self._pieces)))
+        self._pieces.clear()
+        self._order = None
+
+    # Stages, one micro-batch each.
+
+    def _forward_stage(self, order: Order, layers: list[nn.Module], m: int, shared: list[Tensor]) -> None:
+        stage, work = order.task.stage, order.work
+        micro_batch, integers = self._traffic.bring_micro_batch(
+            work.micro_batches[m], m - order.task.micro_batches.start
+        )
+        hidden, staged = self._bring_hidden(work, stage, m)
+        outputs = self._compute(
+            lambda: forward(layers, stage.start, hidden, micro_batch, work.kept),
+            reads=[*shared, integers.memory, *_memory(staged)],
+        )
+        self._traffic.release(staged)
+        for layer, output in outputs:
+            if layer == len(self._skeletons):
+                self._traffic.send(Fact("loss", work.index, (m,)), output, readers=1)
+            else:
+                readers = (layer in work.handovers) + (layer in work.kept)
+                self._traffic.send(Fact("boundary", work.index, (layer, m)), output, readers)
+
+    def _fused_stage(self, order: Order, layers: list[nn.Module], m: int, shared: list[Tensor]) -> None:
+        stage, work = order.task.stage, order.work
+        micro_batch, integers = self._traffic.bring_micro_batch(
+            work.micro_batches[m], m - order.task.micro_batches.start
+        )
+        hidden, staged = self._bring_hidden(work, stage, m)
+
+        def forward_and_backward() -> tuple[Tensor, tuple[Tensor, ...] | None]:
+            part = Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute)
+            [loss] = as_tuple(part.output)
+            return loss.detach(), part.backward([torch.full_like(loss, work.loss_scale)])
+
+        loss, gradients = self._compute(
+            forward_and_backward, reads=[shared[0], integers.memory, *_memory(staged)], writes=shared[1:]
+        )
+        self._traffic.release(staged)
+        self._traffic.send(Fact("loss", work.index, (m,)), loss, readers=1)
+        self._send_gradients(work, stage, m, gradients)
+
+    def _backward_stage(self, order: Order, layers: list[nn.Module], m: int, shared: list[Tensor]) -> None:
+        """The recompute is enqueued before the incoming gradient is waited for."""
+        stage, work = order.task.stage, order.work
+        micro_batch, integers = self._traffic.bring_micro_batch(
+            work.micro_batches[m], m - order.task.micro_batches.start
+        )
+        hidden, staged = self._bring_hidden(work, stage, m)
+        reads = [shared[0], integers.memory, *_memory(staged)]
+        part = self._compute(
+            lambda: Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute), reads
+        )
+        fact = Fact("boundary gradient", work.index, (stage.stop, m))
+        incoming, staged_gradient = self._traffic.bring_gradients(self._await(fact))
+        gradients = self._compute(
+            lambda: part.backward(incoming), [*reads, staged_gradient.memory], writes=shared[1:]
+        )
+        self._traffic.release(staged)
+        self._traffic.release(staged_gradient)
+        self._send_gradients(work, stage, m, gradients)
+
+    # Computing and moving.
+
+    def _compute(self, work: Callable[[], T], reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> T:
+        start = self._device.mark(Stream.COMPUTE)
+        result = self._device.run(Stream.COMPUTE, work, reads, writes)
+        self._pieces.append((start, self._device.mark(Stream.COMPUTE)))
+        return result
+
+    def _bring_hidden(self, work: Pass, stage: Stage, m: int) -> tuple[Hidden | None, RingEntry | None]:
+        """The stage's input on the device; none for the first layer."""
+        if stage.start == 0:
+            return None, None
+        return self._traffic.bring_hidden(self._await(Fact("boundary", work.index, (stage.start, m))))
+
+    def _send_gradients(self, work: Pass, stage: Stage, m: int, gradients: tuple[Tensor, ...] | None) -> None:
+        if gradients is not None:
+            self._traffic.send(Fact("boundary gradient", work.index, (stage.start, m)), gradients, readers=1)
+
+    # Weights in, gradients out.
+
+    def _start_upload(self, order: Order) -> WeightUpload:
+        layout = self._layout(range(order.task.stage.start, order.task.stage.stop))
+        version, use = order.work.version, order.task.slot
+        return WeightUpload(
+            self._device, self._store, self._setup.ordering, self._weights.next(), layout, version, use
+        )
+
+    def _windows(self, remaining: int) -> None:
+        """One transfer window: an equal chunk of the next stage's weights and of the last one's gradients.
+
+        Each chunk queues behind the activations already on their way, so that those never wait for a whole
+        layer's weights, and the chunks keep pace with the micro-batches.
+        """
+        following = Fact("task", self._next_slot + self._setup.num_devices)
+        if self._upload is None and self._setup.board.ready(following):
+            self._upload = self._start_upload(self._setup.board.wait(following))
+        if self._upload is not None:
+            self._device.wait(Stream.WEIGHT_UPLOAD, self._device.record(Stream.ACTIVATION_UPLOAD))
+            self._upload.advance(-(-self._upload.remaining // remaining))
+        if self._download is not None:
+            self._device.wait(Stream.GRADIENT_DOWNLOAD, self._device.record(Stream.ACTIVATION_DOWNLOAD))
+            self._download.advance(-(-self._download.remaining // remaining))
+
+    def _clear_gradients(self) -> Slot:
+        slot = self._gradients.next()
+        if slot.released is not None:
+            self._device.wait(Stream.COMPUTE, slot.released)
+        self._device.run(Stream.COMPUTE, slot.memory.zero_, writes=[slot.memory])
+        return slot
+
+    def _flush(self) -> None:
+        """Send off the gradients still held."""
+        if self._download is not None:
+            self._download.finish()
+            self._download = None
+
+    def _await(self, fact: Fact) -> Any:
+        if not self._setup.board.ready(fact):
+            self._flush()
+        return self._setup.board.wait(fact)
+
+    def _layout(self, layers: range) -> StageLayout:
+        if layers not in self._layouts:
+            self._layouts[layers] = StageLayout(self._store, layers)
+        return self._layouts[layers]
+
+    def _place(self) -> Place:
+        if self._order is None:
+            return Place(f"device {self._device.name}")
+        stage = self._order.task.stage
+        names = self._setup.layer_names[stage.start : stage.stop]
+        return Place(f"device {self._device.name}", stage.kind.value, names, self._micro_batch)
+
+
+_STAGES = {
+    StageKind.FORWARD: Worker._forward_stage,
+    StageKind.FUSED: Worker._fused_stage,
+    StageKind.BACKWARD: Worker._backward_stage,
+}
+
+
+def _memory(entry: RingEntry | None) -> list[Tensor]:
+    return [] if entry is None else [entry.memory]
