@@ -3,7 +3,7 @@
 Read, tokenise, pack, batch, prefetch: a chain of `torchdata` nodes whose state goes into the checkpoint.
 """
 
-from torchround.data.batches import cut
+from torchround.data.batches import cut, num_tokens
 from torchround.data.errors import DataError, TokenizerError
 from torchround.data.loader import Loader, ValidationLoader, build_loader, build_validation_loader
 from torchround.data.tokenizer import Tokenizer, build_tokenizer
@@ -18,4 +18,5 @@ __all__ = [
     "build_tokenizer",
     "build_validation_loader",
     "cut",
+    "num_tokens",
 ]

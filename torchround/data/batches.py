@@ -1,9 +1,12 @@
 """Rows of packed tokens to the batch of a step, and that batch to its micro-batches."""
 
 from collections.abc import Sequence
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
+from torchdata.nodes import BaseNode
 
 from torchround.data.errors import DataError
 from torchround.data.packing import PackedSequence
@@ -11,18 +14,47 @@ from torchround.layer import MicroBatch
 from torchround.pipeline.schedule import split_evenly
 
 
-def collate(rows: Sequence[PackedSequence | DataError]) -> MicroBatch | DataError:
-    """G sequences as tensors `[G, T]` int64 on the CPU; an error among them takes the place of the batch."""
-    packed: list[PackedSequence] = []
-    for row in rows:
-        if isinstance(row, DataError):
-            return row
-        packed.append(row)
+class Batches(BaseNode[MicroBatch | DataError]):
+    """G sequences at a time as one batch `[G, T]`; fewer at the end of the data.
+
+    An error is handed on in place of the batch that it falls into. Between batches there is nothing to
+    remember, so the state is the one of the node before.
+    """
+
+    def __init__(self, source: BaseNode[PackedSequence | DataError], global_batch_size: int) -> None:
+        super().__init__()
+        self._source = source
+        self._global_batch_size = global_batch_size
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin where `initial_state` was taken."""
+        super().reset(initial_state)
+        self._source.reset(initial_state)
+
+    def get_state(self) -> dict[str, Any]:
+        """The packer's state."""
+        state: dict[str, Any] = self._source.state_dict()
+        return state
+
+    def next(self) -> MicroBatch | DataError:
+        """The next batch; `StopIteration` when no sequence is left."""
+        rows: list[PackedSequence] = []
+        for row in islice(self._source, self._global_batch_size):
+            if isinstance(row, DataError):
+                return row
+            rows.append(row)
+        if not rows:
+            raise StopIteration
+        return stack(rows)
+
+
+def stack(rows: Sequence[PackedSequence]) -> MicroBatch:
+    """G sequences as tensors `[G, T]` int64 on the CPU."""
     return MicroBatch(
-        tokens=torch.from_numpy(np.stack([row.tokens for row in packed])),
-        labels=torch.from_numpy(np.stack([row.labels for row in packed])),
-        positions=torch.from_numpy(np.stack([row.positions for row in packed])),
-        document_ids=torch.from_numpy(np.stack([row.document_ids for row in packed])),
+        tokens=torch.from_numpy(np.stack([row.tokens for row in rows])),
+        labels=torch.from_numpy(np.stack([row.labels for row in rows])),
+        positions=torch.from_numpy(np.stack([row.positions for row in rows])),
+        document_ids=torch.from_numpy(np.stack([row.document_ids for row in rows])),
     )
 
 
@@ -36,3 +68,8 @@ def cut(batch: MicroBatch, micro_batch_size: int) -> list[MicroBatch]:
     sequences = batch.tokens.shape[0]
     parts = split_evenly(sequences, -(-sequences // micro_batch_size))
     return [MicroBatch(*(tensor[part.start : part.stop] for tensor in batch.tensors())) for part in parts]
+
+
+def num_tokens(batch: MicroBatch, pad_id: int) -> int:
+    """Tokens of the data in a batch: the padding at the end of limited data is none."""
+    return int((batch.tokens != pad_id).sum())

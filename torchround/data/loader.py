@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from torchdata.nodes import BaseNode, Batcher, Mapper, Prefetcher
+from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, ValidationTable
-from torchround.data.batches import collate
+from torchround.data.batches import Batches
 from torchround.data.errors import DataError
 from torchround.data.packing import Packer
 from torchround.data.reader import Reader
@@ -84,8 +84,7 @@ class Loader(Iterator[MicroBatch]):
             self._error = item
             self.close()
             raise item
-        state = self._batches.state_dict()
-        self._position = state["snapshot"] if self._data.num_workers else state
+        self._position = self._position_now(self._batches)
         return item
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,8 +98,8 @@ class Loader(Iterator[MicroBatch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. `num_workers`, the batch size and the sequence length may have changed.
 
-        Raises `DataError` where the files, the seed, the shuffling or the tokenizer are not the ones that
-        the position was saved with: it would mean other documents.
+        Raises `DataError` where the files, weights, seed, shuffling or tokenizer are not the ones that the
+        position was saved with: it would mean other documents.
         """
         saved, current = state["data"], self._data_identity()
         changed = [
@@ -127,7 +126,7 @@ class Loader(Iterator[MicroBatch]):
         )
         self._tokenising = Tokenising(reader, self._tokenizer, self._data.num_workers)
         packer = Packer(self._tokenising, self._seq_len, self._tokenizer.pad_id)
-        batches = Mapper(Batcher(packer, self._global_batch_size, drop_last=False), collate)
+        batches = Batches(packer, self._global_batch_size)
         if not self._data.num_workers:
             batches.reset(self._position)
             return batches
@@ -135,12 +134,24 @@ class Loader(Iterator[MicroBatch]):
         prefetcher.reset(self._position and {"snapshot": self._position, "steps_since_snapshot": 0})
         return prefetcher
 
+    def _position_now(self, batches: BaseNode[MicroBatch | DataError]) -> dict[str, Any]:
+        state: dict[str, Any] = batches.state_dict()
+        if not self._data.num_workers:
+            return state
+        # The prefetcher keeps the nodes' state as it was after each batch: none has to be gone through again.
+        assert state["steps_since_snapshot"] == 0, (
+            f"{state['steps_since_snapshot']} batches without a snapshot"
+        )
+        snapshot: dict[str, Any] = state["snapshot"]
+        return snapshot
+
     def _data_identity(self) -> dict[str, Any]:
         return {
             "seed": self._seed,
             "shuffle": self._data.shuffle,
             "tokenizer": f"{self._tokenizer.name} with {self._tokenizer.vocab_size} tokens",
             "sources": [source.fingerprint() for source in self._sources],
+            "weights": [table.weight for table in self._data.sources],
         }
 
 

@@ -83,19 +83,19 @@ class Packer(BaseNode[PackedSequence | DataError]):
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin empty, or with the tokens that were left when `initial_state` was taken."""
         super().reset(initial_state)
-        state = initial_state or {"tokens": [], "document_starts": [], "source": None}
+        state = initial_state or {"tokens": [], "document_starts": [], "reader": None}
         self._stream: Ids = np.asarray(state["tokens"], dtype=np.int64)
         self._starts: Mask = np.zeros(len(self._stream), dtype=np.bool_)
         self._starts[np.asarray(state["document_starts"], dtype=np.int64)] = True
         self._failed = False
-        self._source.reset(state["source"])
+        self._source.reset(state["reader"])
 
     def get_state(self) -> dict[str, Any]:
-        """Tokens left `[n]`, where documents begin in them, and the state of the nodes before."""
+        """Tokens left `[n]`, where documents begin in them, and the reader's state."""
         return {
             "tokens": self._stream,
             "document_starts": np.flatnonzero(self._starts),
-            "source": self._source.state_dict(),
+            "reader": self._source.state_dict(),
         }
 
     def next(self) -> PackedSequence | DataError:

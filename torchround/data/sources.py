@@ -56,6 +56,7 @@ class Source:
             _line_starts(path) if _is_jsonl(path, table.format) else None for path in self._paths
         ]
         counts = [1 if starts is None else len(starts) for starts in self._line_starts]
+        self._last_record: tuple[Document, str] | None = None
         self._ends = np.array(list(accumulate(counts)), dtype=np.int64)
 
     def __len__(self) -> int:
@@ -78,14 +79,20 @@ class Source:
         """
         if not document.line:
             return _read_file_piece(document.path, offset)
-        text = _read_record(document, self._text_field)
+        text = self._record(document)
         end = _piece_end(text, offset)
         return text[offset:end], end if end < len(text) else None
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> str:
         """What must be unchanged for a saved position to mean the same documents; where they lie may differ."""
-        sizes = hashlib.sha256(repr((self._sizes, self._text_field)).encode()).hexdigest()
-        return {"documents": len(self), "bytes": sum(self._sizes), "sizes_sha256": sizes}
+        layout = hashlib.sha256(repr((self._sizes, self._text_field)).encode()).hexdigest()
+        return f"{len(self)} documents in {sum(self._sizes)} bytes (layout {layout[:12]})"
+
+    def _record(self, document: Document) -> str:
+        """The text of a record; that of the last one is kept, or a long one would be parsed once per piece."""
+        if self._last_record is None or self._last_record[0] != document:
+            self._last_record = document, _read_record(document, self._text_field)
+        return self._last_record[1]
 
 
 def _find_files(path: str) -> list[Path]:

@@ -45,12 +45,12 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
             self._threads = ThreadPoolExecutor(self._num_workers, thread_name_prefix="torchround-tokenise")
         self._ahead: deque[tuple[Result, dict[str, Any]]] = deque()
         self._ended = False
-        self._source.reset(initial_state["source"] if initial_state else None)
-        self._state = self._source.state_dict()
+        self._source.reset(initial_state)
+        self._state: dict[str, Any] = self._source.state_dict()
 
     def get_state(self) -> dict[str, Any]:
         """The reader's state after the piece that was handed out last; pieces in work are read again."""
-        return {"source": self._state}
+        return self._state
 
     def next(self) -> TokenPiece | DataError:
         """The next piece; `StopIteration` at the end of the source or after an error."""

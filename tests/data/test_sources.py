@@ -1,0 +1,178 @@
+"""Which documents a source finds, the text it reads, and what it says about files that are no good."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchround.config import SourceTable
+from torchround.data import DataError
+from torchround.data import sources as sources_module
+from torchround.data.sources import Document, Source
+from torchround.data.tokenizer import LLAMA3_PATTERN
+
+
+def read_all(source: Source) -> list[str]:
+    return ["".join(pieces_of(source, source.document(index))) for index in range(len(source))]
+
+
+def pieces_of(source: Source, document: Document) -> list[str]:
+    pieces = []
+    offset: int | None = 0
+    while offset is not None:
+        text, offset = source.read(document, offset)
+        pieces.append(text)
+    return pieces
+
+
+def test_a_glob_reads_its_files_in_sorted_order_and_each_by_its_ending(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "c.jsonl").write_text('{"text": "third"}\n{"text": "fourth"}')
+    (tmp_path / "a.md").write_text("first")
+    (tmp_path / "deep" / "z.txt").write_text("last")
+    source = Source(SourceTable(path=str(tmp_path / "**" / "*")))
+    assert read_all(source) == ["first", "second", "third", "fourth", "last"]
+
+
+def test_format_overrules_the_ending_and_text_field_names_the_text(tmp_path: Path) -> None:
+    (tmp_path / "data.log").write_text('{"body": "a", "text": "b"}\n')
+    as_jsonl = Source(SourceTable(path=str(tmp_path / "data.log"), format="jsonl", text_field="body"))
+    as_text = Source(SourceTable(path=str(tmp_path / "data.log"), format="text"))
+    assert read_all(as_jsonl) == ["a"]
+    assert read_all(as_text) == ['{"body": "a", "text": "b"}\n']
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lines=st.lists(st.text(st.characters(codec="utf-8"), max_size=12), min_size=1, max_size=12),
+    scan=st.integers(1, 40),
+)
+def test_every_record_of_a_jsonl_file_is_found_however_it_is_scanned(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], scan: int
+) -> None:
+    path = tmp_path_factory.mktemp("scan") / "x.jsonl"
+    path.write_bytes(b"\n".join(json.dumps({"text": line}, ensure_ascii=False).encode() for line in lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources_module, "SCAN_BYTES", scan)
+        assert read_all(Source(SourceTable(path=str(path)))) == lines
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.text(st.sampled_from("ab /\n\u00fc\u20ac\U0001f600"), min_size=1, max_size=120),
+    size=st.integers(8, 24),
+)
+def test_the_pieces_of_a_long_document_join_to_its_text_and_are_short(
+    tmp_path_factory: pytest.TempPathFactory, text: str, size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("pieces")
+    (folder / "x.txt").write_bytes(text.encode())
+    (folder / "x.jsonl").write_text(json.dumps({"text": text}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources_module, "PIECE_SIZE", size)
+        for name in ("x.txt", "x.jsonl"):
+            source = Source(SourceTable(path=str(folder / name)))
+            pieces = pieces_of(source, source.document(0))
+            assert "".join(pieces) == text
+            assert all(0 < len(piece) <= size for piece in pieces)
+
+
+def test_standard_library_files_in_pieces_split_into_the_words_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cutting must not change tokens: vocabularies split text with such a pattern before they merge bytes."""
+    monkeypatch.setattr(sources_module, "PIECE_SIZE", 4096)
+    root = sysconfig.get_path("stdlib")
+    for name in ("argparse.py", "json/decoder.py", "typing.py"):
+        source = Source(SourceTable(path=f"{root}/{name}"))
+        pieces = pieces_of(source, source.document(0))
+        assert len(pieces) > 2
+        in_pieces = [word for piece in pieces for word in regex.findall(LLAMA3_PATTERN, piece)]
+        assert in_pieces == regex.findall(LLAMA3_PATTERN, "".join(pieces))
+
+
+def test_python_stdlib_is_its_modules_without_tests_and_installed_packages() -> None:
+    source = Source(SourceTable(path="python-stdlib"))
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [source.document(index).path.relative_to(root) for index in range(len(source))]
+    assert {Path("argparse.py"), Path("json/decoder.py"), Path("asyncio/events.py")} <= set(paths)
+    assert not [path for path in paths if {"test", "tests", "site-packages"} & set(path.parts)]
+    assert paths == sorted(paths)
+    assert sum(len(text) for text in read_all(source)) > 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "ok"}\n{"text": "bad\n', r"x.jsonl, line 2: not valid JSON: "),
+        (b'{"text": "ok"}\n\n["no object"]\n', r"x.jsonl, line 3: a JSON list, not an object"),
+        (
+            b'{"text": "ok"}\n{"body": "b", "also": 1}\n',
+            r"x.jsonl, line 2: no field 'text'; fields: also, body",
+        ),
+        (b'{"text": 7}\n', r"x.jsonl, line 1: field 'text' is a int, not a string"),
+        (b'{"text": null}', r"x.jsonl, line 1: field 'text' is a NoneType, not a string"),
+        (b'{"text": "ok"}\n{"text": "\xff"}\n', r"x.jsonl, line 2: not valid UTF-8 \(byte 0xff"),
+        (b'{"a":' * 100_000, r"x.jsonl, line 1: not valid JSON"),
+    ],
+)
+def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "x.jsonl").write_bytes(content)
+    source = Source(SourceTable(path=str(tmp_path / "x.jsonl")))
+    with pytest.raises(DataError, match=message):
+        read_all(source)
+
+
+@pytest.mark.parametrize(
+    "bad", [b"\xff", b"\xe2\x82"], ids=["no UTF-8 at all", "a character cut off at the end"]
+)
+def test_text_that_is_not_utf8_is_named_by_file_and_line(tmp_path: Path, bad: bytes) -> None:
+    before = b"good line\n" * 30_000
+    (tmp_path / "x.txt").write_bytes(before + b"and then " + bad)
+    source = Source(SourceTable(path=str(tmp_path / "x.txt")))
+    with pytest.raises(DataError, match=rf"x.txt, line 30001: not valid UTF-8 \(byte 0x{bad[0]:02x}"):
+        read_all(source)
+
+
+def test_empty_files_and_blank_lines_hold_no_text_and_are_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.jsonl").write_text('\n{"text": "x"}\n \n')
+    assert read_all(Source(SourceTable(path=str(tmp_path / "*")))) == ["", "", "x", ""]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere.txt", "does not exist"),
+        ("*.csv", "no file matches"),
+        ("folder", r"is a folder; name its files with a glob such as .*folder/\*\*/\*.txt"),
+        ("folder/empty*", "all of its 2 files are empty"),
+    ],
+)
+def test_a_source_without_documents_is_named_when_it_is_built(
+    tmp_path: Path, path: str, message: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "empty-1.txt").touch()
+    (tmp_path / "folder" / "empty-2.jsonl").touch()
+    with pytest.raises(DataError, match=message) as caught:
+        Source(SourceTable(path=str(tmp_path / path)))
+    assert str(tmp_path / path) in str(caught.value)
+
+
+def test_a_file_that_disappears_is_named_when_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("text")
+    source = Source(SourceTable(path=str(tmp_path / "x.txt")))
+    (tmp_path / "x.txt").unlink()
+    with pytest.raises(DataError, match=r"x.txt: cannot be read: No such file"):
+        read_all(source)
+
+
+def test_a_path_with_brackets_that_exists_is_that_file(tmp_path: Path) -> None:
+    (tmp_path / "part[1].txt").write_text("text")
+    assert read_all(Source(SourceTable(path=str(tmp_path / "part[1].txt")))) == ["text"]

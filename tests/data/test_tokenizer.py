@@ -1,0 +1,159 @@
+"""The byte tokenizer against `str.encode`; a Llama 3 rank file against merges done one by one."""
+
+import base64
+from pathlib import Path
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchround.config import TokenizerTable
+from torchround.data import Tokenizer, TokenizerError, build_tokenizer
+from torchround.data.tokenizer import LLAMA3_NUM_RANKS, LLAMA3_PATTERN
+
+text_strategy = st.text(st.characters(codec="utf-8"), max_size=200)
+
+
+@settings(max_examples=80, deadline=None)
+@given(text=text_strategy)
+def test_bytes_has_one_token_per_utf8_byte_and_decodes_to_the_text(text: str) -> None:
+    tokenizer = build_tokenizer(TokenizerTable(name="bytes"))
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.encode_array(text).tolist() == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens_of_bytes_lie_above_the_bytes_and_below_the_vocabulary_size(
+    tokenizer: Tokenizer,
+) -> None:
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (
+        256,
+        257,
+        258,
+        259,
+    )
+
+
+def test_text_that_looks_like_a_special_token_is_encoded_as_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode_array("<|eos|>").tolist() == list(b"<|eos|>")
+    assert tokenizer.encode("<|eos|>") == list(b"<|eos|>")
+
+
+def test_a_lone_surrogate_becomes_the_replacement_character(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode_array("a\ud800b").tolist() == list("a\ufffdb".encode())
+
+
+def fabricated_ranks() -> list[bytes]:
+    """As many tokens as Llama 3 has: bytes, pairs of letters, spaces with letters, then fillers."""
+    letters = b"abcdefghijklmnopqrstuvwxyz0123456789 \n."
+    ranks = [bytes([byte]) for byte in range(256)]
+    ranks += [bytes([first, second]) for first in letters for second in letters]
+    ranks += [b" th", b"the", b" the", b"ing", b"abcd", b"\n\n\n", b"123"]
+    ranks += [b"\xff" + number.to_bytes(3, "big") for number in range(LLAMA3_NUM_RANKS - len(ranks))]
+    return ranks
+
+
+def write_ranks(path: Path, ranks: list[bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\n".join(base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(ranks)))
+
+
+@pytest.fixture(scope="module")
+def llama3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama3")
+    write_ranks(folder / "original" / "tokenizer.model", fabricated_ranks())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama3(llama3_folder: Path) -> Tokenizer:
+    return build_tokenizer(TokenizerTable(), llama3_folder)
+
+
+def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
+    """Byte-pair encoding by its definition: the lowest-ranked neighbours first, until none is a token."""
+    parts = [piece[index : index + 1] for index in range(len(piece))]
+    while True:
+        pairs = [ranks.get(parts[index] + parts[index + 1], 1 << 30) for index in range(len(parts) - 1)]
+        if not pairs or min(pairs) == 1 << 30:
+            return [ranks[part] for part in parts]
+        index = pairs.index(min(pairs))
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
+
+
+FABRICATED = {token: rank for rank, token in enumerate(fabricated_ranks())}
+
+
+@settings(max_examples=80, deadline=None)
+@given(text=st.text(st.sampled_from("abcdthein 0123.\n'ü"), max_size=80))
+def test_a_llama3_rank_file_encodes_as_merging_one_pair_after_another_does(
+    llama3: Tokenizer, text: str
+) -> None:
+    pieces = regex.findall(LLAMA3_PATTERN, text)
+    # A piece that is a token as a whole is taken without merging, as in the released tokenizer.
+    expected = [
+        token
+        for piece in pieces
+        for token in (
+            [FABRICATED[piece.encode()]]
+            if piece.encode() in FABRICATED
+            else merged(piece.encode(), FABRICATED)
+        )
+    ]
+    assert llama3.encode(text) == expected
+    assert llama3.decode(llama3.encode(text)) == text
+
+
+def test_llama3_special_tokens_have_the_ids_of_the_released_model(llama3: Tokenizer) -> None:
+    named = {
+        "<|begin_of_text|>": 128000,
+        "<|end_of_text|>": 128001,
+        "<|finetune_right_pad_id|>": 128004,
+        "<|start_header_id|>": 128006,
+        "<|end_header_id|>": 128007,
+        "<|eom_id|>": 128008,
+        "<|eot_id|>": 128009,
+        "<|python_tag|>": 128010,
+        "<|reserved_special_token_247|>": 128255,
+    }
+    assert {name: llama3.encoding.encode_single_token(name) for name in named} == named
+    assert llama3.vocab_size == 128256
+    assert (llama3.bos_id, llama3.eos_id, llama3.pad_id) == (128000, 128001, 128004)
+
+
+def test_a_tokenizer_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    ranks = fabricated_ranks()
+    path = tmp_path / "tokenizer.model"
+    table = TokenizerTable(path=str(path))
+    write_ranks(path, ranks)
+    before = build_tokenizer(table).encode("a")
+    write_ranks(path, [ranks[1], ranks[0], *ranks[2:97], ranks[98], ranks[97], *ranks[99:]])
+    assert before == [97]
+    assert build_tokenizer(table).encode("a") == [98]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "does not exist"),
+        ({"tok/tokenizer.json": b"{}"}, r"no tokenizer.model in .*tokenizer.json"),
+        ({"tok/tokenizer.model": b"\x0a\x0e\n\x05<unk>\x15"}, "not a tiktoken rank file"),
+        ({"tok/tokenizer.model": b"YQ== zero"}, "not a tiktoken rank file"),
+        ({"tok/tokenizer.model": b"YQ== 0\nYg== 1"}, "2 ranks, not the 128000"),
+    ],
+)
+def test_an_unusable_tokenizer_is_named_with_what_is_supported(
+    tmp_path: Path, files: dict[str, bytes], message: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(TokenizerError, match=message) as caught:
+        build_tokenizer(TokenizerTable(path=str(tmp_path / "tok")))
+    assert str(tmp_path / "tok") in str(caught.value)
+
+
+def test_no_tokenizer_at_all_says_which_keys_give_one() -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer.path, tokenizer.name or model.hf_path.*bytes"):
+        build_tokenizer(TokenizerTable())
