@@ -14,13 +14,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor) -> T
     """Softmax attention scaled by `1 / sqrt(C)` over earlier tokens of the same document.
 
     `query` is `[B, T, H, C]`, `key` and `value` `[B, T, K, C]`, `document_ids` `[B, T]`; the result is
-    `[B, T, H, C]`. Each kv head serves `H / K` query heads and is never repeated in memory.
+    `[B, T, H, C]`. Each kv head serves `H / K` query heads.
     """
     query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, H or K, T, C]
     if known_single_documents(document_ids):
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     else:
         mask = document_mask(document_ids)
+        if query.device.type == "cuda":
+            # With a mask and shared kv heads CUDA only has the kernel that writes all scores to memory.
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     return mixed.transpose(1, 2)
 

@@ -50,7 +50,10 @@ class Attention(nn.Module):
         return 2.0 * batch * tokens * projections + 4.0 * pairs * self.num_heads * self.head_dim
 
     def activation_bytes(self, batch: int, tokens: int, element_bytes: int) -> int:
-        """Kept besides the input: query, key, value, mixed heads; in fp32 the RoPE tables and log-sum-exp."""
+        """Kept besides the input: query, key, value, mixed heads; in fp32 the RoPE tables and log-sum-exp.
+
+        And the mask of packed documents, `T` elements per token, which appendix B.1 does not know.
+        """
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        per_token = heads * self.head_dim * element_bytes + 4 * (self.head_dim + self.num_heads)
+        per_token = (heads * self.head_dim + tokens) * element_bytes + 4 * (self.head_dim + self.num_heads)
         return batch * tokens * per_token

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from torchround.layer import IGNORED_LABEL
 
-CHUNK_BYTES = 1 << 28  # of fp32 logits
+# fp32 logits of a chunk. Larger chunks read and write the weight's gradient less often.
+CHUNK_BYTES = 1 << 28
 
 
 def token_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -55,21 +56,15 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, grad_enabled: bool) -> Tensor:
         wants_hidden, wants_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         ctx.grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # fp32, because chunks are added up; autograd casts to what the leaf's gradient wants.
         ctx.grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         step = chunk_tokens(weight.shape[0])
         for start in range(0, len(labels), step):
             rows = slice(start, start + step)
-            logits = (hidden[rows] @ weight.T).float()
-            losses[rows], log_sums = _losses(logits, labels[rows])
-            if wants_hidden or wants_weight:
-                grad_logits = _grad_logits_(logits, log_sums, labels[rows]).to(weight.dtype)
-            if wants_hidden:
-                torch.mm(grad_logits, weight, out=ctx.grad_hidden[rows])
-            if wants_weight:
-                _add_product_(ctx.grad_weight, grad_logits, hidden[rows])
+            grad_rows = ctx.grad_hidden[rows] if wants_hidden else None
+            losses[rows] = _run_chunk(hidden[rows], weight, labels[rows], grad_rows, ctx.grad_weight)
         return losses.sum()
 
     @staticmethod
@@ -82,22 +77,26 @@ class _ChunkedLoss(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Token losses `[n]`, 0 where ignored, and log-sum-exp `[n, 1]` of fp32 logits `[n, V]`."""
-    counted = labels != IGNORED_LABEL
-    log_sums = logits.logsumexp(dim=-1, keepdim=True)
-    chosen = logits.gather(1, labels.where(counted, 0)[:, None])
-    return ((log_sums - chosen)[:, 0]).where(counted, 0.0), log_sums
-
-
-def _grad_logits_(logits: Tensor, log_sums: Tensor, labels: Tensor) -> Tensor:
-    """`softmax(logits) - onehot(label)`, 0 where ignored, written over the fp32 logits `[n, V]`."""
+def _run_chunk(
+    hidden: Tensor, weight: Tensor, labels: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None
+) -> Tensor:
+    """Losses `[n]` fp32 of one chunk; writes `grad_hidden [n, D]` and adds to `grad_weight [V, D]`."""
+    logits = (hidden @ weight.T).float()  # [n, V], overwritten by its own gradient below
     counted = labels != IGNORED_LABEL
     index = labels.where(counted, 0)[:, None]
-    probabilities = logits.sub_(log_sums).exp_()
-    # One entry per row: a plain scatter, which unlike an indexed addition has one order only.
-    probabilities.scatter_(1, index, probabilities.gather(1, index) - 1.0)
-    return probabilities.mul_(counted[:, None])
+    logits -= logits.amax(dim=-1, keepdim=True)
+    chosen = logits.gather(1, index)
+    sums = logits.exp_().sum(dim=-1, keepdim=True)
+    if grad_hidden is not None or grad_weight is not None:
+        logits /= sums
+        # softmax - onehot(label). One entry per row: a plain scatter, which has no order to vary.
+        logits.scatter_(1, index, logits.gather(1, index) - 1.0)
+        grad_logits = logits.mul_(counted[:, None]).to(weight.dtype)
+        if grad_hidden is not None:
+            torch.mm(grad_logits, weight, out=grad_hidden)
+        if grad_weight is not None:
+            _add_product_(grad_weight, grad_logits, hidden)
+    return (sums.log() - chosen)[:, 0].where(counted, 0.0)
 
 
 def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor, block: int = 16384) -> None:

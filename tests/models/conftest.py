@@ -9,7 +9,9 @@ from torch import nn
 from torchround.layer import IGNORED_LABEL, LayeredModel, MicroBatch
 
 
-def materialise(model: LayeredModel, dtype: torch.dtype = torch.float32, seed: int = 0) -> LayeredModel:
+def materialise(
+    model: LayeredModel, dtype: torch.dtype = torch.float32, seed: int = 0, reverse: bool = False
+) -> LayeredModel:
     """Give the model CPU memory in place, keeping ties, and initialise it layer by layer."""
     real: dict[int, nn.Parameter] = {}
     for layer in model.layers:
@@ -18,9 +20,10 @@ def materialise(model: LayeredModel, dtype: torch.dtype = torch.float32, seed: i
                 if parameter is None:
                     continue
                 if id(parameter) not in real:
-                    real[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
+                    real[id(parameter)] = nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=dtype))
                 module._parameters[name] = real[id(parameter)]
-    for index, layer in enumerate(model.layers):
+    order = list(enumerate(model.layers))
+    for index, layer in reversed(order) if reverse else order:
         layer.init_weights(torch.Generator().manual_seed(seed * 1000 + index))
     return model
 

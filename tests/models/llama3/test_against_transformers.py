@@ -17,18 +17,22 @@ SCALED_ROPE = {
     "original_max_position_embeddings": 16,
 }
 CASES = {
-    "three heads per kv head, wide heads, scaled rope": dict(
-        num_attention_heads=6, num_key_value_heads=2, head_dim=10, hidden_size=36, rope_parameters=SCALED_ROPE
-    ),
-    "five heads per kv head, narrow heads, tied": dict(
-        num_attention_heads=5,
-        num_key_value_heads=1,
-        head_dim=6,
-        hidden_size=40,
-        tie_word_embeddings=True,
-        rope_parameters=SCALED_ROPE,
-    ),
-    "no grouping, plain rope": dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=24),
+    "three heads per kv head, wide heads, scaled rope": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "hidden_size": 36,
+        "rope_parameters": SCALED_ROPE,
+    },
+    "five heads per kv head, narrow heads, tied": {
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "head_dim": 6,
+        "hidden_size": 40,
+        "tie_word_embeddings": True,
+        "rope_parameters": SCALED_ROPE,
+    },
+    "no grouping, plain rope": {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},
 }
 
 

@@ -1,0 +1,77 @@
+"""Initial weights depend on a layer's generator and shapes only."""
+
+import pytest
+import torch
+
+from models import FAMILIES
+from models.common import initialise
+from models.common.initialise import init_embedding_, init_linear_
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_16_bit_storage_gets_the_fp32_weights_rounded():
+    wide, narrow = torch.empty(40, 30), torch.empty(40, 30, dtype=torch.bfloat16)
+    init_linear_(wide, seeded())
+    init_linear_(narrow, seeded())
+    assert torch.equal(narrow, wide.bfloat16())
+
+
+def test_linear_weights_are_a_truncated_normal_of_the_scaled_width():
+    weight = torch.empty(500, 400)
+    init_linear_(weight, seeded(), scale=0.5)
+    # A normal cut at 3 standard deviations keeps 0.9866 of its width; 200,000 draws know it to 0.2 %.
+    assert weight.std().item() == pytest.approx(0.02 * 0.5 * 0.9866, rel=0.01)
+    assert weight.abs().max() <= 3 * 0.02 * 0.5
+
+
+def test_embedding_weights_are_normal_with_tails():
+    weight = torch.empty(500, 400)
+    init_embedding_(weight, seeded())
+    assert weight.std().item() == pytest.approx(0.02, rel=0.01)
+    assert weight.abs().max() > 4 * 0.02
+
+
+def test_scratch_is_one_block_and_every_block_is_filled(monkeypatch):
+    monkeypatch.setattr(initialise, "BLOCK_ELEMENTS", 64)
+    weight = torch.full((7, 100), torch.nan)
+    init_linear_(weight, seeded())
+    assert weight.isfinite().all()
+    assert not torch.equal(weight.view(-1)[:64], weight.view(-1)[64:128])
+
+
+def test_views_of_a_flat_buffer_are_filled_in_place_and_nothing_beside_them():
+    flat = torch.zeros(100)
+    init_linear_(flat[10:70].view(6, 10), seeded())
+    assert flat[10:70].count_nonzero() == 60 and flat.count_nonzero() == 60
+
+
+def test_storage_that_is_not_contiguous_is_refused():
+    with pytest.raises(ValueError, match="contiguous"):
+        init_linear_(torch.empty(4, 8).T, seeded())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_initialise_the_same_in_any_order_and_leave_the_global_generator_alone(family, tools):
+    config = FAMILIES[family].config_from_flavor("debug")
+    state = torch.random.get_rng_state()
+    forwards = tools.materialise(FAMILIES[family].build(config))
+    backwards = tools.materialise(FAMILIES[family].build(config), reverse=True)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    pairs = zip(
+        tools.stored_parameters(forwards).items(), tools.stored_parameters(backwards).items(), strict=True
+    )
+    for (name, one), (other_name, other) in pairs:
+        assert name == other_name and torch.equal(one, other), name
+        assert one.isfinite().all(), f"{name} was not initialised"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_projections_into_the_residual_stream_are_scaled_down_by_depth(family, tools):
+    config = FAMILIES[family].config_from_flavor("debug")
+    stored = tools.stored_parameters(tools.materialise(FAMILIES[family].build(config)))
+    scale = (2 * config.num_layers) ** -0.5
+    into, out_of = stored["block.1.attention.query.weight"], stored["block.1.attention.output.weight"]
+    assert (out_of.std() / into.std()).item() == pytest.approx(scale, rel=0.05)

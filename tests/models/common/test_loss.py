@@ -1,0 +1,137 @@
+"""The chunked loss, ours and torch's, against plain cross entropy over all logits."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from models.common import loss
+from torchround.layer import IGNORED_LABEL
+
+IMPLEMENTATIONS = [loss.chunked_loss_sum, loss.token_loss_sum]
+if hasattr(F, "linear_cross_entropy"):
+    IMPLEMENTATIONS.append(loss.torch_loss_sum)
+
+TOKENS, WIDTH, VOCAB = 75, 12, 50
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """16 tokens a chunk, so that the last of five chunks is a partial one."""
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 16 * 4 * VOCAB)
+    assert loss.chunk_tokens(VOCAB) == 16
+
+
+def make_inputs(ignored=(), dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, WIDTH, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    labels[list(ignored)] = IGNORED_LABEL
+    return hidden, weight, labels
+
+
+def reference(hidden, weight, labels, scale=1.0):
+    """Loss and gradients in fp64 from the same inputs."""
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    total = F.cross_entropy(hidden @ weight.T, labels, reduction="sum", ignore_index=IGNORED_LABEL)
+    (scale * total).backward()
+    return total.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "ignored",
+    [(), (0, 5, 74), range(16, 32), range(TOKENS)],
+    ids=["none ignored", "some ignored", "a whole chunk ignored", "all ignored"],
+)
+def test_loss_and_gradients_equal_plain_cross_entropy(implementation, ignored):
+    hidden, weight, labels = make_inputs(ignored)
+    total = implementation(hidden, weight, labels)
+    (total / 7).backward()
+    expected = reference(hidden, weight, labels, scale=1 / 7)
+    assert total.dtype == torch.float32
+    for found, wanted in zip((total.detach(), hidden.grad, weight.grad), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(hidden.grad[labels == IGNORED_LABEL], torch.zeros(len(ignored), WIDTH))
+
+
+@pytest.mark.parametrize("implementation", [loss.chunked_loss_sum, loss.token_loss_sum])
+def test_bf16_loss_is_fp32_and_as_exact_as_its_bf16_logits(implementation):
+    hidden, weight, labels = make_inputs(ignored=(3, 4), dtype=torch.bfloat16)
+    total = implementation(hidden, weight, labels)
+    total.backward()
+    # The logits, of size up to 15, are rounded to bf16: 8 bits, 0.03 on the largest, unbiased over 73 tokens.
+    expected, expected_hidden, expected_weight = reference(hidden, weight, labels)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total.detach().double(), expected, rtol=2e-3, atol=0)
+    for found, wanted in ((hidden.grad, expected_hidden), (weight.grad, expected_weight)):
+        assert (found.double() - wanted).norm() / wanted.norm() < 1e-2
+
+
+def test_bf16_gradients_accumulate_in_a_preset_fp32_grad():
+    hidden, weight, labels = make_inputs(dtype=torch.bfloat16)
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.zeros(weight.shape)
+    preset = weight.grad
+    for _ in range(2):
+        loss.chunked_loss_sum(hidden.detach().requires_grad_(), weight, labels).backward()
+    assert weight.grad is preset
+    _, _, once = reference(hidden, weight, labels)
+    assert (preset.double() - 2 * once).norm() / once.norm() < 2e-2
+    # Five chunks of bf16 products were added in fp32: the sums are not bf16 numbers.
+    assert not torch.equal(preset, preset.bfloat16().float())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_without_gradients_the_loss_is_the_same(implementation):
+    hidden, weight, labels = make_inputs(ignored=(1,))
+    with torch.no_grad():
+        evaluated = implementation(hidden, weight, labels)
+    assert not evaluated.requires_grad
+    assert torch.equal(evaluated, implementation(hidden, weight, labels).detach())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_frozen_projection_still_passes_gradients_down(implementation):
+    hidden, weight, labels = make_inputs()
+    _, expected, _ = reference(hidden, weight, labels)
+    weight.requires_grad_(False)
+    implementation(hidden, weight, labels).backward()
+    torch.testing.assert_close(hidden.grad.double(), expected, rtol=1e-5, atol=1e-6)
+    assert weight.grad is None
+
+
+def test_a_second_backward_is_refused():
+    total = loss.chunked_loss_sum(*make_inputs())
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="already differentiated"):
+        total.backward()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_one_chunk_of_logits_and_the_gradients(implementation, dtype, monkeypatch):
+    tokens, width, vocab = 1024, 16, 2048
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 64 * 4 * vocab)
+    hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, vocab, (tokens,))
+    peak_bytes = measure_peak_bytes(lambda: implementation(hidden, weight, labels).backward())
+    gradients = 4 * (hidden.numel() + 2 * weight.numel()) + 2 * 4 * weight.numel()
+    # Chunk logits in the projection's dtype, in fp32, and their gradient: three, and a quarter of room.
+    assert peak_bytes < gradients + 3.25 * 64 * 4 * vocab
+    assert peak_bytes < tokens * vocab * 4 / 3, "a third of what all logits would take"
+
+
+def measure_peak_bytes(run):
+    """Highest sum of live CPU tensor bytes during `run`, from the profiler's allocation events."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    assert peak > 0
+    return peak

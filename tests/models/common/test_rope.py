@@ -1,0 +1,59 @@
+"""Rotary embeddings: relative positions, and the published frequency scaling."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from models.common.rope import Llama3Scaling, Rope, inverse_frequencies, rotate, rotation
+
+LLAMA_31 = Rope(500000.0, Llama3Scaling(factor=8.0))
+
+
+def test_scores_depend_on_the_distance_of_positions_only():
+    query, key = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 8)
+
+    def score(query_position, key_position):
+        at_query, at_key = (
+            rotation(Rope(10000.0), 8, torch.tensor([[p]])) for p in (query_position, key_position)
+        )
+        return (rotate(query, *at_query) * rotate(key, *at_key)).sum(-1)
+
+    torch.testing.assert_close(score(7, 3), score(104, 100), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(score(7, 3), score(7, 4), rtol=1e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_frequencies_equal_those_of_transformers(head_dim, factor):
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    reference = LlamaRotaryEmbedding(LlamaConfig(head_dim=head_dim, rope_parameters=parameters))
+    found = inverse_frequencies(Rope(500000.0, Llama3Scaling(factor)), head_dim, torch.device("cpu"))
+    torch.testing.assert_close(found, reference.inv_freq, rtol=1e-6, atol=0)
+
+
+def test_llama3_scaling_leaves_short_wavelengths_and_divides_long_ones():
+    plain = inverse_frequencies(Rope(500000.0), 128, torch.device("cpu"))
+    scaled = inverse_frequencies(LLAMA_31, 128, torch.device("cpu"))
+    wavelengths = 2 * math.pi / plain
+    short, long = wavelengths < 8192 / 4, wavelengths > 8192
+    assert torch.equal(scaled[short], plain[short])
+    assert torch.equal(scaled[long], plain[long] / 8)
+    between = ~short & ~long
+    assert between.any() and ((scaled < plain) & (scaled > plain / 8))[between].all()
+
+
+def test_bf16_heads_are_rotated_in_fp32_and_rounded_once():
+    heads = torch.randn(1, 4, 2, 16).bfloat16()
+    cos, sin = rotation(LLAMA_31, 16, torch.tensor([[0, 1, 5000, 100000]]))
+    assert cos.dtype == torch.float32
+    assert torch.equal(rotate(heads, cos, sin), rotate(heads.float(), cos, sin).bfloat16())

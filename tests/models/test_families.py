@@ -1,0 +1,182 @@
+"""What holds for every family: layers on meta, ties, documents kept apart, work counted from shapes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from models import FAMILIES, ModelConfigError
+from torchround.layer import IGNORED_LABEL, MicroBatch
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return FAMILIES[request.param]
+
+
+def test_every_flavor_builds_without_memory_or_buffers(family):
+    for config in family.flavors.values():
+        model = family.build(config)  # LayeredModel refuses buffers
+        for layer in model.layers:
+            assert all(parameter.is_meta for parameter in layer.parameters())
+            assert list(layer.buffers()) == []
+
+
+def test_names_are_the_layers_in_order(family):
+    model = family.build(family.config_from_flavor("debug", num_layers=3))
+    assert model.names == ("embedding", "block.0", "block.1", "block.2", "head")
+
+
+def test_a_tied_head_holds_the_embedding_itself(family):
+    tied = family.build(family.config_from_flavor("debug", tied_embeddings=True))
+    apart = family.build(family.config_from_flavor("debug", tied_embeddings=False))
+    assert tied.layers[-1].weight is tied.layers[0].weight
+    assert apart.layers[-1].weight is not apart.layers[0].weight
+
+
+def test_a_tied_parameter_gets_both_gradients(family, tools):
+    config = family.config_from_flavor("debug", vocab_size=40, num_layers=1, tied_embeddings=True)
+    batch = tools.micro_batch([[30]], 40)
+    tied = tools.materialise(family.build(config))
+    apart = tools.materialise(family.build(replace(config, tied_embeddings=False)))
+    with torch.no_grad():
+        for name, parameter in tools.stored_parameters(apart).items():
+            source = "embedding.weight" if name == "head.weight" else name
+            parameter.copy_(tools.stored_parameters(tied)[source])
+    for model in (tied, apart):
+        tools.loss_sum(model, batch).backward()
+    both = apart.layers[0].weight.grad + apart.layers[-1].weight.grad
+    torch.testing.assert_close(tied.layers[0].weight.grad, both, rtol=1e-5, atol=1e-6)
+
+
+def test_a_packed_batch_equals_its_documents_one_by_one(family, tools):
+    config = family.config_from_flavor("debug", num_layers=2)
+    batch = tools.micro_batch([[7, 1, 24], [20, 12]], config.vocab_size)
+    packed, single = (tools.materialise(family.build(config)) for _ in range(2))
+    tools.loss_sum(packed, batch).backward()
+    total = torch.zeros(())
+    for row in range(2):
+        for document in batch.document_ids[row].unique():
+            chosen = batch.document_ids[row] == document
+            loss = tools.loss_sum(
+                single, MicroBatch(*(tensor[row][chosen][None] for tensor in batch.tensors()))
+            )
+            loss.backward()
+            total += loss.detach()
+    torch.testing.assert_close(tools.loss_sum(packed, batch).detach(), total, rtol=1e-5, atol=0)
+    expected = tools.stored_parameters(single)
+    for name, parameter in tools.stored_parameters(packed).items():
+        error = (parameter.grad - expected[name].grad).norm() / expected[name].grad.norm()
+        assert error < 1e-5, f"{name}: relative error {error}"
+
+
+def test_positions_that_do_not_restart_change_the_loss(family, tools):
+    # Rotations are relative, so a shift of a whole document is invisible; a jump inside one is not.
+    config = family.config_from_flavor("debug", num_layers=2)
+    model, batch = tools.materialise(family.build(config)), tools.micro_batch([[16]], config.vocab_size)
+    with torch.no_grad():
+        for name, parameter in tools.stored_parameters(model).items():
+            if "attention" in name and "norm" not in name:
+                parameter.mul_(20)  # fresh attention is nearly uniform, whatever the positions
+        jumped = replace(batch, positions=batch.positions + 50 * (batch.positions >= 8))
+        shifted = replace(batch, positions=batch.positions + 50)
+        plain = tools.loss_sum(model, batch)
+        torch.testing.assert_close(tools.loss_sum(model, shifted), plain, rtol=1e-4, atol=0)
+        assert (tools.loss_sum(model, jumped) - plain).abs() > 1e-2
+
+
+def test_ignored_labels_add_nothing(family, tools):
+    config = family.config_from_flavor("debug", num_layers=1)
+    model, batch = tools.materialise(family.build(config)), tools.micro_batch([[12]], config.vocab_size)
+    with torch.no_grad():
+        whole = tools.loss_sum(model, batch)
+        halves = []
+        for part in (slice(0, 5), slice(5, 12)):
+            labels = torch.full_like(batch.labels, IGNORED_LABEL)
+            labels[:, part] = batch.labels[:, part]
+            halves.append(tools.loss_sum(model, replace(batch, labels=labels)))
+    torch.testing.assert_close(sum(halves), whole, rtol=1e-5, atol=0)
+
+
+def test_matrix_products_are_counted_as_torch_counts_them(family, tools):
+    config = family.config_from_flavor("debug", num_layers=1)
+    model, batch = tools.materialise(family.build(config)), tools.micro_batch([[48], [48]], config.vocab_size)
+    hidden = None
+    for name, layer in zip(model.names, model.layers, strict=True):
+        counter = FlopCounterMode(display=False)
+        with counter, torch.no_grad():
+            hidden = layer(hidden, batch)
+        work = layer.work(2, 48, 4)
+        counted = counter.get_total_flops()
+        if name == "block.0":
+            # torch does not count its CPU attention kernel: scores and mixing, 2 FLOPs a multiply-add.
+            counted += 2 * 2 * 2 * 48 * 48 * config.num_heads * config.head_dim
+        if name == "head":
+            # A custom operation, which the counter cannot look into.
+            counted += 2 * 96 * config.vocab_size * config.hidden_size
+        assert work.forward_flops == counted, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("documents", [[[96], [96]], [[32, 64], [96]]], ids=["single", "packed"])
+def test_activation_bytes_are_within_a_tenth_of_what_is_kept(family, tools, dtype, documents):
+    config = family.config_from_flavor("debug", num_layers=1)
+    model = tools.materialise(family.build(config), dtype)
+    batch = tools.micro_batch(documents, config.vocab_size)
+    hidden = None
+    for name, layer in zip(model.names[:-1], model.layers[:-1], strict=True):
+        kept, output = kept_bytes(layer, hidden, batch)
+        work = layer.work(2, 96, dtype.itemsize)
+        assert work.boundary_bytes == output.numel() * output.element_size()
+        if documents == [[96], [96]] and name != "embedding":
+            kept += 2 * 96 * 96 * dtype.itemsize  # the estimate allows for a mask of packed documents
+        assert kept == pytest.approx(work.activation_bytes, rel=0.1), name
+        hidden = output.detach().requires_grad_()
+
+
+def kept_bytes(layer, hidden, batch):
+    """Bytes that autograd keeps for this layer's backward: neither its parameters nor the micro-batch."""
+    ours = [*layer.parameters(), *batch.tensors()]
+    known = {tensor.untyped_storage().data_ptr() for tensor in ours}
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(hidden, batch)
+    return sum(storages.values()), output
+
+
+def test_an_unknown_flavor_or_field_is_named(family):
+    with pytest.raises(ModelConfigError, match=r"unknown .* flavor 'huge'; known: .*debug"):
+        family.config_from_flavor("huge")
+    with pytest.raises(ModelConfigError, match="colour"):
+        family.config_from_flavor("debug", colour="red")
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("num_layers", 0, "num_layers = 0"),
+        ("num_kv_heads", 3, "num_heads = .* not a multiple of num_kv_heads = 3"),
+        ("head_dim", 7, "head_dim = 7"),
+    ],
+)
+def test_impossible_shapes_are_refused_with_their_values(family, field, value, message):
+    with pytest.raises(ModelConfigError, match=message):
+        family.config_from_flavor("debug", **{field: value})
+
+
+def test_the_vocabulary_follows_the_tokenizer(family):
+    config = family.config_from_flavor("debug", vocab_size=1234)
+    assert family.build(config).layers[0].weight.shape[0] == 1234
+
+
+def test_the_debug_flavor_has_about_a_million_parameters(family, tools):
+    total = sum(p.numel() for p in tools.stored_parameters(family.build(family.flavors["debug"])).values())
+    assert 0.8e6 < total < 1.5e6
