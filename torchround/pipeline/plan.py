@@ -11,7 +11,8 @@ from typing import Any
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import GIB, MemoryLimits, device_memory
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.step_time import busy_seconds, stage_times, step_seconds
+from torchround.pipeline.stage_times import stage_times
+from torchround.pipeline.step_time import busy_seconds, step_seconds
 
 UPDATES = ("sync", "async")
 

@@ -7,67 +7,15 @@ and the result equals an event by event simulation (a test compares the two).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
-from torchround.pipeline.costs import Costs, stage_seconds
-from torchround.pipeline.partition import Partition, Stage
 from torchround.pipeline.schedule import split_evenly
+from torchround.pipeline.stage_times import StageTimes
 
 NEVER = float("-inf")
 # Steps simulated before the steady state is computed from the transition matrix instead of waited for.
 MAX_WARM_UP_STEPS = 24
 
 Lines = tuple[list[float], list[float]]
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """The stages of a partition in dispatch order, as the recurrence needs them. Seconds.
-
-    `entry_s`: from the previous stage's output of a micro-batch (hop included) to this stage's, if the
-    device is free. `total_s`: busy time per micro-batch. `updated_after_s`: when the optimizer has updated
-    all layers the stage reads, counted from the start of the update. `boundary_from`: the forward stage
-    whose output a recomputation may have to wait for, -1 where the gradient always comes later anyway.
-    """
-
-    entry_s: tuple[float, ...]
-    total_s: tuple[float, ...]
-    updated_after_s: tuple[float, ...]
-    boundary_from: tuple[int, ...]
-    hop_s: float
-
-    @property
-    def update_s(self) -> float:
-        """One update of all layers."""
-        return max(self.updated_after_s)
-
-
-def stage_times(partition: Partition, costs: Costs, recompute: str = "stage") -> StageTimes:
-    """Times of each stage of `partition`."""
-    updated_s = list(accumulate(layer.optimizer_s for layer in costs.layers))
-    stages = partition.stages()
-    parts = [stage_seconds(costs, stage, recompute) for stage in stages]
-    entry = [after_s + costs.hop_s for _, after_s in parts]
-    return StageTimes(
-        entry_s=tuple(entry),
-        total_s=tuple(before_s + after_s for before_s, after_s in parts),
-        updated_after_s=tuple(updated_s[stage.stop - 1] for stage in stages),
-        boundary_from=_boundary_waits(stages, len(partition.forward), [before for before, _ in parts], entry),
-        hop_s=costs.hop_s,
-    )
-
-
-def _boundary_waits(
-    stages: Sequence[Stage], num_forward: int, before_s: Sequence[float], entry_s: Sequence[float]
-) -> tuple[int, ...]:
-    """A recomputation of e seconds need not wait for its boundary if the gradient takes e longer to arrive."""
-    waits = [-1] * len(stages)
-    for index in range(num_forward + 1, len(stages)):
-        producer = next((i for i in range(num_forward) if stages[i].stop >= stages[index].start), -1)
-        if stages[index].start > 0 and sum(entry_s[producer + 1 : index]) < before_s[index]:
-            waits[index] = producer
-    return tuple(waits)
 
 
 def step_seconds(
@@ -93,63 +41,91 @@ def busy_seconds(times: StageTimes, num_micro_batches: int) -> float:
 def run_step(
     times: StageTimes, round_sizes: Sequence[int], free: list[float], update_start_s: float
 ) -> list[float]:
-    """Run one step's slots; `free[k]`, updated in place, is when the k-th next slot's device becomes free.
+    """Run one step's slots; `free[k]` is when the device of the k-th next slot becomes free.
 
-    Stages start no earlier than `update_start_s + updated_after_s`. Returns `free`, re-ordered so that
-    `free[0]` again belongs to the device of the next slot.
+    Stages start no earlier than `update_start_s + updated_after_s`. Updates `free` in place and returns it
+    in the order of the slots that follow the step.
     """
-    num_devices, slot = len(free), 0
-    stages = list(zip(times.entry_s, times.total_s, times.updated_after_s, times.boundary_from, strict=True))
-    producers = set(times.boundary_from) - {-1}
+    stages = list(
+        zip(times.entry_s, times.total_s, times.updated_after_s, times.boundary_from, strict=True)
+    )
+    slot = 0
     for size in round_sizes:
-        # The lines of the last stage: slopes fall and bases rise towards the end; `shift` adds to all bases.
-        slopes: list[float] = []
-        bases: list[float] = []
-        kept: dict[int, Lines] = {}
-        shift, last = 0.0, size - 1
-        for index, (entry_s, total_s, updated_s, producer) in enumerate(stages):
-            if slopes:
-                shift += entry_s
-            start = free[slot]
-            if start < update_start_s + updated_s:
-                start = update_start_s + updated_s
-            base = start + total_s - shift
-            if producer >= 0:
-                base = _wait_for_boundary(kept[producer], times.hop_s + total_s - shift, slopes, bases, base)
-            while slopes and slopes[-1] <= total_s:
-                slopes.pop()
-                hidden = bases.pop()
-                if hidden > base:
-                    base = hidden
-            if not slopes or base > bases[-1]:
-                slopes.append(total_s)
-                bases.append(base)
-            end = bases[0] + slopes[0] * last
-            for other in range(1, len(slopes)):
-                candidate = bases[other] + slopes[other] * last
-                if candidate > end:
-                    end = candidate
-            free[slot] = end + shift
-            slot = slot + 1 if slot + 1 < num_devices else 0
-            if index in producers:
-                kept[index] = (list(slopes), [base + shift for base in bases])
+        slot = run_stages(stages, size, free, slot, Front(), times.hop_s, update_start_s)
     free[:] = free[slot:] + free[:slot]
     return free
 
 
-def _wait_for_boundary(
-    boundary: Lines, delay_s: float, slopes: list[float], bases: list[float], base: float
-) -> float:
-    """Add the lines of a recomputation's boundary to `slopes` and `bases`; returns the larger first base."""
+class Front:
+    """What the last stage of a round hands on: lines whose slopes fall and whose bases rise towards the end.
+
+    Micro-batch m leaves at `shift + max(base + slope x m)`. `outputs`: the same of each stage so far.
+    """
+
+    def __init__(self) -> None:
+        self.slopes: list[float] = []
+        self.bases: list[float] = []
+        self.shift = 0.0
+        self.outputs: list[Lines] = []
+
+
+def run_stages(
+    stages: Sequence[tuple[float, float, float, int]],
+    size: int,
+    free: list[float],
+    slot: int,
+    front: Front,
+    hop_s: float,
+    update_start_s: float,
+) -> int:
+    """Run the next stages of a round of `size` micro-batches; the first takes the device of `free[slot]`.
+
+    Updates `free` and `front`; returns the position of the slot after the last. A stage is its entry, total,
+    updated-after seconds and boundary stage. One loop without calls: planning spends its time here.
+    """
+    num_devices, last, shift = len(free), size - 1, front.shift
+    slopes, bases = front.slopes, front.bases
+    keeps_outputs = any(stage[3] >= 0 for stage in stages)
+    for entry_s, total_s, updated_s, producer in stages:
+        if slopes:
+            shift += entry_s
+        start = free[slot]
+        if start < update_start_s + updated_s:
+            start = update_start_s + updated_s
+        base = start + total_s - shift
+        if producer >= 0:
+            _wait_for_boundary(front.outputs[producer], hop_s + total_s - shift, slopes, bases)
+        while slopes and slopes[-1] <= total_s:
+            slopes.pop()
+            hidden = bases.pop()
+            if hidden > base:
+                base = hidden
+        if not slopes or base > bases[-1]:
+            slopes.append(total_s)
+            bases.append(base)
+        end = bases[0] + slopes[0] * last
+        for other in range(1, len(slopes)):
+            candidate = bases[other] + slopes[other] * last
+            if candidate > end:
+                end = candidate
+        free[slot] = end + shift
+        slot = slot + 1 if slot + 1 < num_devices else 0
+        if keeps_outputs:
+            front.outputs.append((list(slopes), [base + shift for base in bases]))
+    front.shift = shift
+    return slot
+
+
+def _wait_for_boundary(boundary: Lines, delay_s: float, slopes: list[float], bases: list[float]) -> None:
+    """Add the lines of a recomputation's boundary to `slopes` and `bases`."""
     lines = list(zip(slopes, bases, strict=True))
     lines += [(slope, arrival + delay_s) for slope, arrival in zip(*boundary, strict=True)]
     slopes.clear()
     bases.clear()
-    for slope, line_base in sorted(lines, reverse=True):
-        if not slopes or line_base > bases[-1]:
+    for slope, base in sorted(lines, reverse=True):
+        if not slopes or base > bases[-1]:
             slopes.append(slope)
-            bases.append(line_base)
-    return base
+            bases.append(base)
 
 
 def _steady_state_seconds(times: StageTimes, sizes: Sequence[int], num_devices: int) -> float:
