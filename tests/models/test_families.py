@@ -35,6 +35,13 @@ def test_a_tied_head_holds_the_embedding_itself(family):
     assert apart.layers[-1].weight is not apart.layers[0].weight
 
 
+def test_a_tied_head_leaves_the_embedding_as_it_was_initialised(family, tools):
+    model = tools.materialise(family.build(family.config_from_flavor("debug", tied_embeddings=True)))
+    before = model.layers[0].weight.detach().clone()
+    model.layers[-1].init_weights(torch.Generator().manual_seed(9))
+    assert torch.equal(model.layers[0].weight, before)
+
+
 def test_a_tied_parameter_gets_both_gradients(family, tools):
     config = family.config_from_flavor("debug", vocab_size=40, num_layers=1, tied_embeddings=True)
     batch = tools.micro_batch([[30]], 40)
@@ -120,7 +127,7 @@ def test_matrix_products_are_counted_as_torch_counts_them(family, tools):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("documents", [[[96], [96]], [[32, 64], [96]]], ids=["single", "packed"])
-def test_activation_bytes_are_within_a_tenth_of_what_is_kept(family, tools, dtype, documents):
+def test_activation_bytes_are_within_two_percent_of_what_is_kept(family, tools, dtype, documents):
     config = family.config_from_flavor("debug", num_layers=1)
     model = tools.materialise(family.build(config), dtype)
     batch = tools.micro_batch(documents, config.vocab_size)
@@ -131,7 +138,7 @@ def test_activation_bytes_are_within_a_tenth_of_what_is_kept(family, tools, dtyp
         assert work.boundary_bytes == output.numel() * output.element_size()
         if documents == [[96], [96]] and name != "embedding":
             kept += 2 * 96 * 96 * dtype.itemsize  # the estimate allows for a mask of packed documents
-        assert kept == pytest.approx(work.activation_bytes, rel=0.1), name
+        assert kept == pytest.approx(work.activation_bytes, rel=0.02), name
         hidden = output.detach().requires_grad_()
 
 

@@ -12,10 +12,11 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def test_16_bit_storage_gets_the_fp32_weights_rounded():
+@pytest.mark.parametrize("fill", [init_linear_, init_embedding_])
+def test_16_bit_storage_gets_the_fp32_weights_rounded(fill):
     wide, narrow = torch.empty(40, 30), torch.empty(40, 30, dtype=torch.bfloat16)
-    init_linear_(wide, seeded())
-    init_linear_(narrow, seeded())
+    fill(wide, seeded())
+    fill(narrow, seeded())
     assert torch.equal(narrow, wide.bfloat16())
 
 
