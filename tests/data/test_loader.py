@@ -192,6 +192,7 @@ def test_a_position_of_other_data_is_refused_and_says_what_changed(
 
 def end_by_close(loader: Loader) -> None:
     loader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchround-tokenise")]
 
 
 def end_by_error(loader: Loader) -> None:

@@ -105,6 +105,11 @@ def test_a_llama3_rank_file_encodes_as_merging_one_pair_after_another_does(
     assert llama3.decode(llama3.encode(text)) == text
 
 
+def test_llama3_splits_contractions_digits_by_three_and_line_ends_with_what_is_before_them() -> None:
+    split = regex.findall(LLAMA3_PATTERN, "I'LL pay 12345 $x!!\n\n  ok  \n")
+    assert split == ["I", "'LL", " pay", " ", "123", "45", " $", "x", "!!\n\n", " ", " ok", "  \n"]
+
+
 def test_llama3_special_tokens_have_the_ids_of_the_released_model(llama3: Tokenizer) -> None:
     named = {
         "<|begin_of_text|>": 128000,

@@ -71,18 +71,14 @@ class Loader(Iterator[MicroBatch]):
         self._tokenising: Tokenising | None = None
         self._batches: BaseNode[MicroBatch | DataError] | None = None
         self._position: dict[str, Any] | None = None
-        self._error: DataError | None = None
 
     def __next__(self) -> MicroBatch:
         """The next batch, all four tensors `[G, T]` int64 on the CPU. The caller may change them."""
-        if self._error is not None:
-            raise self._error
         if self._batches is None:
             self._batches = self._start()
         item = next(self._batches)
         if isinstance(item, DataError):
-            self._error = item
-            self.close()
+            self.close()  # at the position before it: the next call comes upon the same record
             raise item
         self._position = self._position_now(self._batches)
         return item
@@ -108,7 +104,6 @@ class Loader(Iterator[MicroBatch]):
         if changed:
             raise DataError(f"the saved data position is of other data: {'; '.join(changed)}")
         self.close()
-        self._error = None
         self._position = state["position"]
 
     def close(self) -> None:

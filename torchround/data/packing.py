@@ -48,17 +48,16 @@ def pack_sequence(stream: Ids, starts: Mask, seq_len: int, pad_id: int) -> Packe
     A stream with fewer tokens (the end of the data) is filled up with `pad_id` as a document of its own,
     whose labels are ignored.
     """
-    missing = seq_len + 1 - len(stream)
+    num_tokens = len(stream)
+    missing = seq_len + 1 - num_tokens
     if missing > 0:
-        padding_starts = np.arange(missing) == 0
         stream = np.concatenate([stream, np.full(missing, pad_id, dtype=np.int64)])
-        starts = np.concatenate([starts, padding_starts])
+        starts = np.concatenate([starts, np.arange(missing) == 0])
     begins = starts[:seq_len].copy()
     begins[0] = True
     index = np.arange(seq_len, dtype=np.int64)
     labels = np.where(starts[1 : seq_len + 1], IGNORED_LABEL, stream[1 : seq_len + 1])
-    if missing > 0:
-        labels[seq_len - missing :] = IGNORED_LABEL
+    labels[num_tokens:] = IGNORED_LABEL
     return PackedSequence(
         tokens=stream[:seq_len],
         labels=labels,
@@ -83,20 +82,19 @@ class Packer(BaseNode[PackedSequence | DataError]):
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin empty, or with the tokens that were left when `initial_state` was taken."""
         super().reset(initial_state)
-        state = initial_state or {"tokens": [], "document_starts": [], "reader": None}
+        state = initial_state or {"tokens": [], "reader": None}
         self._stream: Ids = np.asarray(state["tokens"], dtype=np.int64)
         self._starts: Mask = np.zeros(len(self._stream), dtype=np.bool_)
-        self._starts[np.asarray(state["document_starts"], dtype=np.int64)] = True
         self._failed = False
         self._source.reset(state["reader"])
 
     def get_state(self) -> dict[str, Any]:
-        """Tokens left `[n]`, where documents begin in them, and the reader's state."""
-        return {
-            "tokens": self._stream,
-            "document_starts": np.flatnonzero(self._starts),
-            "reader": self._source.state_dict(),
-        }
+        """Tokens left `[n]` and the reader's state.
+
+        All of them are of the piece taken last, since a piece is taken only where the others do not fill a
+        sequence. So a document can only begin at the first, where a sequence begins anyway.
+        """
+        return {"tokens": self._stream, "reader": self._source.state_dict()}
 
     def next(self) -> PackedSequence | DataError:
         """The next sequence; `StopIteration` when the data has ended and no token is left."""
