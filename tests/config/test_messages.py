@@ -176,3 +176,8 @@ def test_a_conflict_names_every_place_that_took_part_in_it(tmp_path: Path) -> No
     assert text.startswith(
         "command line and run.toml: training.micro_batch_size, training.global_batch_size: "
     )
+
+
+def test_a_mistake_inside_a_table_is_not_said_again_for_the_table(tmp_path: Path) -> None:
+    lines = message(tmp_path, VALID, "--engine.plan={forward = [1], fused = 0, backward = [1]}").splitlines()
+    assert lines == ["command line: engine.plan.fused: given 0; legal: an integer of at least 1"]

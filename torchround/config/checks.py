@@ -95,5 +95,3 @@ def _not_built(config: Config) -> Iterator[Conflict]:
             ("trace.steps", "trace.memory"),
             "traces are not built yet; legal: steps = [] and memory = false",
         )
-    if config.engine.update == "async":
-        yield ("engine.update",), 'given "async", which is not built yet; legal: "sync"'

@@ -48,7 +48,7 @@ class ModelTable(Table):
     """Model family, a package of `models/` (for example `llama3`). Required."""
 
     flavor: Name | None = None
-    """Named size of the family (for example `debug` or `8b`), initialised at random. Either this or `hf_path`."""
+    """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Either this or `hf_path`."""
 
     hf_path: Name | None = None
     """Local folder with `config.json` in Hugging Face format, which then gives the shapes; also the default
@@ -93,8 +93,8 @@ class DataTable(Table):
     """Visit the documents in a new random order each epoch, fixed by `run.seed`. `false`: as listed."""
 
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Processes that read and tokenise ahead of the training loop, 0 to 256; 0 does it in the loop itself.
-    Each costs about one Python process of host memory (roughly 0.3 GiB)."""
+    """Threads that read and tokenise ahead of the training loop, 0 to 256; 0 does it in the loop itself. The order
+    of the data does not depend on it."""
 
 
 class TrainingTable(Table):
@@ -150,7 +150,7 @@ class LRScheduleTable(Table):
 
     decay: Literal["none", "linear", "cosine", "wsd"] = "cosine"
     """Shape after the warm-up. `none`: constant. `wsd` (warm-up, stable, decay): constant, then linear over
-    the last part of the run."""
+    the last fifth of the steps after the warm-up."""
 
     min_lr_factor: Fraction = 0.1
     """Floor that the decay ends at, as a fraction of `optimizer.lr`, 0 to 1. Not used by `none`."""
