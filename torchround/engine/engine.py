@@ -22,8 +22,9 @@ from torchround.engine.device import Device
 from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
 from torchround.engine.host_memory import HostPool
 from torchround.engine.host_store import HostStore
+from torchround.engine.observer import Observer
 from torchround.engine.optimizer_worker import CollectGradients, OptimizerWorker, UpdateWeights
-from torchround.engine.ordering import Board, Fact, Observer, Ordering
+from torchround.engine.ordering import Board, Fact, Ordering
 from torchround.engine.passes import (
     Order,
     Pass,
@@ -85,7 +86,7 @@ class Engine:
         self.devices = list(devices)
         self._board = Board(observer)
         self._ordering = Ordering(self._board, store.policy.versions)
-        self._pool = HostPool(pinned=any(device.pins_host_memory for device in devices))
+        self._pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
         self._failure: PipelineError | None = None
         self._failure_lock = threading.Lock()
         self._closed = False
@@ -111,19 +112,17 @@ class Engine:
         with self._call():
             if self._awaiting_step:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
-            self._limit_steps_under_way()
+            self._limit_passes_under_way()
             rounds = min(self.settings.rounds, len(micro_batches)) or 1
             tasks = step_tasks(
                 self.partition, max(len(micro_batches), 1), rounds, len(self.devices), self._next_slot
             )
-            work = self._begin_pass(micro_batches, tasks, self._step)
+            work = self._begin_pass(micro_batches, tasks, training=True)
             self._expect_gradients(rounds)
             self._dispatch(work, tasks)
             self._post_job(CollectGradients(self._step))
-            result = StepResult(work, tasks, self._pool, self._wait_in_call)
-            self._results.append(result)
             self._awaiting_step = True
-            return result
+            return self._track(work, tasks)
 
     def step(self, lr: float) -> None:
         """Hand the update with the last `forward_backward`'s gradients to the optimizer worker. Does not wait."""
@@ -134,17 +133,18 @@ class Engine:
             self._step += 1
             self._awaiting_step = False
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Mean token loss of the micro-batches under the newest weights, forward only."""
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """Dispatch a forward-only pass under the newest weights; its `loss()` waits. Does not wait itself."""
         with self._call():
             if self._awaiting_step:
                 raise EngineUsageError("evaluate() was called between forward_backward() and step()")
+            self._limit_passes_under_way()
             tasks = evaluation_tasks(
                 self.partition, max(len(micro_batches), 1), len(self.devices), self._next_slot
             )
-            work = self._begin_pass(micro_batches, tasks, step=-1)
+            work = self._begin_pass(micro_batches, tasks, training=False)
             self._dispatch(work, tasks)
-            return StepResult(work, tasks, self._pool, self._wait_in_call).loss()
+            return self._track(work, tasks)
 
     def drain(self) -> None:
         """Wait until every dispatched step is done and its update is in the host store."""
@@ -174,7 +174,9 @@ class Engine:
 
     # Dispatch.
 
-    def _begin_pass(self, micro_batches: Sequence[MicroBatch], tasks: list[StageTask], step: int) -> Pass:
+    def _begin_pass(
+        self, micro_batches: Sequence[MicroBatch], tasks: list[StageTask], training: bool
+    ) -> Pass:
         problem = check_micro_batches(micro_batches)
         if problem is not None:
             raise EngineUsageError(problem)
@@ -183,11 +185,11 @@ class Engine:
             for index in task.micro_batches:
                 readers.setdefault(index, set()).add(task.device)
         num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
-        training = step >= 0
         work = Pass(
             index=self._next_pass,
-            step=step,
-            version=self.store.policy.version_read(step) if training else self._step,
+            training=training,
+            step=self._step,
+            version=self.store.policy.version_read(self._step) if training else self._step,
             loss_scale=1.0 / max(num_labels, 1),
             num_labels=num_labels,
             micro_batches=tuple(
@@ -229,14 +231,19 @@ class Engine:
         self._board.post(Fact("job", self._next_job), job)
         self._next_job += 1
 
-    def _limit_steps_under_way(self) -> None:
-        """Wait for the step before the last, and forget what nobody will ask for again."""
+    def _track(self, work: Pass, tasks: list[StageTask]) -> StepResult:
+        result = StepResult(work, tasks, self._pool, self._wait_in_call)
+        self._results.append(result)
+        return result
+
+    def _limit_passes_under_way(self) -> None:
+        """Wait for the pass before the last, and forget what nobody will ask for again."""
         while len(self._results) >= 2:
             self._results.pop(0).collect()
         if self._results:
             oldest = self._results[0]
-            self._ordering.retire(oldest.work.step - 1)
-            self._board.retire(("updated",), oldest.work.step)
+            self._ordering.retire(oldest.work.version - 1)
+            self._board.retire(("updated",), oldest.work.version)
             self._board.retire(("boundary", "boundary gradient", "loss"), oldest.work.index)
             self._board.retire(("task", "done"), oldest.tasks[0].slot)
 
@@ -273,7 +280,9 @@ class Engine:
             yield
         except Stopped:
             self._stop()
-            raise self._failure or EngineUsageError("the engine was closed during this call") from None
+            if self._failure is None:
+                raise EngineUsageError("the engine was closed during this call") from None
+            raise self._failure from self._failure.__cause__
 
     def _wait_in_call(self, fact: Fact) -> object:
         with self._call():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchround.engine.device import Event
+from torchround.engine.observer import Observer
 
 REGISTRATION_BYTES = 64 * 2**30  # one registration of 512 GiB or more fails and leaves a sticky error
 
@@ -63,11 +64,13 @@ class HostBuffer:
 class HostPool:
     """Host buffers by exact size, reused in turn, so that a steady run allocates nothing.
 
-    A taker must make its writing stream wait for `HostBuffer.busy` first.
+    A taker must make its writing stream wait for `HostBuffer.busy` first; what the giving thread did itself is
+    in the past.
     """
 
-    def __init__(self, pinned: bool) -> None:
+    def __init__(self, pinned: bool, observer: Observer) -> None:
         self._pinned = pinned
+        self._observer = observer
         self._lock = threading.Lock()
         self._free: dict[int, list[HostBuffer]] = defaultdict(list)
         self._owned: list[Tensor] = []
@@ -76,16 +79,19 @@ class HostPool:
     def take(self, nbytes: int) -> HostBuffer:
         with self._lock:
             if self._free[nbytes]:
-                return self._free[nbytes].pop()
+                buffer = self._free[nbytes].pop()
+                self._observer.waited(buffer)
+                return buffer
             self.allocated_bytes += nbytes
-        buffer = allocate_host(nbytes, self._pinned)
+        memory = allocate_host(nbytes, self._pinned)
         with self._lock:
-            self._owned.append(buffer)
-        return HostBuffer(buffer)
+            self._owned.append(memory)
+        return HostBuffer(memory)
 
     def give(self, buffer: HostBuffer, busy: list[Event]) -> None:
         """Return a buffer; `busy` are the events of the last reads of it."""
         buffer.busy = busy
+        self._observer.posted(buffer)
         with self._lock:
             self._free[buffer.memory.numel()].append(buffer)
 

@@ -149,6 +149,7 @@ class OptimizerWorker:
             except Exception as error:  # noqa: BLE001  (reported once the update is whole again)
                 overcome, failed_place = error, self._place
                 self._update_bundle(bundle, job, gradient_scale, progress)
+            self._ordering.gradient_consumed(bundle.index, job.step)
             self._ordering.updated(bundle.index, job.step)
         self._store.is_consistent = True
         if overcome is not None:
@@ -186,7 +187,9 @@ class OptimizerWorker:
             )
 
     def _advance_version(self, job: UpdateWeights) -> None:
-        """A skipped update: version `step + 1` equals version `step`."""
+        """A skipped update: version `step + 1` equals version `step`, and the gradient is of no more use."""
+        for bundle in self._store.trained:
+            self._ordering.gradient_consumed(bundle.index, job.step)
         for bundle in self._store.trained:
             self._ordering.before_update(bundle.index, job.step)
             self._ordering.before_master_write(bundle.index, job.step + 1)

@@ -8,12 +8,11 @@ An optional observer sees every hand-over; the race checker rebuilds the happens
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from torchround.engine.device import Event
 from torchround.engine.errors import Stopped
+from torchround.engine.observer import Observer, Unobserved
 
 
 class Fact(NamedTuple):
@@ -25,29 +24,6 @@ class Fact(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}[{self.epoch}]{list(self.key)}"
-
-
-class Observer(Protocol):
-    """Sees host hand-overs and host accesses to shared memory, in an order consistent with causality."""
-
-    def posted(self, token: object) -> None: ...
-
-    def waited(self, token: object) -> None: ...
-
-    def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None: ...
-
-
-class Unobserved:
-    """The observer of production runs: sees nothing."""
-
-    def posted(self, token: object) -> None:
-        pass
-
-    def waited(self, token: object) -> None:
-        pass
-
-    def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        pass
 
 
 class Board:
@@ -207,10 +183,13 @@ class Ordering:
         """Rule 5: update `step + 1` of a bundle starts only after update `step` of it is complete."""
         self._board.wait(Fact("weights", step, (bundle,)))
 
-    def updated(self, bundle: int, step: int) -> None:
-        """Step `step`'s gradient is consumed and version `step + 1` is complete."""
+    def gradient_consumed(self, bundle: int, step: int) -> None:
+        """Nobody will read step `step`'s gradient any more."""
         self._contributions.pop((step, bundle), None)
         self._board.post(Fact("gradient consumed", step, (bundle,)))
+
+    def updated(self, bundle: int, step: int) -> None:
+        """Version `step + 1` is complete."""
         self._board.post(Fact("weights", step + 1, (bundle,)))
 
     def retire(self, below: int) -> None:

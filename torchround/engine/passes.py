@@ -7,7 +7,7 @@ import torch
 
 from torchround.engine.device import Mark
 from torchround.engine.host_memory import HostPool
-from torchround.engine.ordering import Observer
+from torchround.engine.observer import Observer
 from torchround.engine.staging import Boundary, Packing, pack
 from torchround.layer import MicroBatch
 from torchround.pipeline.partition import Partition, StageKind
@@ -18,12 +18,13 @@ from torchround.pipeline.schedule import StageTask
 class Pass:
     """What all stage tasks of a pass share.
 
-    `version` is the weight version it reads; `step` the training step, or -1 for an evaluation. `loss_scale`
+    `step` counts the training steps before it; `version` is the weight version it reads. `loss_scale`
     multiplies the loss before the backward pass. `handovers` and `kept` are the layers whose input a forward
     or fused stage, a backward stage takes from the host.
     """
 
     index: int
+    training: bool
     step: int
     version: int
     loss_scale: float

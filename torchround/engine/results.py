@@ -11,7 +11,7 @@ from torchround.pipeline.schedule import StageTask
 
 
 class StepResult:
-    """A training step's loss, update and device time."""
+    """A pass's loss and device time and, of a training step, its update."""
 
     def __init__(
         self, work: Pass, tasks: list[StageTask], pool: HostPool, wait: Callable[[Fact], object]
@@ -59,7 +59,8 @@ class StepResult:
     def collect(self) -> None:
         """Wait for everything, so that the engine may forget how it came about."""
         self.wait()
-        self.update()
+        if self.work.training:
+            self.update()
 
     def _loss_sum(self, index: int) -> float:
         boundary = self._wait(Fact("loss", self.work.index, (index,)))

@@ -1,0 +1,261 @@
+"""A fault anywhere is raised to the caller, leaves no thread behind, and the host store at a whole update."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.engine.toy import (
+    PARTITIONS,
+    ToyBlock,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
+from torchround.engine.device import CpuDevice
+from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError
+from torchround.engine.optimizer_worker import OptimizerWorker
+
+PARTITION = PARTITIONS["forward coarser"]
+BATCHES = toy_batches(4, micro_batches=4)
+
+
+class PlantedError(RuntimeError):
+    pass
+
+
+def engine_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchround")]
+
+
+def state_after(steps):
+    """What the host store holds after `steps` whole updates."""
+    model = toy_model()
+    store = toy_store(model)
+    with toy_engine(model, store, PARTITION, 2) as engine:
+        train(engine, BATCHES[:steps])
+    return store.named_views()
+
+
+def plant(monkeypatch, block, call):
+    """Block `block`, in whichever worker, fails at its `call`-th forward of the run (recomputes included)."""
+    forward, lock, calls = ToyBlock.forward, threading.Lock(), [0]
+
+    def failing(self, hidden, micro_batch):
+        if getattr(self, "position", None) == block:
+            with lock:
+                calls[0] += 1
+                if calls[0] == call:
+                    raise PlantedError(f"call {call}")
+        return forward(self, hidden, micro_batch)
+
+    monkeypatch.setattr(ToyBlock, "forward", failing)
+
+
+def marked_model():
+    model = toy_model()
+    for position, layer in enumerate(model.layers):
+        layer.position = position
+    return model
+
+
+# Per step a block runs 4 forwards (its forward or fused stage), then 4 recomputes where it has a backward stage.
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize(
+    ("block", "call", "stage", "micro_batch", "updates"),
+    [
+        (1, 1, "forward", 0, 0),
+        (1, 3, "forward", 2, 0),
+        (2, 5, "backward", 0, 0),
+        (2, 8, "backward", 3, 0),
+        (4, 9 + 1, "forward", 1, 1),
+        (4, 16, "backward", 3, 1),
+    ],
+)
+def test_a_fault_in_a_stage_names_its_place_and_leaves_the_last_update(
+    monkeypatch, num_devices, block, call, stage, micro_batch, updates
+):
+    plant(monkeypatch, block, call)
+    model = marked_model()
+    store = toy_store(model)
+    engine = toy_engine(model, store, PARTITION, num_devices)
+    with pytest.raises(PipelineError) as raised:
+        train(engine, BATCHES)
+    assert isinstance(raised.value.__cause__, PlantedError)
+    assert raised.value.place.stage == stage
+    assert f"block.{block - 1}" in raised.value.place.layers
+    assert raised.value.place.micro_batch == micro_batch
+    assert raised.value.place.actor.startswith("device cpu:")
+    assert engine_threads() == []
+    assert store.step == updates and store.is_consistent
+    monkeypatch.undo()
+    assert_same_state(store.named_views(), state_after(updates))
+
+
+@pytest.mark.parametrize("job", ["_collect", "_update"])
+def test_a_fault_in_the_optimizer_worker_is_raised(monkeypatch, job):
+    original = getattr(OptimizerWorker, job)
+
+    def failing(self, work):
+        if work.step == 1:
+            raise PlantedError(job)
+        original(self, work)
+
+    monkeypatch.setattr(OptimizerWorker, job, failing)
+    store = toy_store(toy_model())
+    with pytest.raises(PipelineError, match="optimizer worker") as raised:
+        train(toy_engine(toy_model(), store, PARTITION, 2), BATCHES)
+    assert isinstance(raised.value.__cause__, PlantedError)
+    assert engine_threads() == []
+    monkeypatch.undo()
+    assert_same_state(store.named_views(), state_after(1))
+
+
+def fail_in_bundle(monkeypatch, bundle_index, times, step=1):
+    import torchround.engine.optimizer_worker as module
+
+    original, left, steps = module.adamw_update_, [times], []
+
+    def failing(weight, *args, bias_correction_step, progress, **options):
+        if bias_correction_step == step + 1:
+            steps.append(weight)
+            if len(steps) > 2 * bundle_index and left[0] > 0:
+                left[0] -= 1
+                raise PlantedError("in the middle of an update")
+        original(weight, *args, bias_correction_step=bias_correction_step, progress=progress, **options)
+
+    monkeypatch.setattr(module, "adamw_update_", failing)
+
+
+def test_an_update_that_fails_in_the_middle_is_completed_before_the_fault_is_raised(monkeypatch):
+    fail_in_bundle(monkeypatch, bundle_index=3, times=1)
+    store = toy_store(toy_model())
+    with pytest.raises(PipelineError, match=r"optimizer worker, block\.2"):
+        train(toy_engine(toy_model(), store, PARTITION, 2), BATCHES)
+    assert store.is_consistent and store.step == 2
+    monkeypatch.undo()
+    assert_same_state(store.named_views(), state_after(2))
+
+
+def test_an_update_that_cannot_be_completed_marks_the_store_as_inconsistent(monkeypatch):
+    fail_in_bundle(monkeypatch, bundle_index=3, times=1000)
+    store = toy_store(toy_model())
+    with pytest.raises(PipelineError, match="do not save it") as raised:
+        train(toy_engine(toy_model(), store, PARTITION, 2), BATCHES)
+    assert not raised.value.store_is_consistent and not store.is_consistent
+    with pytest.raises(EngineUsageError, match="mixes two weight versions"):
+        toy_engine(toy_model(), store, PARTITION, 2)
+
+
+def test_a_device_fault_during_an_update_lets_the_update_finish(monkeypatch):
+    """The next step's first stage fails while the optimizer is still at the previous step's update."""
+    import torchround.engine.optimizer_worker as module
+
+    original = module.adamw_update_
+
+    def slow(*args, **options):
+        time.sleep(0.02)
+        original(*args, **options)
+
+    monkeypatch.setattr(module, "adamw_update_", slow)
+    plant(monkeypatch, block=1, call=9)
+    store = toy_store(toy_model())
+    with pytest.raises(PipelineError, match=r"forward stage"):
+        train(toy_engine(marked_model(), store, PARTITION, 2), BATCHES)
+    assert store.step == 1 and store.is_consistent
+    monkeypatch.undo()
+    assert_same_state(store.named_views(), state_after(1))
+
+
+def test_a_fault_reaches_the_caller_within_a_second(monkeypatch):
+    """Measured from the raise in the worker to the exception in the caller; the bound is the promise itself."""
+    planted_at = []
+    forward = ToyBlock.forward
+
+    def failing(self, hidden, micro_batch):
+        if self.position == 3 and len(planted_at) == 0:
+            planted_at.append(time.monotonic())
+            raise PlantedError("now")
+        return forward(self, hidden, micro_batch)
+
+    monkeypatch.setattr(ToyBlock, "forward", failing)
+    with pytest.raises(PipelineError):
+        train(toy_engine(marked_model(), toy_store(toy_model()), PARTITION, 8), BATCHES)
+    assert time.monotonic() - planted_at[0] < 1.0
+    assert engine_threads() == []
+
+
+def test_every_later_call_raises_the_first_fault(monkeypatch):
+    plant(monkeypatch, block=1, call=1)
+    engine = toy_engine(marked_model(), toy_store(toy_model()), PARTITION, 2)
+    result = engine.forward_backward(BATCHES[0])
+    with pytest.raises(PipelineError, match="PlantedError"):
+        result.loss()
+    for call in (lambda: engine.step(1e-2), engine.drain, lambda: engine.forward_backward(BATCHES[0])):
+        with pytest.raises(PipelineError, match="PlantedError"):
+            call()
+
+
+def test_training_goes_on_with_a_new_engine_from_the_state_a_fault_left(monkeypatch):
+    plant(monkeypatch, block=2, call=20)
+    store = toy_store(toy_model())
+    with pytest.raises(PipelineError):
+        train(toy_engine(marked_model(), store, PARTITION, 2), BATCHES)
+    monkeypatch.undo()
+    with toy_engine(toy_model(), store, PARTITIONS["one stage"], 1) as engine:
+        train(engine, BATCHES[store.step :])
+    assert_same_state(store.named_views(), state_after(4))
+
+
+def test_a_hang_is_reported_with_what_each_thread_waits_for(monkeypatch):
+    release = threading.Event()
+    forward = ToyBlock.forward
+
+    def stuck(self, hidden, micro_batch):
+        if self.position == 4:
+            release.wait(60)
+        return forward(self, hidden, micro_batch)
+
+    monkeypatch.setattr(ToyBlock, "forward", stuck)
+    monkeypatch.setattr("torchround.engine.engine.JOIN_S", 0.1)
+    engine = toy_engine(marked_model(), toy_store(toy_model()), PARTITION, 2, hang_timeout_s=0.5)
+    with pytest.raises(
+        PipelineError, match=r"no thread made progress for 0\.5 s .*optimizer waits for gradient"
+    ):
+        train(engine, BATCHES)
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("torchround"):
+            thread.join()
+
+
+def test_a_device_that_is_too_small_is_named_before_anything_runs():
+    model = toy_model()
+    with pytest.raises(DeviceMemoryError, match=r"cpu:0 has 0\.000 GiB"):
+        toy_engine(
+            model, toy_store(model), PARTITION, 1, wrap=lambda _: CpuDevice(0, memory_limit_bytes=1000)
+        )
+    assert engine_threads() == []
+
+
+def test_a_non_finite_gradient_skips_the_update_and_is_counted():
+    model = toy_model()
+    store = toy_store(model)
+    with toy_engine(model, store, PARTITION, 2) as engine:
+        train(engine, BATCHES[:1])
+        before = {name: view.clone() for name, view in store.named_views().items()}
+        poisoned = store.bundles[1].masters[0][0].clone()
+        store.bundles[1].masters[0][0] = torch.inf
+        result = engine.forward_backward(BATCHES[1])
+        engine.step(1e-2)
+        engine.drain()
+        store.bundles[1].masters[0][0] = poisoned
+        assert result.update().skipped
+        assert store.step == 2 and store.applied_updates == 1
+        assert_same_state(store.named_views(), before)
+        train(engine, BATCHES[1:2])
+    assert store.applied_updates == 2

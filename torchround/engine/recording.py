@@ -1,0 +1,154 @@
+"""A recording device: runs on another device and logs what the race checker needs.
+
+Logged are copies and launches with the shared buffers they read and write, event records and waits, and the
+host's hand-overs and accesses. Threads and streams are the actors (DESIGN section 7).
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+from torch import Tensor
+
+from torchround.engine.device import Device, Event, Mark, Stream
+
+T = TypeVar("T")
+
+
+class Action(Enum):
+    """What an actor did. A signal and a wait with the same token order the two actors."""
+
+    SIGNAL = "signal"
+    WAIT = "wait"
+    ACCESS = "access"
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes `[start, stop)` of one allocation."""
+
+    allocation: int
+    start: int
+    stop: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Region":
+        storage = tensor.untyped_storage()
+        start = tensor.data_ptr() - storage.data_ptr()
+        return Region(storage.data_ptr(), start, start + tensor.numel() * tensor.element_size())
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One action of one actor; `token` for signals and waits, regions for accesses."""
+
+    actor: str
+    action: Action
+    token: object = None
+    reads: tuple[Region, ...] = ()
+    writes: tuple[Region, ...] = ()
+
+
+class AccessLog:
+    """The log of one engine run, an observer of its host hand-overs. Entries are in causal order."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.tokens = itertools.count()
+
+    def posted(self, token: object) -> None:
+        self.signal(_this_thread(), token)
+
+    def waited(self, token: object) -> None:
+        self.wait(_this_thread(), token)
+
+    def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        self.access(_this_thread(), reads, writes)
+
+    def signal(self, actor: str, token: object) -> None:
+        self.entries.append(Entry(actor, Action.SIGNAL, token))
+
+    def wait(self, actor: str, token: object) -> None:
+        self.entries.append(Entry(actor, Action.WAIT, token))
+
+    def access(self, actor: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        regions = [tuple(Region.of(tensor) for tensor in group) for group in (reads, writes)]
+        self.entries.append(Entry(actor, Action.ACCESS, None, *regions))
+
+
+class _RecordedEvent:
+    def __init__(self, inner: Event, log: AccessLog) -> None:
+        self.inner = inner
+        self.token = ("event", next(log.tokens))
+        self._log = log
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+        self._log.wait(_this_thread(), self.token)
+
+
+class RecordingDevice(Device):
+    """Behaves as `inner` and writes to `log`."""
+
+    def __init__(self, inner: Device, log: AccessLog) -> None:
+        self.name = inner.name
+        self.torch_device = inner.torch_device
+        self.pins_host_memory = inner.pins_host_memory
+        self._inner = inner
+        self._log = log
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return self._inner.allocate(nbytes)
+
+    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+        self._log.access(self._enqueue(stream), [source], [destination])
+        self._inner.copy(stream, destination, source)
+
+    def run(
+        self,
+        stream: Stream,
+        work: Callable[[], T],
+        reads: Iterable[Tensor] = (),
+        writes: Iterable[Tensor] = (),
+    ) -> T:
+        self._log.access(self._enqueue(stream), reads, writes)
+        return self._inner.run(stream, work, reads, writes)
+
+    def record(self, stream: Stream) -> Event:
+        event = _RecordedEvent(self._inner.record(stream), self._log)
+        self._log.signal(self._enqueue(stream), event.token)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        actor = self._enqueue(stream)
+        if isinstance(event, _RecordedEvent):
+            self._log.wait(actor, event.token)
+            event = event.inner
+        self._inner.wait(stream, event)
+
+    def mark(self, stream: Stream) -> Mark:
+        return self._inner.mark(stream)
+
+    def enter_thread(self) -> None:
+        self._inner.enter_thread()
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def peak_bytes(self) -> int:
+        return self._inner.peak_bytes()
+
+    def _enqueue(self, stream: Stream) -> str:
+        """The stream's actor, after everything its host thread did so far."""
+        actor = f"{self.name} {stream.value}"
+        token = ("enqueue", next(self._log.tokens))
+        self._log.signal(_this_thread(), token)
+        self._log.wait(actor, token)
+        return actor
+
+
+def _this_thread() -> str:
+    return threading.current_thread().name
