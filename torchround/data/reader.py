@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
 from torchround.data.errors import DataError
-from torchround.data.sources import Source
+from torchround.data.sources import Document, Source
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class TextPiece:
 
     text: str
     source: int
+    document: Document
     first: bool
     last: bool
 
@@ -82,10 +83,11 @@ class Reader(BaseNode[TextPiece]):
                 self._source, self._offset = self._choose_source(), 0
             number, offset = self._source, self._offset
             source = self._sources[number]
-            text, next_offset = source.read(source.document(self._document_index(number)), offset)
+            document = source.document(self._document_index(number))
+            text, next_offset = source.read(document, offset)
             self._advance(number, next_offset, has_text=bool(text))
             if text:
-                return TextPiece(text, number, first=offset == 0, last=next_offset is None)
+                return TextPiece(text, number, document, first=offset == 0, last=next_offset is None)
 
     def _choose_source(self) -> int:
         """The source with the fewest documents for its weight; the first of equals."""

@@ -38,6 +38,9 @@ class Document:
     start_byte: int = 0
     line: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}" if self.line else str(self.path)
+
 
 class Source:
     """The documents of one `[data] sources` entry, numbered by file name and, in a file, by line.
@@ -200,8 +203,8 @@ def _read_record(document: Document, text_field: str) -> str:
     except UnicodeDecodeError as error:
         raise DataError(_not_utf8(path, line, error)) from error
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{path}, line {line}: not valid JSON: {error}") from error
-    return _text_of(record, text_field, f"{path}, line {line}")
+        raise DataError(f"{document}: not valid JSON: {error}") from error
+    return _text_of(record, text_field, str(document))
 
 
 def _text_of(record: Any, text_field: str, where: str) -> str:

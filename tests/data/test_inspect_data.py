@@ -1,0 +1,100 @@
+"""`scripts/inspect_data.py` on a small corpus whose numbers are known, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchround.config import DataTable, SourceTable
+from torchround.data import Tokenizer
+from torchround.data.survey import survey
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Three documents of 12, 7 and 32 tokens with BOS and EOS; 16 tokens per sequence."""
+    (folder / "a.txt").write_text("0123456789")
+    (folder / "b.jsonl").write_text(
+        f"{json.dumps({'text': 'short'})}\n{json.dumps({'text': 'long' * 7 + '!!'})}\n"
+    )
+    (folder / "x.toml").write_text(
+        f"""
+        [model]
+        family = "llama3"
+        flavor = "debug"
+        [tokenizer]
+        name = "bytes"
+        [data]
+        sources = [{{ path = "{folder}/a.txt" }}, {{ path = "{folder}/b.jsonl", weight = 2.0 }}]
+        shuffle = false
+        [training]
+        seq_len = 16
+        global_batch_size = 2
+        """
+    )
+    command = [
+        sys.executable,
+        str(REPOSITORY / "scripts" / "inspect_data.py"),
+        "--config",
+        str(folder / "x.toml"),
+    ]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(
+        [*command, *arguments], check=False, capture_output=True, encoding="utf-8", env=environment
+    )
+
+
+def test_documents_of_a_sequence_are_shown_with_what_is_not_learnt_marked(tmp_path: Path) -> None:
+    lines = inspect(tmp_path).stdout.splitlines()
+    assert lines[:6] == [
+        "--- batch 0, sequence 0",
+        "   0      12 tokens  <|bos|>0123456789«<|eos|>»",
+        "   1       4 tokens  <|bos|>sho",
+        "--- batch 0, sequence 1",
+        "   0       3 tokens  rt«<|eos|>»",
+        "   1      13 tokens  <|bos|>longlonglong",
+    ]
+    assert lines[6] == "--- 32 positions: 100.00% tokens, 93.75% with a label"
+
+
+def test_sources_are_listed_with_their_tokens_and_longest_documents(tmp_path: Path) -> None:
+    assert inspect(tmp_path).stdout.splitlines()[8:] == [
+        f"--- {tmp_path}/a.txt: 1 documents, 12 tokens (23.5%)",
+        f"          12 tokens  {tmp_path}/a.txt",
+        f"--- {tmp_path}/b.jsonl: 2 documents, 39 tokens (76.5%)",
+        f"          32 tokens  {tmp_path}/b.jsonl, line 2",
+        f"           7 tokens  {tmp_path}/b.jsonl, line 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--data.sources=[{path='nowhere.txt'}]", "source 'nowhere.txt' does not exist"),
+        ("--training.seq_len=0", "training.seq_len"),
+    ],
+)
+def test_a_users_mistake_ends_with_code_2_and_a_message_without_traceback(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    process = inspect(tmp_path, override)
+    assert process.returncode == 2
+    assert message in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+def test_a_survey_reads_a_long_document_as_one_and_stops_where_it_is_told(
+    corpus: Path, tokenizer: Tokenizer
+) -> None:
+    data = DataTable(sources=(SourceTable(path=str(corpus / "*.txt")),), shuffle=False)
+    (found,) = survey(data, tokenizer, seed=0, max_documents=2)
+    long_tokens = len((corpus / "long.txt").read_bytes()) + 2
+    assert found.num_documents == 2
+    assert found.longest == [
+        (long_tokens, str(corpus / "long.txt")),
+        (found.num_tokens - long_tokens, str(corpus / "note-0.txt")),
+    ]

@@ -1,0 +1,49 @@
+"""What a mix of sources consists of: documents and tokens of each, and its longest documents.
+
+Reads in training's own order, so what is counted is what a run sees first.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+
+from torchround.config import DataTable
+from torchround.data.reader import Reader
+from torchround.data.sources import Document, Source
+from torchround.data.tokenising import tokenise
+from torchround.data.tokenizer import Tokenizer
+
+LONGEST = 5
+
+
+@dataclass
+class SourceSurvey:
+    """What was read of one source. `longest`: the longest documents and their tokens, longest first."""
+
+    name: str
+    num_documents: int = 0
+    num_tokens: int = 0
+    longest: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, document: Document, num_tokens: int) -> None:
+        """Count a document that has been read to its end."""
+        self.num_documents += 1
+        self.num_tokens += num_tokens
+        self.longest = heapq.nlargest(LONGEST, [*self.longest, (num_tokens, str(document))])
+
+
+def survey(data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int) -> list[SourceSurvey]:
+    """The first `max_documents` documents of the mix, at most one pass over each source. Raises `DataError`."""
+    sources = [Source(table) for table in data.sources]
+    weights = [table.weight for table in data.sources]
+    found = [SourceSurvey(source.name) for source in sources]
+    reader = Reader(sources, weights, shuffle=data.shuffle, seed=seed, epochs=1)
+    reader.reset()
+    num_tokens = 0
+    for piece in reader:
+        num_tokens += len(tokenise(tokenizer, piece).tokens)
+        if piece.last:
+            found[piece.source].add(piece.document, num_tokens)
+            num_tokens = 0
+            if sum(source.num_documents for source in found) == max_documents:
+                break
+    return found
