@@ -1,0 +1,271 @@
+"""Saving and loading: what comes back, what is kept, and what a failing disk leaves."""
+
+import contextlib
+import logging
+import mmap
+import os
+import resource
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchround.checkpoint import Checkpointer, CheckpointError, load_checkpoint
+
+STATE = {
+    "tokens": 12_345_678_901,
+    "data": {"file": 3, "buffer": [1, 2, 3], "epoch": 0},
+    "rng": "q83v",
+    "loss_scale": 0.1,
+    "wandb_run_id": None,
+    "config": {"run": {"name": "é"}, "optimizer": {"betas": [0.9, 0.95]}},
+}
+
+
+def flat_state(value: float = 0.0) -> dict[str, Tensor]:
+    """Views into one flat buffer per layer and kind, as the host store has them, and a few other dtypes."""
+    layers = {"embedding": [(50, 8)], "block.0": [(8, 8), (8,), (8, 24)], "head": [(8,)]}
+    views = {}
+    for kind in ("weights", "exp_avg", "exp_avg_sq"):
+        for layer, shapes in layers.items():
+            sizes = [torch.Size(shape).numel() for shape in shapes]
+            flat = torch.full((sum(sizes),), value)
+            for index, (part, shape) in enumerate(zip(flat.split(sizes), shapes, strict=True)):
+                views[f"{kind}/{layer}.p{index}"] = part.view(shape)
+    views["master/head.p0"] = torch.full((8,), value, dtype=torch.bfloat16)
+    views["count"] = torch.tensor(int(value))
+    return views
+
+
+def random_state(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    state = flat_state()
+    for tensor in state.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 100)
+    return state
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@contextlib.contextmanager
+def files_limited_to(limit_bytes: int) -> Iterator[None]:
+    """A disk that takes `limit_bytes` a file and then fails each write, as a full one or a quota does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_tensors_and_state_come_back_bit_for_bit_in_place(tmp_path: Path) -> None:
+    saved = random_state(1)
+    saved["weights/head.p0"][:3] = torch.tensor([float("nan"), float("-inf"), -0.0])
+    path = Checkpointer(tmp_path / "run" / "checkpoints").save(7, saved, STATE)
+    assert path == tmp_path / "run" / "checkpoints" / "step-7"
+
+    target = flat_state()
+    addresses = [tensor.data_ptr() for tensor in target.values()]
+    loaded = Checkpointer(tmp_path / "run" / "checkpoints").load_latest(target)
+    assert loaded is not None and loaded.step == 7 and loaded.state == STATE and loaded.path == path
+    assert [tensor.data_ptr() for tensor in target.values()] == addresses
+    for name, tensor in saved.items():
+        assert torch.equal(target[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
+
+
+def test_a_folder_without_checkpoints_loads_nothing(tmp_path: Path) -> None:
+    target = random_state(3)
+    assert Checkpointer(tmp_path / "nowhere").load_latest(target) is None
+    assert Checkpointer(tmp_path).latest_step() is None
+    (tmp_path / "step-4.tmp").mkdir()
+    (tmp_path / "step-5").write_text("a file, not a folder")
+    (tmp_path / "notes").mkdir()
+    assert Checkpointer(tmp_path).load_latest(target) is None
+    assert equal(target, random_state(3))
+
+
+def test_the_newest_is_the_highest_step_not_the_last_in_name_order(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    for step in (9, 100, 20):
+        checkpointer.save(step, random_state(step), {"step": step})
+    assert checkpointer.complete_steps() == [9, 20, 100] and checkpointer.latest_step() == 100
+    target = flat_state()
+    loaded = checkpointer.load_latest(target)
+    assert loaded is not None and loaded.state == {"step": 100} and equal(target, random_state(100))
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (2, [3, 4])])
+def test_keep_latest_k_keeps_the_newest(tmp_path: Path, keep: int, left: list[int]) -> None:
+    checkpointer = Checkpointer(tmp_path, keep_latest_k=keep)
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, random_state(step), STATE)
+    assert names_in(tmp_path) == {f"step-{step}" for step in left}
+
+
+def test_keep_latest_k_counts_complete_ones_only(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        Checkpointer(tmp_path).save(step, random_state(step), STATE)
+    (tmp_path / "step-3" / "state.json").unlink()
+    assert Checkpointer(tmp_path).complete_steps() == [1, 2]
+    Checkpointer(tmp_path, keep_latest_k=2).save(4, random_state(4), STATE)
+    assert Checkpointer(tmp_path).complete_steps() == [2, 4]
+
+
+def test_the_one_just_saved_is_never_deleted_for_a_higher_step(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep_latest_k=1)
+    checkpointer.save(50, random_state(50), STATE)
+    checkpointer.save(10, random_state(10), STATE)
+    assert 10 in checkpointer.complete_steps()
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(5, random_state(1), {"try": 1})
+    (tmp_path / "step-5" / "manifest.json").write_bytes(b"damaged")
+    checkpointer.save(5, random_state(2), {"try": 2})
+    target = flat_state()
+    loaded = checkpointer.load_latest(target)
+    assert loaded is not None and loaded.state == {"try": 2} and equal(target, random_state(2))
+    assert names_in(tmp_path) == {"step-5"}
+
+
+def test_the_next_save_removes_what_killed_saves_left_and_nothing_else(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, random_state(1), STATE)
+    for name in ("step-2.tmp", "step-0.trash", "step-1.replaced", "best", "step-x.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tensors-00000.safetensors").write_bytes(b"half")
+    (tmp_path / "step-3.tmp").write_text("a file")
+    assert checkpointer.complete_steps() == [1]
+    checkpointer.save(2, random_state(2), STATE)
+    assert names_in(tmp_path) == {"step-1", "step-2", "best", "step-x.tmp", "step-3.tmp"}
+
+
+def test_a_checkpoint_whose_replacement_was_killed_still_counts(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep_latest_k=2)
+    checkpointer.save(5, random_state(5), STATE)
+    (tmp_path / "step-5").rename(tmp_path / "step-5.replaced")
+    (tmp_path / "step-5.tmp").mkdir()
+    target = flat_state()
+    loaded = checkpointer.load_latest(target)
+    assert loaded is not None and loaded.step == 5 and equal(target, random_state(5))
+    assert checkpointer.complete_steps() == [5]
+    checkpointer.save(6, random_state(6), STATE)
+    assert names_in(tmp_path) == {"step-5", "step-6"}
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoints_and_the_next_save_succeeds(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep_latest_k=1)
+    checkpointer.save(1, random_state(1), STATE)
+    with files_limited_to(2000), pytest.raises(CheckpointError, match="step 2 could not be written.*large"):
+        checkpointer.save(2, random_state(2), STATE)
+    assert names_in(tmp_path) == {"step-1"}
+    target = flat_state()
+    assert checkpointer.load_latest(target) is not None and equal(target, random_state(1))
+    checkpointer.save(2, random_state(2), STATE)
+    assert names_in(tmp_path) == {"step-2"}
+
+
+def test_more_than_the_free_space_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    free_bytes = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    # A mapping that is only read takes addresses and no memory.
+    mapping = mmap.mmap(
+        -1, free_bytes + 2**30, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of memory that is not writable
+        huge = {"weights": torch.frombuffer(mapping, dtype=torch.uint8)}
+    with pytest.raises(CheckpointError, match="GiB are free"):
+        Checkpointer(tmp_path).save(1, huge, {})
+    assert names_in(tmp_path) == set()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/file/checkpoints"):
+        Checkpointer(tmp_path / "file" / "checkpoints").save(1, flat_state(), {})
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = Checkpointer(tmp_path / "run", keep_latest_k=1)
+    checkpointer.save(1, random_state(1), STATE)
+    (tmp_path / "run" / "step-1").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "step-1").symlink_to(tmp_path / "elsewhere")  # which a deletion refuses to follow
+    with caplog.at_level(logging.WARNING):
+        checkpointer.save(2, random_state(2), STATE)
+    assert "could not delete" in caplog.text and "step-1" in caplog.text
+    assert checkpointer.latest_step() == 2
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("turned", torch.zeros(4, 6).t()),
+        ("strided", torch.zeros(10)[::2]),
+        ("complex", torch.zeros(3, dtype=torch.complex64)),
+        ("elsewhere", torch.zeros(3, device="meta")),
+    ],
+)
+def test_a_tensor_that_cannot_be_written_in_place_is_refused_by_name(
+    tmp_path: Path, name: str, tensor: Tensor
+) -> None:
+    with pytest.raises(ValueError, match=f"{name} cannot be stored"):
+        Checkpointer(tmp_path).save(1, {"fine": torch.zeros(2), name: tensor}, {})
+    assert names_in(tmp_path) == set()
+
+
+@pytest.mark.parametrize("state", [{"rng": torch.zeros(2)}, {"steps": {1: "a"}}, {"path": [Path("x")]}])
+def test_a_state_that_json_cannot_give_back_is_refused(tmp_path: Path, state: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="cannot be stored as JSON"):
+        Checkpointer(tmp_path).save(1, flat_state(), state)
+    assert names_in(tmp_path) == set()
+
+
+def test_every_byte_is_synced_before_the_rename_and_the_rename_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    sync = os.fsync
+
+    def recording_sync(descriptor: int) -> None:
+        # The kernel's name for the file at this moment: still under step-1.tmp unless the rename came first.
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append((path.removeprefix(f"{tmp_path}/"), (tmp_path / "step-1").exists()))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recording_sync)
+    Checkpointer(tmp_path).save(1, flat_state(), STATE)
+    written = {f"step-1.tmp/{path.name}" for path in (tmp_path / "step-1").iterdir()}
+    before = [path for path, renamed in synced if not renamed]
+    assert written <= set(before) and before[-1] == "step-1.tmp"
+    assert synced[-1] == (str(tmp_path), True)
+
+
+def test_files_are_created_with_the_users_mask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = Checkpointer(tmp_path).save(1, flat_state(), STATE)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}
+    assert path.stat().st_mode & 0o777 == 0o750
+
+
+def test_an_explicit_path_is_loaded_wherever_it_lies(tmp_path: Path) -> None:
+    path = Checkpointer(tmp_path).save(3, random_state(3), STATE)
+    moved = path.rename(tmp_path / "the best one")
+    target = flat_state()
+    loaded = load_checkpoint(moved, target)
+    assert loaded.step == 3 and loaded.state == STATE and equal(target, random_state(3))

@@ -1,0 +1,245 @@
+"""Damaged checkpoints are found, named and passed over; what can be checked first is checked first."""
+
+import json
+import logging
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchround.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    DamagedCheckpointError,
+    load_checkpoint,
+    verify_checkpoint,
+)
+
+TENSORS = "tensors-00000.safetensors"
+
+
+def state_of(step: int) -> dict[str, Tensor]:
+    return {
+        "weights/block.0.w": torch.full((30, 7), float(step)),
+        "exp_avg/block.0.w": torch.full((30, 7), -1.0),
+    }
+
+
+def two_checkpoints(folder: Path) -> Checkpointer:
+    checkpointer = Checkpointer(folder)
+    for step in (1, 2):
+        checkpointer.save(step, state_of(step), {"step": step})
+    return checkpointer
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_last_byte(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def forge_manifest(folder: Path, change: Callable[[dict], None]) -> None:
+    """Alter the manifest and make it consistent again, as someone who knows the format would."""
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["crc32"]
+    change(content)
+    content["crc32"] = zlib.crc32(json.dumps(content).encode())
+    (folder / "manifest.json").write_text(json.dumps(content, indent=1))
+
+
+def forge_tensors(folder: Path, content: bytes) -> None:
+    (folder / TENSORS).write_bytes(content)
+    record = {"size_bytes": len(content), "crc32": zlib.crc32(content)}
+    forge_manifest(folder, lambda manifest: manifest["files"].update({TENSORS: record}))
+
+
+def header(entries: object, data_bytes: int = 0) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(data_bytes)
+
+
+def one_tensor(shape: object, offsets: object) -> bytes:
+    return header({"w": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}, data_bytes=8)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "no tensors": (lambda path: (path / TENSORS).unlink(), f"{TENSORS} is missing"),
+    "no state": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+    "empty folder": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json cannot be read"),
+    "tensors cut short": (lambda path: truncate(path / TENSORS), f"{TENSORS} is 1\\d+ bytes long instead of"),
+    "state cut short": (
+        lambda path: truncate(path / "state.json"),
+        "state.json is 10 bytes long instead of 11",
+    ),
+    "manifest cut short": (lambda path: truncate(path / "manifest.json"), "manifest.json is not JSON"),
+    "manifest not JSON": (
+        lambda path: (path / "manifest.json").write_text("oops"),
+        "manifest.json is not JSON",
+    ),
+    "manifest a list": (
+        lambda path: (path / "manifest.json").write_text("[1]"),
+        "format \\[1\\] is not the format 1",
+    ),
+    "manifest nested": (
+        lambda path: (path / "manifest.json").write_text("[" * 10**5),
+        "manifest.json is not JSON",
+    ),
+    "state altered": (lambda path: flip_last_byte(path / "state.json"), "state.json has checksum"),
+    "tensor altered": (lambda path: flip_last_byte(path / TENSORS), f"{TENSORS} has checksum"),
+    "newer format": (
+        lambda path: forge_manifest(path, lambda manifest: manifest.update(format=2)),
+        "format 2 is not the format 1",
+    ),
+    "another step": (
+        lambda path: forge_manifest(path, lambda manifest: manifest.update(step=9)),
+        "manifest.json is of step 9",
+    ),
+    "a path out of the folder": (
+        lambda path: forge_manifest(
+            path, lambda m: m["files"].update({"../x": {"size_bytes": 0, "crc32": 0}})
+        ),
+        "strange file '../x'",
+    ),
+    "a record of something else": (
+        lambda path: forge_manifest(path, lambda manifest: manifest["files"].update({TENSORS: {"a": 1}})),
+        "manifest.json was altered",
+    ),
+    "no state in the manifest": (
+        lambda path: forge_manifest(path, lambda manifest: manifest["files"].pop("state.json")),
+        "manifest.json was altered",
+    ),
+    "header longer than the file": (
+        lambda path: forge_tensors(path, (2**60).to_bytes(8, "little") + b"{}"),
+        "header would take",
+    ),
+    "empty tensor file": (lambda path: forge_tensors(path, b""), f"header of {TENSORS} is damaged"),
+    "header a list": (lambda path: forge_tensors(path, header([])), f"header of {TENSORS} is damaged"),
+    "header nested": (
+        lambda path: forge_tensors(path, (10**5).to_bytes(8, "little") + b"[" * 10**5),
+        f"header of {TENSORS} is damaged",
+    ),
+    "offsets outside": (lambda path: forge_tensors(path, one_tensor([2], [0, 800])), "w is at \\[0, 800\\]"),
+    "more data than tensors": (
+        lambda path: forge_tensors(path, one_tensor([1], [0, 4])),
+        "take 4 of 8 bytes",
+    ),
+    "absurd shape": (
+        lambda path: forge_tensors(path, one_tensor([2**62, 2**62], [0, 8])),
+        "w is at \\[0, 8\\]",
+    ),
+    "another model": (
+        lambda path: forge_tensors(path, one_tensor([2], [0, 8])),
+        "3 tensors are not this model's",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage, words = DAMAGES[kind]
+    checkpointer = two_checkpoints(tmp_path)
+    damage(tmp_path / "step-2")
+    target = state_of(0)
+    with caplog.at_level(logging.WARNING):
+        loaded = checkpointer.load_latest(target)
+    assert loaded is not None and loaded.step == 1 and loaded.state == {"step": 1}
+    assert torch.equal(target["weights/block.0.w"], torch.full((30, 7), 1.0))
+    assert len(caplog.records) == 1 and f"checkpoint {tmp_path}/step-2: " in caplog.text
+    assert re.search(words, caplog.text)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DAMAGES if kind not in ("tensor altered", "another step")])
+def test_all_but_altered_tensor_bytes_is_found_before_a_tensor_is_touched(tmp_path: Path, kind: str) -> None:
+    damage, words = DAMAGES[kind]
+    two_checkpoints(tmp_path)
+    damage(tmp_path / "step-2")
+    target = state_of(7)
+    with pytest.raises(DamagedCheckpointError, match=words):
+        load_checkpoint(tmp_path / "step-2", target)
+    assert all(torch.equal(target[name], tensor) for name, tensor in state_of(7).items())
+
+
+def test_when_none_can_be_used_the_error_names_all(tmp_path: Path) -> None:
+    checkpointer = two_checkpoints(tmp_path)
+    (tmp_path / "step-1" / "state.json").unlink()
+    truncate(tmp_path / "step-2" / TENSORS)
+    with pytest.raises(CheckpointError) as error:
+        checkpointer.load_latest(state_of(0))
+    assert "step-1: state.json is missing" in str(error.value)
+    assert f"step-2: {TENSORS} is" in str(error.value)
+
+
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DamagedCheckpointError, match=f"{tmp_path}/nothing: manifest.json cannot be read"):
+        load_checkpoint(tmp_path / "nothing", state_of(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"more": torch.zeros(1)}, "more is missing"),
+        ({"weights/block.0.w": torch.zeros(7, 30)}, r"is float32 \[30, 7\] instead of float32 \[7, 30\]"),
+        ({"weights/block.0.w": torch.zeros(30, 7).bfloat16()}, r"instead of bfloat16 \[30, 7\]"),
+        ({"weights/block.0.w": None}, "weights/block.0.w is not part of it"),
+    ],
+)
+def test_another_models_checkpoint_is_refused_with_the_tensors_that_differ(
+    tmp_path: Path, change: dict[str, Tensor | None], words: str
+) -> None:
+    path = Checkpointer(tmp_path).save(1, state_of(1), {})
+    target = {name: tensor for name, tensor in {**state_of(0), **change}.items() if tensor is not None}
+    with pytest.raises(DamagedCheckpointError, match=words):
+        load_checkpoint(path, target)
+    assert all(not tensor.any() for name, tensor in target.items() if name != "exp_avg/block.0.w")
+
+
+@pytest.fixture(scope="module")
+def whole_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Checkpointer(tmp_path_factory.mktemp("whole")).save(4, state_of(4), {"tokens": 99, "text": "abc"})
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    file=st.integers(0, 2), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans()
+)
+def test_any_altered_bit_and_any_cut_is_detected_and_the_file_named(
+    whole_checkpoint: Path, file: int, place: float, bit: int, cut: bool
+) -> None:
+    path = sorted(whole_checkpoint.iterdir())[file]
+    content = path.read_bytes()
+    position = int(place * len(content))
+    altered = bytes([content[position] ^ (1 << bit)])
+    path.write_bytes(content[:position] + (b"" if cut else altered + content[position + 1 :]))
+    try:
+        with pytest.raises(DamagedCheckpointError, match=f"{path.name}|format .* is not the format 1"):
+            load_checkpoint(whole_checkpoint, state_of(0))
+        with pytest.raises(DamagedCheckpointError):
+            verify_checkpoint(whole_checkpoint)
+    finally:
+        path.write_bytes(content)
+    assert verify_checkpoint(whole_checkpoint) == load_checkpoint(whole_checkpoint, state_of(0)).step == 4
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    path = Checkpointer(tmp_path).save(1, {"w": torch.zeros(2)}, {})
+    shutil.copy(path / TENSORS, path / "tensors-00001.safetensors")
+    forge_manifest(
+        path, lambda m: m["files"].update({"tensors-00001.safetensors": dict(m["files"][TENSORS])})
+    )
+    with pytest.raises(
+        DamagedCheckpointError, match="w is in tensors-00001.safetensors and in a file before"
+    ):
+        load_checkpoint(path, {"w": torch.zeros(2)})

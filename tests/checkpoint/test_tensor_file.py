@@ -1,0 +1,96 @@
+"""The tensor files: readable by the safetensors library, and written and read without a second copy."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from torchround.checkpoint.tensor_file import (
+    DTYPE_NAMES,
+    plan_files,
+    read_header,
+    read_tensor_file,
+    write_tensor_file,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def one_of_each_dtype() -> dict[str, torch.Tensor]:
+    tensors = {
+        str(dtype): (torch.arange(15).view(3, 5) % 2).to(dtype).view(5, 3).contiguous()
+        for dtype in DTYPE_NAMES
+    }
+    return {**tensors, "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "odd": torch.ones(3).bool()}
+
+
+def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
+    tensors = one_of_each_dtype()
+    (file,) = plan_files(tensors)
+    write_tensor_file(tmp_path / file.name, file)
+    theirs = safetensors.torch.load_file(tmp_path / file.name)
+    assert theirs.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert theirs[name].dtype == tensor.dtype and theirs[name].shape == tensor.shape
+        assert torch.equal(theirs[name].float(), tensor.float())
+
+
+def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
+    tensors = one_of_each_dtype()
+    safetensors.torch.save_file(tensors, tmp_path / "theirs", metadata={"by": "the library"})
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    assert read_header(tmp_path / "theirs") == layout
+    read_tensor_file(tmp_path / "theirs", target)
+    assert all(torch.equal(target[name].float(), tensor.float()) for name, tensor in tensors.items())
+
+
+def test_tensors_are_spread_over_files_in_order() -> None:
+    tensors = {f"t{index}": torch.zeros(size) for index, size in enumerate([10, 10, 30, 1, 1, 50, 1])}
+    files = plan_files(tensors, file_bytes=80)
+    assert [list(file.tensors) for file in files] == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"]]
+    assert [file.name for file in files][:2] == ["tensors-00000.safetensors", "tensors-00001.safetensors"]
+    assert plan_files({}) == []
+
+
+def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    (file,) = plan_files({"w": torch.zeros(100)})
+    write_tensor_file(tmp_path / "file", file)
+    os.truncate(tmp_path / "file", file.size_bytes - 3)
+    with pytest.raises(ValueError, match="ends 3 bytes before"):
+        read_tensor_file(tmp_path / "file", {"w": torch.zeros(100)})
+
+
+def test_saving_and_loading_take_no_second_copy_of_the_state(tmp_path: Path) -> None:
+    program = """
+import resource, sys, torch
+from torchround.checkpoint import Checkpointer
+
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+flat = torch.full((40 * 2**20,), 3.0)  # 160 MiB; one tensor takes most of it
+state = dict(zip(("large", "a", "b"), flat.split([30 * 2**20, 5 * 2**20, 5 * 2**20])))
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, {"small": torch.zeros(2)}, {})  # what is loaded on first use is not the state's
+before = peak_bytes()
+checkpointer.save(2, state, {})
+flat.zero_()
+checkpointer.load_latest(state)
+assert flat[::4096].eq(3.0).all()
+print(peak_bytes() - before, flat.nbytes)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    extra_bytes, state_bytes = map(int, result.stdout.split())
+    assert extra_bytes < 0.05 * state_bytes

@@ -1,0 +1,109 @@
+"""The files of one checkpoint folder: written in an order that makes the manifest the last, and read back.
+
+step-N/tensors-00000.safetensors ..   the tensors, in the order given to `save`
+step-N/state.json                     all that is not a tensor
+step-N/manifest.json                  sizes and checksums of the files above
+"""
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchround.checkpoint.errors import DamagedCheckpointError
+from torchround.checkpoint.manifest import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    FileRecord,
+    Manifest,
+    check_crc,
+    read_state,
+)
+from torchround.checkpoint.sync import sync_folder, write_synced
+from torchround.checkpoint.tensor_file import (
+    TensorFile,
+    crc_of_file,
+    read_header,
+    read_tensor_file,
+    write_tensor_file,
+)
+
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def write_folder(path: Path, step: int, files: list[TensorFile], state_json: bytes) -> Path:
+    """Create the folder `path` with everything in it on the disk. After an `OSError` a part may be there."""
+    path.mkdir()
+    records = {}
+    for file in files:
+        records[file.name] = FileRecord(file.size_bytes, write_tensor_file(path / file.name, file))
+    write_synced(path / STATE_FILE, state_json)
+    records[STATE_FILE] = FileRecord(len(state_json), zlib.crc32(state_json))
+    write_synced(path / MANIFEST_FILE, Manifest(step, records).encode())
+    sync_folder(path)
+    return path
+
+
+def check_structure(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Check state and headers, and that the folder holds exactly `tensors`. Returns the state.
+
+    Raises `DamagedCheckpointError` with the tensors that are missing, too many, or of another dtype or shape.
+    """
+    state = read_state(path, manifest)
+    stored: Layout = {}
+    for name in _tensor_files(manifest):
+        try:
+            header = read_header(path / name)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedCheckpointError(path, f"the header of {name} is damaged: {error}") from error
+        for repeated in stored.keys() & header.keys():
+            raise DamagedCheckpointError(path, f"{repeated} is in {name} and in a file before it")
+        stored.update(header)
+    wanted: Layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    differences = _differences(stored, wanted)
+    if differences:
+        check_contents(path, manifest)  # an altered byte of a header is not another model
+        shown = "; ".join(differences[:5]) + ("; .." if len(differences) > 5 else "")
+        raise DamagedCheckpointError(path, f"{len(differences)} tensors are not this model's: {shown}")
+    return state
+
+
+def check_contents(path: Path, manifest: Manifest) -> None:
+    """Compare every file's checksum, reading the files and nothing into tensors."""
+    for name in manifest.files:
+        try:
+            crc32 = crc_of_file(path / name)
+        except OSError as error:
+            raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from error
+        check_crc(path, name, manifest, crc32)
+
+
+def read_into(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Read every tensor's bytes into place, each file's checksum compared once it is read."""
+    for name in _tensor_files(manifest):
+        try:
+            crc32 = read_tensor_file(path / name, tensors)
+        except (OSError, ValueError, KeyError) as error:
+            raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from error
+        check_crc(path, name, manifest, crc32)
+
+
+def _tensor_files(manifest: Manifest) -> list[str]:
+    return [name for name in manifest.files if name != STATE_FILE]
+
+
+def _differences(stored: Layout, wanted: Layout) -> list[str]:
+    def show(entry: tuple[torch.dtype, tuple[int, ...]]) -> str:
+        return f"{str(entry[0]).removeprefix('torch.')} {list(entry[1])}"
+
+    missing = [f"{name} is missing" for name in wanted if name not in stored]
+    extra = [f"{name} is not part of it" for name in stored if name not in wanted]
+    changed = [
+        f"{name} is {show(stored[name])} instead of {show(wanted[name])}"
+        for name in wanted
+        if name in stored and stored[name] != wanted[name]
+    ]
+    return missing + extra + changed
