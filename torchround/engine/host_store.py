@@ -120,14 +120,17 @@ class HostStore:
                 master.copy_(bundle.authority)
 
     def resume(self, step: int, applied_updates: int) -> None:
-        """Continue at `step`; call before reading a checkpoint into `named_views`, which depend on it."""
+        """Continue at `step`; call after reading a checkpoint into `named_views`.
+
+        The older masters it holds move to the place of their version; the newest are derived anew.
+        """
+        for bundle in self.bundles:
+            turn = (step - self.step) % len(bundle.masters)
+            bundle.masters = bundle.masters[-turn:] + bundle.masters[:-turn]
+            bundle.masters[step % len(bundle.masters)].copy_(bundle.authority)
         self.step = step
         self.applied_updates = applied_updates
-
-    def refresh_newest_masters(self) -> None:
-        """Derive the newest version alone; call after reading a checkpoint, which holds the older ones."""
-        for bundle in self.trained:
-            bundle.masters[self.step % len(bundle.masters)].copy_(bundle.authority)
+        self.is_consistent = True
 
     def allocate_gradients(self, rounds: int) -> None:
         """Give each trainable bundle the gradient buffer that steps of `rounds` rounds need."""

@@ -1,0 +1,166 @@
+"""From config tables to devices, a plan and an engine: what train.py and scripts put together."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.engine.device import GIB, CpuDevice, CudaDevice, Device
+from torchround.engine.engine import Engine, EngineSettings
+from torchround.engine.errors import EngineUsageError
+from torchround.engine.host_store import HostStore
+from torchround.engine.update_policy import POLICIES
+from torchround.layer import LayeredModel
+from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
+from torchround.pipeline.devices import ASSUMED_DEVICE, DeviceSpec, find_device
+from torchround.pipeline.memory import MemoryLimits
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.plan import Plan, evaluate_plan, make_plan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Of a GPU's memory, what is left for the plan after the CUDA context, library workspaces and fragmentation.
+USABLE_CUDA_FRACTION = 0.9
+# Of free host memory, what virtual devices may use together.
+USABLE_HOST_FRACTION = 0.5
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """Which devices a run uses. `spec` is None where the card is not in the device table."""
+
+    kind: str
+    count: int
+    memory_bytes: int
+    spec: DeviceSpec | None
+
+    def make(self) -> list[Device]:
+        """The devices, without allocating on them yet. More than the machine has share its GPUs in turn."""
+        if self.kind == "cpu":
+            return [CpuDevice(index, self.memory_bytes) for index in range(self.count)]
+        present = torch.cuda.device_count()
+        shared = self.count > present
+        return [CudaDevice(index % present, index if shared else None) for index in range(self.count)]
+
+
+def choose_devices(table: EngineTable) -> DeviceChoice:
+    """What `[engine]` asks for on this machine. Raises `EngineUsageError` for GPUs that are not there."""
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if table.devices == "cpu" or (table.devices == "auto" and not present):
+        count = table.num_devices or 1
+        share = int(psutil.virtual_memory().available * USABLE_HOST_FRACTION) // count
+        return DeviceChoice("cpu", count, _limit(table, share), None)
+    if not present:
+        raise EngineUsageError(
+            'engine.devices is "cuda", but PyTorch sees no GPU; legal here: "cpu" or "auto"'
+        )
+    count = table.num_devices or present
+    smallest = min(torch.cuda.get_device_properties(index).total_memory for index in range(present))
+    share = int(smallest * USABLE_CUDA_FRACTION) // -(-count // present)
+    return DeviceChoice("cuda", count, _limit(table, share), find_device(torch.cuda.get_device_name(0)))
+
+
+def model_costs(
+    model: LayeredModel, training: TrainingTable, engine: EngineTable, spec: DeviceSpec | None
+) -> Costs:
+    """Costs of the longest micro-batch, counted from shapes; measured ones replace them later."""
+    dtype = DTYPES[training.dtype]
+    micro_batch = -(-training.global_batch_size // _num_micro_batches(training))
+    return costs_from_work(
+        model.names,
+        [layer.work(micro_batch, training.seq_len, dtype.itemsize) for layer in model.layers],  # type: ignore[operator]
+        [
+            LayerParameters(
+                sum(parameter.numel() for parameter in layer.parameters()),
+                sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad),
+            )
+            for layer in model.layers
+        ],
+        spec or ASSUMED_DEVICE,
+        dtype=training.dtype,
+        element_bytes=dtype.itemsize,
+        accumulate_bytes=DTYPES[engine.accumulate_dtype].itemsize,
+    )
+
+
+def plan_run(
+    model: LayeredModel, training: TrainingTable, engine: EngineTable, devices: DeviceChoice
+) -> Plan:
+    """The plan of the config, or the planner's. Raises `InfeasiblePlanError` or `EngineUsageError`."""
+    costs = model_costs(model, training, engine, devices.spec)
+    micro_batches = _num_micro_batches(training)
+    longest = -(-training.global_batch_size // micro_batches)
+    limits = MemoryLimits(
+        device_bytes=devices.memory_bytes,
+        integer_bytes=4 * 8 * longest * training.seq_len,
+        recompute=engine.recompute,
+    )
+    if engine.plan is None:
+        return make_plan(costs, devices.count, micro_batches, engine.update, engine.rounds, limits)
+    partition, rounds = _given_plan(engine)
+    if partition.num_layers != len(model.layers):
+        raise EngineUsageError(
+            f"engine.plan covers {partition.num_layers} layers, the model has {len(model.layers)} "
+            "(embedding and head included)"
+        )
+    return evaluate_plan(partition, rounds, costs, devices.count, micro_batches, engine.update, limits)
+
+
+def build_store(
+    model: LayeredModel, training: TrainingTable, engine: EngineTable, devices: DeviceChoice
+) -> HostStore:
+    """The host store that the tables ask for, without initial weights."""
+    dtype = DTYPES[training.dtype]
+    return HostStore(
+        model,
+        dtype,
+        policy=POLICIES[engine.update],
+        pinned=devices.kind == "cuda",
+        gradient_dtype=dtype if engine.grad_dtype == "auto" else DTYPES[engine.grad_dtype],
+    )
+
+
+def build_engine(
+    model: LayeredModel,
+    store: HostStore,
+    devices: Sequence[Device],
+    plan: Plan,
+    table: EngineTable,
+    optimizer: OptimizerTable,
+    max_norm: float,
+) -> Engine:
+    """An engine that runs `plan` on `devices`."""
+    settings = EngineSettings(
+        rounds=plan.rounds,
+        max_norm=max_norm,
+        layerwise_recompute=table.recompute == "layer",
+        accumulate_dtype=DTYPES[table.accumulate_dtype],
+        hang_timeout_s=table.hang_timeout_s,
+    )
+    return Engine(model, store, devices, plan.partition, optimizer=optimizer, settings=settings)
+
+
+def _given_plan(engine: EngineTable) -> tuple[Partition, int]:
+    """Partition and rounds of `engine.plan`, a table or a path to a plan.json."""
+    given = engine.plan
+    if isinstance(given, str):
+        try:
+            plan = Plan.from_json(Path(given).read_text())
+        except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise EngineUsageError(f'engine.plan = "{given}" cannot be read as a plan: {error}') from error
+        return plan.partition, plan.rounds
+    assert given is not None, "engine.plan is not set"
+    rounds = given.rounds or (1 if engine.rounds == "auto" else engine.rounds)
+    return Partition.from_lists(given.forward, given.fused, given.backward), rounds
+
+
+def _num_micro_batches(training: TrainingTable) -> int:
+    return -(-training.global_batch_size // training.micro_batch_size)
+
+
+def _limit(table: EngineTable, default_bytes: int) -> int:
+    return default_bytes if table.device_memory_gib is None else int(table.device_memory_gib * GIB)
