@@ -27,7 +27,7 @@ def tensors_of(step: int, numel: int) -> dict[str, torch.Tensor]:
 
 
 def save(folder: Path, step: int, numel: int) -> None:
-    Checkpointer(folder, keep_latest_k=2).save(step, tensors_of(step, numel), {"step": step})
+    Checkpointer(folder, keep_latest_k=1).save(step, tensors_of(step, numel), {"step": step})
 
 
 def in_child(work: Callable[[], None], seconds: float | None = None) -> bool:
@@ -72,7 +72,7 @@ def check_and_tidy(folder: Path, oldest_allowed: int, next_step: int) -> None:
     check(folder, oldest_allowed, SMALL)
     assert not in_child(lambda: save(folder, next_step, SMALL))
     left = {path.name for path in folder.iterdir()}
-    assert all(name.removeprefix("step-").isdecimal() for name in left) and len(left) <= 2, left
+    assert all(name.removeprefix("step-").isdecimal() for name in left) and len(left) == 1, left
 
 
 def kill_at_event(number: int) -> None:
