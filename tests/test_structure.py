@@ -217,7 +217,9 @@ def test_a_module_only_defines() -> None:
         for node in tree(path).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             branch = isinstance(node, ast.If) and _is_known_condition(ast.unparse(node.test))
-            if not (isinstance(node, definitions) or docstring or branch):
+            # Scripts make the clone importable, which is not installed.
+            finds_clone = name(path).startswith("scripts/") and "sys.path." in ast.unparse(node)
+            if not (isinstance(node, definitions) or docstring or branch or finds_clone):
                 yield f"line {node.lineno} runs at import"
 
     assert offences(sources(), rule) == []

@@ -1,0 +1,17 @@
+"""For all tests: those that need a GPU run only where there is one."""
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests marked `gpu` on a machine without one; pytest's closing line counts them."""
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if needs_gpu and not _has_gpu():
+        config.hook.pytest_deselected(items=needs_gpu)
+        items[:] = [item for item in items if item not in needs_gpu]
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,220 @@
+"""What README and docs say holds: commands run, code runs, TOML loads, keys, paths and links exist."""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from torchround.config import Config, load_config
+from torchround.config.legal import Slot
+from torchround.config.validate import all_keys
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# Names that stand for a user's own file, or for what a run leaves (a test of the trainer looks for those).
+USERS_FILES = {
+    "corpus/*.jsonl",
+    "corpus/*.txt",
+    "corpus/**/*.jsonl",
+    "notes.txt",
+    "other.toml",
+    "config.json",
+}
+RUN_FILES = {"config.toml", "metrics.jsonl", "plan.json", "checkpoints/", "trace/", "costs.json", "out.json"}
+SHORT_RUN = ["--training.steps=2", "--lr_schedule.warmup_steps=1"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text.strip().splitlines()[0][:60]}"
+
+
+def blocks(language: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        for match in re.finditer(
+            r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        ):
+            if match[1] == language:
+                found.append(Block(page.name, match[1], match[2]))
+    return found
+
+
+def inline_code() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        yield from ((page.name, code) for code in re.findall(r"`([^`\n]+)`", prose))
+
+
+COMMANDS = [
+    pytest.param(line, id=f"{block.page}: {line}"[:90])
+    for block in blocks("sh")
+    for line in block.text.replace("\\\n", " ").splitlines()
+    if line.strip() and not line.startswith("#")
+]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder that looks like the repository; what a command writes stays out of the tree."""
+    for entry in ROOT.iterdir():
+        if entry.name not in ("outputs", "wandb", ".git", ".venv"):
+            (tmp_path / entry.name).symlink_to(entry)
+    return tmp_path
+
+
+def run(arguments: list[str], folder: Path) -> None:
+    environment = {**os.environ, "PET_MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def _free_port() -> int:
+    """For torchrun, which would use the same one in every run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_runs(line: str, clone: Path) -> None:
+    for command in line.split("&&"):
+        words = shlex.split(command.strip())
+        program, arguments = Path(words[0]).name, words[1:]
+        if arguments[:2] == ["-m", "venv"]:
+            continue
+        if program == "pip":
+            assert_installs(arguments)
+        elif program in ("torchrun", "python", "python3"):
+            run_python(program, arguments, clone)
+        else:
+            pytest.fail(f"no rule how to try {command}")
+
+
+def assert_installs(arguments: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert arguments[:-1] == ["install", "-q", "-c", "constraints.txt", "-e"]
+    extras = re.fullmatch(r"\.(?:\[([a-z,]+)\])?", arguments[-1])
+    assert extras and (ROOT / "constraints.txt").is_file()
+    assert set((extras[1] or "").split(",")) - {""} <= set(project["optional-dependencies"])
+
+
+def run_python(program: str, arguments: list[str], folder: Path) -> None:
+    if arguments == ["-m", "pytest"]:
+        return  # these very tests
+    launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+    trains = arguments[0] == "train.py" and not {"--help", "--dry-run", "--print-config"} & set(arguments)
+    run([sys.executable, *launcher, *arguments, *(SHORT_RUN if trains else [])], folder)
+
+
+def test_readme_starts_with_the_two_commands_that_continuous_integration_runs() -> None:
+    first, second = [block.text.splitlines() for block in blocks("sh") if block.page == "README.md"][:2]
+    assert len(first) == len(second) == 1
+    in_readme = [
+        line
+        for line in PAGES[0].read_text(encoding="utf-8").splitlines()
+        if line.startswith("python3 -m venv ")
+    ]
+    assert in_readme == [first[0], second[0]]
+    assert "train.py --config debug.toml" in first[0] and "pytest" in second[0]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert all(f"readme_command '{word}'" in script for word in (r"train\.py", "pytest"))
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_an_example_in_python_runs(block: Block, clone: Path) -> None:
+    run([sys.executable, "-c", block.text], clone)
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+def test_an_example_in_toml_loads(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "debug.toml").write_bytes((ROOT / "configs" / "debug.toml").read_bytes())
+    based = block.text if "base =" in block.text else f'base = "debug.toml"\n{block.text}'
+    (tmp_path / "example.toml").write_text(based, encoding="utf-8")
+    load_config(tmp_path / "example.toml")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda path: path.name)
+def test_a_config_is_legal_headed_by_its_hardware_and_holds_only_what_differs_from_the_defaults(
+    path: Path,
+) -> None:
+    load_config(path)
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    for name, table in tomllib.loads(text).items():
+        for key, value in table.items() if isinstance(table, dict) else ():
+            default = Slot.of_field(Config.model_fields[name]).table().model_fields[key].default
+            assert value != default, f"{name}.{key} = {value} is the default"
+
+
+def test_every_key_and_table_that_is_named_exists() -> None:
+    keys = all_keys()
+    checked = 0
+    for page, code in inline_code():
+        for table, key in re.findall(r"(?:^|--)([a-z_]+)\.([a-z_]+)\b(?!/)", code):
+            if table in keys:
+                assert key in keys[table] or f"{table}.{key}" in RUN_FILES, f"{page}: {code}"
+                checked += 1
+        if (table_name := re.fullmatch(r"\[([a-z_]+)\]", code)) is not None:
+            assert table_name[1] in keys, f"{page}: {code}"
+            checked += 1
+        for flag in re.findall(r"--([a-z_]+)\.([a-z_]+)", code):
+            assert flag == ("table", "key") or flag[1] in keys.get(flag[0], ()), f"{page}: {code}"
+    assert checked > 20
+
+
+def test_every_path_that_is_named_exists() -> None:
+    checked = 0
+    for page, code in inline_code():
+        if not re.fullmatch(r"[\w.*/-]+(/|\.(py|toml|md|txt|jsonl|json))", code) or code.startswith("."):
+            continue
+        found = any(
+            (folder / code).exists() for folder in (ROOT, ROOT / "configs", ROOT / "torchround" / "config")
+        )
+        assert found or code in USERS_FILES | RUN_FILES, f"{page}: {code}"
+        checked += 1
+    assert checked > 20
+
+
+def test_every_link_leads_to_a_file() -> None:
+    links = [
+        (page, target)
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+        if "://" not in target
+    ]
+    assert links
+    for page, target in links:
+        assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_dependency_is_pinned_and_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [re.split(r"[^\w-]", line)[0].lower() for line in project["dependencies"]]
+    extras = [package for extra in project["optional-dependencies"].values() for package in extra]
+    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert {*named, *extras} <= pinned
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert all(f"\n| {package} |" in page for package in named)
+    assert all(package in page for package in extras)
