@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -61,21 +61,27 @@ def print_batches(config: Config, tokenizer: Tokenizer, batches: int, sequences:
     loader = build_loader(
         config.data, tokenizer, training.seq_len, training.global_batch_size, config.run.seed
     )
-    begun_s = time.perf_counter()
-    read = list(islice(loader, batches))
-    read_s = time.perf_counter() - begun_s
+    positions, tokens, labels, read_s = 0, 0, 0, 0.0
+    for number in range(batches):
+        begun_s = time.perf_counter()
+        batch = next(loader)
+        read_s += time.perf_counter() - begun_s
+        positions += batch.tokens.numel()
+        tokens += num_tokens(batch, tokenizer.pad_id)
+        labels += batch.num_labels()
+        print_rows(batch, number, min(sequences, len(batch.tokens)), tokenizer)
     loader.close()
-    for number, batch in enumerate(read):
-        for row in range(min(sequences, len(batch.tokens))):
-            print(f"--- batch {number}, sequence {row}")
-            print_sequence(batch, row, tokenizer)
-    positions = sum(batch.tokens.numel() for batch in read)
-    tokens = sum(num_tokens(batch, tokenizer.pad_id) for batch in read)
-    labels = sum(batch.num_labels() for batch in read)
     print(
         f"--- {positions} positions: {tokens / positions:.2%} tokens, {labels / positions:.2%} with a label"
     )
     print(f"--- read at {tokens / read_s:.3g} tokens/s, start of the pipeline included")
+
+
+def print_rows(batch: MicroBatch, number: int, rows: int, tokenizer: Tokenizer) -> None:
+    """The first `rows` sequences of batch `number`."""
+    for row in range(rows):
+        print(f"--- batch {number}, sequence {row}")
+        print_sequence(batch, row, tokenizer)
 
 
 def print_sequence(batch: MicroBatch, row: int, tokenizer: Tokenizer) -> None:

@@ -87,7 +87,7 @@ class Loader(Iterator[MicroBatch]):
         """The position after the batch handed out last, fit for JSON; prefetched batches do not count.
 
         Beside a few integers it holds the tokens that are read but not yet in a batch: less than one
-        sequence and one piece of text (64 Ki characters), or one whole record.
+        sequence and one piece of text (64 Ki characters).
         """
         return {"data": self._data_identity(), "position": _plain(self._position)}
 
