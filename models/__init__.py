@@ -7,7 +7,8 @@ from typing import Any
 from models.common.errors import ModelConfigError
 from models.common.family import Family
 from models.llama3 import LLAMA3
+from models.qwen3 import QWEN3
 
-FAMILIES: Mapping[str, Family[Any]] = MappingProxyType({family.name: family for family in (LLAMA3,)})
+FAMILIES: Mapping[str, Family[Any]] = MappingProxyType({family.name: family for family in (LLAMA3, QWEN3)})
 
 __all__ = ["FAMILIES", "Family", "ModelConfigError"]

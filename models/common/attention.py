@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from models.common.attend import attend
 from models.common.config import TransformerConfig
 from models.common.initialise import init_linear_
+from models.common.norm import RMSNorm
 from models.common.rope import rotate, rotation
 from torchround.layer import MicroBatch
 
 
 class Attention(nn.Module):
-    """`[B, T, D]` in and out."""
+    """`[B, T, D]` in and out. With `qk_norm`, queries and keys are normed head by head before rotation."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, qk_norm: bool = False) -> None:
         super().__init__()
         self.rope, self.head_dim = config.rope, config.head_dim
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
@@ -25,11 +26,15 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.hidden_size, kv_width, bias=False, device="meta")
         self.value = nn.Linear(config.hidden_size, kv_width, bias=False, device="meta")
         self.output = nn.Linear(width, config.hidden_size, bias=False, device="meta")
+        self.query_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
+        self.key_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         query = self.query(x).unflatten(-1, (self.num_heads, self.head_dim))  # [B, T, H, C]
         key = self.key(x).unflatten(-1, (self.num_kv_heads, self.head_dim))  # [B, T, K, C]
         value = self.value(x).unflatten(-1, (self.num_kv_heads, self.head_dim))  # [B, T, K, C]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         cos, sin = rotation(self.rope, self.head_dim, micro_batch.positions)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         mixed = attend(query, key, value, micro_batch.document_ids)  # [B, T, H, C]
@@ -39,6 +44,9 @@ class Attention(nn.Module):
         for linear in (self.query, self.key, self.value):
             init_linear_(linear.weight, generator)
         init_linear_(self.output.weight, generator, output_scale)
+        for norm in (self.query_norm, self.key_norm):
+            if norm is not None:
+                norm.init_weights()
 
     def forward_flops(self, batch: int, tokens: int) -> float:
         """Projections, and scores and mixing over all T^2 pairs (RoundPipe appendix B, equation 2).
@@ -56,4 +64,6 @@ class Attention(nn.Module):
         """
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
         per_token = (heads * self.head_dim + tokens) * element_bytes + 4 * (self.head_dim + self.num_heads)
+        if self.query_norm is not None:  # its inputs, and a scale per head
+            per_token += (self.num_heads + self.num_kv_heads) * (self.head_dim * element_bytes + 4)
         return batch * tokens * per_token

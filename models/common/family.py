@@ -8,6 +8,12 @@ from models.common.config import TransformerConfig
 from models.common.errors import ModelConfigError, unknown_name
 from torchround.layer import LayeredModel
 
+# The tensor of a Hugging Face file that holds a parameter, or several, to be stacked along a new first dimension
+# (one tensor for each expert).
+HFTensors = str | tuple[str, ...]
+# `"<layer>.<parameter>"`, as the host store names it, to its tensors.
+HFNames = dict[str, HFTensors]
+
 Config = TypeVar("Config", bound=TransformerConfig)
 
 
@@ -16,15 +22,15 @@ class Family(Generic[Config]):
     """A family's public face.
 
     `flavors`: published sizes by name. `config_from_hf`: from the content of a Hugging Face `config.json`;
-    raises `ModelConfigError`. `build`: the layers, on `meta`. `hf_names`: for every stored parameter,
-    `"<layer>.<parameter>"` to the Hugging Face tensor that holds it (a tied head is stored in the embedding).
+    raises `ModelConfigError`. `build`: the layers, on `meta`. `hf_names`: where Hugging Face files hold each
+    stored parameter (a tied head is stored in the embedding).
     """
 
     name: str
     flavors: Mapping[str, Config]
     config_from_hf: Callable[[Mapping[str, Any]], Config]
     build: Callable[[Config], LayeredModel]
-    hf_names: Callable[[Config], dict[str, str]]
+    hf_names: Callable[[Config], HFNames]
 
     def config_from_flavor(self, name: str, vocab_size: int | None = None, **overrides: Any) -> Config:
         """A flavor's config, with the tokenizer's vocabulary size and any other field put in its place."""

@@ -42,6 +42,12 @@ class HFConfig:
         settings.expect("rope_type", *rope_types)
         return settings
 
+    def balance_coefficient(self) -> float:
+        """`router_aux_loss_coef` where the file asks for that loss, as `transformers` reads it; else 0."""
+        if not self.get("output_router_logits", bool, False):
+            return 0.0
+        return float(self.get("router_aux_loss_coef", (int, float)))
+
     def transformer_fields(self) -> dict[str, Any]:
         """The fields of `TransformerConfig` that every family names alike; RoPE is left to the family."""
         self.expect("attention_dropout", 0.0)

@@ -14,7 +14,7 @@ from models.common.config import TransformerConfig
 from models.common.initialise import init_embedding_, init_linear_
 from models.common.loss import chunk_tokens, token_loss_sum
 from models.common.norm import RMSNorm
-from torchround.layer import LayerWork, MicroBatch
+from torchround.layer import Hidden, LayerWork, MicroBatch
 
 
 class FeedForward(Protocol):
@@ -26,7 +26,7 @@ class FeedForward(Protocol):
 
     def forward_flops(self, num_tokens: int) -> float: ...
 
-    def activation_elements(self, num_tokens: int) -> int: ...
+    def activation_bytes(self, num_tokens: int, element_bytes: int) -> int: ...
 
 
 class Embedding(nn.Module):
@@ -59,7 +59,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = mlp
 
-    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Hidden:
         hidden = hidden + self.attention(self.attention_norm(hidden), micro_batch)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
@@ -77,7 +77,7 @@ class Block(nn.Module):
         # Inputs of two norms and of the two sets of linear layers behind them; two fp32 scales per token.
         kept = 4 * num_tokens * width * element_bytes + 2 * 4 * num_tokens
         kept += self.attention.activation_bytes(batch, tokens, element_bytes)
-        kept += self.mlp.activation_elements(num_tokens) * element_bytes
+        kept += self.mlp.activation_bytes(num_tokens, element_bytes)
         return LayerWork(flops, kept, num_tokens * width * element_bytes)
 
 

@@ -35,9 +35,9 @@ class SwiGLU(nn.Module):
     def forward_flops(self, num_tokens: int) -> float:
         return 2.0 * num_tokens * 3 * self.gate.weight.numel()
 
-    def activation_elements(self, num_tokens: int) -> int:
-        """Elements kept for the backward besides the input: gate, up, and their product."""
-        return 3 * num_tokens * self.gate.out_features
+    def activation_bytes(self, num_tokens: int, element_bytes: int) -> int:
+        """Kept for the backward besides the input: gate, up, and their product."""
+        return 3 * num_tokens * self.gate.out_features * element_bytes
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,24 +1,12 @@
 """Llama 3 as an ordered list of layers, and the Hugging Face names of its parameters."""
 
 from models.common.attention import Attention
+from models.common.family import HFNames
 from models.common.layers import Block
 from models.common.mlp import SwiGLU
-from models.common.model import assemble, decoder_names
+from models.common.model import ATTENTION_NAMES, SWIGLU_NAMES, assemble, decoder_names
 from models.llama3.config import Llama3Config
 from torchround.layer import LayeredModel
-
-# Our parameter of a block to the tensor in `model.layers.<i>.`
-BLOCK_NAMES = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.query.weight": "self_attn.q_proj.weight",
-    "attention.key.weight": "self_attn.k_proj.weight",
-    "attention.value.weight": "self_attn.v_proj.weight",
-    "attention.output.weight": "self_attn.o_proj.weight",
-    "mlp_norm.weight": "post_attention_layernorm.weight",
-    "mlp.gate.weight": "mlp.gate_proj.weight",
-    "mlp.up.weight": "mlp.up_proj.weight",
-    "mlp.down.weight": "mlp.down_proj.weight",
-}
 
 
 def build(config: Llama3Config) -> LayeredModel:
@@ -29,6 +17,6 @@ def build(config: Llama3Config) -> LayeredModel:
     )
 
 
-def hf_names(config: Llama3Config) -> dict[str, str]:
-    """`"<layer>.<parameter>"` to Hugging Face tensor, for every stored parameter."""
-    return decoder_names(config, BLOCK_NAMES)
+def hf_names(config: Llama3Config) -> HFNames:
+    """Where Hugging Face files hold each stored parameter."""
+    return decoder_names(config, {**ATTENTION_NAMES, **SWIGLU_NAMES})

@@ -1,12 +1,15 @@
 """Helpers for model tests: real weights for a model built on meta, random micro-batches, one pass."""
 
+import copy
+import tempfile
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from torchround.layer import IGNORED_LABEL, LayeredModel, MicroBatch
+from torchround.layer import IGNORED_LABEL, Hidden, LayeredModel, MicroBatch
 
 
 def materialise(
@@ -54,11 +57,48 @@ def micro_batch(documents: list[list[int]], vocab_size: int, seed: int = 0) -> M
     return MicroBatch(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
-def hidden_before_head(model: LayeredModel, batch: MicroBatch) -> torch.Tensor:
+def load_hf_weights(model: LayeredModel, names: dict, theirs: nn.Module) -> None:
+    """Copy the weights of a transformers model, as it writes them to a file, by our name mapping."""
+    released = released_tensors(theirs)
+    with torch.no_grad():
+        for name, parameter in stored_parameters(model).items():
+            parameter.copy_(gather(names[name], released))
+
+
+def released_tensors(theirs: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that transformers writes for this model: experts one by one, a tied head left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        return load_file(f"{folder}/model.safetensors")
+
+
+def gather(hf_names: str | tuple[str, ...], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The Hugging Face tensor that holds a parameter, or the stack of several."""
+    if isinstance(hf_names, str):
+        return tensors[hf_names]
+    return torch.stack([tensors[name] for name in hf_names])
+
+
+def released_gradients(theirs: nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients under the names of `released_tensors`: written by a copy whose weights are the gradients."""
+    holder = copy.deepcopy(theirs)
+    gradients = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name, parameter in holder.named_parameters():
+            parameter.copy_(gradients[name].grad)
+    return released_tensors(holder)
+
+
+def hidden_before_head(model: LayeredModel, batch: MicroBatch) -> Hidden:
     hidden = None
     for layer in model.layers[:-1]:
         hidden = layer(hidden, batch)
     return hidden
+
+
+def all_logits(model: LayeredModel, batch: MicroBatch) -> torch.Tensor:
+    hidden = hidden_before_head(model, batch)
+    return model.layers[-1].logits(hidden if isinstance(hidden, torch.Tensor) else hidden[0])
 
 
 def loss_sum(model: LayeredModel, batch: MicroBatch) -> torch.Tensor:
@@ -71,6 +111,11 @@ def tools() -> SimpleNamespace:
         materialise=materialise,
         stored_parameters=stored_parameters,
         micro_batch=micro_batch,
+        load_hf_weights=load_hf_weights,
+        released_tensors=released_tensors,
+        released_gradients=released_gradients,
+        gather=gather,
         hidden_before_head=hidden_before_head,
+        all_logits=all_logits,
         loss_sum=loss_sum,
     )

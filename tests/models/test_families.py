@@ -1,6 +1,7 @@
 """What holds for every family: layers on meta, ties, documents kept apart, work counted from shapes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,26 @@ def family(request):
     return FAMILIES[request.param]
 
 
+SMALL = [
+    (name, flavor)
+    for name in FAMILIES
+    for flavor in ("debug", "debug_moe")
+    if flavor in FAMILIES[name].flavors
+]
+
+
+@pytest.fixture(params=SMALL, ids="-".join)
+def small(request):
+    """A family, and its config for a small flavor, dense or with experts, with fields replaced."""
+    name, flavor = request.param
+    family = FAMILIES[name]
+
+    def config(**overrides):
+        return family.config_from_flavor(flavor, **overrides)
+
+    return SimpleNamespace(config=config, build=family.build)
+
+
 def test_every_flavor_builds_without_memory_or_buffers(family):
     for config in family.flavors.values():
         model = family.build(config)  # LayeredModel refuses buffers
@@ -23,30 +44,30 @@ def test_every_flavor_builds_without_memory_or_buffers(family):
             assert list(layer.buffers()) == []
 
 
-def test_names_are_the_layers_in_order(family):
-    model = family.build(family.config_from_flavor("debug", num_layers=3))
+def test_names_are_the_layers_in_order(small):
+    model = small.build(small.config(num_layers=3))
     assert model.names == ("embedding", "block.0", "block.1", "block.2", "head")
 
 
-def test_a_tied_head_holds_the_embedding_itself(family):
-    tied = family.build(family.config_from_flavor("debug", tied_embeddings=True))
-    apart = family.build(family.config_from_flavor("debug", tied_embeddings=False))
+def test_a_tied_head_holds_the_embedding_itself(small):
+    tied = small.build(small.config(tied_embeddings=True))
+    apart = small.build(small.config(tied_embeddings=False))
     assert tied.layers[-1].weight is tied.layers[0].weight
     assert apart.layers[-1].weight is not apart.layers[0].weight
 
 
-def test_a_tied_head_leaves_the_embedding_as_it_was_initialised(family, tools):
-    model = tools.materialise(family.build(family.config_from_flavor("debug", tied_embeddings=True)))
+def test_a_tied_head_leaves_the_embedding_as_it_was_initialised(small, tools):
+    model = tools.materialise(small.build(small.config(tied_embeddings=True)))
     before = model.layers[0].weight.detach().clone()
     model.layers[-1].init_weights(torch.Generator().manual_seed(9))
     assert torch.equal(model.layers[0].weight, before)
 
 
-def test_a_tied_parameter_gets_both_gradients(family, tools):
-    config = family.config_from_flavor("debug", vocab_size=40, num_layers=1, tied_embeddings=True)
+def test_a_tied_parameter_gets_both_gradients(small, tools):
+    config = small.config(vocab_size=40, num_layers=1, tied_embeddings=True)
     batch = tools.micro_batch([[30]], 40)
-    tied = tools.materialise(family.build(config))
-    apart = tools.materialise(family.build(replace(config, tied_embeddings=False)))
+    tied = tools.materialise(small.build(config))
+    apart = tools.materialise(small.build(replace(config, tied_embeddings=False)))
     with torch.no_grad():
         for name, parameter in tools.stored_parameters(apart).items():
             source = "embedding.weight" if name == "head.weight" else name
@@ -57,10 +78,10 @@ def test_a_tied_parameter_gets_both_gradients(family, tools):
     torch.testing.assert_close(tied.layers[0].weight.grad, both, rtol=1e-5, atol=1e-6)
 
 
-def test_a_packed_batch_equals_its_documents_one_by_one(family, tools):
-    config = family.config_from_flavor("debug", num_layers=2)
+def test_a_packed_batch_equals_its_documents_one_by_one(small, tools):
+    config = without_balance(small.config(num_layers=2))
     batch = tools.micro_batch([[7, 1, 24], [20, 12]], config.vocab_size)
-    packed, single = (tools.materialise(family.build(config)) for _ in range(2))
+    packed, single = (tools.materialise(small.build(config)) for _ in range(2))
     tools.loss_sum(packed, batch).backward()
     total = torch.zeros(())
     for row in range(2):
@@ -78,10 +99,10 @@ def test_a_packed_batch_equals_its_documents_one_by_one(family, tools):
         assert error < 1e-5, f"{name}: relative error {error}"
 
 
-def test_positions_that_do_not_restart_change_the_loss(family, tools):
+def test_positions_that_do_not_restart_change_the_loss(small, tools):
     # Rotations are relative, so a shift of a whole document is invisible; a jump inside one is not.
-    config = family.config_from_flavor("debug", num_layers=2)
-    model, batch = tools.materialise(family.build(config)), tools.micro_batch([[16]], config.vocab_size)
+    config = small.config(num_layers=2)
+    model, batch = tools.materialise(small.build(config)), tools.micro_batch([[16]], config.vocab_size)
     with torch.no_grad():
         for name, parameter in tools.stored_parameters(model).items():
             if "attention" in name and "norm" not in name:
@@ -93,9 +114,9 @@ def test_positions_that_do_not_restart_change_the_loss(family, tools):
         assert (tools.loss_sum(model, jumped) - plain).abs() > 1e-2
 
 
-def test_ignored_labels_add_nothing(family, tools):
-    config = family.config_from_flavor("debug", num_layers=1)
-    model, batch = tools.materialise(family.build(config)), tools.micro_batch([[12]], config.vocab_size)
+def test_ignored_labels_add_nothing(small, tools):
+    config = small.config(num_layers=1)
+    model, batch = tools.materialise(small.build(config)), tools.micro_batch([[12]], config.vocab_size)
     with torch.no_grad():
         whole = tools.loss_sum(model, batch)
         halves = []
@@ -106,9 +127,9 @@ def test_ignored_labels_add_nothing(family, tools):
     torch.testing.assert_close(sum(halves), whole, rtol=1e-5, atol=0)
 
 
-def test_matrix_products_are_counted_as_torch_counts_them(family, tools):
-    config = family.config_from_flavor("debug", num_layers=1)
-    model, batch = tools.materialise(family.build(config)), tools.micro_batch([[48], [48]], config.vocab_size)
+def test_matrix_products_are_counted_as_torch_counts_them(small, tools):
+    config = small.config(num_layers=1)
+    model, batch = tools.materialise(small.build(config)), tools.micro_batch([[48], [48]], config.vocab_size)
     hidden = None
     for name, layer in zip(model.names, model.layers, strict=True):
         counter = FlopCounterMode(display=False)
@@ -127,19 +148,34 @@ def test_matrix_products_are_counted_as_torch_counts_them(family, tools):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("documents", [[[96], [96]], [[32, 64], [96]]], ids=["single", "packed"])
-def test_activation_bytes_are_within_two_percent_of_what_is_kept(family, tools, dtype, documents):
-    config = family.config_from_flavor("debug", num_layers=1)
-    model = tools.materialise(family.build(config), dtype)
+def test_activation_bytes_are_within_two_percent_of_what_is_kept(small, tools, dtype, documents):
+    config = small.config(num_layers=1)
+    model = tools.materialise(small.build(config), dtype)
     batch = tools.micro_batch(documents, config.vocab_size)
     hidden = None
     for name, layer in zip(model.names[:-1], model.layers[:-1], strict=True):
         kept, output = kept_bytes(layer, hidden, batch)
         work = layer.work(2, 96, dtype.itemsize)
-        assert work.boundary_bytes == output.numel() * output.element_size()
+        assert work.boundary_bytes == sum(t.numel() * t.element_size() for t in as_tuple(output))
         if documents == [[96], [96]] and name != "embedding":
             kept += 2 * 96 * 96 * dtype.itemsize  # the estimate allows for a mask of packed documents
         assert kept == pytest.approx(work.activation_bytes, rel=0.02), name
-        hidden = output.detach().requires_grad_()
+        hidden = as_leaves(output)
+
+
+def without_balance(config):
+    """The balance penalty is one of sequences, not of documents; without it both must agree."""
+    moe = getattr(config, "moe", None)
+    return replace(config, moe=replace(moe, balance_coefficient=0.0)) if moe else config
+
+
+def as_tuple(hidden):
+    return (hidden,) if isinstance(hidden, torch.Tensor) else hidden
+
+
+def as_leaves(hidden):
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in as_tuple(hidden))
+    return leaves[0] if isinstance(hidden, torch.Tensor) else leaves
 
 
 def kept_bytes(layer, hidden, batch):

@@ -1,0 +1,165 @@
+"""Mixture of experts: routing, products, and the balance penalty, against direct computation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from models import FAMILIES, ModelConfigError
+from models.common.experts import SwiGLUExperts, grouped_product
+from models.common.moe import MoE, MoEShape, balance_penalty, expert_load
+from models.common.routing import combine, dispatch, make_routes, sort_pairs
+
+D, EXPERTS, F_EXPERT = 6, 5, 4
+
+
+def make_moe(num_chosen=2, normalised=True):
+    shape = MoEShape(EXPERTS, num_chosen, F_EXPERT, normalised)
+    moe = MoE(D, shape, SwiGLUExperts(D, EXPERTS, F_EXPERT))
+    generator = torch.Generator().manual_seed(0)
+    for module in moe.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(
+                    torch.randn(parameter.shape, generator=generator)
+                )
+    return moe
+
+
+def token_by_token(moe, x):
+    """Every token through its chosen experts, one at a time."""
+    mixed = []
+    for token in x.flatten(0, 1):
+        probabilities = (moe.router.weight @ token).softmax(0)
+        chosen = probabilities.topk(moe.shape.num_chosen).indices
+        weights = probabilities[chosen]
+        if moe.shape.normalised:
+            weights = weights / weights.sum()
+        outputs = [
+            moe.experts.down[e] @ (F.silu(moe.experts.gate[e] @ token) * (moe.experts.up[e] @ token))
+            for e in chosen
+        ]
+        mixed.append(sum(w * output for w, output in zip(weights, outputs, strict=True)))
+    return torch.stack(mixed).view_as(x)
+
+
+@pytest.mark.parametrize("num_chosen, normalised", [(1, False), (2, True), (3, False), (EXPERTS, True)])
+def test_output_and_gradients_equal_token_by_token_computation(num_chosen, normalised):
+    moe, x = make_moe(num_chosen, normalised), torch.randn(2, 9, D, requires_grad=True)
+    upstream = torch.randn(2, 9, D)
+    inputs = [x, *moe.parameters()]
+    found = torch.autograd.grad(moe(x), inputs, upstream)
+    expected = torch.autograd.grad(token_by_token(moe, x), inputs, upstream)
+    torch.testing.assert_close(moe(x), token_by_token(moe, x), rtol=1e-5, atol=1e-5)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_without_tokens_get_a_zero_gradient():
+    moe, x = make_moe(num_chosen=1), torch.randn(1, 3, D)
+    chosen = {int((moe.router.weight @ token).argmax()) for token in x[0]}
+    moe(x).sum().backward()
+    assert len(chosen) < EXPERTS
+    for expert in range(EXPERTS):
+        is_zero = bool((moe.experts.down.grad[expert] == 0).all())
+        assert is_zero == (expert not in chosen)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.integers(1, 12), st.integers(1, 6))
+def test_routes_sort_pairs_by_expert_and_combine_undoes_dispatch(data, num_tokens, num_experts):
+    choices = data.draw(st.integers(1, num_experts))
+    orders = [data.draw(st.permutations(range(num_experts)))[:choices] for _ in range(num_tokens)]
+    chosen = torch.tensor(orders)
+    routes = make_routes(chosen, num_experts)
+    assert torch.equal(routes.experts, chosen.flatten()[routes.pairs])
+    assert (routes.experts.diff() >= 0).all()
+    assert torch.equal(routes.ends, torch.bincount(chosen.flatten(), minlength=num_experts).cumsum(0).int())
+    tokens = torch.randn(num_tokens, 3, dtype=torch.float64, requires_grad=True)
+    rows = dispatch(tokens, routes)
+    assert torch.equal(rows, tokens[routes.pairs // choices])
+    numbers = torch.arange(num_tokens * choices, dtype=torch.float64).view(num_tokens, choices)
+    assert torch.equal(sort_pairs(numbers, routes), routes.pairs.double())
+    torch.testing.assert_close(combine(rows, routes), choices * tokens, rtol=1e-6, atol=1e-6)
+    (combine(rows, routes) * tokens.detach()).sum().backward()
+    torch.testing.assert_close(tokens.grad, choices * tokens.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_the_loop_equals_torchs_grouped_product():
+    rows, weights = torch.randn(20, 8, requires_grad=True), torch.randn(4, 8, 16, requires_grad=True)
+    ends = torch.tensor([5, 5, 12, 20], dtype=torch.int32)
+    upstream = torch.randn(20, 16)
+    found, expected = grouped_product(rows, weights, ends), F.grouped_mm(rows, weights, offs=ends)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    pairs = zip(
+        torch.autograd.grad(found, (rows, weights), upstream),
+        torch.autograd.grad(expected, (rows, weights), upstream),
+        strict=True,
+    )
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_load_counts_choices_and_sums_probabilities_of_each_sequence():
+    probabilities = torch.tensor([[[0.7, 0.2, 0.1], [0.5, 0.1, 0.4]], [[0.2, 0.5, 0.3], [0.3, 0.4, 0.3]]])
+    chosen = torch.tensor([[[0, 1], [0, 2]], [[1, 2], [1, 0]]])
+    load = expert_load(probabilities, chosen)
+    expected = [[[2.0, 1.0, 1.0], [1.2, 0.3, 0.5]], [[1.0, 2.0, 1.0], [0.5, 0.9, 0.6]]]
+    torch.testing.assert_close(load, torch.tensor(expected))
+
+
+def test_perfect_balance_has_the_least_penalty():
+    even = torch.tensor([[[4.0, 4.0], [4.0, 4.0]]])  # 8 tokens, one choice each
+    skewed = torch.tensor([[[8.0, 0.0], [6.0, 2.0]]])
+    assert balance_penalty(even, 8).item() == 1.0
+    assert balance_penalty(skewed, 8).item() == 1.5
+
+
+def balanced_model(tools):
+    family = FAMILIES["qwen3"]
+    config = family.config_from_flavor("debug_moe", num_layers=2)
+    config = replace(config, moe=replace(config.moe, balance_coefficient=0.5))
+    model = tools.materialise(family.build(config))
+    with torch.no_grad():
+        for layer in model.layers[1:-1]:
+            layer.mlp.router.weight.mul_(50)  # fresh routers are nearly balanced
+    return model, config
+
+
+def test_loss_with_penalty_does_not_depend_on_how_the_batch_was_cut(tools):
+    model, config = balanced_model(tools)
+    batch = tools.micro_batch([[16], [10, 6], [16]], config.vocab_size)
+    whole = tools.loss_sum(model, batch)
+    parts = [
+        tools.loss_sum(model, type(batch)(*(tensor[row : row + 1] for tensor in batch.tensors())))
+        for row in range(3)
+    ]
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=0)
+
+
+def test_an_evaluation_leaves_the_penalty_out(tools):
+    model, config = balanced_model(tools)
+    batch = tools.micro_batch([[16], [16]], config.vocab_size)
+    with torch.no_grad():
+        evaluated = tools.loss_sum(model, batch)
+        logits = tools.all_logits(model, batch).flatten(0, 1)
+    expected = F.cross_entropy(logits, batch.labels.flatten(), reduction="sum")
+    torch.testing.assert_close(evaluated, expected, rtol=1e-5, atol=0)
+    penalty = (tools.loss_sum(model, batch) - expected) / batch.num_labels()
+    assert penalty > 0.5 * config.moe.num_chosen  # the coefficient times more than perfect balance
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"num_chosen": 9}, "num_chosen = 9, must be 1 to num_experts = 8"),
+        ({"ffn_size": 0}, "ffn_size = 0"),
+        ({"balance_coefficient": -1.0}, "balance_coefficient = -1.0"),
+    ],
+)
+def test_impossible_expert_shapes_are_refused_with_their_values(fields, message):
+    with pytest.raises(ModelConfigError, match=message):
+        MoEShape(**{"num_experts": 8, "num_chosen": 2, "ffn_size": 4, **fields})

@@ -1,0 +1,172 @@
+"""Every family against `transformers`, with small random weights of awkward shapes, in fp32.
+
+Shapes to trip over: kv groups of three and five, head_dim apart from hidden / heads, tied and untied, RoPE
+scaling active within the sequence.
+"""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from models import FAMILIES
+from torchround.layer import IGNORED_LABEL
+
+VOCAB = 61
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GROUPS_OF_THREE = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "hidden_size": 36}
+GROUPS_OF_FIVE = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6, "hidden_size": 40}
+NO_GROUPS = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8, "hidden_size": 24}
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+
+CASES = {
+    "llama3, scaled rope": (
+        "llama3",
+        LlamaForCausalLM,
+        LlamaConfig,
+        GROUPS_OF_THREE | {"rope_parameters": LLAMA3_ROPE},
+    ),
+    "llama3, tied": (
+        "llama3",
+        LlamaForCausalLM,
+        LlamaConfig,
+        GROUPS_OF_FIVE | {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+    ),
+    "llama3, plain rope": ("llama3", LlamaForCausalLM, LlamaConfig, NO_GROUPS),
+    "qwen3": ("qwen3", Qwen3ForCausalLM, Qwen3Config, GROUPS_OF_THREE),
+    "qwen3, tied": ("qwen3", Qwen3ForCausalLM, Qwen3Config, GROUPS_OF_FIVE | {"tie_word_embeddings": True}),
+    "qwen3 with experts": (
+        "qwen3",
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        GROUPS_OF_THREE | EXPERTS | {"norm_topk_prob": True},
+    ),
+    "qwen3 with experts, weights not normalised, tied": (
+        "qwen3",
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        GROUPS_OF_FIVE | EXPERTS | {"tie_word_embeddings": True},
+    ),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+def pair(request, tools):
+    """A transformers model, and ours with the same weights."""
+    return make_pair(tools, *request.param)
+
+
+def make_pair(tools, family_name, model_class, config_class, settings):
+    family = FAMILIES[family_name]
+    torch.manual_seed(0)
+    # Weights ten times the usual size, so that attention is far from uniform and rotations matter.
+    shape = {"vocab_size": VOCAB, "intermediate_size": 52, "num_hidden_layers": 3, "initializer_range": 0.2}
+    theirs = model_class(config_class(**shape | settings)).eval()
+    with torch.no_grad():
+        for _name, parameter in theirs.named_parameters():
+            if parameter.ndim == 1:  # norms, which start at 1, and biases, which start at 0
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    config = family.config_from_hf(theirs.config.to_dict())
+    names, ours = family.hf_names(config), tools.materialise(family.build(config))
+    tools.load_hf_weights(ours, names, theirs)
+    return theirs, ours, names
+
+
+def cross_entropy_sum(logits, labels):
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+
+
+def test_logits_and_loss_equal_those_of_transformers(pair, tools):
+    theirs, ours, _ = pair
+    batch = tools.micro_batch([[40], [40]], VOCAB)
+    expected = theirs(input_ids=batch.tokens).logits
+    torch.testing.assert_close(tools.all_logits(ours, batch), expected, rtol=0, atol=1e-5)
+    loss = cross_entropy_sum(expected, batch.labels)
+    torch.testing.assert_close(tools.loss_sum(ours, batch), loss, rtol=1e-5, atol=0)
+
+
+def test_gradients_equal_those_of_transformers(pair, tools):
+    theirs, ours, names = pair
+    batch = tools.micro_batch([[40], [40]], VOCAB)
+    cross_entropy_sum(theirs(input_ids=batch.tokens).logits, batch.labels).backward()
+    tools.loss_sum(ours, batch).backward()
+    gradients = tools.released_gradients(theirs)
+    for name, parameter in tools.stored_parameters(ours).items():
+        expected = tools.gather(names[name], gradients)
+        error = (parameter.grad - expected).norm() / expected.norm()
+        assert error < 1e-4, f"{name}: relative error {error}"
+
+
+def test_weights_after_ten_adamw_steps_equal_those_of_transformers(pair, tools):
+    theirs, ours, names = pair
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    stored = tools.stored_parameters(ours)
+    optimizers = [torch.optim.AdamW(model, **settings) for model in (theirs.parameters(), stored.values())]
+    for step in range(10):
+        batch = tools.micro_batch([[24]], VOCAB, seed=step)
+        num_labels = batch.num_labels()
+        (cross_entropy_sum(theirs(input_ids=batch.tokens).logits, batch.labels) / num_labels).backward()
+        (tools.loss_sum(ours, batch) / num_labels).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    released = tools.released_tensors(theirs)
+    for name, parameter in stored.items():
+        torch.testing.assert_close(parameter.detach(), tools.gather(names[name], released), rtol=0, atol=1e-5)
+
+
+def test_hf_names_are_a_bijection_onto_the_tensors_of_a_released_file(pair, tools):
+    theirs, ours, names = pair
+    released, stored = tools.released_tensors(theirs), tools.stored_parameters(ours)
+    assert names.keys() == stored.keys()
+    named = [one for many in names.values() for one in ((many,) if isinstance(many, str) else many)]
+    assert sorted(named) == sorted(released)
+    for name, parameter in stored.items():
+        assert parameter.shape == tools.gather(names[name], released).shape, name
+
+
+def test_documents_of_a_packed_batch_equal_transformers_run_one_by_one(pair, tools):
+    theirs, ours, _ = pair
+    batch = tools.micro_batch([[7, 1, 32], [20, 15, 5]], VOCAB)
+    total = torch.zeros(())
+    for row in range(2):
+        for document in batch.document_ids[row].unique():
+            chosen = batch.document_ids[row] == document
+            labels = batch.labels[row][chosen]
+            if (labels != IGNORED_LABEL).any():
+                total = total + cross_entropy_sum(
+                    theirs(input_ids=batch.tokens[row][chosen][None]).logits, labels
+                )
+    torch.testing.assert_close(tools.loss_sum(ours, batch), total, rtol=1e-5, atol=0)
+
+
+def test_balance_penalty_and_its_gradients_equal_those_of_transformers(tools):
+    settings = GROUPS_OF_THREE | EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    theirs, ours, names = make_pair(tools, "qwen3", Qwen3MoeForCausalLM, Qwen3MoeConfig, settings)
+    batch = tools.micro_batch([[40]], VOCAB)  # one sequence: transformers mixes those of a batch
+    output = theirs(input_ids=batch.tokens)
+    cross_entropy = cross_entropy_sum(output.logits, batch.labels)
+    (cross_entropy + 0.5 * output.aux_loss * batch.num_labels()).backward()
+    loss = tools.loss_sum(ours, batch)
+    loss.backward()
+    penalty = (loss - cross_entropy) / batch.num_labels()
+    torch.testing.assert_close(penalty, 0.5 * output.aux_loss, rtol=1e-4, atol=0)
+    gradients = tools.released_gradients(theirs)
+    for name, parameter in tools.stored_parameters(ours).items():
+        expected = tools.gather(names[name], gradients)
+        error = (parameter.grad - expected).norm() / expected.norm()
+        assert error < 1e-4, f"{name}: relative error {error}"
