@@ -5,7 +5,8 @@ or, for schedules that react to arrivals, by priority among the tasks that are r
 """
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.dispatch import dispatch_tasks
@@ -51,16 +52,11 @@ def steady_step_s(
     rounds: int,
     update: str,
     recompute: str = "stage",
-    max_steps: int = 128,
 ) -> float:
-    """Seconds from one step's end to the next one's once the pipeline has settled, updates included.
+    """Seconds per step of the dispatch schedule in its steady state, updates included."""
 
-    The dispatch sequence moves on by `R S mod N` devices each step, so the mean of N steps is taken; the run
-    is doubled until two such means in a row agree, or until it would be longer than `max_steps`.
-    """
-    steps = 2 * num_devices + 2
-    while True:
-        tasks = dispatch_tasks(
+    def tasks(steps: int) -> list[Task]:
+        return dispatch_tasks(
             partition,
             costs,
             num_devices,
@@ -70,12 +66,44 @@ def steady_step_s(
             update=update,
             steps=steps,
         )
-        line = simulate(tasks, num_devices)
-        first, middle, last = (line.step_end_s(steps - 1 - back * num_devices) for back in (2, 1, 0))
-        before_s, now_s = (middle - first) / num_devices, (last - middle) / num_devices
-        if abs(now_s - before_s) <= 1e-9 * now_s or 2 * steps > max_steps:
-            return now_s
+
+    return steady_state(tasks, num_devices)[1]
+
+
+def steady_state(
+    tasks_of: Callable[[int], list[Task]],
+    num_devices: int,
+    ready_first: Collection[int] = (),
+    tail_steps: int = 0,
+    max_steps: int = 128,
+) -> tuple[Timeline, float, int]:
+    """A run of consecutive steps, the seconds per step once it has settled, and its number of steps.
+
+    `tasks_of(steps)` builds the run, whose last `tail_steps` are not like the others because nothing follows
+    them. Settled is a sequence of step lengths that repeats, possibly with a period of several steps (the
+    dispatch sequence moves on by `R S mod N` devices each step); the run is doubled until that shows, or
+    until it would be longer than `max_steps`: then the second half's mean is returned.
+    """
+    steps = 2 * num_devices + 2
+    while True:
+        line = simulate(tasks_of(steps + tail_steps), num_devices, ready_first)
+        ends = line.step_ends_s()[:steps]
+        lengths_s = [after - before for before, after in pairwise(ends)]
+        period = _period(lengths_s)
+        if period or 2 * steps > max_steps:
+            settled = lengths_s[-period:] if period else lengths_s[steps // 2 :]
+            return line, sum(settled) / len(settled), steps + tail_steps
         steps *= 2
+
+
+def _period(lengths_s: Sequence[float]) -> int:
+    """The shortest period with which the second half repeats, at least twice; 0 if there is none."""
+    half = lengths_s[len(lengths_s) // 2 :]
+    for period in range(1, len(half) // 2 + 1):
+        shifted = zip(half, half[period:], strict=False)
+        if all(abs(now_s - then_s) <= 1e-9 * (now_s + then_s) for then_s, now_s in shifted):
+            return period
+    return 0
 
 
 class _Stream:
@@ -84,6 +112,7 @@ class _Stream:
     def __init__(self, in_order: bool) -> None:
         self.in_order = in_order
         self.busy = False
+        self.free_s = 0.0
         self.indices: list[int] = []
         self.next = 0
         self.ready: list[tuple[float, int]] = []
@@ -149,8 +178,9 @@ class _Simulation:
         return Timeline(tuple(self.tasks), tuple(self.start_s), tuple(self.end_s), num_devices)
 
     def _start(self, index: int, now: float, events: list[tuple[float, int, bool]]) -> None:
-        self.start_s[index] = now
-        self.end_s[index] = now + self.tasks[index].duration_s
+        self.start_s[index] = max(now, self.ready_s[index], self.stream_of[index].free_s)
+        self.end_s[index] = self.start_s[index] + self.tasks[index].duration_s
+        self.stream_of[index].free_s = self.end_s[index]
         heapq.heappush(events, (self.end_s[index], index, True))
 
     def _tell_followers(self, index: int, events: list[tuple[float, int, bool]]) -> None:

@@ -14,16 +14,18 @@ HOST = -1  # the "device" of work that no device does, such as the optimizer's
 
 
 class TaskKind(str, Enum):
+    """BACKWARD is all of it, or only the input's gradient where WEIGHT_GRADIENT is a task of its own; FUSED
+    is forward and backward in one go. WEIGHTS and GRADIENTS are a stage's way up to a device and down."""
+
     FORWARD = "forward"
-    BACKWARD = (
-        "backward"  # all of it, or only the input's gradient where WEIGHT_GRADIENT is a task of its own
-    )
+    BACKWARD = "backward"
     WEIGHT_GRADIENT = "weight_gradient"
-    FUSED = "fused"  # forward and backward in one go
+    FUSED = "fused"
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
     RELOAD = "reload"
-    WEIGHTS = "weights"  # upload of a stage's weights
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
     UPDATE = "update"
 
 
@@ -61,13 +63,14 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From 0 to the end of the last task on any stream."""
-        return max(self.end_s, default=0.0)
+        """From 0 to the end of the last task on any stream; tasks that take no time do not count."""
+        ends = (end for task, end in zip(self.tasks, self.end_s, strict=True) if task.duration_s > 0)
+        return max(ends, default=0.0)
 
     @property
     def work_s(self) -> float:
         """Busy seconds of all compute streams together."""
-        return sum(task.duration_s for task in self.tasks if task.stream == COMPUTE)
+        return sum(task.duration_s for task in self.tasks if task.stream == COMPUTE and task.device != HOST)
 
     @property
     def bubble(self) -> float:
@@ -81,17 +84,21 @@ class Timeline:
         return sum(task.moves_bytes for task in self.tasks)
 
     def of_device(self, device: int, stream: str = COMPUTE) -> list[int]:
-        """Indices of one stream's tasks in the order they ran."""
-        mine = [i for i, task in enumerate(self.tasks) if task.device == device and task.stream == stream]
-        return sorted(mine, key=lambda i: (self.start_s[i], self.end_s[i]))
+        """Indices of one stream's tasks in the order they ran, without those that take no time."""
+        mine = [
+            i
+            for i, task in enumerate(self.tasks)
+            if task.device == device and task.stream == stream and task.duration_s > 0
+        ]
+        return sorted(mine, key=lambda i: self.start_s[i])
 
-    def step_end_s(self, step: int) -> float:
-        """When the last compute task of training step `step` ended."""
-        return max(
-            end
-            for task, end in zip(self.tasks, self.end_s, strict=True)
-            if task.step == step and task.stream == COMPUTE
-        )
+    def step_ends_s(self) -> list[float]:
+        """When the last compute task of each training step ended."""
+        ends = [0.0] * (1 + max(task.step for task in self.tasks))
+        for task, end in zip(self.tasks, self.end_s, strict=True):
+            if task.stream == COMPUTE and task.device != HOST:
+                ends[task.step] = max(ends[task.step], end)
+        return ends
 
     def peak_bytes(self) -> tuple[int, ...]:
         """Highest sum of held and scratch bytes, per device."""

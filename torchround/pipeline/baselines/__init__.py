@@ -1,0 +1,54 @@
+"""The schedules that others use, and RoundPipe, as tasks for the one simulator.
+
+`SCHEDULES` has each by the name it is reported under; `report` simulates one and measures it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from torchround.pipeline.baselines.asynchronous import async_1f1b, paci
+from torchround.pipeline.baselines.bound import ScheduleError, Setting
+from torchround.pipeline.baselines.flush import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
+from torchround.pipeline.baselines.measure import Report, Schedule, measure
+from torchround.pipeline.baselines.mobius import mobius
+from torchround.pipeline.baselines.pipeoffload import gis, gis_h, po_f, po_h
+from torchround.pipeline.baselines.roundpipe import roundpipe_async, roundpipe_sync
+from torchround.pipeline.baselines.zero_bubble import zb_h1, zb_h2
+
+SCHEDULES: Mapping[str, Callable[[Setting], Schedule]] = MappingProxyType(
+    {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "interleaved_1f1b": interleaved_1f1b,
+        "looped_bfs": looped_bfs,
+        "zb_h1": zb_h1,
+        "zb_h2": zb_h2,
+        "gis": gis,
+        "gis_h": gis_h,
+        "po_h": po_h,
+        "po_f": po_f,
+        "mobius": mobius,
+        "async_1f1b": async_1f1b,
+        "paci": paci,
+        "roundpipe_sync": roundpipe_sync,
+        "roundpipe_async": roundpipe_async,
+    }
+)
+LOOPED = frozenset({"interleaved_1f1b", "looped_bfs", "gis", "gis_h", "po_h", "po_f", "mobius"})
+
+__all__ = ["LOOPED", "SCHEDULES", "Report", "Schedule", "ScheduleError", "Setting", "measure", "report"]
+
+
+def report(name: str, setting: Setting) -> Report:
+    """One schedule, simulated and measured.
+
+    A looped one whose chunks are not given gets one layer per stage where that is possible: as many chunks
+    as layers allow, or one more with empty stages in front, whichever is faster.
+    """
+    if name not in LOOPED or setting.chunks is not None or setting.stages is not None:
+        return measure(SCHEDULES[name](setting))
+    fewer = max(1, setting.costs.num_layers // setting.num_devices)
+    choices = {fewer, -(-setting.costs.num_layers // setting.num_devices)}
+    reports = [measure(SCHEDULES[name](replace(setting, chunks=chunks))) for chunks in sorted(choices)]
+    return min(reports, key=lambda result: result.makespan_s)

@@ -1,0 +1,231 @@
+"""What all schedules with bound stages share: virtual stage s lives on device s mod N for good.
+
+A schedule is then only an order of actions per device; durations, bytes and dependencies are added here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchround.pipeline.bound_partition import bind_stages
+from torchround.pipeline.costs import Costs
+from torchround.pipeline.memory import MemoryLimits
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.timeline import Dependency, Task, TaskKind
+
+FORWARD, BACKWARD, WEIGHT_GRADIENT = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT
+
+# Of a layer's backward, the part that makes the weights' gradients: one of two equal matrix products.
+WEIGHT_GRADIENT_SHARE = 0.5
+
+
+class ScheduleError(ValueError):
+    """Numbers that a schedule cannot be built from."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated. All schedules read the first block, the others only what concerns them.
+
+    `recompute`: keep only layer inputs and run each layer's forward again in the backward, except the last
+    layer's (the head). Off, activations are kept, as the zero-bubble, PipeOffload and PACI papers have it.
+    `chunks`: virtual stages per device (v) of the looped schedules; None: as many as there are layers for.
+    `stages`: layers of each virtual stage, zeros allowed; None: the split with the fastest slowest stage.
+    `group`: micro-batches that GIS takes through a chunk at a time (g); None: N.
+    `offload_ratio`: PipeOffload's k, round trip of a chunk's activations over its forward and backward.
+    `pcie_bytes_per_s`: one direction; if given, transfers take their bytes' time and k is not read.
+    `accumulate`: PACI's a, local backwards per update; None: all micro-batches of a step.
+    `partition`, `rounds`: RoundPipe's; None: what the planner finds within `limits`, which also say how
+    RoundPipe recomputes.
+    """
+
+    costs: Costs
+    num_devices: int
+    num_micro_batches: int
+    recompute: bool = True
+    chunks: int | None = None
+    stages: tuple[int, ...] | None = None
+    group: int | None = None
+    offload_ratio: float = 1.0
+    pcie_bytes_per_s: float | None = None
+    accumulate: int | None = None
+    partition: Partition | None = None
+    rounds: int | None = None
+    limits: MemoryLimits = field(default_factory=MemoryLimits)
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1 or self.num_micro_batches < 1:
+            raise ScheduleError(
+                f"need at least 1 device and 1 micro-batch, got {self.num_devices} and {self.num_micro_batches}"
+            )
+        if self.stages is not None and sum(self.stages) != len(self.costs.layers):
+            raise ScheduleError(f"stages hold {sum(self.stages)} layers, the costs {len(self.costs.layers)}")
+
+
+@dataclass(frozen=True)
+class BoundStage:
+    """One virtual stage. Seconds and bytes are per micro-batch, weights and gradients per upload or download.
+
+    `held_bytes` stay on the device from the forward on. `rebuilt_bytes` is what recomputation brings back,
+    `largest_bytes` the same for one layer at a time; both are 0 where nothing is recomputed.
+    """
+
+    device: int
+    layers: range
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+    held_bytes: int
+    rebuilt_bytes: int
+    largest_bytes: int
+    input_bytes: int
+    output_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class Action:
+    """One entry of a device's order. Micro-batches are numbered on from step to step."""
+
+    kind: TaskKind
+    stage: int
+    micro_batch: int
+
+
+def chunks_of(setting: Setting) -> int:
+    """Virtual stages per device of a looped schedule."""
+    if setting.stages is not None:
+        return max(1, len(setting.stages) // setting.num_devices)
+    if setting.chunks is not None:
+        return setting.chunks
+    return max(1, len(setting.costs.layers) // setting.num_devices)
+
+
+def bound_stages(setting: Setting, chunks: int) -> list[BoundStage]:
+    """The setting's stages, or N x `chunks` of them cut by PACI's min-max partition (appendix D.5)."""
+    counts = setting.stages
+    if counts is None:
+        counts = _fastest_split(setting, setting.num_devices * chunks)
+    if len(counts) % setting.num_devices:
+        raise ScheduleError(f"{len(counts)} stages do not divide among {setting.num_devices} devices")
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return [
+        _stage(setting, index % setting.num_devices, range(start, start + count))
+        for index, (start, count) in enumerate(zip(starts, counts, strict=True))
+    ]
+
+
+def _fastest_split(setting: Setting, num_stages: int) -> tuple[int, ...]:
+    """The slowest stage as fast as possible; with more stages than layers the first ones stay empty."""
+    layers = setting.costs.layers
+    seconds = [layer.forward_s * (2 if setting.recompute else 1) + layer.backward_s for layer in layers]
+    seconds[-1] = layers[-1].forward_s + layers[-1].backward_s
+    if num_stages >= len(layers):
+        return (0,) * (num_stages - len(layers)) + (1,) * len(layers)
+    return bind_stages(seconds, [0] * len(seconds), num_stages, None)
+
+
+def _stage(setting: Setting, device: int, indices: range) -> BoundStage:
+    layers = setting.costs.layers
+    mine = [layers[index] for index in indices]
+    recomputed = [index for index in indices if setting.recompute and index < len(layers) - 1]
+    kept = [index for index in indices if index not in recomputed]
+    inputs = [0, *(layer.boundary_bytes for layer in layers)]
+    activations = [layer.activation_bytes for layer in layers]
+    return BoundStage(
+        device=device,
+        layers=indices,
+        forward_s=sum(layer.forward_s for layer in mine),
+        recompute_s=sum(layers[index].forward_s for index in recomputed),
+        backward_s=sum(layer.backward_s for layer in mine),
+        held_bytes=sum(activations[index] for index in kept) + sum(inputs[index] for index in recomputed),
+        rebuilt_bytes=sum(activations[index] for index in recomputed),
+        largest_bytes=max((activations[index] for index in recomputed), default=0),
+        input_bytes=inputs[indices.start],
+        output_bytes=inputs[indices.stop],
+        weight_bytes=sum(layer.weight_bytes for layer in mine),
+        gradient_bytes=sum(layer.gradient_bytes for layer in mine),
+    )
+
+
+def bound_tasks(
+    setting: Setting, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
+) -> list[Task]:
+    """The orders, one per device, as tasks in that order, which is also their priority.
+
+    A forward waits for the stage before it, a backward for its own forward and the stage after it (the
+    recomputation too: these schedules start it with the backward), each with a hop where the device changes;
+    a weight gradient waits for its backward.
+    """
+    flat = [(action, position) for order in orders for position, action in enumerate(order)]
+    builder = _Builder(setting, stages, {action: index for index, (action, _) in enumerate(flat)})
+    return [builder.task(action, position) for action, position in flat]
+
+
+class _Builder:
+    def __init__(self, setting: Setting, stages: Sequence[BoundStage], index_of: dict[Action, int]) -> None:
+        self.setting = setting
+        self.stages = stages
+        self.index_of = index_of
+        self.split = any(action.kind is WEIGHT_GRADIENT for action in index_of)
+
+    def task(self, action: Action, position: int) -> Task:
+        stage = self.stages[action.stage]
+        fields = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHT_GRADIENT: self._weight_gradient}
+        return Task(
+            device=stage.device,
+            kind=action.kind,
+            layers=stage.layers,
+            micro_batch=action.micro_batch,
+            step=action.micro_batch // self.setting.num_micro_batches,
+            priority=position,
+            **fields[action.kind](action, stage),
+        )
+
+    def _forward(self, action: Action, stage: BoundStage) -> dict[str, Any]:
+        return {
+            "duration_s": stage.forward_s,
+            "after": self._waits(FORWARD, action.stage - 1, action),
+            "holds_bytes": stage.held_bytes,
+            "scratch_bytes": stage.largest_bytes,
+            "moves_bytes": self._moved_bytes(action.stage),
+        }
+
+    def _backward(self, action: Action, stage: BoundStage) -> dict[str, Any]:
+        own_forward = self._waits(FORWARD, action.stage, action)
+        fields: dict[str, Any] = {
+            "after": own_forward + self._waits(BACKWARD, action.stage + 1, action),
+            "moves_bytes": self._moved_bytes(action.stage),
+        }
+        if self.split:
+            seconds = stage.recompute_s + (1 - WEIGHT_GRADIENT_SHARE) * stage.backward_s
+            return {**fields, "duration_s": seconds, "holds_bytes": stage.rebuilt_bytes}
+        seconds = stage.recompute_s + stage.backward_s
+        memory = {"scratch_bytes": stage.largest_bytes, "frees_bytes": stage.held_bytes}
+        return {**fields, "duration_s": seconds, **memory}
+
+    def _weight_gradient(self, action: Action, stage: BoundStage) -> dict[str, Any]:
+        return {
+            "duration_s": WEIGHT_GRADIENT_SHARE * stage.backward_s,
+            "after": self._waits(BACKWARD, action.stage, action),
+            "frees_bytes": stage.held_bytes + stage.rebuilt_bytes,
+        }
+
+    def _waits(self, kind: TaskKind, stage: int, action: Action) -> tuple[Dependency, ...]:
+        """On `kind` of `stage` for the same micro-batch; on nothing beyond the first and the last stage."""
+        if not 0 <= stage < len(self.stages):
+            return ()
+        same_device = self.stages[stage].device == self.stages[action.stage].device
+        index = self.index_of[Action(kind, stage, action.micro_batch)]
+        return ((index, 0.0 if same_device else self.setting.costs.hop_s),)
+
+    def _moved_bytes(self, index: int) -> int:
+        """In and out of the device; a gradient is as large as the activation it belongs to."""
+        stage = self.stages[index]
+        moved = 0
+        if index > 0 and self.stages[index - 1].device != stage.device:
+            moved += stage.input_bytes
+        if index + 1 < len(self.stages) and self.stages[index + 1].device != stage.device:
+            moved += stage.output_bytes
+        return moved
