@@ -1,0 +1,188 @@
+"""All reporters together: one that fails is one warning, and wandb is joined again after a resume."""
+
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.observe.records import record
+from torchround.config import MetricsTable
+from torchround.observe import MetricsFile, MetricsLogger, StepRecord, open_metrics
+from torchround.observe.console import ConsoleReport
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Failing:
+    """A reporter that fails at everything."""
+
+    def log(self, record: StepRecord) -> None:
+        raise ConnectionError(f"step {record.step} was not sent")
+
+    def close(self) -> None:
+        raise ConnectionError("still no network")
+
+
+def test_a_failing_reporter_is_one_warning_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = io.StringIO()
+    with caplog.at_level(logging.WARNING):
+        metrics = MetricsLogger(
+            {
+                "the network": Failing,
+                "a file": lambda: MetricsFile(tmp_path / "metrics.jsonl"),
+                "the console": lambda: ConsoleReport(3, stream=stream),
+            }
+        )
+        for step in (1, 2, 3):
+            metrics.log(record(step))
+        metrics.close()
+        metrics.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert stream.getvalue().count("\n") == 3
+    assert [entry.getMessage() for entry in caplog.records] == [
+        "reporting to the network failed: ConnectionError: step 1 was not sent; training goes on, "
+        "records may be missing there"
+    ]
+
+
+def test_a_reporter_that_cannot_be_made_is_a_warning_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        metrics = open_metrics(MetricsTable(), tmp_path / "run", "run", total_steps=3, config={})
+        metrics.log(record(1))
+        metrics.close()
+    assert "step 1/3" in capsys.readouterr().out
+    assert len(caplog.records) == 1 and "metrics.jsonl failed" in caplog.text
+
+
+def test_a_closed_standard_output_does_not_stop_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = io.StringIO()
+    stream.close()
+    metrics = MetricsLogger(
+        {
+            "the console": lambda: ConsoleReport(3, stream=stream),
+            "a file": lambda: MetricsFile(tmp_path / "metrics.jsonl"),
+        }
+    )
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            metrics.log(record(step))
+    metrics.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len(caplog.records) == 1
+
+
+def test_a_resumed_run_continues_file_and_step_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        metrics = open_metrics(MetricsTable(), tmp_path, "run", 4, config={}, resumed_step=resumed)
+        for step in steps:
+            metrics.log(record(step))
+        metrics.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert "step 4/4" in capsys.readouterr().out
+
+
+WANDB_PROGRAM = """
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tests.observe.records import record
+from torchround.config import MetricsTable
+from torchround.observe import open_metrics
+
+assert "wandb" not in sys.modules, "imported before it was asked for"
+folder, mode, resumed_step, run_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] or None
+table = MetricsTable(wandb=mode, wandb_project="tests")
+metrics = open_metrics(table, folder, "a run", 10, {"training": {"steps": 10}}, resumed_step, run_id)
+for step in range(resumed_step + 1, resumed_step + 4):
+    metrics.log(record(step, loss=float(step)))
+metrics.close()
+print("wandb imported:", "wandb" in sys.modules)
+print("run id:", metrics.wandb_run_id)
+"""
+
+
+def run_with_wandb(folder: Path, mode: str, resumed_step: int = 0, run_id: str = "", **environment: str):
+    """The program's output lines as a dict, and what it wrote to standard error."""
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    result = subprocess.run(
+        [sys.executable, "-c", WANDB_PROGRAM, str(folder), mode, str(resumed_step), run_id],
+        env={**settings, "PYTHONPATH": str(ROOT), "HOME": str(folder), "WANDB_SILENT": "true", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    pairs = dict(line.split(": ") for line in result.stdout.splitlines() if ": " in line)
+    return pairs, result.stderr
+
+
+def entries_of(path: Path) -> Iterator[bytes]:
+    """The entries of one of wandb's own files: LevelDB's log format after a header of 7 bytes."""
+    content, position, entry = path.read_bytes(), 7, b""
+    while position + 7 <= len(content):
+        if 32768 - position % 32768 < 7:  # too little of a block is left for a header
+            position += 32768 - position % 32768
+            continue
+        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        entry += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield entry
+            entry = b""
+
+
+def logged_by_wandb(folder: Path, run_id: str) -> list[dict[str, float]]:
+    """The records in wandb's own files of this run, in the order they were started."""
+    from wandb.proto import wandb_internal_pb2
+
+    records = []
+    for path in sorted(folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
+        for entry in entries_of(path):
+            items = wandb_internal_pb2.Record.FromString(entry).history.item
+            if items:
+                records.append(
+                    {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
+                )
+    return records
+
+
+def test_wandb_works_offline_and_is_rejoined_after_a_resume(tmp_path: Path) -> None:
+    first, _ = run_with_wandb(tmp_path, "offline", WANDB_MODE="offline")
+    second, _ = run_with_wandb(
+        tmp_path, "offline", resumed_step=2, run_id=first["run id"], WANDB_MODE="offline"
+    )
+    assert second["run id"] == first["run id"] != "None"
+    records = logged_by_wandb(tmp_path, first["run id"])
+    assert [entry["step"] for entry in records] == [1, 2, 3, 3, 4, 5]
+    assert all(entry["loss"] == entry["step"] and "mfu" not in entry for entry in records)
+
+
+def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path) -> None:
+    output, _ = run_with_wandb(tmp_path, "off")
+    assert output == {"wandb imported": "False", "run id": "None"}
+
+
+def test_wandb_that_cannot_start_is_one_warning_and_its_run_id_is_kept(tmp_path: Path) -> None:
+    # Online without a key and without a network; the run it had is still the one to rejoin later.
+    output, stderr = run_with_wandb(
+        tmp_path, "online", run_id="abc12345", WANDB_BASE_URL="http://127.0.0.1:9"
+    )
+    assert output["run id"] == "abc12345"
+    assert stderr.count("reporting to wandb failed") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

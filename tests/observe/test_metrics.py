@@ -1,0 +1,136 @@
+"""metrics.jsonl: whole lines only, no step twice, and nothing lost that was written."""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.observe.records import record
+from torchround.observe import MetricsFile
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def steps_in(path: Path) -> list[int]:
+    """Steps in file order; fails on a line that is not a strict JSON object."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    lines = path.read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse)["step"] for line in lines]
+
+
+def write(path: Path, steps: range, after_step: int = 0) -> None:
+    file = MetricsFile(path, after_step)
+    for step in steps:
+        file.log(record(step))
+    file.close()
+
+
+@contextlib.contextmanager
+def files_limited_to(limit_bytes: int) -> Iterator[None]:
+    """A disk that takes `limit_bytes` a file and then fails each write, as a full one or a quota does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_record_is_one_object_with_the_documented_keys(tmp_path: Path) -> None:
+    path = tmp_path / "outputs" / "run" / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.log(record(1, mfu=0.5))
+    file.log(record(2, validation_loss=2.5))
+    first, second = map(json.loads, path.read_text().splitlines())
+    file.close()
+    documented = (
+        "step, loss, grad_norm, lr, tokens, tokens_per_s, mfu, step_s, data_s, optimizer_s, bubble, "
+        "device_peak_gib, host_gib, skipped_steps"
+    )
+    assert list(first) == documented.split(", ")
+    assert first["mfu"] == 0.5 and first["device_peak_gib"] is None and first["tokens"] == 4096
+    assert second == {**first, "step": 2, "mfu": None, "validation_loss": 2.5}
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.log(record(1, loss=float("nan"), grad_norm=float("inf")))
+    file.close()
+    assert steps_in(tmp_path / "metrics.jsonl") == [1]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] is None
+
+
+def test_a_resume_drops_the_later_steps_and_goes_on_without_repeating_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 16))
+    write(path, range(11, 21), after_step=10)
+    assert steps_in(path) == list(range(1, 21))
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl"}
+
+
+def test_a_run_that_starts_anew_keeps_nothing_of_an_earlier_attempt(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.jsonl", range(1, 6))
+    write(tmp_path / "metrics.jsonl", range(1, 3))
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ['{"step": 4, "loss"', '{"step": 4}', "\n", "[4]\n", '{"loss": 1}\n', '{"step": "4"}\n', "\x00\xff\n"],
+)
+def test_half_lines_and_foreign_ones_are_dropped(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 4))
+    with open(path, "ab") as file:
+        file.write(rest.encode("latin-1"))
+    write(path, range(4, 6), after_step=100)
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+
+
+def test_a_file_with_nothing_to_drop_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 4))
+    before = path.stat()
+    write(path, range(0), after_step=3)
+    assert path.stat().st_ino == before.st_ino and path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_a_failed_write_leaves_no_half_line_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.log(record(1))
+    with files_limited_to(path.stat().st_size + 20):
+        for step in (2, 3):
+            with pytest.raises(OSError):
+                file.log(record(step))
+    file.log(record(4))
+    with files_limited_to(path.stat().st_size + 20), pytest.raises(OSError):
+        file.log(record(5))
+    file.close()
+    assert steps_in(path) == [1, 4]
+
+
+def test_what_was_logged_before_a_kill_is_there(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from tests.observe.records import record
+from torchround.observe import MetricsFile
+file = MetricsFile({str(tmp_path / "metrics.jsonl")!r})
+for step in range(1, 8):
+    file.log(record(step))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
+    assert result.returncode == -signal.SIGKILL
+    assert steps_in(tmp_path / "metrics.jsonl") == list(range(1, 8))

@@ -1,0 +1,105 @@
+"""All that a run reports to, behind one `log` that never raises.
+
+A reporter that fails (full disk, no network, closed terminal) is one warning; the others and training go on,
+and it is given every later record too, so that it takes up again when the disk does.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torchround.observe.console import ConsoleReport
+from torchround.observe.metrics import MetricsFile
+from torchround.observe.record import StepRecord
+from torchround.observe.wandb_logger import WandbLogger
+
+if TYPE_CHECKING:
+    from torchround.config import MetricsTable
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter(Protocol):
+    """Takes records. May raise."""
+
+    def log(self, record: StepRecord) -> None:
+        """Report one logged step."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        ...
+
+
+class MetricsLogger:
+    """Hands each record to every reporter. Made by `open_metrics`, or of reporters by name.
+
+    `wandb_run_id`, for the checkpoint, is that of the run that is logged to, else the one that was given.
+    """
+
+    def __init__(
+        self, reporters: Mapping[str, Callable[[], Reporter]], wandb_run_id: str | None = None
+    ) -> None:
+        """`reporters` are made here, so that one that cannot even be made is a warning too."""
+        self._warned: set[str] = set()
+        self._reporters: dict[str, Reporter] = {}
+        self.wandb_run_id = wandb_run_id
+        for name, make in reporters.items():
+            self._guarded(name, partial(self._add, name, make))
+
+    def log(self, record: StepRecord) -> None:
+        """Report one logged step everywhere."""
+        for name, reporter in self._reporters.items():
+            self._guarded(name, partial(reporter.log, record))
+
+    def close(self) -> None:
+        """Close every reporter. Can be repeated."""
+        while self._reporters:
+            name, reporter = self._reporters.popitem()
+            self._guarded(name, reporter.close)
+
+    def _add(self, name: str, make: Callable[[], Reporter]) -> None:
+        reporter = self._reporters[name] = make()
+        if isinstance(reporter, WandbLogger):
+            self.wandb_run_id = reporter.run_id
+
+    def _guarded(self, name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:
+            if name not in self._warned:
+                self._warned.add(name)
+                logger.warning(
+                    "reporting to %s failed: %s: %s; training goes on, records may be missing there",
+                    name,
+                    type(error).__name__,
+                    error,
+                )
+
+
+def open_metrics(
+    table: "MetricsTable",
+    folder: Path,
+    run_name: str,
+    total_steps: int,
+    config: Mapping[str, Any],
+    resumed_step: int = 0,
+    wandb_run_id: str | None = None,
+) -> MetricsLogger:
+    """The reporters of a run in `folder`: the console, `metrics.jsonl`, and wandb where `[metrics]` has it.
+
+    `resumed_step` is the number of updates done so far, `wandb_run_id` the checkpoint's, `config` the
+    resolved configuration for wandb to show.
+    """
+    reporters: dict[str, Callable[[], Reporter]] = {
+        "the console": lambda: ConsoleReport(total_steps, resumed_step),
+        str(folder / "metrics.jsonl"): lambda: MetricsFile(folder / "metrics.jsonl", resumed_step),
+    }
+    mode = table.wandb
+    if mode != "off":
+        reporters["wandb"] = lambda: WandbLogger(
+            mode, table.wandb_project, run_name, folder, config, wandb_run_id
+        )
+    return MetricsLogger(reporters, wandb_run_id)

@@ -1,0 +1,77 @@
+"""`metrics.jsonl`: one JSON object per logged step, going on after a resume without repeating a step.
+
+The file is never left with a line that is not whole: what a failed write left is cut off before the next one,
+and what a killed process left is dropped when the file is opened again.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from torchround.observe.record import StepRecord
+
+
+class MetricsFile:
+    """Appends records to `path`. Opening it drops the records after step `after_step`, where a run goes on.
+
+    `after_step` is 0 for a run that starts anew: nothing of an earlier attempt stays. Raises `OSError` when
+    the disk fails; the file can go on being used, and the records so far stay.
+    """
+
+    def __init__(self, path: Path | str, after_step: int = 0) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _drop_after(self.path, after_step)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._end_bytes = os.fstat(self._descriptor).st_size
+
+    def log(self, record: StepRecord) -> None:
+        """Append one line; it is in the file when this returns."""
+        line = json.dumps(record.as_dict(), allow_nan=False).encode() + b"\n"
+        self._cut_half_line()
+        written = 0
+        while written < len(line):
+            written += os.write(self._descriptor, line[written:])
+        self._end_bytes += len(line)
+
+    def close(self) -> None:
+        """Close the file. Can be repeated."""
+        if self._descriptor >= 0:
+            self._cut_half_line()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _cut_half_line(self) -> None:
+        """Remove what a failed write may have left."""
+        if os.fstat(self._descriptor).st_size > self._end_bytes:
+            os.ftruncate(self._descriptor, self._end_bytes)
+
+
+def _drop_after(path: Path, after_step: int) -> None:
+    """Keep only the whole lines of steps up to `after_step`; the file is replaced in one go or not at all."""
+    replacement = path.with_name(path.name + ".tmp")
+    dropped = False
+    with open(path, "rb") as old, open(replacement, "wb") as new:
+        for line in old:
+            step = _step_of(line)
+            if step is not None and step <= after_step:
+                new.write(line)
+            else:
+                dropped = True
+        new.flush()
+        os.fsync(new.fileno())
+    if dropped:
+        replacement.replace(path)
+    else:
+        replacement.unlink()
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a whole line; `None` for half a line or something else."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None

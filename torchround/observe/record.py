@@ -1,0 +1,45 @@
+"""What is reported of a logged step: one object of `metrics.jsonl`, one console line."""
+
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One logged step. Rates and times are means over the steps since the last record.
+
+    `step` counts finished updates, so the first is 1. `tokens` counts the labels trained on since the run
+    began; padding and masked tokens are not among them. `loss` is the mean over the step's labels,
+    `grad_norm` the norm before clipping, `bubble` and `mfu` fractions of 1, GiB are 2^30 bytes. `None` is a
+    value that is not known here (`mfu` of a device whose peak is not, `device_peak_gib` without a device).
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    mfu: float | None
+    step_s: float
+    data_s: float
+    optimizer_s: float
+    bubble: float | None
+    device_peak_gib: float | None
+    host_gib: float
+    skipped_steps: int
+    validation_loss: float | None = None
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """The keys and values to store. `validation_loss` is there only for a step that was validated.
+
+        What is not finite becomes `None`, JSON's null: a NaN is no JSON, and one such line would keep strict
+        readers from the whole file.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.validation_loss is None:
+            del values["validation_loss"]
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
