@@ -1,18 +1,16 @@
 """Saving and loading: what comes back, what is kept, and what a failing disk leaves."""
 
-import contextlib
 import logging
 import mmap
 import os
-import resource
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoint.full_disk import files_limited_to
 from torchround.checkpoint import Checkpointer, CheckpointError, load_checkpoint
 
 STATE = {
@@ -54,17 +52,6 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
-
-
-@contextlib.contextmanager
-def files_limited_to(limit_bytes: int) -> Iterator[None]:
-    """A disk that takes `limit_bytes` a file and then fails each write, as a full one or a quota does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_tensors_and_state_come_back_bit_for_bit_in_place(tmp_path: Path) -> None:

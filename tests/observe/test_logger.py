@@ -69,18 +69,19 @@ def test_a_closed_standard_output_does_not_stop_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = io.StringIO()
-    stream.close()
     metrics = MetricsLogger(
         {
             "the console": lambda: ConsoleReport(3, stream=stream),
             "a file": lambda: MetricsFile(tmp_path / "metrics.jsonl"),
         }
     )
+    metrics.log(record(1))
+    stream.close()
     with caplog.at_level(logging.WARNING):
-        for step in (1, 2):
+        for step in (2, 3):
             metrics.log(record(step))
     metrics.close()
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert len(caplog.records) == 1
 
 
@@ -98,9 +99,9 @@ def test_a_resumed_run_continues_file_and_step_count(
 
 
 WANDB_PROGRAM = """
-import sys
-from collections.abc import Iterator
+import os, sys
 from pathlib import Path
+import psutil
 from tests.observe.records import record
 from torchround.config import MetricsTable
 from torchround.observe import open_metrics
@@ -111,6 +112,9 @@ table = MetricsTable(wandb=mode, wandb_project="tests")
 metrics = open_metrics(table, folder, "a run", 10, {"training": {"steps": 10}}, resumed_step, run_id)
 for step in range(resumed_step + 1, resumed_step + 4):
     metrics.log(record(step, loss=float(step)))
+    if mode == "offline" and "KILL_WANDB" in os.environ:
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
 metrics.close()
 print("wandb imported:", "wandb" in sys.modules)
 print("run id:", metrics.wandb_run_id)
@@ -184,5 +188,11 @@ def test_wandb_that_cannot_start_is_one_warning_and_its_run_id_is_kept(tmp_path:
         tmp_path, "online", run_id="abc12345", WANDB_BASE_URL="http://127.0.0.1:9"
     )
     assert output["run id"] == "abc12345"
+    assert stderr.count("reporting to wandb failed") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_wandb_processes_that_die_are_one_warning(tmp_path: Path) -> None:
+    _, stderr = run_with_wandb(tmp_path, "offline", KILL_WANDB="1")
     assert stderr.count("reporting to wandb failed") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

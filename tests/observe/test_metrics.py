@@ -1,17 +1,15 @@
 """metrics.jsonl: whole lines only, no step twice, and nothing lost that was written."""
 
-import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.full_disk import files_limited_to
 from tests.observe.records import record
 from torchround.observe import MetricsFile
 
@@ -33,17 +31,6 @@ def write(path: Path, steps: range, after_step: int = 0) -> None:
     for step in steps:
         file.log(record(step))
     file.close()
-
-
-@contextlib.contextmanager
-def files_limited_to(limit_bytes: int) -> Iterator[None]:
-    """A disk that takes `limit_bytes` a file and then fails each write, as a full one or a quota does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_record_is_one_object_with_the_documented_keys(tmp_path: Path) -> None:
@@ -123,6 +110,7 @@ def test_a_failed_write_leaves_no_half_line_and_the_next_one_is_whole(tmp_path: 
 def test_what_was_logged_before_a_kill_is_there(tmp_path: Path) -> None:
     program = f"""
 import os, signal
+from tests.checkpoint.full_disk import files_limited_to
 from tests.observe.records import record
 from torchround.observe import MetricsFile
 file = MetricsFile({str(tmp_path / "metrics.jsonl")!r})

@@ -6,9 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
-from rich.console import Console
-from rich.text import Text
-
 from torchround.observe.record import StepRecord
 
 # Logged lines over which the time per step is taken for the time that is left.
@@ -29,20 +26,14 @@ class ConsoleReport:
     ) -> None:
         self.total_steps = total_steps
         self._stream = stream if stream is not None else sys.stdout
-        # A line is never wrapped: it would break the columns, and searches in a log.
-        self._console = Console(file=self._stream, highlight=False, soft_wrap=True)
+        self._print = _printer(self._stream)
         self._clock = clock
         self._seen = deque([(resumed_step, clock())], maxlen=_ETA_LINES)
 
     def log(self, record: StepRecord) -> None:
         """Print the record's line, at once."""
         self._seen.append((record.step, self._clock()))
-        parts = line_parts(record, self.total_steps, self._left_s(record))
-        if self._console.is_terminal:
-            styled = [Text(part, style=_style(part)) for part in parts]
-            self._console.print(Text(" | ", style="dim").join(styled))
-        else:
-            print(" | ".join(parts), file=self._stream)
+        self._print(line_parts(record, self.total_steps, self._left_s(record)))
         self._stream.flush()
 
     def close(self) -> None:
@@ -88,6 +79,21 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def _printer(stream: TextIO) -> Callable[[list[str]], None]:
+    """What prints the parts of a line to `stream`: in colour if it is a terminal."""
+    if not stream.isatty():
+        return lambda parts: print(" | ".join(parts), file=stream)
+    # Here, because importing rich draws from Python's random generator.
+    from rich.console import Console
+    from rich.text import Text
+
+    # Never wrapped: it would break the columns.
+    console = Console(file=stream, highlight=False, soft_wrap=True)
+    return lambda parts: console.print(
+        Text(" | ", style="dim").join(Text(part, style=_style(part)) for part in parts)
+    )
 
 
 def _style(part: str) -> str:
