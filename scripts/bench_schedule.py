@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -37,26 +38,45 @@ BLOCK_BYTES = 2**20  # what a block keeps for its backward; sets how many fit in
 WARMUP_STEPS = 1
 
 
+class Sleeper:
+    """Sleeps exactly on average: makes up for what earlier sleeps took too long.
+
+    All layers of a worker share one; the engine gives each worker its own copy of the layers.
+    """
+
+    def __init__(self) -> None:
+        self._too_long_s = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Return `seconds` later, less what earlier calls ran over."""
+        start = time.perf_counter()
+        time.sleep(max(seconds - self._too_long_s, 0.0))
+        self._too_long_s += time.perf_counter() - start - seconds
+
+
 class SleepFunction(torch.autograd.Function):
     """Passes `hidden` on after `forward_s`, and its gradient after `backward_s`."""
 
     @staticmethod
-    def forward(ctx: object, hidden: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s  # type: ignore[attr-defined]
-        time.sleep(forward_s)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, sleeper: Sleeper, forward_s: float, backward_s: float
+    ) -> Tensor:
+        ctx.sleeper, ctx.backward_s = sleeper, backward_s
+        sleeper.sleep(forward_s)
         return hidden + weight
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
-        time.sleep(ctx.backward_s)  # type: ignore[attr-defined]
-        return gradient, gradient.sum((0, 1)), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+        ctx.sleeper.sleep(ctx.backward_s)
+        return gradient, gradient.sum((0, 1)), None, None, None
 
 
 class SleepLayer(nn.Module):
     """A layer whose time is known. The last one returns a loss."""
 
-    def __init__(self, forward_s: float, backward_s: float, is_last: bool) -> None:
+    def __init__(self, sleeper: Sleeper, forward_s: float, backward_s: float, is_last: bool) -> None:
         super().__init__()
+        self.sleeper = sleeper
         self.weight = nn.Parameter(torch.empty(8, device="meta"))
         self.seconds = (forward_s, backward_s)
         self.is_last = is_last
@@ -64,7 +84,7 @@ class SleepLayer(nn.Module):
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         if hidden is None:
             hidden = torch.zeros(*micro_batch.tokens.shape, 8)
-        hidden = SleepFunction.apply(hidden, self.weight, *self.seconds)
+        hidden = SleepFunction.apply(hidden, self.weight, self.sleeper, *self.seconds)
         return hidden.sum() if self.is_last else hidden
 
     def init_weights(self, generator: torch.Generator) -> None:
@@ -90,9 +110,9 @@ def sleep_costs(num_blocks: int, scale: float) -> Costs:
 
 def measure(costs: Costs, plan: Plan, steps: int) -> dict[str, float]:
     """Median step time of the real engine, and the bubble in it."""
-    last = len(costs.layers) - 1
+    last, sleeper = len(costs.layers) - 1, Sleeper()
     layers = tuple(
-        SleepLayer(layer.forward_s, layer.backward_s, index == last)
+        SleepLayer(sleeper, layer.forward_s, layer.backward_s, index == last)
         for index, layer in enumerate(costs.layers)
     )
     model = LayeredModel(tuple(layer.name for layer in costs.layers), layers)

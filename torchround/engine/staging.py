@@ -24,31 +24,31 @@ class Packing:
 
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
+    ranges: tuple[tuple[int, int], ...]
     single: bool
+    nbytes: int
 
     @staticmethod
     def of(hidden: Hidden) -> "Packing":
         tensors = as_tuple(hidden)
+        ranges, start = [], 0
+        for tensor in tensors:
+            ranges.append((start, start + tensor.nbytes))
+            start += _aligned(tensor.nbytes)
         return Packing(
             tuple(tensor.shape for tensor in tensors),
             tuple(tensor.dtype for tensor in tensors),
+            tuple(ranges),
             isinstance(hidden, Tensor),
+            start,
         )
-
-    @property
-    def nbytes(self) -> int:
-        return sum(_aligned(size) for size in self._sizes())
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """The tensors as views of `buffer`."""
-        views, start = [], 0
-        for shape, dtype, size in zip(self.shapes, self.dtypes, self._sizes(), strict=True):
-            views.append(buffer[start : start + size].view(dtype).view(shape))
-            start += _aligned(size)
-        return tuple(views)
-
-    def _sizes(self) -> list[int]:
-        return [shape.numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+        return tuple(
+            buffer[start:stop].view(dtype).view(shape)
+            for (start, stop), dtype, shape in zip(self.ranges, self.dtypes, self.shapes, strict=True)
+        )
 
 
 def as_tuple(hidden: Hidden) -> tuple[Tensor, ...]:
