@@ -40,6 +40,8 @@ from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition, StageKind
 from torchround.pipeline.schedule import StageTask, evaluation_tasks, step_tasks
 
+# The next step is dispatched while one runs; more would only hold more boundary activations.
+MOST_PASSES_UNDER_WAY = 2
 JOIN_S = 30.0  # a thread inside a layer cannot be interrupted; it is a daemon and ends with the process
 
 
@@ -238,7 +240,7 @@ class Engine:
 
     def _limit_passes_under_way(self) -> None:
         """Wait for the pass before the last, and forget what nobody will ask for again."""
-        while len(self._results) >= 2:
+        while len(self._results) >= MOST_PASSES_UNDER_WAY:
             self._results.pop(0).collect()
         if self._results:
             oldest = self._results[0]
@@ -246,6 +248,7 @@ class Engine:
             self._board.retire(("updated",), oldest.work.version)
             self._board.retire(("boundary", "boundary gradient", "loss"), oldest.work.index)
             self._board.retire(("task", "done"), oldest.tasks[0].slot)
+            self._board.retire(("job",), self._next_job - 2 * MOST_PASSES_UNDER_WAY)  # two jobs a step
 
     # Faults and threads.
 

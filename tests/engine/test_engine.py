@@ -1,0 +1,179 @@
+"""The engine as a library: what its calls promise, beyond the numbers."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from tests.engine.toy import (
+    OPTIMIZER,
+    PARTITIONS,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
+from torchround.engine.device import CpuDevice
+from torchround.engine.engine import Engine
+from torchround.engine.errors import EngineUsageError
+from torchround.layer import IGNORED_LABEL, MicroBatch
+from torchround.pipeline.partition import Partition
+
+PARTITION = PARTITIONS["forward coarser"]
+BATCHES = toy_batches(3, micro_batches=4)
+
+
+@pytest.fixture
+def engine():
+    model = toy_model()
+    with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
+        yield engine
+
+
+def test_evaluate_gives_the_loss_of_the_newest_weights_and_changes_nothing(engine):
+    train(engine, BATCHES[:1])
+    before = {name: view.clone() for name, view in engine.store.named_views().items()}
+    evaluated = engine.evaluate(BATCHES[1]).loss()
+    assert_same_state(engine.store.named_views(), before)
+    assert evaluated == train(engine, BATCHES[1:2])[0]
+
+
+def test_an_evaluation_between_steps_leaves_training_bitwise_alone():
+    states = []
+    for evaluates in (False, True):
+        model = toy_model()
+        store = toy_store(model)
+        with toy_engine(model, store, PARTITION, 3) as engine:
+            for micro_batches in BATCHES:
+                if evaluates:
+                    engine.evaluate(BATCHES[0])
+                train(engine, [micro_batches])
+        states.append(store.named_views())
+    assert_same_state(*states)
+
+
+def test_steps_may_differ_in_number_and_size_of_micro_batches():
+    """The same sequences cut otherwise give the same mean loss, to the rounding of other matrix sizes."""
+    [micro_batches] = toy_batches(1, micro_batches=4)
+    whole = MicroBatch(
+        *(torch.cat(parts) for parts in zip(*(m.tensors() for m in micro_batches), strict=True))
+    )
+    model = toy_model()
+    with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
+        losses = [engine.evaluate(cut).loss() for cut in (micro_batches, [whole], micro_batches[::-1])]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_a_step_with_no_label_at_all_changes_no_moment(engine):
+    blank = [
+        MicroBatch(m.tokens, torch.full_like(m.labels, IGNORED_LABEL), m.positions, m.document_ids)
+        for m in BATCHES[0]
+    ]
+    result = engine.forward_backward(blank)
+    engine.step(1e-2)
+    assert result.loss() == 0.0 and result.update().grad_norm == 0.0
+    engine.drain()
+    assert not engine.store.named_views()["exp_avg/block.0.up.weight"].any()
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        (lambda e: e.step(1e-2), "step.. needs a forward_backward"),
+        (lambda e: (e.forward_backward(BATCHES[0]), e.forward_backward(BATCHES[0])), "without step"),
+        (lambda e: (e.forward_backward(BATCHES[0]), e.evaluate(BATCHES[0])), "between forward_backward"),
+        (lambda e: e.forward_backward([]), "at least one micro-batch"),
+        (lambda e: e.evaluate([]), "at least one micro-batch"),
+    ],
+)
+def test_calls_in_a_wrong_order_are_refused(engine, calls, message):
+    with pytest.raises(EngineUsageError, match=message):
+        calls(engine)
+
+
+def test_a_micro_batch_of_a_wrong_type_is_named(engine):
+    [first, *_] = BATCHES[0]
+    wrong = MicroBatch(first.tokens, first.labels.to(torch.int32), first.positions, first.document_ids)
+    with pytest.raises(EngineUsageError, match=r"micro-batch 1: labels is torch.int32 \(3, 8\)"):
+        engine.forward_backward([first, wrong])
+
+
+def test_a_refused_call_leaves_the_engine_usable(engine):
+    with pytest.raises(EngineUsageError):
+        engine.forward_backward([])
+    assert len(train(engine, BATCHES)) == 3
+
+
+def test_a_partition_of_another_model_is_refused():
+    model = toy_model()
+    with pytest.raises(EngineUsageError, match="covers 3 layers of 7"):
+        Engine(model, toy_store(model), [CpuDevice(0)], Partition((), 3, ()), optimizer=OPTIMIZER)
+
+
+def test_close_finishes_what_was_dispatched_and_ends_every_thread():
+    model = toy_model()
+    store = toy_store(model)
+    engine = toy_engine(model, store, PARTITION, 2)
+    engine.forward_backward(BATCHES[0])
+    engine.step(1e-2)
+    engine.close()
+    assert store.step == 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchround")]
+    with pytest.raises(EngineUsageError, match="closed"):
+        engine.forward_backward(BATCHES[0])
+    engine.close()
+
+
+def test_two_engines_in_one_process_do_not_disturb_each_other():
+    stores = []
+    for together in (False, True):
+        model = toy_model()
+        store, other = toy_store(model), toy_store(model, seed=1)
+        with (
+            toy_engine(model, store, PARTITION, 2) as engine,
+            toy_engine(model, other, PARTITION, 3) as second,
+        ):
+            for micro_batches in BATCHES:
+                engine.forward_backward(micro_batches)
+                if together:
+                    second.forward_backward(micro_batches)
+                    second.step(1e-2)
+                engine.step(1e-2)
+        stores.append(store.named_views())
+    assert_same_state(*stores)
+
+
+def test_device_memory_does_not_depend_on_how_many_steps_run():
+    peaks = []
+    for steps in (2, 12):
+        model = toy_model()
+        engine = toy_engine(model, toy_store(model), PARTITION, 2)
+        with engine:
+            train(engine, toy_batches(steps, micro_batches=4))
+        peaks.append([device.peak_bytes() for device in engine.devices])
+    assert peaks[0] == peaks[1]
+
+
+def test_a_long_run_keeps_no_facts_of_old_steps():
+    model = toy_model()
+    counts = []
+    with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
+        for _ in range(3):
+            train(engine, toy_batches(6, micro_batches=4))
+            counts.append(len(engine._board._values))
+    assert counts[2] <= counts[1]
+
+
+def test_a_closed_engine_can_be_collected():
+    model = toy_model()
+    engine = toy_engine(model, toy_store(model), PARTITION, 2)
+    train(engine, BATCHES)
+    engine.close()
+    reference = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert reference() is None
