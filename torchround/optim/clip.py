@@ -28,8 +28,8 @@ def sum_of_squares(flat: Tensor) -> Tensor:
     num_whole_rows = flat.numel() // _ROW
     rows = flat[: num_whole_rows * _ROW].view(num_whole_rows, _ROW)
     for chunk in rows.split(_CHUNK_ROWS):
-        total += chunk.to(torch.float64).square_().sum(dim=1).sum()
-    total += flat[num_whole_rows * _ROW :].to(torch.float64).square_().sum()
+        total += chunk.to(torch.float64, copy=True).square_().sum(dim=1).sum()
+    total += flat[num_whole_rows * _ROW :].to(torch.float64, copy=True).square_().sum()
     return total
 
 
