@@ -6,9 +6,12 @@ from typing import Any
 
 from models.common.errors import ModelConfigError
 from models.common.family import Family
+from models.gpt_oss import GPT_OSS
 from models.llama3 import LLAMA3
 from models.qwen3 import QWEN3
 
-FAMILIES: Mapping[str, Family[Any]] = MappingProxyType({family.name: family for family in (LLAMA3, QWEN3)})
+FAMILIES: Mapping[str, Family[Any]] = MappingProxyType(
+    {family.name: family for family in (LLAMA3, QWEN3, GPT_OSS)}
+)
 
 __all__ = ["FAMILIES", "Family", "ModelConfigError"]

@@ -15,19 +15,32 @@ from torchround.layer import MicroBatch
 
 
 class Attention(nn.Module):
-    """`[B, T, D]` in and out. With `qk_norm`, queries and keys are normed head by head before rotation."""
+    """`[B, T, D]` in and out.
 
-    def __init__(self, config: TransformerConfig, qk_norm: bool = False) -> None:
+    With `qk_norm`, queries and keys are normed head by head before rotation. With a `window`, a token sees that
+    many tokens, itself included. With `sinks`, each head has a learnt score more in its softmax.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        bias: bool = False,
+        qk_norm: bool = False,
+        sinks: bool = False,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
-        self.rope, self.head_dim = config.rope, config.head_dim
+        self.rope, self.head_dim, self.window = config.rope, config.head_dim, window
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.query = nn.Linear(config.hidden_size, width, bias=False, device="meta")
-        self.key = nn.Linear(config.hidden_size, kv_width, bias=False, device="meta")
-        self.value = nn.Linear(config.hidden_size, kv_width, bias=False, device="meta")
-        self.output = nn.Linear(width, config.hidden_size, bias=False, device="meta")
+        self.query = nn.Linear(config.hidden_size, width, bias=bias, device="meta")
+        self.key = nn.Linear(config.hidden_size, kv_width, bias=bias, device="meta")
+        self.value = nn.Linear(config.hidden_size, kv_width, bias=bias, device="meta")
+        self.output = nn.Linear(width, config.hidden_size, bias=bias, device="meta")
         self.query_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(config.num_heads, device="meta")) if sinks else None
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         query = self.query(x).unflatten(-1, (self.num_heads, self.head_dim))  # [B, T, H, C]
@@ -37,21 +50,27 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         cos, sin = rotation(self.rope, self.head_dim, micro_batch.positions)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        mixed = attend(query, key, value, micro_batch.document_ids)  # [B, T, H, C]
+        mixed = attend(query, key, value, micro_batch.document_ids, self.window, self.sinks)  # [B, T, H, C]
         return self.output(mixed.flatten(2))
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
+        """Linear weights as `init_linear_`; norms 1; biases and sinks 0."""
         for linear in (self.query, self.key, self.value):
             init_linear_(linear.weight, generator)
         init_linear_(self.output.weight, generator, output_scale)
         for norm in (self.query_norm, self.key_norm):
             if norm is not None:
                 norm.init_weights()
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name == "sinks" or name.endswith("bias"):
+                    parameter.zero_()
 
     def forward_flops(self, batch: int, tokens: int) -> float:
         """Projections, and scores and mixing over all T^2 pairs (RoundPipe appendix B, equation 2).
 
-        The causal half that is never used is counted, as is customary for MFU (PaLM appendix B).
+        The causal half that is never used is counted, as is customary for MFU (PaLM appendix B); so is what lies
+        outside a window.
         """
         projections = sum(linear.weight.numel() for linear in (self.query, self.key, self.value, self.output))
         pairs = batch * tokens * tokens

@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens, D model width, V vocabulary.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from models.common.attention import Attention
 from models.common.config import TransformerConfig
 from models.common.initialise import init_embedding_, init_linear_
+from models.common.lookup import lookup
 from models.common.loss import chunk_tokens, token_loss_sum
 from models.common.norm import RMSNorm
 from torchround.layer import Hidden, LayerWork, MicroBatch
@@ -37,7 +38,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, device="meta"))
 
     def forward(self, hidden: None, micro_batch: MicroBatch) -> Tensor:
-        return _Embed.apply(self.weight, micro_batch.tokens)
+        return lookup(self.weight, micro_batch.tokens)
 
     def init_weights(self, generator: torch.Generator) -> None:
         init_embedding_(self.weight, generator)
@@ -112,19 +113,3 @@ class Head(nn.Module):
         logits_bytes = chunk * vocab * (4 if element_bytes == 4 else 4 + 2 * element_bytes)
         weight_gradient_bytes = 4 * vocab * width
         return LayerWork(2.0 * num_tokens * vocab * width, kept, 4, logits_bytes + weight_gradient_bytes)
-
-
-class _Embed(torch.autograd.Function):
-    """Table lookup whose gradient adds up in fp32: in bf16, a token met 256 times would stop counting."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.vocab_size = weight.shape[0]
-        return F.embedding(tokens, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (tokens,) = ctx.saved_tensors
-        grad = torch.ops.aten.embedding_dense_backward(grads[0].float(), tokens, ctx.vocab_size, -1, False)
-        return grad, None

@@ -14,7 +14,7 @@ Shapes: N tokens of the whole micro-batch, D model width, V vocabulary.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchround.layer import IGNORED_LABEL
@@ -29,14 +29,18 @@ def token_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     `hidden` is `[N, D]`, `weight` `[V, D]` of the same dtype, `labels` `[N]` int64. May be differentiated
     once, with respect to `hidden` and `weight`.
     """
-    if hidden.device.type == "cpu" and hidden.dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
+    if (
+        hidden.device.type == "cpu"
+        and hidden.dtype == torch.float32
+        and hasattr(nn, "LinearCrossEntropyOptions")
+    ):
         return torch_loss_sum(hidden, weight, labels)
     return chunked_loss_sum(hidden, weight, labels)
 
 
 def torch_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """The same through `torch.nn.functional.linear_cross_entropy`, for fp32 on the CPU."""
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens(weight.shape[0]))
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens(weight.shape[0]))
     return F.linear_cross_entropy(
         hidden, weight, labels, reduction="sum", ignore_index=IGNORED_LABEL, options=options
     )

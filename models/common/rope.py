@@ -1,4 +1,4 @@
-"""Rotary position embeddings, with the Llama 3 frequency scaling.
+"""Rotary position embeddings, with the frequency scalings of Llama 3 and YaRN.
 
 Nothing is stored: the tables are recomputed in fp32 from the micro-batch's positions, in operations that run
 on the positions' device and never wait for it. For 8192 tokens that is under 0.1 % of a block's time.
@@ -28,17 +28,43 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): slow rotations are stretched by `factor`, fast ones stay.
+
+    Fast: more than `beta_fast` turns within `original_positions`; slow: fewer than `beta_slow`; the pairs between
+    are interpolated by their index, with bounds rounded outward if `truncate`. Cosines and sines are multiplied
+    by `attention_factor`, `0.1 ln(factor) + 1` where none is given.
+    """
+
+    factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_positions: int = 4096
+    truncate: bool = True
+    attention_factor: float | None = None
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotation of channel pair `i` by `position * theta^(-2 i / C)` radians, before scaling."""
 
     theta: float
-    scaling: Llama3Scaling | None = None
+    scaling: Llama3Scaling | YarnScaling | None = None
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if not isinstance(self.scaling, YarnScaling):
+            return 1.0
+        if self.scaling.attention_factor is not None:
+            return self.scaling.attention_factor
+        return 0.1 * math.log(max(self.scaling.factor, 1.0)) + 1.0
 
 
 def rotation(rope: Rope, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[B, T, 1, C / 2]` fp32 for positions `[B, T]`."""
     angles = positions[..., None, None].float() * inverse_frequencies(rope, head_dim, positions.device)
-    return angles.cos(), angles.sin()
+    return angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -54,12 +80,30 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tens
     """Radians per token of each channel pair, `[C / 2]` fp32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
-    return frequencies if rope.scaling is None else _stretch(frequencies, rope.scaling)
+    if isinstance(rope.scaling, Llama3Scaling):
+        return _stretch_llama3(frequencies, rope.scaling)
+    if isinstance(rope.scaling, YarnScaling):
+        return _stretch_yarn(frequencies, rope.scaling, rope.theta, head_dim)
+    return frequencies
 
 
-def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+def _stretch_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     # Share of the unscaled frequency: 0 for long wavelengths, 1 for short ones, linear in turns between.
     turns = scaling.original_positions * frequencies / (2 * math.pi)
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     share = share.clamp(0.0, 1.0)
     return (1 - share) * frequencies / scaling.factor + share * frequencies
+
+
+def _stretch_yarn(frequencies: Tensor, scaling: YarnScaling, theta: float, head_dim: int) -> Tensor:
+    def pair_with(turns: float) -> float:
+        """The (fractional) pair that turns so often within the original positions."""
+        return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=frequencies.device)
+    stretched = ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    return frequencies / scaling.factor * stretched + frequencies * (1 - stretched)

@@ -58,7 +58,17 @@ def _released(
 
 def _debug(layers: int, hidden: int, heads: int, ffn: int) -> Llama3Config:
     # 260: 256 bytes and 4 special tokens; the tokenizer's own size takes its place.
-    return Llama3Config(layers, hidden, heads, heads // 2, hidden // heads, ffn, 260, Rope(10000.0), 8192)
+    return Llama3Config(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads // 2,
+        head_dim=hidden // heads,
+        ffn_size=ffn,
+        vocab_size=260,
+        rope=Rope(10000.0),
+        max_positions=8192,
+    )
 
 
 FLAVORS: Mapping[str, Llama3Config] = MappingProxyType(

@@ -66,7 +66,18 @@ def _released(
 
 
 # 260: 256 bytes and 4 special tokens; the tokenizer's own size takes its place. 1.1 M parameters.
-_DEBUG = Qwen3Config(6, 128, 4, 2, 32, 320, 260, Rope(10000.0), 8192, 1e-6)
+_DEBUG = Qwen3Config(
+    num_layers=6,
+    hidden_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    ffn_size=320,
+    vocab_size=260,
+    rope=Rope(10000.0),
+    max_positions=8192,
+    norm_eps=1e-6,
+)
 
 FLAVORS: Mapping[str, Qwen3Config] = MappingProxyType(
     {

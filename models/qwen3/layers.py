@@ -25,7 +25,7 @@ def build(config: Qwen3Config) -> LayeredModel:
     return assemble(
         config,
         lambda index: _moe_block(config, moe),
-        lambda config, embedding: MoEHead(config, embedding, moe),
+        lambda shape, embedding: MoEHead(shape, embedding, moe),
     )
 
 

@@ -157,7 +157,7 @@ def test_activation_bytes_are_within_two_percent_of_what_is_kept(small, tools, d
         kept, output = kept_bytes(layer, hidden, batch)
         work = layer.work(2, 96, dtype.itemsize)
         assert work.boundary_bytes == sum(t.numel() * t.element_size() for t in as_tuple(output))
-        if documents == [[96], [96]] and name != "embedding":
+        if name == "block.0" and documents == [[96], [96]] and layer.attention.window is None:
             kept += 2 * 96 * 96 * dtype.itemsize  # the estimate allows for a mask of packed documents
         assert kept == pytest.approx(work.activation_bytes, rel=0.02), name
         hidden = as_leaves(output)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models.common import attend as attention
-from models.common.attend import attend, document_mask, known_single_documents
+from models.common.attend import attend, attention_mask, known_single_documents
 
 HEADS, KV_HEADS, CHANNELS = 6, 2, 5
 
@@ -19,30 +19,50 @@ def ids(*rows):
     return torch.tensor([[index for index, length in enumerate(row) for _ in range(length)] for row in rows])
 
 
-def brute_force(query, key, value, document_ids):
+def brute_force(query, key, value, document_ids, window=None, sinks=None):
     """Query by query, over the tokens it may see."""
     mixed = torch.zeros_like(query)
     for row, token, head in torch.cartesian_prod(*(torch.arange(size) for size in query.shape[:3])).tolist():
         earlier = torch.arange(token + 1)
         seen = earlier[document_ids[row, earlier] == document_ids[row, token]]
+        if window is not None:
+            seen = seen[seen > token - window]
         kv_head = head // (HEADS // KV_HEADS)
         scores = key[row, seen, kv_head] @ query[row, token, head] / CHANNELS**0.5
-        mixed[row, token, head] = scores.softmax(0) @ value[row, seen, kv_head]
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head][None]))
+        mixed[row, token, head] = scores.softmax(0)[: len(seen)] @ value[row, seen, kv_head]
     return mixed
 
 
-@pytest.mark.parametrize("document_ids", [ids([9], [9]), ids([4, 1, 4], [1, 8]), ids([9], [3, 6])])
-def test_attention_equals_brute_force_over_the_tokens_of_the_document(document_ids):
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 20])
+@pytest.mark.parametrize(
+    "document_ids",
+    [ids([9], [9]), ids([4, 1, 4], [1, 8]), ids([9], [3, 6])],
+    ids=["single", "packed", "mixed"],
+)
+def test_attention_and_its_gradients_equal_brute_force(document_ids, window, with_sinks):
     heads = make_heads(2, 9)
-    with torch.no_grad():
-        expected = brute_force(*heads, document_ids)
-    torch.testing.assert_close(attend(*heads, document_ids), expected, rtol=1e-5, atol=1e-6)
+    inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
+    sinks = inputs[3] if with_sinks else None
+    found = attend(*heads, document_ids, window, sinks)
+    expected = brute_force(*heads, document_ids, window, sinks)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    upstream = torch.randn(found.shape)
+    pairs = zip(
+        torch.autograd.grad(found, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
+        strict=True,
+    )
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_returning_document_id_attends_to_its_earlier_part():
     # The protocol: two tokens are of one document exactly where their ids are equal.
     document_ids = torch.tensor([[0, 1, 1, 0, 0]])
-    assert document_mask(document_ids)[0, 0].int().tolist() == [
+    assert attention_mask(document_ids, None, torch.float32)[0, 0].exp().tolist() == [
         [1, 0, 0, 0, 0],
         [0, 1, 0, 0, 0],
         [0, 1, 1, 0, 0],

@@ -8,7 +8,7 @@ from models.common import loss
 from torchround.layer import IGNORED_LABEL
 
 IMPLEMENTATIONS = [loss.chunked_loss_sum, loss.token_loss_sum]
-if hasattr(F, "linear_cross_entropy"):
+if hasattr(torch.nn, "LinearCrossEntropyOptions"):
     IMPLEMENTATIONS.append(loss.torch_loss_sum)
 
 TOKENS, WIDTH, VOCAB = 75, 12, 50

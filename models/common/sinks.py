@@ -1,0 +1,98 @@
+"""Attention with sinks: every query head has one learnt score more in its softmax, which takes no value.
+
+A flash kernel gives the output `o` and log-sum-exp `l` without the sink `s`. With it they are
+`l' = log(exp(l) + exp(s))` and `o' = o exp(l - l')`. The kernels' backward needs only output, log-sum-exp and
+the gradient of the output, so called with `o'` and `l'` it gives the exact gradients of query, key and value;
+the sink's own is `-sum exp(s - l') (grad . o')`. Nothing of size T^2 is kept for it.
+
+Shapes: B sequences, T tokens, H heads, K kv heads, C channels of a head.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None
+) -> Tensor:
+    """`[B, H, T, C]` from query of that shape, key and value `[B, K, T, C]` and `sinks [H]`.
+
+    `mask` is an additive `[B, 1, T, T]` in the query's dtype; without one attention is causal.
+    """
+    return _SinkAttention.apply(query, key, value, sinks, mask)
+
+
+class _SinkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        plain, plain_sums = _forward_kernel(query, key, value, mask)
+        scores = sinks.float()[:, None]  # [H, 1]
+        log_sums = torch.logaddexp(plain_sums[..., : query.shape[2]], scores)  # [B, H, T] fp32
+        output = plain * (plain_sums[..., : query.shape[2]] - log_sums).exp()[..., None].to(plain.dtype)
+        ctx.save_for_backward(query, key, value, sinks, mask, output, log_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        query, key, value, sinks, mask, output, log_sums = ctx.saved_tensors
+        shares = (sinks.float()[:, None] - log_sums).exp()  # the sink's part of each softmax, [B, H, T]
+        grad_sinks = -(shares * (grads[0].float() * output).sum(dim=-1)).sum(dim=(0, 2))
+        gradients = _backward_kernel(grads[0], query, key, value, output, log_sums, mask)
+        return *gradients, grad_sinks, None
+
+
+def _forward_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output `[B, H, T, C]` and fp32 log-sum-exp `[B, H, >= T]`."""
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, mask is None, attn_mask=mask
+        )
+    key, value = _repeat(key, query), _repeat(value, query)
+    bias = None if mask is None else mask.expand(-1, query.shape[1], -1, -1)
+    output, log_sums, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, 0.0, mask is None
+    )
+    return output, log_sums
+
+
+def _backward_kernel(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, output, log_sums, 0.0, mask is None, attn_mask=mask
+        )
+    groups = (key.shape[1], query.shape[1] // key.shape[1])
+    bias = None if mask is None else mask.expand(-1, query.shape[1], -1, -1)
+    padded = torch.nn.functional.pad(log_sums, (0, -log_sums.shape[-1] % 32))  # as its forward gives them
+    no_seed = torch.zeros((), dtype=torch.int64, device=query.device)  # for dropout, of which there is none
+    grad_query, grad_key, grad_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad,
+        query,
+        _repeat(key, query),
+        _repeat(value, query),
+        bias,
+        output,
+        padded,
+        no_seed,
+        no_seed,
+        0.0,
+        [True, True, True, False],
+        mask is None,
+    )
+    # Each kv head adds up the gradients of the query heads that it serves.
+    return grad_query, *(full.unflatten(1, groups).sum(dim=2) for full in (grad_key, grad_value))
+
+
+def _repeat(heads: Tensor, query: Tensor) -> Tensor:
+    return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)

@@ -1,0 +1,133 @@
+"""GPT-OSS sizes, and the reading of their `config.json`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from models.common.config import TransformerConfig
+from models.common.errors import ModelConfigError
+from models.common.hf_config import HFConfig
+from models.common.moe import MoEShape
+from models.common.rope import Rope, YarnScaling
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(TransformerConfig):
+    """Every block has experts. In blocks that slide, a token sees `window` tokens, itself included.
+
+    `sliding`: whether each block slides; without it every other one does, from block 0 on. SwiGLU's inputs are
+    cut at `swiglu_limit`, its gate is `x sigmoid(swiglu_alpha x)`.
+    """
+
+    moe: MoEShape
+    window: int
+    sliding: tuple[bool, ...] | None = None
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1:
+            raise ModelConfigError(f"window = {self.window}, must be at least 1")
+        if self.sliding is not None and len(self.sliding) != self.num_layers:
+            raise ModelConfigError(
+                f"sliding names {len(self.sliding)} blocks, num_layers = {self.num_layers}"
+            )
+
+    def window_of(self, index: int) -> int | None:
+        """Tokens that block `index` sees, or None for all."""
+        slides = index % 2 == 0 if self.sliding is None else self.sliding[index]
+        return self.window if slides else None
+
+
+def config_from_hf(content: Mapping[str, Any]) -> GptOssConfig:
+    """From the content of a `config.json` with `model_type` gpt_oss."""
+    hf = HFConfig(content)
+    hf.expect("model_type", "gpt_oss")
+    hf.expect("hidden_act", "silu")
+    hf.expect("attention_bias", True)
+    moe = MoEShape(
+        num_experts=hf.get("num_local_experts", int),
+        num_chosen=hf.get("num_experts_per_tok", int),
+        ffn_size=hf.get("intermediate_size", int),
+        balance_coefficient=hf.balance_coefficient(),
+    )
+    return GptOssConfig(
+        rope=_rope(hf),
+        moe=moe,
+        window=hf.get("sliding_window", int),
+        sliding=_sliding(hf),
+        swiglu_limit=float(hf.get("swiglu_limit", (int, float), 7.0)),
+        swiglu_alpha=float(hf.get("swiglu_alpha", (int, float), 1.702)),
+        **hf.transformer_fields(),
+    )
+
+
+def _sliding(hf: HFConfig) -> tuple[bool, ...] | None:
+    kinds = hf.get("layer_types", list, [])
+    if set(kinds) - {SLIDING, FULL}:
+        raise ModelConfigError(
+            f"config.json: layer_types = {kinds}, only {SLIDING!r} and {FULL!r} are supported"
+        )
+    slides = tuple(kind == SLIDING for kind in kinds)
+    return None if slides == tuple(index % 2 == 0 for index in range(len(slides))) else slides
+
+
+def _rope(hf: HFConfig) -> Rope:
+    table = hf.rope("yarn")
+    table.expect("mscale", None)
+    table.expect("mscale_all_dim", None)
+    factor = table.get("attention_factor", (int, float), None)
+    scaling = YarnScaling(
+        factor=float(table.get("factor", (int, float))),
+        beta_fast=float(table.get("beta_fast", (int, float), 32.0)),
+        beta_slow=float(table.get("beta_slow", (int, float), 1.0)),
+        original_positions=table.get("original_max_position_embeddings", int),
+        truncate=table.get("truncate", bool, True),
+        attention_factor=None if factor is None else float(factor),
+    )
+    return Rope(float(table.get("rope_theta", (int, float), 150000.0)), scaling)
+
+
+_ROPE = Rope(150000.0, YarnScaling(factor=32.0, original_positions=4096, truncate=False))
+
+
+def _released(layers: int, num_experts: int) -> GptOssConfig:
+    # Both released sizes are 2880 wide, with 64 heads of 64, 8 kv heads and a vocabulary of 201088.
+    moe = MoEShape(num_experts, 4, 2880)
+    return GptOssConfig(
+        num_layers=layers,
+        hidden_size=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        ffn_size=2880,
+        vocab_size=201088,
+        rope=_ROPE,
+        max_positions=131072,
+        moe=moe,
+        window=128,
+    )
+
+
+# 260: 256 bytes and 4 special tokens; the tokenizer's own size takes its place. 1.3 M parameters.
+_DEBUG = GptOssConfig(
+    num_layers=6,
+    hidden_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    ffn_size=56,
+    vocab_size=260,
+    rope=_ROPE,
+    max_positions=131072,
+    moe=MoEShape(8, 2, 56, balance_coefficient=0.001),
+    window=16,
+)
+
+FLAVORS: Mapping[str, GptOssConfig] = MappingProxyType(
+    {"debug": _DEBUG, "20B": _released(24, 32), "120B": _released(36, 128)}
+)
