@@ -4,7 +4,7 @@ A schedule is then only an order of actions per device; durations, bytes and dep
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchround.pipeline.bound_partition import bind_stages

@@ -1,0 +1,160 @@
+"""scripts/simulate.py as a user runs it: table, files, and one message for each mistake."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.simulate import main
+from torchround.pipeline.baselines import SCHEDULES
+
+ROOT = Path(__file__).parents[2]
+COSTS = ROOT / "docs" / "costs" / "rtx4090_qwen3_1.7b.json"
+PARTITION = {"forward": [7] * 4, "fused": 1, "backward": [3] * 8 + [2, 2]}
+PUBLISHED = ["--costs", str(COSTS), "--devices", "8", "--microbatches", "16"]
+
+
+@pytest.fixture
+def small_costs(tmp_path: Path) -> Path:
+    layer = {
+        "name": "block",
+        "forward_s": 0.01,
+        "backward_s": 0.02,
+        "activation_bytes": 100,
+        "boundary_bytes": 10,
+    }
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps({"hop_s": 0.001, "layers": [layer] * 7}))
+    return path
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "simulate.py"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_fixed_partition_gives_the_published_step_and_the_agreed_json(tmp_path: Path) -> None:
+    (tmp_path / "partition.json").write_text(json.dumps(PARTITION))
+    arguments = [
+        "--partition",
+        "partition.json",
+        "--schedules",
+        "looped_bfs,roundpipe_sync",
+        "--json",
+        "out.json",
+    ]
+    result = run(*PUBLISHED, *arguments, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "roundpipe_sync" in result.stdout and "2286.0" in result.stdout
+    schedules = json.loads((tmp_path / "out.json").read_text())["schedules"]
+    assert set(schedules) == {"looped_bfs", "roundpipe_sync"}
+    assert schedules["roundpipe_sync"]["makespan_s"] == pytest.approx(2.2860, abs=5e-5)
+    assert schedules["roundpipe_sync"]["partition"] == {**PARTITION, "rounds": 2}
+    assert schedules["looped_bfs"]["bubble"] == pytest.approx(0.2501, abs=1e-4)
+    assert set(schedules["looped_bfs"]) == {
+        "makespan_s",
+        "bubble",
+        "bubble_by_kind",
+        "peak_activation_bytes",
+        "drift",
+        "partition",
+    }
+
+
+def test_all_schedules_run_on_a_costs_file_without_bytes_or_a_device(
+    small_costs: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--costs", str(small_costs), "--devices", "2", "--microbatches", "4", "--json", str(out)]
+    assert main(arguments) == 0
+    assert list(json.loads(out.read_text())["schedules"]) == list(SCHEDULES)
+
+
+def test_costs_of_a_model_are_counted_for_a_card(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = [
+        "--model",
+        "llama3/3.2-1B",
+        "--device",
+        "rtx4090",
+        "--schedules",
+        "1f1b,mobius",
+        "--json",
+        str(out),
+    ]
+    assert main([*arguments, "--devices", "4", "--microbatches", "8"]) == 0
+    schedules = json.loads(out.read_text())["schedules"]
+    # Each of 8 micro-batches of 8192 tokens costs at least 6 FLOP per parameter and token on 165 TFLOP/s.
+    at_least_s = 8 * 8192 * 6 * 1.2e9 / (4 * 165.2e12)
+    assert at_least_s < schedules["1f1b"]["makespan_s"] < 4 * at_least_s
+
+
+def test_trace_and_plot_are_written_or_the_missing_package_is_named(
+    small_costs: Path, tmp_path: Path
+) -> None:
+    arguments = [
+        "--costs",
+        str(small_costs),
+        "--devices",
+        "2",
+        "--microbatches",
+        "4",
+        "--schedules",
+        "gpipe,paci",
+    ]
+    result = run(*arguments, "--trace", "trace.json", "--plot", "picture.png", cwd=tmp_path)
+    processes = {event["pid"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert len(processes) == 4
+    if importlib.util.find_spec("matplotlib"):
+        assert result.returncode == 0, result.stderr
+        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    else:
+        assert result.returncode == 2
+        assert "needs matplotlib: pip install 'torchround[plot]'" in result.stderr
+
+
+def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(
+    small_costs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--costs",
+        str(small_costs),
+        "--devices",
+        "2",
+        "--microbatches",
+        "4",
+        "--offload-ratio",
+        "1.5",
+    ]
+    assert main([*arguments, "--schedules", "po_h,po_f"]) == 0
+    captured = capsys.readouterr()
+    assert "po_f left out" in captured.err and "1.50 x its compute" in captured.err
+    assert "po_h" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--costs", "missing.json"], "missing.json: No such file"),
+        (["--costs", str(COSTS), "--schedules", "gpip"], "nearest: gpipe"),
+        (["--costs", str(COSTS), "--device", "rtx9999"], "'rtx9999' is not a known card; known: rtx3080"),
+        (["--costs", str(COSTS), "--partition", str(COSTS)], 'expected {"forward"'),
+        (["--costs", str(ROOT / "LICENSE")], "LICENSE: costs are not valid JSON"),
+        (["--model", "llama3/3.2-1B"], "--model needs --device"),
+        (["--model", "llama3/nope", "--device", "rtx4090"], "unknown llama3 flavor 'nope'"),
+        (["--model", "nope/1b", "--device", "rtx4090"], "'nope' is none of"),
+        (["--costs", str(COSTS), "--schedules", "gis", "--group", "1"], "a group of 1 micro-batches"),
+    ],
+)
+def test_a_mistake_ends_with_code_2_and_one_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--devices", "8", "--microbatches", "16"]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
