@@ -133,7 +133,7 @@ def measure(costs: Costs, plan: Plan, steps: int) -> dict[str, float]:
             if len(results) > 1:
                 seconds.append(_finish(results[-2]))
         seconds.append(_finish(results[-1]))
-        busy_s = sum(busy.seconds() for busy in results[-1].busy())
+        busy_s = sum(times.busy_s for times in results[-1].device_times(plan.num_devices))
     step_s = statistics.median(
         b - a for a, b in zip(seconds[WARMUP_STEPS - 1 :], seconds[WARMUP_STEPS:], strict=False)
     )

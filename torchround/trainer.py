@@ -171,7 +171,7 @@ class Trainer:
             self._throughput.count(done.result.num_labels)
             self._skipped_steps += update.skipped
             self._optimizer_s += update.seconds
-            self._busy_s += sum(busy.seconds() for busy in done.result.busy())
+            self._busy_s += sum(times.busy_s for times in done.result.device_times(len(self._devices)))
             if update.skipped:
                 logger.warning(
                     "step %d: the gradient is not finite; its update is skipped", done.position.step

@@ -30,6 +30,9 @@ class Stream(Enum):
     GRADIENT_DOWNLOAD = "gradient download"
 
 
+UPLOADS = (Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD)
+
+
 class Event(Protocol):
     """A point in a stream."""
 
@@ -51,13 +54,29 @@ class Device(ABC):
     torch_device: torch.device
     pins_host_memory: bool
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self.uploaded_bytes = 0
+        self.downloaded_bytes = 0
+        self.num_allocations = 0
+
     def allocate(self, nbytes: int) -> Tensor:
         """A uint8 buffer that lives as long as the device. Raises `DeviceMemoryError`."""
+        self.num_allocations += 1
+        return self._allocate(nbytes)
+
+    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+        """Enqueue `destination.copy_(source)` over the link; both have the same dtype."""
+        if stream in UPLOADS:
+            self.uploaded_bytes += source.nbytes
+        else:
+            self.downloaded_bytes += source.nbytes
+        self._copy(stream, destination, source)
 
     @abstractmethod
-    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        """Enqueue `destination.copy_(source)`; converts the dtype when they differ."""
+    def _allocate(self, nbytes: int) -> Tensor: ...
+
+    @abstractmethod
+    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None: ...
 
     @abstractmethod
     def run(
@@ -116,12 +135,13 @@ class CpuDevice(Device):
     pins_host_memory = False
 
     def __init__(self, index: int, memory_limit_bytes: int | None = None) -> None:
+        super().__init__()
         self.name = f"cpu:{index}"
         self.torch_device = torch.device("cpu")
         self._limit_bytes = memory_limit_bytes
         self._allocated_bytes = 0
 
-    def allocate(self, nbytes: int) -> Tensor:
+    def _allocate(self, nbytes: int) -> Tensor:
         if self._limit_bytes is not None and self._allocated_bytes + nbytes > self._limit_bytes:
             raise DeviceMemoryError(
                 f"{self.name} has {self._limit_bytes / GIB:.3f} GiB, {self._allocated_bytes / GIB:.3f} GiB of it "
@@ -130,7 +150,7 @@ class CpuDevice(Device):
         self._allocated_bytes += nbytes
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
         destination.copy_(source)
 
     def run(
@@ -177,11 +197,12 @@ class CudaDevice(Device):
     pins_host_memory = True
 
     def __init__(self, index: int, worker: int | None = None) -> None:
+        super().__init__()
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}" if worker is None else f"cuda:{index}/{worker}"
         self._streams = {stream: torch.cuda.Stream(self.torch_device) for stream in Stream}
 
-    def allocate(self, nbytes: int) -> Tensor:
+    def _allocate(self, nbytes: int) -> Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
@@ -190,7 +211,7 @@ class CudaDevice(Device):
                 f"{self.name} has {free / GIB:.3f} of {total / GIB:.3f} GiB free; {nbytes / GIB:.3f} GiB were asked for"
             ) from error
 
-    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._streams[stream]):
             destination.copy_(source, non_blocking=True)
 

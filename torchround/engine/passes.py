@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from torchround.engine.device import Mark
 from torchround.engine.host_memory import HostPool
 from torchround.engine.observer import Observer
 from torchround.engine.staging import Boundary, Packing, pack
@@ -44,17 +43,6 @@ class Order:
     task: StageTask
     work: Pass
     contribution: dict[tuple[int, int], int]
-
-
-@dataclass(frozen=True)
-class Busy:
-    """Device time of one stage slot: start and end of each piece of computation."""
-
-    task: StageTask
-    pieces: tuple[tuple[Mark, Mark], ...]
-
-    def seconds(self) -> float:
-        return sum(end.seconds_since(start) for start, end in self.pieces)
 
 
 def handovers(partition: Partition) -> frozenset[int]:

@@ -94,16 +94,17 @@ class RecordingDevice(Device):
     """Behaves as `inner` and writes to `log`."""
 
     def __init__(self, inner: Device, log: AccessLog) -> None:
+        super().__init__()
         self.name = inner.name
         self.torch_device = inner.torch_device
         self.pins_host_memory = inner.pins_host_memory
         self._inner = inner
         self._log = log
 
-    def allocate(self, nbytes: int) -> Tensor:
+    def _allocate(self, nbytes: int) -> Tensor:
         return self._inner.allocate(nbytes)
 
-    def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
         self._log.access(self._enqueue(stream), [source], [destination])
         self._inner.copy(stream, destination, source)
 

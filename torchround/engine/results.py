@@ -5,7 +5,8 @@ from collections.abc import Callable
 from torchround.engine.host_memory import HostPool
 from torchround.engine.optimizer_worker import UpdateReport
 from torchround.engine.ordering import Fact
-from torchround.engine.passes import AlreadyHappened, Busy, Pass
+from torchround.engine.passes import AlreadyHappened, Pass
+from torchround.engine.reports import DeviceTimes, SlotReport, times_by_device
 from torchround.engine.staging import Boundary
 from torchround.pipeline.schedule import StageTask
 
@@ -22,7 +23,7 @@ class StepResult:
         self._wait = wait
         self._loss: float | None = None
         self._update: UpdateReport | None = None
-        self._busy: list[Busy] | None = None
+        self._reports: list[SlotReport] | None = None
 
     @property
     def num_labels(self) -> int:
@@ -44,17 +45,21 @@ class StepResult:
             self._update = report
         return self._update
 
-    def busy(self) -> list[Busy]:
-        """Device time of each stage task, in dispatch order."""
-        if self._busy is None:
+    def reports(self) -> list[SlotReport]:
+        """What the devices report of each stage task, in dispatch order."""
+        if self._reports is None:
             reports = [self._wait(Fact("done", task.slot)) for task in self.tasks]
-            self._busy = [report for report in reports if isinstance(report, Busy)]
-        return self._busy
+            self._reports = [report for report in reports if isinstance(report, SlotReport)]
+        return self._reports
+
+    def device_times(self, num_devices: int) -> list[DeviceTimes]:
+        """Where each device's time went, in device order."""
+        return times_by_device(self.reports(), num_devices)
 
     def wait(self) -> None:
         """Wait until every stage task is done."""
         self.loss()
-        self.busy()
+        self.reports()
 
     def collect(self) -> None:
         """Wait for everything, so that the engine may forget how it came about."""

@@ -5,6 +5,7 @@ pair computes, the next stage's weights fill the other slot and the previous sta
 equal chunk in each transfer window (RoundPipe section 4.2).
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +77,7 @@ class SlotPair:
 
 
 class WeightUpload:
-    """One stage's weights on their way into a slot."""
+    """One stage's weights on their way into a slot. `waited_s`: host time spent waiting for their update."""
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class WeightUpload:
         self._use = use
         self._part = 0
         self._done_elements = 0
+        self.waited_s = 0.0
         if slot.released is not None:
             device.wait(Stream.WEIGHT_UPLOAD, slot.released)
 
@@ -137,7 +139,9 @@ class WeightUpload:
         part = self.layout.weights[self._part]
         bundle = self._store.bundles[part.bundle]
         if bundle.trainable and self._done_elements == 0:
+            start_s = time.perf_counter()
             self._ordering.before_upload(bundle.index, self._version)
+            self.waited_s += time.perf_counter() - start_s
         start, stop = self._done_elements, min(self._done_elements + numel, part.numel)
         master = bundle.masters[self._version % len(bundle.masters)]
         self._device.copy(

@@ -18,7 +18,8 @@ from torchround.engine.errors import PipelineError, Place, Stopped
 from torchround.engine.host_memory import HostPool
 from torchround.engine.host_store import HostStore
 from torchround.engine.ordering import Board, Fact, Ordering
-from torchround.engine.passes import Busy, Order, Pass
+from torchround.engine.passes import Order, Pass
+from torchround.engine.reports import Piece, SlotReport
 from torchround.engine.slots import (
     ROUNDING_ELEMENTS,
     GradientDownload,
@@ -32,6 +33,7 @@ from torchround.engine.staging import RingEntry, as_tuple
 from torchround.engine.traffic import Traffic
 from torchround.layer import Hidden
 from torchround.pipeline.partition import Stage, StageKind
+from torchround.pipeline.timeline import TaskKind
 
 T = TypeVar("T")
 
@@ -68,7 +70,9 @@ class Worker:
         self._upload: WeightUpload | None = None
         self._download: GradientDownload | None = None
         self._traffic = Traffic(device, setup.board, setup.pool)
-        self._pieces: list[tuple[Mark, Mark]] = []
+        self._pieces: list[Piece] = []
+        self._idle_since: Mark | None = None
+        self._reported_bytes = (0, 0)
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
 
     def _allocate(self) -> None:
@@ -111,6 +115,7 @@ class Worker:
         if upload.blocked:
             self._flush()
         self._device.wait(Stream.COMPUTE, upload.finish())
+        weights_ready = self._device.mark(Stream.WEIGHT_UPLOAD)
         gradients = None if order.task.stage.kind is StageKind.FORWARD else self._clear_gradients()
         layers = bind(self._store, self._skeletons, upload.layout, upload.slot, gradients)
         shared = [upload.slot.memory] if gradients is None else [upload.slot.memory, gradients.memory]
@@ -120,6 +125,8 @@ class Worker:
             self._windows(len(order.task.micro_batches) - position)
             _STAGES[order.task.stage.kind](self, order, layers, micro_batch, shared)
         self._finish(order, upload, gradients)
+        self._report(order, upload, weights_ready)
+        self._order = None
 
     def _finish(self, order: Order, upload: WeightUpload, gradients: Slot | None) -> None:
         self._micro_batch = None
@@ -138,9 +145,21 @@ class Worker:
                 order.work.step,
                 order.contribution,
             )
-        self._setup.board.post(Fact("done", order.task.slot), Busy(order.task, tuple(self._pieces)))
-        self._pieces.clear()
-        self._order = None
+
+    def _report(self, order: Order, upload: WeightUpload, weights_ready: Mark) -> None:
+        moved = (self._device.uploaded_bytes, self._device.downloaded_bytes)
+        report = SlotReport(
+            task=order.task,
+            step=order.work.step,
+            idle_since=self._idle_since,
+            weights_ready=weights_ready,
+            optimizer_wait_s=upload.waited_s,
+            pieces=tuple(self._pieces),
+            uploaded_bytes=moved[0] - self._reported_bytes[0],
+            downloaded_bytes=moved[1] - self._reported_bytes[1],
+        )
+        self._reported_bytes, self._idle_since, self._pieces = moved, self._pieces[-1].end, []
+        self._setup.board.post(Fact("done", order.task.slot), report)
 
     # Stages, one micro-batch each.
 
@@ -151,6 +170,7 @@ class Worker:
         )
         hidden, staged = self._bring_hidden(work, stage, m)
         outputs = self._compute(
+            TaskKind.FORWARD,
             lambda: forward(layers, stage.start, hidden, micro_batch, work.kept),
             reads=[*shared, integers.memory, *_memory(staged)],
         )
@@ -175,7 +195,10 @@ class Worker:
             return loss.detach(), part.backward([torch.full_like(loss, work.loss_scale)])
 
         loss, gradients = self._compute(
-            forward_and_backward, reads=[shared[0], integers.memory, *_memory(staged)], writes=shared[1:]
+            TaskKind.FUSED,
+            forward_and_backward,
+            reads=[shared[0], integers.memory, *_memory(staged)],
+            writes=shared[1:],
         )
         self._traffic.release(staged)
         self._traffic.send(Fact("loss", work.index, (m,)), loss, readers=1)
@@ -190,12 +213,17 @@ class Worker:
         hidden, staged = self._bring_hidden(work, stage, m)
         reads = [shared[0], integers.memory, *_memory(staged)]
         part = self._compute(
-            lambda: Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute), reads
+            TaskKind.RECOMPUTE,
+            lambda: Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute),
+            reads,
         )
         fact = Fact("boundary gradient", work.index, (stage.stop, m))
         incoming, staged_gradient = self._traffic.bring_gradients(self._await(fact))
         gradients = self._compute(
-            lambda: part.backward(incoming), [*reads, staged_gradient.memory], writes=shared[1:]
+            TaskKind.BACKWARD,
+            lambda: part.backward(incoming),
+            reads=[*reads, staged_gradient.memory],
+            writes=shared[1:],
         )
         self._traffic.release(staged)
         self._traffic.release(staged_gradient)
@@ -203,10 +231,13 @@ class Worker:
 
     # Computing and moving.
 
-    def _compute(self, work: Callable[[], T], reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> T:
+    def _compute(
+        self, kind: TaskKind, work: Callable[[], T], reads: Sequence[Tensor], writes: Sequence[Tensor] = ()
+    ) -> T:
+        assert self._micro_batch is not None, "computation outside a stage"
         start = self._device.mark(Stream.COMPUTE)
         result = self._device.run(Stream.COMPUTE, work, reads, writes)
-        self._pieces.append((start, self._device.mark(Stream.COMPUTE)))
+        self._pieces.append(Piece(kind, self._micro_batch, start, self._device.mark(Stream.COMPUTE)))
         return result
 
     def _bring_hidden(self, work: Pass, stage: Stage, m: int) -> tuple[Hidden | None, RingEntry | None]:
