@@ -35,12 +35,22 @@ class UpdateWeights:
 
 
 @dataclass(frozen=True)
+class BundleUpdate:
+    """When one bundle was updated, by the host's clock (`time.perf_counter`). `layer` is its first user."""
+
+    layer: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
 class UpdateReport:
     """What an update did. `seconds` is the time the optimizer was busy on this step."""
 
     grad_norm: float
     skipped: bool
     seconds: float
+    bundles: tuple[BundleUpdate, ...] = ()
 
 
 class OptimizerWorker:
@@ -65,6 +75,7 @@ class OptimizerWorker:
         self._on_failure = on_failure
         self._squares: dict[int, float] = {}
         self._busy_s = 0.0
+        self._bundle_updates: list[BundleUpdate] = []
         self._place = Place("optimizer worker")
         self.thread = threading.Thread(target=self._main, name="torchround optimizer", daemon=True)
 
@@ -128,8 +139,9 @@ class OptimizerWorker:
         else:
             overcome = self._apply(job, clip_scale(norm, self._max_norm))
         self._store.step = job.step + 1
-        report = UpdateReport(norm, skipped, self._busy_s + time.perf_counter() - start)
-        self._busy_s = 0.0
+        seconds = self._busy_s + time.perf_counter() - start
+        report = UpdateReport(norm, skipped, seconds, tuple(self._bundle_updates))
+        self._busy_s, self._bundle_updates = 0.0, []
         if overcome is not None:
             raise overcome
         self._board.post(Fact("updated", job.step), report)
@@ -144,11 +156,13 @@ class OptimizerWorker:
             self._ordering.before_update(bundle.index, job.step)
             self._ordering.before_master_write(bundle.index, job.step + 1)
             progress = (UpdateProgress(), UpdateProgress())
+            start_s = time.perf_counter()
             try:
                 self._update_bundle(bundle, job, gradient_scale, progress)
             except Exception as error:  # noqa: BLE001  (reported once the update is whole again)
                 overcome, failed_place = error, self._place
                 self._update_bundle(bundle, job, gradient_scale, progress)
+            self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
             self._ordering.gradient_consumed(bundle.index, job.step)
             self._ordering.updated(bundle.index, job.step)
         self._store.is_consistent = True

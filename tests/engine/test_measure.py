@@ -1,0 +1,55 @@
+"""Costs measured from real steps are the layers' own times."""
+
+import time
+
+import pytest
+
+from tests.engine.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
+from torchround.engine.measure import measured_costs, one_layer_a_stage
+from torchround.pipeline.costs import Costs, LayerCost
+
+COUNTED = Costs(tuple(LayerCost(f"layer.{index}", 1.0, 2.0, weight_bytes=7) for index in range(7)), hop_s=0.5)
+
+
+def reports_of(steps):
+    model = toy_model()
+    reports = []
+    with toy_engine(model, toy_store(model), one_layer_a_stage(7), 2) as engine:
+        for micro_batches in toy_batches(steps, micro_batches=3):
+            result = engine.forward_backward(micro_batches)
+            engine.step(1e-2)
+            reports += result.reports()
+    return reports
+
+
+def test_each_block_gets_its_own_time(monkeypatch):
+    """Block 2 sleeps 30 ms and block 4 60 ms in each forward; the others do next to nothing."""
+    forward, sleeps = ToyBlock.forward, {2: 0.03, 4: 0.06}
+
+    def slow(self, hidden, micro_batch):
+        time.sleep(sleeps.get(getattr(self, "position", 0), 0.0))
+        return forward(self, hidden, micro_batch)
+
+    monkeypatch.setattr(ToyBlock, "forward", slow)
+    model = toy_model()
+    for position, layer in enumerate(model.layers):
+        layer.position = position
+    with toy_engine(model, toy_store(model), one_layer_a_stage(7), 2) as engine:
+        result = engine.forward_backward(toy_batches(1, micro_batches=3)[0])
+        engine.step(1e-2)
+        costs = measured_costs(COUNTED, result.reports())
+    for index, seconds in sleeps.items():
+        assert costs.layers[index].forward_s >= seconds
+    assert max(costs.layers[index].forward_s for index in (0, 1, 3, 5)) < 0.03
+
+
+def test_bytes_names_and_the_heads_proportion_stay_as_counted():
+    costs = measured_costs(COUNTED, reports_of(2))
+    assert [layer.name for layer in costs.layers] == [layer.name for layer in COUNTED.layers]
+    assert all(layer.weight_bytes == 7 for layer in costs.layers) and costs.hop_s == 0.5
+    head = costs.layers[-1]
+    assert head.backward_s == pytest.approx(2 * head.forward_s) and head.forward_s > 0
+
+
+def test_one_layer_a_stage_is_the_finest_partition():
+    assert one_layer_a_stage(7) == PARTITIONS["one layer a stage"]

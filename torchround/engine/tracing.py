@@ -1,0 +1,170 @@
+"""Traces of chosen steps: every stage slot, transfer and update, as the simulator's own kind of timeline.
+
+A `TracingDevice` marks the start and end of each copy while it is switched on; computation is in the devices'
+reports anyway, updates in the optimizer's.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from torchround.engine.device import Device, Event, Mark, Stream
+from torchround.engine.results import StepResult
+from torchround.pipeline.timeline import HOST, Task, TaskKind, Timeline
+from torchround.pipeline.trace import trace_events
+
+T = TypeVar("T")
+
+TRANSFERS = {
+    Stream.WEIGHT_UPLOAD: TaskKind.WEIGHTS,
+    Stream.ACTIVATION_UPLOAD: TaskKind.RELOAD,
+    Stream.ACTIVATION_DOWNLOAD: TaskKind.OFFLOAD,
+    Stream.GRADIENT_DOWNLOAD: TaskKind.GRADIENTS,
+}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One copy over the link."""
+
+    stream: Stream
+    nbytes: int
+    start: Mark
+    end: Mark
+
+
+class TracingDevice(Device):
+    """Behaves as `inner`, and notes copies while `recording`."""
+
+    def __init__(self, inner: Device) -> None:
+        super().__init__()
+        self.name = inner.name
+        self.torch_device = inner.torch_device
+        self.pins_host_memory = inner.pins_host_memory
+        self.recording = False
+        self.transfers: list[Transfer] = []
+        self._inner = inner
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        return self._inner.allocate(nbytes)
+
+    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+        if not self.recording:
+            self._inner.copy(stream, destination, source)
+            return
+        start = self._inner.mark(stream)
+        self._inner.copy(stream, destination, source)
+        self.transfers.append(Transfer(stream, source.nbytes, start, self._inner.mark(stream)))
+
+    def run(
+        self,
+        stream: Stream,
+        work: Callable[[], T],
+        reads: Iterable[Tensor] = (),
+        writes: Iterable[Tensor] = (),
+    ) -> T:
+        return self._inner.run(stream, work, reads, writes)
+
+    def record(self, stream: Stream) -> Event:
+        return self._inner.record(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._inner.wait(stream, event)
+
+    def mark(self, stream: Stream) -> Mark:
+        return self._inner.mark(stream)
+
+    def enter_thread(self) -> None:
+        self._inner.enter_thread()
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def peak_bytes(self) -> int:
+        return self._inner.peak_bytes()
+
+
+class Tracer:
+    """Traces one step at a time of an engine that runs on `devices`."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.devices = [TracingDevice(device) for device in devices]
+        self._bases: list[Mark] = []
+        self._base_s = 0.0
+
+    def start(self) -> None:
+        """Note what the devices do from now on; time 0 of the trace is now. No pass may be under way."""
+        for device in self.devices:
+            device.finish()
+            device.transfers.clear()
+            device.recording = True
+        self._bases = [device.mark(Stream.COMPUTE) for device in self.devices]
+        self._base_s = time.perf_counter()
+
+    def stop(self, result: StepResult) -> Timeline:
+        """Wait for the step, and return what happened in it, as the simulator would."""
+        result.collect()
+        for device in self.devices:
+            device.finish()
+            device.recording = False
+        spans = [*self._computation(result), *self._transfers(result.work.step), *self._updates(result)]
+        tasks, starts = zip(*spans, strict=True)
+        ends = tuple(start + task.duration_s for task, start in spans)
+        return Timeline(tasks, starts, ends, len(self.devices))
+
+    def _computation(self, result: StepResult) -> Iterable[tuple[Task, float]]:
+        for report in result.reports():
+            base, stage = self._bases[report.task.device], report.task.stage
+            for piece in report.pieces:
+                yield (
+                    Task(
+                        device=report.task.device,
+                        kind=piece.kind,
+                        duration_s=piece.end.seconds_since(piece.start),
+                        layers=range(stage.start, stage.stop),
+                        micro_batch=piece.micro_batch,
+                        step=report.step,
+                    ),
+                    piece.start.seconds_since(base),
+                )
+
+    def _transfers(self, step: int) -> Iterable[tuple[Task, float]]:
+        for index, device in enumerate(self.devices):
+            for transfer in device.transfers:
+                yield (
+                    Task(
+                        device=index,
+                        kind=TRANSFERS[transfer.stream],
+                        duration_s=transfer.end.seconds_since(transfer.start),
+                        layers=range(0),
+                        micro_batch=0,
+                        stream=transfer.stream.value,
+                        step=step,
+                        moves_bytes=transfer.nbytes,
+                    ),
+                    transfer.start.seconds_since(self._bases[index]),
+                )
+
+    def _updates(self, result: StepResult) -> Iterable[tuple[Task, float]]:
+        for update in result.update().bundles:
+            task = Task(
+                device=HOST,
+                kind=TaskKind.UPDATE,
+                duration_s=update.end_s - update.start_s,
+                layers=range(update.layer, update.layer + 1),
+                micro_batch=0,
+                stream="update",
+                step=result.work.step,
+            )
+            yield task, update.start_s - self._base_s
+
+
+def write_trace(timeline: Timeline, name: str, path: Path) -> None:
+    """The timeline as a file that ui.perfetto.dev opens."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(trace_events([(name, timeline)])))
