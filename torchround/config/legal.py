@@ -42,8 +42,9 @@ class Slot:
         return get_args(self.annotation) if get_origin(self.annotation) in (Union, UnionType) else ()
 
     def table(self) -> type[Table] | None:
-        is_table = isinstance(self.annotation, type) and issubclass(self.annotation, Table)
-        return self.annotation if is_table else None
+        # On Python 3.10, `tuple[int, ...]` passes as a type.
+        is_class = isinstance(self.annotation, type) and get_origin(self.annotation) is None
+        return self.annotation if is_class and issubclass(self.annotation, Table) else None
 
     def item(self) -> "Slot | None":
         """The elements of an array; `None` for any other type."""
