@@ -86,3 +86,12 @@ class Attention(nn.Module):
         if self.query_norm is not None:  # its inputs, and a scale per head
             per_token += (self.num_heads + self.num_kv_heads) * (self.head_dim * element_bytes + 4)
         return batch * tokens * per_token
+
+    def workspace_bytes(self, batch: int, tokens: int, element_bytes: int) -> int:
+        """Either rotation in fp32 with the mask in the making, or the gradients of all heads."""
+        making_mask = batch * tokens * tokens * 3
+        rotating = 4 * 4 * batch * tokens * self.num_heads * self.head_dim
+        gradients = (
+            batch * tokens * (3 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * element_bytes
+        )
+        return max(making_mask + rotating, gradients)

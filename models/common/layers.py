@@ -13,7 +13,7 @@ from models.common.attention import Attention
 from models.common.config import TransformerConfig
 from models.common.initialise import init_embedding_, init_linear_
 from models.common.lookup import lookup
-from models.common.loss import chunk_tokens, token_loss_sum
+from models.common.loss import loss_workspace_bytes, token_loss_sum
 from models.common.norm import RMSNorm
 from torchround.layer import Hidden, LayerWork, MicroBatch
 
@@ -28,6 +28,8 @@ class FeedForward(Protocol):
     def forward_flops(self, num_tokens: int) -> float: ...
 
     def activation_bytes(self, num_tokens: int, element_bytes: int) -> int: ...
+
+    def workspace_bytes(self, num_tokens: int, element_bytes: int) -> int: ...
 
 
 class Embedding(nn.Module):
@@ -44,9 +46,10 @@ class Embedding(nn.Module):
         init_embedding_(self.weight, generator)
 
     def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
-        boundary_bytes = batch * tokens * self.weight.shape[1] * element_bytes
-        # Scratch: the fp32 gradient of the table, before it is added to the layer's own.
-        return LayerWork(0.0, 0, boundary_bytes, workspace_bytes=4 * self.weight.numel())
+        elements = batch * tokens * self.weight.shape[1]
+        # Scratch: fp32 gradients of the output and of the table, before that is added to the layer's own.
+        scratch = 4 * (elements + self.weight.numel())
+        return LayerWork(0.0, 0, elements * element_bytes, elements * element_bytes + scratch)
 
 
 class Block(nn.Module):
@@ -79,7 +82,22 @@ class Block(nn.Module):
         kept = 4 * num_tokens * width * element_bytes + 2 * 4 * num_tokens
         kept += self.attention.activation_bytes(batch, tokens, element_bytes)
         kept += self.mlp.activation_bytes(num_tokens, element_bytes)
-        return LayerWork(flops, kept, num_tokens * width * element_bytes)
+        return LayerWork(
+            flops, kept, num_tokens * width * element_bytes, self._workspace(batch, tokens, element_bytes)
+        )
+
+    def _workspace(self, batch: int, tokens: int, element_bytes: int) -> int:
+        """Scratch of the hungriest part, and one weight's gradient on its way into an fp32 one.
+
+        An estimate from above: with the kept activations, 1 to 1.5 times the measured peak on small models.
+        """
+        num_tokens, width = batch * tokens, self.attention_norm.weight.numel()
+        norm_bytes = 4 * 4 * num_tokens * width  # input, gradient, normed, inner, all fp32
+        attention_bytes = self.attention.workspace_bytes(batch, tokens, element_bytes)
+        mlp_bytes = self.mlp.workspace_bytes(num_tokens, element_bytes)
+        largest = max(parameter.numel() for parameter in self.parameters())
+        gradient_bytes = largest * (4 if element_bytes == 4 else 4 + element_bytes)
+        return max(norm_bytes, attention_bytes, mlp_bytes) + gradient_bytes
 
 
 class Head(nn.Module):
@@ -109,7 +127,6 @@ class Head(nn.Module):
         num_tokens, (vocab, width) = batch * tokens, self.weight.shape
         # Norm input, normed input, and the gradient that the loss keeps for it.
         kept = 3 * num_tokens * width * element_bytes + 4 * num_tokens
-        chunk = min(num_tokens, chunk_tokens(vocab))
-        logits_bytes = chunk * vocab * (4 if element_bytes == 4 else 4 + 2 * element_bytes)
-        weight_gradient_bytes = 4 * vocab * width
-        return LayerWork(2.0 * num_tokens * vocab * width, kept, 4, logits_bytes + weight_gradient_bytes)
+        norm_bytes = 4 * 4 * num_tokens * width
+        scratch = max(norm_bytes, loss_workspace_bytes(num_tokens, vocab, width, element_bytes))
+        return LayerWork(2.0 * num_tokens * vocab * width, kept, 4, scratch)

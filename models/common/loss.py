@@ -21,6 +21,7 @@ from torchround.layer import IGNORED_LABEL
 
 # fp32 logits of a chunk. Larger chunks read and write the weight's gradient less often.
 CHUNK_BYTES = 1 << 28
+BLOCK_ROWS = 16384
 
 
 def token_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -54,6 +55,16 @@ def chunked_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def chunk_tokens(vocab_size: int) -> int:
     """Tokens of one chunk: the power of two whose fp32 logits fit `CHUNK_BYTES`; it depends on V alone."""
     return 1 << max(4, (CHUNK_BYTES // (4 * vocab_size)).bit_length() - 1)
+
+
+def loss_workspace_bytes(num_tokens: int, vocab_size: int, width: int, element_bytes: int) -> int:
+    """Scratch of `chunked_loss_sum`: a chunk's logits and their gradient, and the weight's gradient in fp32."""
+    chunk_elements = min(num_tokens, chunk_tokens(vocab_size)) * vocab_size
+    gradient_bytes = 4 * vocab_size * width
+    if element_bytes == 4:
+        return 4 * chunk_elements + gradient_bytes
+    block_bytes = min(vocab_size, BLOCK_ROWS) * width * element_bytes
+    return (4 + 2 * element_bytes) * chunk_elements + gradient_bytes + block_bytes
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -103,11 +114,11 @@ def _run_chunk(
     return (sums.log() - chosen)[:, 0].where(counted, 0.0)
 
 
-def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor, block: int = 16384) -> None:
-    """`total [V, D] fp32 += grad_logits [n, V].T @ hidden [n, D]`, with scratch for `block` rows only."""
+def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    """`total [V, D] fp32 += grad_logits [n, V].T @ hidden [n, D]`, with scratch for `BLOCK_ROWS` rows only."""
     if grad_logits.dtype == total.dtype:
         total.addmm_(grad_logits.T, hidden)
         return
-    for start in range(0, len(total), block):
-        rows = slice(start, start + block)
+    for start in range(0, len(total), BLOCK_ROWS):
+        rows = slice(start, start + BLOCK_ROWS)
         total[rows] += grad_logits[:, rows].T @ hidden

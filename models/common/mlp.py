@@ -39,6 +39,10 @@ class SwiGLU(nn.Module):
         """Kept for the backward besides the input: gate, up, and their product."""
         return 3 * num_tokens * self.gate.out_features * element_bytes
 
+    def workspace_bytes(self, num_tokens: int, element_bytes: int) -> int:
+        """In the backward: gradients of the product and of its two factors."""
+        return 3 * num_tokens * self.gate.out_features * element_bytes
+
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, elementwise."""

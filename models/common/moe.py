@@ -113,6 +113,11 @@ class MoE(nn.Module):
         ) * element_bytes + ROW_SCALARS_BYTES
         return num_tokens * (4 * self.shape.num_experts + self.shape.num_chosen * row_bytes)
 
+    def workspace_bytes(self, num_tokens: int, element_bytes: int) -> int:
+        """Rows in and out of the experts, their gradients, and those of what the experts keep."""
+        row_elements = 4 * self.router.in_features + self.experts.row_elements()
+        return num_tokens * self.shape.num_chosen * row_elements * element_bytes
+
 
 def expert_load(probabilities: Tensor, chosen: Tensor) -> Tensor:
     """`[B, 2, E]` fp32: tokens of each sequence that chose an expert, and the sums of its probabilities."""

@@ -105,6 +105,20 @@ def loss_sum(model: LayeredModel, batch: MicroBatch) -> torch.Tensor:
     return model.layers[-1](hidden_before_head(model, batch), batch)
 
 
+def measure_peak_bytes(run):
+    """Highest sum of live CPU tensor bytes during `run`, from the profiler's allocation events."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    assert peak > 0
+    return peak
+
+
 @pytest.fixture
 def tools() -> SimpleNamespace:
     return SimpleNamespace(
@@ -117,5 +131,6 @@ def tools() -> SimpleNamespace:
         gather=gather,
         hidden_before_head=hidden_before_head,
         all_logits=all_logits,
+        measure_peak_bytes=measure_peak_bytes,
         loss_sum=loss_sum,
     )

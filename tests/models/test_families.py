@@ -178,6 +178,29 @@ def as_leaves(hidden):
     return leaves[0] if isinstance(hidden, torch.Tensor) else leaves
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("documents", [[[256]] * 4, [[56, 200]] * 4], ids=["single", "packed"])
+def test_peak_of_a_layer_is_at_most_the_estimate_and_at_least_half_of_it(small, tools, dtype, documents):
+    config = small.config(num_layers=1, vocab_size=4096)
+    model = tools.materialise(small.build(config), dtype)
+    batch = tools.micro_batch(documents, config.vocab_size)
+    hidden = None
+    for name, layer in zip(model.names, model.layers, strict=True):
+        for parameter in layer.parameters():  # as the engine binds them
+            parameter.grad_dtype = torch.float32
+            parameter.grad = torch.zeros(parameter.shape)
+        output = as_leaves(layer(hidden, batch))
+        gradients = tuple(torch.ones_like(tensor) for tensor in as_tuple(output))
+
+        def run(layer=layer, hidden=hidden, gradients=gradients):
+            torch.autograd.backward(as_tuple(layer(hidden, batch)), gradients)
+
+        work = layer.work(4, 256, dtype.itemsize)
+        estimate, peak = work.activation_bytes + work.workspace_bytes, tools.measure_peak_bytes(run)
+        assert 0.5 * estimate < peak < 1.01 * estimate, f"{name}: {peak} of {estimate}"
+        hidden = output
+
+
 def kept_bytes(layer, hidden, batch):
     """Bytes that autograd keeps for this layer's backward: neither its parameters nor the micro-batch."""
     ours = [*layer.parameters(), *batch.tensors()]

@@ -110,28 +110,14 @@ def test_a_second_backward_is_refused():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_is_one_chunk_of_logits_and_the_gradients(implementation, dtype, monkeypatch):
+def test_memory_is_one_chunk_of_logits_and_the_gradients(implementation, dtype, monkeypatch, tools):
     tokens, width, vocab = 1024, 16, 2048
     monkeypatch.setattr(loss, "CHUNK_BYTES", 64 * 4 * vocab)
     hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocab, width, dtype=dtype, requires_grad=True)
     labels = torch.randint(0, vocab, (tokens,))
-    peak_bytes = measure_peak_bytes(lambda: implementation(hidden, weight, labels).backward())
+    peak_bytes = tools.measure_peak_bytes(lambda: implementation(hidden, weight, labels).backward())
     gradients = 4 * (hidden.numel() + 2 * weight.numel()) + 2 * 4 * weight.numel()
     # Chunk logits in the projection's dtype, in fp32, and their gradient: three, and a quarter of room.
     assert peak_bytes < gradients + 3.25 * 64 * 4 * vocab
     assert peak_bytes < tokens * vocab * 4 / 3, "a third of what all logits would take"
-
-
-def measure_peak_bytes(run):
-    """Highest sum of live CPU tensor bytes during `run`, from the profiler's allocation events."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    assert peak > 0
-    return peak
