@@ -1,4 +1,4 @@
-"""Pictures of simulated schedules: one row per device, colours by layer, idle time hatched.
+"""Pictures of simulated schedules: one row per device, colours by layer, idle time hatched, transfers below.
 
 Used by `simulate.py --plot`; needs matplotlib (`pip install 'torchround[plot]'`).
 """
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from torchround.pipeline.baselines import Report
-from torchround.pipeline.timeline import Task, TaskKind
+from torchround.pipeline.timeline import COMPUTE, HOST, Task, TaskKind
 
 # What is mixed into a layer's colour by what is done to it: (share, grey level).
 SHADES = {
@@ -23,6 +23,8 @@ SHADES = {
     TaskKind.BACKWARD: (0.0, 1.0),
     TaskKind.FUSED: (0.0, 1.0),
     TaskKind.WEIGHT_GRADIENT: (0.35, 0.35),
+    TaskKind.OFFLOAD: (0.45, 1.0),
+    TaskKind.WEIGHTS: (0.45, 1.0),
 }
 NAMES = {
     TaskKind.FORWARD: "forward",
@@ -33,6 +35,7 @@ NAMES = {
 COLOURS = colormaps["turbo"]
 IDLE = {"facecolor": "#f4f4f4", "edgecolor": "#cccccc", "hatch": "/////", "linewidth": 0}
 WIDTH_INCHES, ROW_INCHES, NUMBER_INCHES = 11.0, 0.24, 0.1
+STRIP = 0.22  # of a row's height of 1, for a device's transfers
 
 
 def plot_reports(reports: Sequence[Report], num_layers: int, path: Path, dpi: int = 120) -> None:
@@ -65,21 +68,29 @@ def shown_window(report: Report) -> tuple[float, float]:
 def _draw(
     panel: Axes, report: Report, num_layers: int, start_s: float, stop_s: float, numbered_s: float
 ) -> None:
+    """One row per device: the compute stream in boxes, its transfers in strips underneath."""
     line = report.timeline
-    micro_batches = [task.micro_batch for task in line.tasks if task.step == 0]
-    per_step = 1 + max(micro_batches)
+    per_step = 1 + max(task.micro_batch for task in line.tasks if task.step == 0)
+    transfers = sorted({t.stream for t in line.tasks if t.device != HOST and t.duration_s > 0} - {COMPUTE})
+    strip = STRIP if transfers else 0.0
     for device in range(line.num_devices):
-        panel.add_patch(Rectangle((0, device - 0.42), (stop_s - start_s) * 1e3, 0.84, **IDLE))
-        for index in line.of_device(device):
-            begin_s, end_s = max(line.start_s[index], start_s), min(line.end_s[index], stop_s)
-            if begin_s < end_s:
+        panel.add_patch(Rectangle((0, device - 0.42), (stop_s - start_s) * 1e3, 0.84 - strip, **IDLE))
+        for stream in (COMPUTE, *transfers):
+            bottom, height = device - 0.42, 0.84 - strip
+            if stream != COMPUTE:
+                height = strip / len(transfers)
+                bottom += 0.84 - strip + transfers.index(stream) * height
+            for index in line.of_device(device, stream):
+                begin_s, end_s = max(line.start_s[index], start_s), min(line.end_s[index], stop_s)
+                if begin_s >= end_s:
+                    continue
                 task = line.tasks[index]
-                place = ((begin_s - start_s) * 1e3, device - 0.42)
+                left_ms, width_ms = (begin_s - start_s) * 1e3, (end_s - begin_s) * 1e3
                 fill = _colour(task, num_layers)
-                panel.add_patch(Rectangle(place, (end_s - begin_s) * 1e3, 0.84, fc=fill, ec="white", lw=0.25))
-                if end_s - begin_s > numbered_s:
-                    middle_ms = (begin_s + end_s - 2 * start_s) / 2 * 1e3
-                    _number(panel, task.micro_batch % per_step, middle_ms, device, fill)
+                panel.add_patch(Rectangle((left_ms, bottom), width_ms, height, fc=fill, ec="white", lw=0.25))
+                if stream == COMPUTE and end_s - begin_s > numbered_s:
+                    place = left_ms + width_ms / 2, bottom + height / 2
+                    _number(panel, task.micro_batch % per_step, place, fill)
     panel.set_ylim(line.num_devices - 0.5, -0.5)
     panel.set_yticks(range(line.num_devices))
     panel.tick_params(labelsize=7, length=2)
@@ -87,10 +98,10 @@ def _draw(
     panel.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _number(panel: Axes, number: int, x: float, device: int, fill: tuple[float, ...]) -> None:
+def _number(panel: Axes, number: int, place: tuple[float, float], fill: tuple[float, ...]) -> None:
     red, green, blue = fill[:3]
     colour = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else "#333333"
-    panel.text(x, device, f"{number}", ha="center", va="center", fontsize=5, color=colour)
+    panel.text(*place, f"{number}", ha="center", va="center", fontsize=5, color=colour)
 
 
 def _colour(task: Task, num_layers: int) -> tuple[float, ...]:

@@ -172,13 +172,14 @@ class _Simulation:
             for stream in touched.values():
                 index_or_none = stream.take()
                 if index_or_none is not None:
-                    self._start(index_or_none, now, events)
+                    self._start(index_or_none, events)
         if ended < len(self.tasks):
             raise ScheduleDeadlockError(self._deadlock_message(ended))
         return Timeline(tuple(self.tasks), tuple(self.start_s), tuple(self.end_s), num_devices)
 
-    def _start(self, index: int, now: float, events: list[tuple[float, int, bool]]) -> None:
-        self.start_s[index] = max(now, self.ready_s[index], self.stream_of[index].free_s)
+    def _start(self, index: int, events: list[tuple[float, int, bool]]) -> None:
+        # A stream never lets a ready task wait while it is free, so this is the present moment.
+        self.start_s[index] = max(self.ready_s[index], self.stream_of[index].free_s)
         self.end_s[index] = self.start_s[index] + self.tasks[index].duration_s
         self.stream_of[index].free_s = self.end_s[index]
         heapq.heappush(events, (self.end_s[index], index, True))
