@@ -58,7 +58,8 @@ SOURCES = st.lists(
         {"path": NAMES},
         optional={
             "format": st.sampled_from(["auto", "text", "jsonl"]),
-            "text_field": NAMES,
+            "content": st.sampled_from(["text", "messages", "alpaca", "tokens"]),
+            "field": NAMES,
             "weight": NUMBERS,
         },
     ),
@@ -95,7 +96,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
             devices=st.sampled_from(["auto", "cuda", "cpu"]),
             num_devices=COUNTS,
             device_memory_gib=NUMBERS,
-            rounds=st.sampled_from(["auto", 1, -(-whole // micro)]),
+            rounds=st.sampled_from([None, "auto", 1, -(-whole // micro)]),
             plan=NAMES | PLANS,
             compile=st.booleans(),
         ),

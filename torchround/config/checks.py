@@ -56,7 +56,7 @@ def _rounds(config: Config) -> Iterator[Conflict]:
         return
     if plan.rounds > config.num_micro_batches:
         yield ("engine.plan", *batch_keys), f"given {plan.rounds} rounds; {legal}"
-    if rounds not in ("auto", plan.rounds):
+    if rounds not in (None, "auto", plan.rounds):
         yield (
             ("engine.rounds", "engine.plan"),
             f'given {rounds} and {plan.rounds}; legal: the same, or rounds = "auto"',

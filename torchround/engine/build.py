@@ -88,26 +88,56 @@ def model_costs(
 
 
 def plan_run(
-    model: LayeredModel, training: TrainingTable, engine: EngineTable, devices: DeviceChoice
+    model: LayeredModel,
+    training: TrainingTable,
+    engine: EngineTable,
+    devices: DeviceChoice,
+    kept_rounds: int | None = None,
 ) -> Plan:
-    """The plan of the config, or the planner's. Raises `InfeasiblePlanError` or `EngineUsageError`."""
+    """The plan of the config, or the planner's. Raises `InfeasiblePlanError` or `EngineUsageError`.
+
+    `kept_rounds` are those that a run which goes on had before; they stand for `rounds = "auto"`.
+    """
     costs = model_costs(model, training, engine, devices.spec)
-    micro_batches = _num_micro_batches(training)
-    longest = -(-training.global_batch_size // micro_batches)
-    limits = MemoryLimits(
-        device_bytes=devices.memory_bytes,
-        integer_bytes=4 * 8 * longest * training.seq_len,
-        recompute=engine.recompute,
-    )
     if engine.plan is None:
-        return make_plan(costs, devices.count, micro_batches, engine.update, engine.rounds, limits)
+        rounds = kept_rounds if kept_rounds and engine.rounds == "auto" else engine.rounds or 1
+        return make_plan(
+            costs,
+            devices.count,
+            _num_micro_batches(training),
+            engine.update,
+            rounds,
+            _limits(training, engine, devices),
+        )
     partition, rounds = _given_plan(engine)
     if partition.num_layers != len(model.layers):
         raise EngineUsageError(
             f"engine.plan covers {partition.num_layers} layers, the model has {len(model.layers)} "
             "(embedding and head included)"
         )
+    return plan_of(partition, rounds, costs, training, engine, devices)
+
+
+def plan_of(
+    partition: Partition,
+    rounds: int,
+    costs: Costs,
+    training: TrainingTable,
+    engine: EngineTable,
+    devices: DeviceChoice,
+) -> Plan:
+    """A given partition as a plan. Raises `InfeasiblePlanError` when it does not fit."""
+    limits = _limits(training, engine, devices)
+    micro_batches = _num_micro_batches(training)
     return evaluate_plan(partition, rounds, costs, devices.count, micro_batches, engine.update, limits)
+
+
+def replan(
+    plan: Plan, costs: Costs, training: TrainingTable, engine: EngineTable, devices: DeviceChoice
+) -> Plan:
+    """The best plan under measured costs, with the same rounds: they decide how gradients round."""
+    limits = _limits(training, engine, devices)
+    return make_plan(costs, plan.num_devices, plan.num_micro_batches, plan.update, plan.rounds, limits)
 
 
 def build_store(
@@ -154,8 +184,17 @@ def _given_plan(engine: EngineTable) -> tuple[Partition, int]:
             raise EngineUsageError(f'engine.plan = "{given}" cannot be read as a plan: {error}') from error
         return plan.partition, plan.rounds
     assert given is not None, "engine.plan is not set"
-    rounds = given.rounds or (1 if engine.rounds == "auto" else engine.rounds)
+    rounds = given.rounds or (engine.rounds if isinstance(engine.rounds, int) else 1)
     return Partition.from_lists(given.forward, given.fused, given.backward), rounds
+
+
+def _limits(training: TrainingTable, engine: EngineTable, devices: DeviceChoice) -> MemoryLimits:
+    longest = -(-training.global_batch_size // _num_micro_batches(training))
+    return MemoryLimits(
+        device_bytes=devices.memory_bytes,
+        integer_bytes=4 * 8 * longest * training.seq_len,
+        recompute=engine.recompute,
+    )
 
 
 def _num_micro_batches(training: TrainingTable) -> int:
