@@ -94,7 +94,7 @@ class Device(ABC):
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is enqueued on `stream` from now on starts after `event`, of this or another device."""
+        """What is enqueued on `stream` from now on starts after `event`, of this or another device or the host."""
 
     @abstractmethod
     def mark(self, stream: Stream) -> Mark:
@@ -187,8 +187,13 @@ class _CudaMark:
 
     def seconds_since(self, earlier: Mark) -> float:
         assert isinstance(earlier, _CudaMark), "marks of different devices cannot be compared"
-        self.event.synchronize()
+        for event in (earlier.event, self.event):  # of two streams, either may be the later one
+            event.synchronize()
         return earlier.event.elapsed_time(self.event) / 1000.0
+
+
+# Gradients are rounded by small kernels between their copies; behind a stage's kernels those would wait long.
+_PRIORITIES = {Stream.GRADIENT_DOWNLOAD: -1}
 
 
 class CudaDevice(Device):
@@ -200,16 +205,24 @@ class CudaDevice(Device):
         super().__init__()
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}" if worker is None else f"cuda:{index}/{worker}"
-        self._streams = {stream: torch.cuda.Stream(self.torch_device) for stream in Stream}
+        self._streams = {
+            stream: torch.cuda.Stream(self.torch_device, _PRIORITIES.get(stream, 0)) for stream in Stream
+        }
 
     def _allocate(self, nbytes: int) -> Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self.torch_device)
             raise DeviceMemoryError(
                 f"{self.name} has {free / GIB:.3f} of {total / GIB:.3f} GiB free; {nbytes / GIB:.3f} GiB were asked for"
             ) from error
+        # Whoever had this memory before freed it in the order of the thread's current stream, which knows
+        # nothing of ours; in deterministic mode PyTorch also fills it there.
+        allocated = torch.cuda.current_stream(self.torch_device).record_event()
+        for stream in self._streams.values():
+            stream.wait_event(allocated)
+        return buffer
 
     def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._streams[stream]):
@@ -226,11 +239,15 @@ class CudaDevice(Device):
             return work()
 
     def record(self, stream: Stream) -> Event:
-        return self._streams[stream].record_event()
+        event = torch.cuda.Event(blocking=True)  # threads that wait for it sleep instead of polling
+        event.record(self._streams[stream])
+        return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(event, torch.cuda.Event), f"{self.name} cannot wait for {type(event).__name__}"
-        self._streams[stream].wait_event(event)
+        if isinstance(event, torch.cuda.Event):
+            self._streams[stream].wait_event(event)
+        else:
+            event.synchronize()  # the host's own: what it wrote is written once this returns
 
     def mark(self, stream: Stream) -> Mark:
         event = torch.cuda.Event(enable_timing=True)

@@ -164,6 +164,8 @@ class Engine:
             self.drain()
         finally:
             self._stop()
+        if self._failure is not None:
+            raise self._failure
 
     def __enter__(self) -> "Engine":  # noqa: PYI034  (typing.Self needs Python 3.11)
         return self
@@ -318,5 +320,14 @@ class Engine:
             if thread is not threading.current_thread():
                 thread.join(JOIN_S)
         for device in self.devices:
-            device.finish()
+            self._finish(device)
         self._pool.close()
+
+    def _finish(self, device: Device) -> None:
+        """Wait until a device is idle. One that has failed says so again here, or for the first time."""
+        try:
+            device.finish()
+        except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)
+            failure = PipelineError(Place(f"device {device.name}"), f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(failure)

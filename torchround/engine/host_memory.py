@@ -1,56 +1,153 @@
-"""The one function that allocates host memory, and the pool of host buffers that devices stream through.
+"""The one place that allocates host memory, and the pool of host buffers that devices stream through.
 
-PyTorch's pinned allocator rounds each block up to a power of two, so buffers that devices touch are allocated
-exactly, pre-faulted, then registered with CUDA in chunks (DESIGN section 4).
+PyTorch's pinned allocator rounds each block up to a power of two and keeps it, so buffers that devices touch are
+mapped exactly, filled by several threads, then registered with CUDA in chunks (DESIGN section 4). A mapping is
+page-aligned, so that no two registrations share a page; it stays out of forked processes, whose copy-on-write
+would move pages away from under the devices; and it is unregistered before it is unmapped, whoever drops it.
 """
 
+import ctypes
+import mmap
+import os
 import threading
 import warnings
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torchround.engine.device import Event
+from torchround.engine.device import GIB, Event
 from torchround.engine.observer import Observer
 
-REGISTRATION_BYTES = 64 * 2**30  # one registration of 512 GiB or more fails and leaves a sticky error
+REGISTRATION_BYTES = 64 * GIB  # one registration of 512 GiB or more fails and leaves an error behind
+FILL_BYTES = 64 * 2**20  # one thread's piece when a new buffer is filled
+MOST_FILL_THREADS = 16
 
 
 class PinningWarning(UserWarning):
     """Host memory could not be page-locked; copies from and to it are slower and do not overlap."""
 
 
-def allocate_host(nbytes: int, pinned: bool) -> Tensor:
-    """A zeroed uint8 buffer of exactly `nbytes`, page-locked when `pinned` and CUDA allows it."""
-    buffer = torch.zeros(nbytes, dtype=torch.uint8)
-    if pinned and nbytes > 0:
-        _register(buffer)
-    return buffer
+class PageLocker(Protocol):
+    """Page-locks memory for all devices; the results are CUDA error codes, 0 for success."""
+
+    def lock(self, address: int, nbytes: int) -> int: ...
+
+    def unlock(self, address: int) -> int: ...
 
 
-def release_host(buffers: Iterable[Tensor]) -> None:
-    """Undo the page-locking of buffers from `allocate_host(pinned=True)` before they are freed."""
-    for buffer in buffers:
-        for start in range(0, buffer.numel(), REGISTRATION_BYTES):
-            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr() + start)
+class CudaPageLocker:
+    """`cudaHostRegister` and its reverse."""
+
+    PORTABLE = 1  # for every GPU of the process, not only the calling thread's
+
+    def lock(self, address: int, nbytes: int) -> int:
+        """Page-lock `nbytes` from `address` on."""
+        return self._checked(torch.cuda.cudart().cudaHostRegister(address, nbytes, self.PORTABLE))
+
+    def unlock(self, address: int) -> int:
+        """Undo the `lock` that began at `address`."""
+        return self._checked(torch.cuda.cudart().cudaHostUnregister(address))
+
+    def _checked(self, status: object) -> int:
+        code = int(status)  # type: ignore[call-overload]
+        if code != 0:
+            # CUDA hands a failed call's error to the thread's next kernel launch, whoever makes it: make it here.
+            with suppress(RuntimeError):
+                torch.ones(1, device="cuda")
+        return int(code)
 
 
-def _register(buffer: Tensor) -> None:
-    runtime = torch.cuda.cudart()
-    for start in range(0, buffer.numel(), REGISTRATION_BYTES):
-        size = min(REGISTRATION_BYTES, buffer.numel() - start)
-        status = int(runtime.cudaHostRegister(buffer.data_ptr() + start, size, 0))
+class HostMemory:
+    """Allocates buffers, page-locked ones on demand, and keeps track of what is locked.
+
+    After the first failure to lock there is one warning and everything else stays pageable.
+    """
+
+    def __init__(self, pinned: bool, locker: PageLocker | None = None) -> None:
+        self.allocated_bytes = 0
+        self._pinned = pinned
+        self._locker = locker or CudaPageLocker()
+        self._lock = threading.Lock()
+        self._unlocks: list[weakref.finalize[[PageLocker, int, int], mmap.mmap]] = []
+
+    def allocate(self, nbytes: int, for_devices: bool) -> Tensor:
+        """A zeroed uint8 buffer of exactly `nbytes`; `for_devices` asks for page-locked memory."""
+        with self._lock:
+            self.allocated_bytes += nbytes
+        if not (self._pinned and for_devices) or nbytes == 0:
+            return torch.zeros(nbytes, dtype=torch.uint8)
+        mapping = _map(nbytes)
+        buffer = torch.frombuffer(mapping, dtype=torch.uint8)
+        _fill(buffer)
+        for start in range(0, nbytes, REGISTRATION_BYTES):
+            if self._pinned:
+                size = min(REGISTRATION_BYTES, nbytes - start)
+                self._page_lock(mapping, buffer.data_ptr() + start, size)
+        return buffer
+
+    def locked_buffers(self) -> int:
+        """Registrations that are in force."""
+        return sum(unlock.alive for unlock in self._unlocks)
+
+    def close(self) -> None:
+        """Undo all page-locking. No device may be using the buffers, which live on while referred to."""
+        with self._lock:
+            unlocks, self._unlocks = self._unlocks, []
+        for unlock in unlocks:
+            unlock()
+
+    def _page_lock(self, mapping: mmap.mmap, address: int, nbytes: int) -> None:
+        status = self._locker.lock(address, nbytes)
         if status != 0:
+            self._pinned = False
             warnings.warn(
-                f"could not page-lock {size / 2**30:.2f} GiB of host memory (CUDA error {status}); using pageable "
-                "memory instead, which makes copies slower and keeps them from overlapping with compute. "
-                "Raise the memlock limit (ulimit -l) or use a smaller model.",
+                f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (CUDA error {status}); this and what is "
+                "allocated from now on stays pageable, which makes copies slower and keeps them from overlapping "
+                "with compute. Raise the memlock limit (ulimit -l) or use a smaller model.",
                 PinningWarning,
                 stacklevel=3,
             )
             return
+        unlock = weakref.finalize(mapping, _unlock, self._locker, address, os.getpid())
+        unlock.atexit = False
+        with self._lock:
+            self._unlocks = [earlier for earlier in self._unlocks if earlier.alive]
+            self._unlocks.append(unlock)
+
+
+def _unlock(locker: PageLocker, address: int, process: int) -> None:
+    if os.getpid() == process:  # a forked process holds copies of the objects, not of the memory
+        locker.unlock(address)
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for name in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        advice = getattr(mmap, name, None)  # Linux has both
+        if advice is not None:
+            with suppress(OSError):  # a kernel without huge pages
+                mapping.madvise(advice)
+    return mapping
+
+
+def _fill(buffer: Tensor) -> None:
+    """Write every page once, so that they exist before they are registered: by one thread it takes too long."""
+    address, nbytes = buffer.data_ptr(), buffer.numel()
+    starts = range(0, nbytes, FILL_BYTES)
+
+    def fill(start: int) -> None:
+        ctypes.memset(address + start, 0, min(FILL_BYTES, nbytes - start))  # releases the GIL
+
+    if len(starts) == 1:
+        fill(0)
+        return
+    with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1, MOST_FILL_THREADS)) as threads:
+        list(threads.map(fill, starts))
 
 
 class HostBuffer:
@@ -69,12 +166,15 @@ class HostPool:
     """
 
     def __init__(self, pinned: bool, observer: Observer) -> None:
-        self._pinned = pinned
+        self._memory = HostMemory(pinned)
         self._observer = observer
         self._lock = threading.Lock()
         self._free: dict[int, list[HostBuffer]] = defaultdict(list)
-        self._owned: list[Tensor] = []
-        self.allocated_bytes = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Everything ever taken from the system; constant once the run is steady."""
+        return self._memory.allocated_bytes
 
     def take(self, nbytes: int) -> HostBuffer:
         with self._lock:
@@ -82,11 +182,7 @@ class HostPool:
                 buffer = self._free[nbytes].pop()
                 self._observer.waited(buffer)
                 return buffer
-            self.allocated_bytes += nbytes
-        memory = allocate_host(nbytes, self._pinned)
-        with self._lock:
-            self._owned.append(memory)
-        return HostBuffer(memory)
+        return HostBuffer(self._memory.allocate(nbytes, for_devices=True))
 
     def give(self, buffer: HostBuffer, busy: list[Event]) -> None:
         """Return a buffer; `busy` are the events of the last reads of it."""
@@ -97,7 +193,5 @@ class HostPool:
 
     def close(self) -> None:
         with self._lock:
-            if self._pinned:
-                release_host(self._owned)
-            self._owned.clear()
+            self._memory.close()
             self._free.clear()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from torchround.engine.host_memory import allocate_host, release_host
+from torchround.engine.host_memory import HostMemory
 from torchround.engine.update_policy import SYNC, UpdatePolicy
 from torchround.layer import LayeredModel
 from torchround.optim import decays
@@ -98,8 +98,7 @@ class HostStore:
         self.step = 0
         self.applied_updates = 0
         self.is_consistent = True
-        self._pinned = pinned
-        self._owned: list[Tensor] = []
+        self._memory = HostMemory(pinned)
         self.bundles, self.bindings = _collect_bundles(model)
         for bundle in self.bundles:
             self._allocate(bundle)
@@ -138,7 +137,7 @@ class HostStore:
             bundle.adds_up = rounds * len(bundle.layers) > 1
             dtype = torch.float32 if bundle.adds_up else self.gradient_dtype
             if bundle.gradient is None or bundle.gradient.dtype != dtype:
-                bundle.gradient = self._flat(bundle.numel, dtype, self._pinned)
+                bundle.gradient = self._flat(bundle.numel, dtype)
 
     @property
     def trained(self) -> list[Bundle]:
@@ -173,13 +172,11 @@ class HostStore:
 
     def nbytes(self) -> int:
         """Host memory the store holds."""
-        return sum(buffer.numel() for buffer in self._owned)
+        return self._memory.allocated_bytes
 
     def close(self) -> None:
         """Undo page-locking. The buffers live on as long as somebody refers to them."""
-        if self._pinned:
-            release_host(self._owned)
-        self._owned.clear()
+        self._memory.close()
 
     def _parameters(self) -> Iterator[tuple[Bundle, FlatParameter]]:
         for bundle in self.bundles:
@@ -192,16 +189,14 @@ class HostStore:
 
     def _allocate(self, bundle: Bundle) -> None:
         versions = self.policy.versions if bundle.trainable else 1
-        bundle.masters = [self._flat(bundle.numel, self.dtype, self._pinned) for _ in range(versions)]
+        bundle.masters = [self._flat(bundle.numel, self.dtype) for _ in range(versions)]
         if bundle.trainable:
-            bundle.weight = self._flat(bundle.numel, torch.float32, False)
-            bundle.exp_avg = self._flat(bundle.numel, torch.float32, False)
-            bundle.exp_avg_sq = self._flat(bundle.numel, torch.float32, False)
+            bundle.weight = self._flat(bundle.numel, torch.float32, for_devices=False)
+            bundle.exp_avg = self._flat(bundle.numel, torch.float32, for_devices=False)
+            bundle.exp_avg_sq = self._flat(bundle.numel, torch.float32, for_devices=False)
 
-    def _flat(self, numel: int, dtype: torch.dtype, pinned: bool) -> Tensor:
-        buffer = allocate_host(numel * dtype.itemsize, pinned)
-        self._owned.append(buffer)
-        return buffer.view(dtype)
+    def _flat(self, numel: int, dtype: torch.dtype, for_devices: bool = True) -> Tensor:
+        return self._memory.allocate(numel * dtype.itemsize, for_devices).view(dtype)
 
 
 class bound_to_host:

@@ -18,6 +18,8 @@ class Traffic:
         self._pool = pool
         self._hidden_in, self._gradients_in, self._out = Ring(device), Ring(device), Ring(device)
         self._integers: dict[int, tuple[Boundary, RingEntry, MicroBatch]] = {}
+        # Buffers that became too small, kept because another stream may still read them.
+        self._outgrown: list[RingEntry] = []
         self._stage_end: Event | None = None
 
     def bring_micro_batch(self, boundary: Boundary, position: int) -> tuple[MicroBatch, RingEntry]:
@@ -30,6 +32,8 @@ class Traffic:
             return cached[2], cached[1]
         entry = None if cached is None else cached[1]
         if entry is None or entry.memory.numel() < boundary.memory.numel():
+            if entry is not None:
+                self._outgrown.append(entry)
             entry = RingEntry(self._device.allocate(boundary.memory.numel()))
         entry.released = self._stage_end
         micro_batch = MicroBatch(*self._upload(boundary, entry))

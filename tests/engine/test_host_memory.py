@@ -1,0 +1,130 @@
+"""Host memory for devices: exact, filled, page-locked in chunks that are all unlocked again and never twice.
+
+CUDA is not needed: a recording page locker stands for the driver, the memory is real.
+"""
+
+import gc
+import os
+import warnings
+
+import pytest
+
+from torchround.engine import host_memory
+from torchround.engine.host_memory import HostMemory, PinningWarning
+from torchround.engine.host_store import HostStore
+from torchround.engine.update_policy import ASYNC
+
+PAGE = 4096
+CHUNK = 64 * PAGE
+
+
+class RecordingLocker:
+    """Refuses a range that overlaps a locked one's pages, as CUDA does, and after `capacity` locks."""
+
+    def __init__(self, capacity=1000):
+        self.capacity = capacity
+        self.locked = {}
+        self.refused = 0
+
+    def lock(self, address, nbytes):
+        pages = range(address // PAGE, -(-(address + nbytes) // PAGE))
+        taken = any(pages.start < held.stop and held.start < pages.stop for held in self.locked.values())
+        if taken or len(self.locked) == self.capacity:
+            self.refused += 1
+            return 712 if taken else 2
+        self.locked[address] = pages
+        return 0
+
+    def unlock(self, address):
+        del self.locked[address]  # a KeyError would be an unregistration of what never was
+        return 0
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(host_memory, "REGISTRATION_BYTES", CHUNK)
+    monkeypatch.setattr(host_memory, "FILL_BYTES", 8 * PAGE)
+
+
+def test_buffers_are_exact_zeroed_and_share_no_page(small_chunks):
+    locker = RecordingLocker()
+    memory = HostMemory(True, locker)
+    sizes = [4, 256, PAGE, 3 * PAGE + 1, 2 * CHUNK + 100]
+    buffers = [memory.allocate(size, for_devices=True) for size in sizes]
+    assert [buffer.numel() for buffer in buffers] == sizes
+    assert all(buffer.data_ptr() % PAGE == 0 and not buffer.any() for buffer in buffers)
+    assert memory.allocated_bytes == sum(sizes)
+    assert locker.refused == 0 and len(locker.locked) == memory.locked_buffers() == 4 + 3
+    memory.close()
+    assert locker.locked == {} and memory.locked_buffers() == 0
+
+
+def test_memory_that_only_the_host_uses_is_not_locked():
+    locker = RecordingLocker()
+    for memory, for_devices in ((HostMemory(True, locker), False), (HostMemory(False, locker), True)):
+        assert not memory.allocate(3 * PAGE, for_devices).any()
+    assert locker.locked == {}
+
+
+def test_a_failed_lock_is_one_warning_and_only_what_was_locked_is_unlocked(small_chunks):
+    locker = RecordingLocker(capacity=2)
+    memory = HostMemory(True, locker)
+    with pytest.warns(PinningWarning, match=r"could not page-lock .* \(CUDA error 2\)") as caught:
+        buffers = [memory.allocate(4 * CHUNK, for_devices=True) for _ in range(3)]
+    assert len(caught) == 1 and locker.refused == 1
+    assert len(locker.locked) == 2
+    assert not any(buffer.any() for buffer in buffers)
+    memory.close()
+    assert locker.locked == {}
+
+
+def test_a_buffer_that_is_dropped_is_unlocked_before_its_memory_goes(small_chunks):
+    locker = RecordingLocker()
+    memory = HostMemory(True, locker)
+    buffer = memory.allocate(2 * CHUNK, for_devices=True)
+    view = buffer[PAGE : 2 * PAGE]
+    del buffer
+    gc.collect()
+    assert len(locker.locked) == 2, "a view keeps the memory"
+    del view
+    gc.collect()
+    assert locker.locked == {}
+    memory.close()
+
+
+def test_closing_twice_unlocks_once():
+    locker = RecordingLocker()
+    memory = HostMemory(True, locker)
+    buffer = memory.allocate(10, for_devices=True)
+    memory.close()
+    memory.close()
+    assert locker.locked == {} and not buffer.any()
+
+
+def test_a_forked_process_neither_holds_the_memory_nor_unlocks_it():
+    locker = RecordingLocker()
+    memory = HostMemory(True, locker)
+    memory.allocate(PAGE, for_devices=True)
+    kept = memory.allocate(PAGE, for_devices=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: the child only exits
+        child = os.fork()
+    if child == 0:
+        before = len(locker.locked)
+        memory.close()
+        os._exit(0 if len(locker.locked) == before == 1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(locker.locked) == 1 and not kept.any()
+    memory.close()
+
+
+def test_a_store_locks_weights_and_gradients_and_nothing_else(monkeypatch):
+    from tests.engine.toy import toy_model
+
+    locker = RecordingLocker()
+    monkeypatch.setattr(host_memory, "CudaPageLocker", lambda: locker)
+    store = HostStore(toy_model(), policy=ASYNC, pinned=True)
+    store.allocate_gradients(rounds=1)
+    assert len(locker.locked) == 3 * len(store.trained)
+    store.close()
+    assert locker.locked == {}
