@@ -5,7 +5,7 @@ the slowest stage is as fast as possible. RoundPipe does not: see `partition.py`
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 Score = tuple[int, float]
 WORST: Score = (2**127, float("inf"))
@@ -64,4 +64,4 @@ def bind_stages(
         bounds.append(cut[bounds[-1]])
     bounds.append(0)
     bounds.reverse()
-    return tuple(stop - start for start, stop in zip(bounds, bounds[1:], strict=False))
+    return tuple(stop - start for start, stop in pairwise(bounds))

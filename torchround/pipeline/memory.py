@@ -92,3 +92,28 @@ def stage_compute_bytes(stage: Stage, costs: Costs, recompute: str) -> int:
     if recompute == "layer":
         return one_layer + sum(layer.boundary_bytes for layer in layers)
     return sum(layer.activation_bytes for layer in layers) + max(layer.workspace_bytes for layer in layers)
+
+
+def rounds_in_flight(num_devices: int, num_stages: int, rounds: int, update: str) -> int:
+    """Most rounds whose activations are on the host at once: N slots in a row touch that many rounds.
+
+    `async` steps follow each other without a flush, so the next step's rounds count too.
+    """
+    touched = 1 + -(-(num_devices - 1) // num_stages)
+    return min(touched, rounds if update == "sync" else 2 * rounds)
+
+
+def host_activation_bytes(
+    partition: Partition, costs: Costs, num_devices: int, num_micro_batches: int, rounds: int, update: str
+) -> int:
+    """Host memory for what passes between stages.
+
+    Per micro-batch alive: the input of every stage but the first layer's (kept from forward to backward
+    where a backward stage starts, else from one stage to the next) and one gradient on its way.
+    """
+    stages = partition.stages()
+    cuts = {stage.start for stage in stages} - {0}
+    per_micro_batch = sum(costs.layers[cut - 1].boundary_bytes for cut in cuts)
+    per_micro_batch += max(layer.boundary_bytes for layer in costs.layers)
+    alive = rounds_in_flight(num_devices, len(stages), rounds, update) * -(-num_micro_batches // rounds)
+    return per_micro_batch * alive

@@ -5,20 +5,56 @@ made. `make_plan` chooses the plan with the shortest simulated step that fits in
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.memory import GIB, MemoryLimits, device_memory
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.stage_times import stage_times
-from torchround.pipeline.step_time import busy_seconds, step_seconds
+from torchround.pipeline.costs import Costs, stage_seconds
+from torchround.pipeline.infeasible import InfeasiblePlanError, why_infeasible
+from torchround.pipeline.lower_bound import lower_bound_s
+from torchround.pipeline.memory import (
+    GIB,
+    MemoryLimits,
+    device_memory,
+    host_activation_bytes,
+    stage_compute_bytes,
+    stage_gradient_bytes,
+    stage_weight_bytes,
+)
+from torchround.pipeline.partition import Partition, PartitionError
+from torchround.pipeline.problem import Problem
+from torchround.pipeline.rows import Candidate
+from torchround.pipeline.search import find_plan, is_small
+
+__all__ = [
+    "InfeasiblePlanError",
+    "Plan",
+    "PlanError",
+    "PlannedStage",
+    "evaluate_plan",
+    "make_plan",
+    "read_partition",
+]
 
 UPDATES = ("sync", "async")
 
 
-class InfeasiblePlanError(ValueError):
-    """No partition fits. The message names the layer, the missing GiB and the keys that help."""
+class PlanError(ValueError):
+    """Arguments that no plan can be made for, or text that is not a plan."""
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One row of the plan's table: `seconds` and bytes are of one micro-batch on one device."""
+
+    kind: str
+    first_layer: str
+    last_layer: str
+    num_layers: int
+    seconds: float
+    weight_bytes: int
+    gradient_bytes: int
+    compute_bytes: int
 
 
 @dataclass(frozen=True)
@@ -27,7 +63,8 @@ class Plan:
 
     `step_s`: seconds per step in the steady state. `bubble`: idle share of the devices, 1 - busy / (N x
     step_s), where busy counts all that this plan executes, recomputation included. `lower_bound_s`: no plan
-    within the same limits is faster. `device_bytes`: what each device allocates.
+    within the same limits is faster; equal to `step_s` where the search has tried or excluded everything.
+    `device_bytes`: what each device allocates. `host_activation_bytes`: what waits on the host between stages.
     """
 
     partition: Partition
@@ -38,30 +75,106 @@ class Plan:
     step_s: float
     bubble: float
     lower_bound_s: float
-    device_bytes: int
+    device_bytes: int = 0
+    host_activation_bytes: int = 0
+    stages: tuple[PlannedStage, ...] = ()
 
     def to_json(self) -> str:
-        data = {
-            "forward": list(self.partition.forward),
-            "fused": self.partition.fused,
-            "backward": list(self.partition.backward),
-            "rounds": self.rounds,
-            "num_devices": self.num_devices,
-            "num_micro_batches": self.num_micro_batches,
-            "update": self.update,
-            "step_s": self.step_s,
-            "bubble": self.bubble,
-            "lower_bound_s": self.lower_bound_s,
-            "device_bytes": self.device_bytes,
-        }
-        return json.dumps(data, indent=2)
+        """`forward`, `fused`, `backward` and `rounds` as `engine.plan` takes them, then the predicted figures."""
+        data = asdict(self)
+        partition = data.pop("partition")
+        return json.dumps({**partition, **data}, indent=2)
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """The reverse of `to_json`; raises `PartitionError` or `ValueError` with what is wrong."""
-        data: dict[str, Any] = json.loads(text)
-        partition = Partition.from_lists(data.pop("forward"), data.pop("fused"), data.pop("backward"))
-        return Plan(partition=partition, **data)
+        """The reverse of `to_json`. Raises `PlanError`."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"a plan must be JSON: {error}") from error
+        partition, rounds = read_partition(data)
+        known = {field.name for field in fields(Plan)} - {"partition", "rounds", "stages"}
+        if missing := sorted(known - set(data)):
+            raise PlanError(f"the plan lacks {missing}")
+        stages = tuple(PlannedStage(**stage) for stage in data.get("stages", ()))
+        return Plan(partition=partition, rounds=rounds, stages=stages, **{key: data[key] for key in known})
+
+    def __str__(self) -> str:
+        """The table: one line per run of equal stages, and the predicted figures."""
+        lines = [f"{'stages':>9}  {'kind':<8}  {'layers':<33}  {'ms':>8}  {'weights':>8}  {'compute':>8}"]
+        for first, last, stage in self._runs():
+            numbers = f"{first}" if first == last else f"{first}-{last}"
+            layers = f"{stage.num_layers} x {stage.first_layer} .. {stage.last_layer}"
+            lines.append(
+                f"{numbers:>9}  {stage.kind:<8}  {layers:<33}  {1e3 * stage.seconds:8.2f}  "
+                f"{stage.weight_bytes / GIB:4.2f} GiB  {stage.compute_bytes / GIB:4.2f} GiB"
+            )
+        return "\n".join([*lines, self.summary()])
+
+    def summary(self) -> str:
+        """The predicted figures in one line."""
+        above = self.step_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
+        return (
+            f"{self.num_micro_batches} micro-batches in {self.rounds} round(s) on {self.num_devices} device(s), "
+            f"{self.update}: step {self.step_s:.4g} s, bubble {100 * self.bubble:.2f} %, "
+            f"at most {100 * above:.2f} % above the fastest possible plan; "
+            f"{self.device_bytes / GIB:.2f} GiB per device"
+        )
+
+    def _runs(self) -> list[tuple[int, int, PlannedStage]]:
+        """First and last number of stages in a row that cost the same, with the first of them."""
+        runs: list[tuple[int, int, PlannedStage]] = []
+        for index, stage in enumerate(self.stages):
+            if runs and _looks(runs[-1][2]) == _looks(stage):
+                runs[-1] = (runs[-1][0], index, runs[-1][2])
+            else:
+                runs.append((index, index, stage))
+        return runs
+
+
+def _looks(stage: PlannedStage) -> tuple[object, ...]:
+    return stage.kind, stage.num_layers, round(stage.seconds, 6), stage.weight_bytes, stage.compute_bytes
+
+
+def read_partition(data: object) -> tuple[Partition, int]:
+    """Partition and rounds of a plan's table, other keys ignored. Raises `PlanError`."""
+    if not isinstance(data, Mapping):
+        raise PlanError(f"a plan must be a table, given {data!r}")
+    if missing := [key for key in ("forward", "fused", "backward") if key not in data]:
+        raise PlanError(f"the plan lacks {missing}")
+    rounds = data.get("rounds", 1)
+    counts: list[Any] = [rounds, data["fused"]]
+    for key in ("forward", "backward"):
+        if not isinstance(data[key], (list, tuple)):
+            raise PlanError(f"{key} = {data[key]!r} must be a list of layer counts")
+        counts += data[key]
+    if wrong := [count for count in counts if isinstance(count, bool) or not isinstance(count, int)]:
+        raise PlanError(f"layer counts and rounds must be whole numbers, given {wrong[0]!r}")
+    if rounds < 1:
+        raise PlanError(f"rounds = {rounds} must be at least 1")
+    try:
+        return Partition.from_lists(data["forward"], data["fused"], data["backward"]), rounds
+    except PartitionError as error:
+        raise PlanError(str(error)) from error
+
+
+def make_plan(
+    costs: Costs,
+    num_devices: int,
+    num_micro_batches: int,
+    update: str = "sync",
+    rounds: int | str = "auto",
+    limits: MemoryLimits | None = None,
+) -> Plan:
+    """The fastest plan within `limits`. Raises `InfeasiblePlanError`, or `PlanError` for bad arguments."""
+    problem = _problem(costs, num_devices, num_micro_batches, update, limits)
+    choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
+    found = find_plan(problem, choices)
+    if found is None:
+        raise why_infeasible(problem, choices)
+    step_s = problem.exact_s(found.candidate)
+    bound_s = step_s if found.proven else lower_bound_s(problem, choices, step_s)
+    return _plan(problem, found.candidate, bound_s)
 
 
 def evaluate_plan(
@@ -73,68 +186,73 @@ def evaluate_plan(
     update: str = "sync",
     limits: MemoryLimits | None = None,
 ) -> Plan:
-    """A given partition as a plan: what it costs. Raises `InfeasiblePlanError` when it does not fit."""
-    limits = limits or MemoryLimits()
-    times = stage_times(partition, costs, limits.recompute)
-    step_s = step_seconds(times, num_devices, num_micro_batches, rounds, update)
-    busy_s = busy_seconds(times, num_micro_batches)
-    memory = device_memory(partition, costs, -(-num_micro_batches // rounds), limits)
-    if limits.device_bytes is not None and memory.total_bytes > limits.device_bytes:
-        missing = (memory.total_bytes - limits.device_bytes) / GIB
-        raise InfeasiblePlanError(f"{missing:.2f} GiB are missing on each device")
+    """A given partition as a plan, whatever it costs. Raises as `make_plan` does, if it does not fit."""
+    problem = _problem(costs, num_devices, num_micro_batches, update, limits)
+    choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
+    if partition.num_layers != costs.num_layers:
+        raise PlanError(f"the plan covers {partition.num_layers} layers, the model has {costs.num_layers}")
+    candidate = Candidate(partition, rounds)
+    if not problem.fits_limits(candidate):
+        raise why_infeasible(problem, choices, partition)
+    return _plan(problem, candidate, lower_bound_s(problem, choices, problem.exact_s(candidate)))
+
+
+def _problem(
+    costs: Costs, num_devices: int, num_micro_batches: int, update: str, limits: MemoryLimits | None
+) -> Problem:
+    if num_devices < 1 or num_micro_batches < 1:
+        raise PlanError(
+            f"{num_devices} devices and {num_micro_batches} micro-batches must both be at least 1"
+        )
+    if update not in UPDATES:
+        raise PlanError(f"update = {update!r} must be one of {UPDATES}")
+    return Problem(costs, num_devices, num_micro_batches, update, limits or MemoryLimits())
+
+
+def _rounds_choices(
+    num_layers: int, num_devices: int, num_micro_batches: int, rounds: int | str
+) -> tuple[int, ...]:
+    """All numbers of rounds for a small model, else few rounds and multiples of the devices."""
+    if rounds != "auto":
+        if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= num_micro_batches:
+            raise PlanError(f'rounds = {rounds!r} must be "auto" or 1 to {num_micro_batches} (micro-batches)')
+        return (rounds,)
+    if is_small(num_layers, num_micro_batches):
+        return tuple(range(1, num_micro_batches + 1))
+    useful = {1, 2, 3, 4, num_devices // 2, num_devices, 2 * num_devices, num_micro_batches}
+    return tuple(sorted(count for count in useful if 1 <= count <= num_micro_batches))
+
+
+def _plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
+    costs, limits, partition = problem.costs, problem.limits, candidate.partition
+    devices, micro_batches, rounds = problem.num_devices, problem.num_micro_batches, candidate.rounds
+    step_s = problem.exact_s(candidate)
+    stages = tuple(
+        PlannedStage(
+            kind=stage.kind.value,
+            first_layer=costs.layers[stage.start].name,
+            last_layer=costs.layers[stage.stop - 1].name,
+            num_layers=stage.stop - stage.start,
+            seconds=sum(stage_seconds(costs, stage, limits.recompute)),
+            weight_bytes=stage_weight_bytes(stage, costs),
+            gradient_bytes=stage_gradient_bytes(stage, costs),
+            compute_bytes=stage_compute_bytes(stage, costs, limits.recompute),
+        )
+        for stage in partition.stages()
+    )
+    busy_s = micro_batches * sum(stage.seconds for stage in stages)
     return Plan(
         partition=partition,
         rounds=rounds,
-        num_devices=num_devices,
-        num_micro_batches=num_micro_batches,
-        update=update,
+        num_devices=devices,
+        num_micro_batches=micro_batches,
+        update=problem.update,
         step_s=step_s,
-        bubble=1 - busy_s / (num_devices * step_s) if step_s else 0.0,
-        lower_bound_s=busy_s / num_devices,
-        device_bytes=memory.total_bytes,
+        bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
+        lower_bound_s=bound_s,
+        device_bytes=device_memory(partition, costs, -(-micro_batches // rounds), limits).total_bytes,
+        host_activation_bytes=host_activation_bytes(
+            partition, costs, devices, micro_batches, rounds, problem.update
+        ),
+        stages=stages,
     )
-
-
-def make_plan(
-    costs: Costs,
-    num_devices: int,
-    num_micro_batches: int,
-    update: str = "sync",
-    rounds: int | str = "auto",
-    limits: MemoryLimits | None = None,
-) -> Plan:
-    """The fastest plan within `limits`."""
-    limits = limits or MemoryLimits()
-    choices = range(1, num_micro_batches + 1) if rounds == "auto" else [int(rounds)]
-    best: Plan | None = None
-    failure: InfeasiblePlanError | None = None
-    for partition in _even_partitions(costs.num_layers):
-        for choice in choices:
-            try:
-                plan = evaluate_plan(partition, choice, costs, num_devices, num_micro_batches, update, limits)
-            except InfeasiblePlanError as error:
-                failure = error
-                continue
-            if best is None or plan.step_s < best.step_s:
-                best = plan
-    if best is None:
-        raise failure or InfeasiblePlanError("no plan")
-    return best
-
-
-def _even_partitions(num_layers: int) -> list[Partition]:
-    """Fused sizes x forward stage sizes x backward stage sizes, each direction cut evenly."""
-    partitions = []
-    for fused in range(1, num_layers + 1):
-        rest = num_layers - fused
-        for forward in _even_cuts(rest):
-            for backward in _even_cuts(rest):
-                partitions.append(Partition(forward, fused, backward))
-    return partitions
-
-
-def _even_cuts(count: int) -> list[tuple[int, ...]]:
-    if count == 0:
-        return [()]
-    sizes = sorted({min(2**power, count) for power in range(11)})
-    return [(size,) * (count // size) + ((count % size,) if count % size else ()) for size in sizes]

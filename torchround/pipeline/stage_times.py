@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition
@@ -49,13 +49,13 @@ class LayerSums:
         for count in backward:
             cuts.append(cuts[-1] - count)
         sums, hop_s = self.forward_s, self.hop_s
-        total = [sums[stop] - sums[start] for start, stop in zip(starts, starts[1:], strict=False)]
+        total = [sums[stop] - sums[start] for start, stop in pairwise(starts)]
         entry = [seconds + hop_s for seconds in total]
         fused_s = self._recompute_s(split, num_layers) + self._after_recompute_s(split, num_layers)
         total.append(fused_s)
         entry.append(fused_s + hop_s)
         before = []
-        for stop, start in zip(cuts, cuts[1:], strict=False):
+        for stop, start in pairwise(cuts):
             before.append(self._recompute_s(start, stop))
             after_s = self._after_recompute_s(start, stop)
             total.append(before[-1] + after_s)

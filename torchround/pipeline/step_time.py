@@ -46,9 +46,7 @@ def run_step(
     Stages start no earlier than `update_start_s + updated_after_s`. Updates `free` in place and returns it
     in the order of the slots that follow the step.
     """
-    stages = list(
-        zip(times.entry_s, times.total_s, times.updated_after_s, times.boundary_from, strict=True)
-    )
+    stages = list(zip(times.entry_s, times.total_s, times.updated_after_s, times.boundary_from, strict=True))
     slot = 0
     for size in round_sizes:
         slot = run_stages(stages, size, free, slot, Front(), times.hop_s, update_start_s)
@@ -81,7 +79,7 @@ def run_stages(
     """Run the next stages of a round of `size` micro-batches; the first takes the device of `free[slot]`.
 
     Updates `free` and `front`; returns the position of the slot after the last. A stage is its entry, total,
-    updated-after seconds and boundary stage. One loop without calls: planning spends its time here.
+    updated-after seconds and boundary stage.
     """
     num_devices, last, shift = len(free), size - 1, front.shift
     slopes, bases = front.slopes, front.bases
@@ -89,25 +87,19 @@ def run_stages(
     for entry_s, total_s, updated_s, producer in stages:
         if slopes:
             shift += entry_s
-        start = free[slot]
-        if start < update_start_s + updated_s:
-            start = update_start_s + updated_s
+        start = max(free[slot], update_start_s + updated_s)
         base = start + total_s - shift
         if producer >= 0:
             _wait_for_boundary(front.outputs[producer], hop_s + total_s - shift, slopes, bases)
         while slopes and slopes[-1] <= total_s:
             slopes.pop()
-            hidden = bases.pop()
-            if hidden > base:
-                base = hidden
+            base = max(base, bases.pop())
         if not slopes or base > bases[-1]:
             slopes.append(total_s)
             bases.append(base)
         end = bases[0] + slopes[0] * last
         for other in range(1, len(slopes)):
-            candidate = bases[other] + slopes[other] * last
-            if candidate > end:
-                end = candidate
+            end = max(end, bases[other] + slopes[other] * last)
         free[slot] = end + shift
         slot = slot + 1 if slot + 1 < num_devices else 0
         if keeps_outputs:
