@@ -124,3 +124,13 @@ def test_mobius_waits_for_weights_that_cannot_be_uploaded_in_time() -> None:
     uploads = [i for i, task in enumerate(line.tasks) if task.kind.value == "weights"]
     assert len(uploads) == 2 * 3
     assert line.makespan_s > 20 + 10
+
+
+def test_mobius_uploads_the_next_chunk_while_one_computes_and_no_further() -> None:
+    layers = tuple(LayerCost(f"{i}", 5.0, 2.0, weight_bytes=10) for i in range(4))
+    line = measure(SCHEDULES["mobius"](Setting(Costs(layers), 1, 1, pcie_bytes_per_s=10.0))).timeline
+    uploads = [line.start_s[i] for i, task in enumerate(line.tasks) if task.kind.value == "weights"]
+    # 1 s each, forwards at 1, 6, 11, 16: the third upload finds room when the first chunk is done at 6. The
+    # last chunk stays for its backward (2 s, the head does not recompute) and the others come once more.
+    assert uploads[:4] == pytest.approx([0, 1, 6, 11])
+    assert uploads[4:] == pytest.approx([16, 23, 30])

@@ -13,9 +13,10 @@ from torchround.pipeline.timeline import TaskKind
 
 
 def uniform(name: str, devices: int, chunks: int, micro_batches: int, **fields: float) -> Report:
-    """Chunks of one byte of activations, T_F = 1 and T_B = T_W = 1 unless `backward_s` says otherwise."""
-    backward_s = fields.pop("backward_s", 2.0)
-    layers = tuple(LayerCost(f"{i}", 1.0, backward_s, activation_bytes=1) for i in range(devices * chunks))
+    """Chunks of one byte of activations, T_F = T_B = T_W = 1 unless the fields say otherwise."""
+    forward_s, backward_s = fields.pop("forward_s", 1.0), fields.pop("backward_s", 2.0)
+    layer = LayerCost("layer", forward_s, backward_s, activation_bytes=1)
+    layers = (layer,) * (devices * chunks)
     setting = Setting(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)  # type: ignore[arg-type]
     return measure(SCHEDULES[name](setting))
 
@@ -83,6 +84,11 @@ def test_activation_memory_of_table_1(devices: int, chunks: int) -> None:
 def test_full_offload_keeps_a_constant_number_of_chunks_for_any_model() -> None:
     peaks = {max(uniform("po_f", 4, chunks, 12).peak_activation_bytes) for chunks in (1, 2, 4, 8, 16)}
     assert peaks <= {2, 3, 4}
+
+
+def test_forwards_that_are_shorter_than_planned_do_not_pile_up_before_their_offload() -> None:
+    report = uniform("po_f", 8, 4, 16, forward_s=0.2, backward_s=2.8)
+    assert max(report.peak_activation_bytes) <= 4
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0])
