@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from torchround.config import OptimizerTable
+from torchround.engine.cpu_threads import update_threads
 from torchround.engine.device import Device
 from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
 from torchround.engine.host_memory import HostPool
@@ -47,13 +48,17 @@ JOIN_S = 30.0  # a thread inside a layer cannot be interrupted; it is a daemon a
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine runs. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`."""
+    """How an engine runs. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
+
+    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel_compiler.py`).
+    """
 
     rounds: int = 1
     max_norm: float = 1.0
     layerwise_recompute: bool = False
     accumulate_dtype: torch.dtype = torch.float32
     hang_timeout_s: float = 600.0
+    compile_update: bool = False
 
 
 class Engine:
@@ -100,7 +105,15 @@ class Engine:
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
         self._workers = self._make_workers(model)
         self._optimizer = OptimizerWorker(
-            store, self._board, self._ordering, self._pool, optimizer, self.settings.max_norm, self._fail
+            store,
+            self._board,
+            self._ordering,
+            self._pool,
+            optimizer,
+            self.settings.max_norm,
+            self._fail,
+            num_threads=update_threads(len(self.devices)),
+            compiles=self.settings.compile_update,
         )
         for thread in self._threads():
             thread.start()
@@ -189,12 +202,13 @@ class Engine:
             for index in task.micro_batches:
                 readers.setdefault(index, set()).add(task.device)
         num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
+        loss_scale = self.store.loss_scaling.scale_of(self._step) if training else 1.0
         work = Pass(
             index=self._next_pass,
             training=training,
             step=self._step,
             version=self.store.policy.version_read(self._step) if training else self._step,
-            loss_scale=1.0 / max(num_labels, 1),
+            loss_scale=loss_scale / max(num_labels, 1),
             num_labels=num_labels,
             micro_batches=tuple(
                 host_micro_batch(micro_batch, self._pool, self._board.observer, len(readers[index]))

@@ -5,8 +5,9 @@ frozen ones, and each parameter that several layers share (tied). An upload is t
 update one pass over flat memory, and a checkpoint a set of named views (DESIGN section 4).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torchround.engine.host_memory import HostMemory
 from torchround.engine.update_policy import SYNC, UpdatePolicy
 from torchround.layer import LayeredModel
-from torchround.optim import decays
+from torchround.optim import LossScaling, decays
 
 # 128 elements are 256 bytes in 16 bits: each parameter starts where vector loads and CUDA copies want it, and
 # matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
@@ -79,7 +80,8 @@ class HostStore:
 
     `dtype` is that of the master weights and of all computation. `policy` says how many weight versions are
     kept. `step` counts steps whose update is complete, skipped ones included;
-    `applied_updates` leaves the skipped ones out and drives the bias correction.
+    `applied_updates` leaves the skipped ones out and drives the bias correction. `loss_scaling` is dynamic in
+    float16.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class HostStore:
         self.step = 0
         self.applied_updates = 0
         self.is_consistent = True
+        self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
         self._memory = HostMemory(pinned)
         self.bundles, self.bindings = _collect_bundles(model)
         for bundle in self.bundles:
@@ -118,8 +121,8 @@ class HostStore:
             for master in bundle.masters:
                 master.copy_(bundle.authority)
 
-    def resume(self, step: int, applied_updates: int) -> None:
-        """Continue at `step`; call after reading a checkpoint into `named_views`.
+    def resume(self, step: int, applied_updates: int, loss_scale: Mapping[str, Any] | None = None) -> None:
+        """Continue at `step`; call after reading a checkpoint into `named_views`. `loss_scale` is `loss_scale_state`'s.
 
         The older masters it holds move to the place of their version; the newest are derived anew.
         """
@@ -130,6 +133,11 @@ class HostStore:
         self.step = step
         self.applied_updates = applied_updates
         self.is_consistent = True
+        self.loss_scaling.load_state_dict(step, loss_scale or {})
+
+    def loss_scale_state(self) -> dict[str, Any]:
+        """What `resume` needs of the loss scale, JSON-able; empty but in float16. Between steps, after a drain."""
+        return self.loss_scaling.state_dict(self.step)
 
     def allocate_gradients(self, rounds: int) -> None:
         """Give each trainable bundle the gradient buffer that steps of `rounds` rounds need."""

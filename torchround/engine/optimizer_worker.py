@@ -8,15 +8,18 @@ host store holds a whole number of updates (DESIGN section 8).
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torchround.config import OptimizerTable
+from torchround.engine.cpu_threads import use_threads_here
 from torchround.engine.errors import PipelineError, Place, Stopped
 from torchround.engine.host_memory import HostBuffer, HostPool
 from torchround.engine.host_store import Bundle, HostStore
 from torchround.engine.ordering import Board, Fact, Ordering
 from torchround.optim import UpdateProgress, adamw_update_, clip_scale, sum_of_squares
+from torchround.optim.adamw import UpdateKernel
+from torchround.optim.kernel_compiler import Dtypes, get_kernels
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,17 @@ class BundleUpdate:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update did. `seconds` is the time the optimizer was busy on this step."""
+    """What an update did. `seconds` is the time the optimizer was busy on this step.
+
+    `grad_norm` is that of the unscaled gradient, before clipping; `loss_scale` what this step's loss was
+    multiplied by (1 but in float16).
+    """
 
     grad_norm: float
     skipped: bool
     seconds: float
     bundles: tuple[BundleUpdate, ...] = ()
+    loss_scale: float = 1.0
 
 
 class OptimizerWorker:
@@ -65,6 +73,8 @@ class OptimizerWorker:
         settings: OptimizerTable,
         max_norm: float,
         on_failure: Callable[[PipelineError], None],
+        num_threads: int,
+        compiles: bool,
     ) -> None:
         self._store = store
         self._board = board
@@ -73,6 +83,9 @@ class OptimizerWorker:
         self._settings = settings
         self._max_norm = max_norm
         self._on_failure = on_failure
+        self._num_threads = num_threads
+        self._compiles = compiles
+        self._kernels: Mapping[Dtypes, UpdateKernel] = {}
         self._squares: dict[int, float] = {}
         self._busy_s = 0.0
         self._bundle_updates: list[BundleUpdate] = []
@@ -82,6 +95,9 @@ class OptimizerWorker:
     def _main(self) -> None:
         job_index = 0
         try:
+            use_threads_here(self._num_threads)
+            if self._compiles:
+                self._kernels = get_kernels(self._dtypes(), self._while_compiling)
             while True:
                 job = self._board.wait(Fact("job", job_index))
                 if isinstance(job, CollectGradients):
@@ -93,6 +109,18 @@ class OptimizerWorker:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
             self._fail(error)
+
+    def _dtypes(self) -> set[Dtypes]:
+        """What the bundles' gradients and masters are made of."""
+        return {
+            (bundle.gradient.dtype, bundle.masters[0].dtype)
+            for bundle in self._store.trained
+            if bundle.gradient is not None
+        }
+
+    def _while_compiling(self) -> None:
+        self._board.raise_if_stopped()
+        self._board.note_progress()
 
     def _collect(self, job: CollectGradients) -> None:
         """Deepest layers first: the order in which gradients land."""
@@ -131,16 +159,18 @@ class OptimizerWorker:
 
     def _update(self, job: UpdateWeights) -> None:
         start = time.perf_counter()
-        norm = math.sqrt(math.fsum(self._squares.values()))
+        loss_scale = self._store.loss_scaling.scale_of(job.step)
+        norm = math.sqrt(math.fsum(self._squares.values())) / loss_scale
         skipped = not math.isfinite(norm)
         overcome = None
         if skipped:
             self._advance_version(job)
         else:
-            overcome = self._apply(job, clip_scale(norm, self._max_norm))
+            overcome = self._apply(job, clip_scale(norm, self._max_norm) / loss_scale)
+        self._store.loss_scaling.record(job.step, overflowed=skipped)
         self._store.step = job.step + 1
         seconds = self._busy_s + time.perf_counter() - start
-        report = UpdateReport(norm, skipped, seconds, tuple(self._bundle_updates))
+        report = UpdateReport(norm, skipped, seconds, tuple(self._bundle_updates), loss_scale)
         self._busy_s, self._bundle_updates = 0.0, []
         if overcome is not None:
             raise overcome
@@ -158,10 +188,10 @@ class OptimizerWorker:
             progress = (UpdateProgress(), UpdateProgress())
             start_s = time.perf_counter()
             try:
-                self._update_bundle(bundle, job, gradient_scale, progress)
+                self._update_bundle(bundle, job, gradient_scale, progress, self._kernels)
             except Exception as error:  # noqa: BLE001  (reported once the update is whole again)
                 overcome, failed_place = error, self._place
-                self._update_bundle(bundle, job, gradient_scale, progress)
+                self._update_bundle(bundle, job, gradient_scale, progress, {})
             self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
             self._ordering.gradient_consumed(bundle.index, job.step)
             self._ordering.updated(bundle.index, job.step)
@@ -176,6 +206,7 @@ class OptimizerWorker:
         job: UpdateWeights,
         gradient_scale: float,
         progress: tuple[UpdateProgress, UpdateProgress],
+        kernels: Mapping[Dtypes, UpdateKernel],
     ) -> None:
         """AdamW on the parameters with weight decay, then on the others; `progress` lets a retry go on."""
         weight, first, second, gradient = bundle.weight, bundle.exp_avg, bundle.exp_avg_sq, bundle.gradient
@@ -198,6 +229,7 @@ class OptimizerWorker:
                 bias_correction_step=self._store.applied_updates,
                 gradient_scale=gradient_scale,
                 progress=done,
+                kernel=kernels.get((gradient.dtype, master.dtype)),
             )
 
     def _advance_version(self, job: UpdateWeights) -> None:

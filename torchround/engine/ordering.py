@@ -90,6 +90,11 @@ class Board:
         for waker in wakers:
             waker.set()
 
+    def note_progress(self) -> None:
+        """Something moves although nothing is posted: not a hang."""
+        with self._lock:
+            self._posts += 1
+
     def raise_if_stopped(self) -> None:
         if self._stopped:
             raise Stopped

@@ -2,7 +2,16 @@
 
 from torchround.optim.adamw import UpdateProgress, adamw_update_
 from torchround.optim.clip import clip_scale, sum_of_squares
+from torchround.optim.loss_scale import LossScaling
 from torchround.optim.lr_schedule import LRSchedule
 from torchround.optim.weight_decay import decays
 
-__all__ = ["LRSchedule", "UpdateProgress", "adamw_update_", "clip_scale", "decays", "sum_of_squares"]
+__all__ = [
+    "LRSchedule",
+    "LossScaling",
+    "UpdateProgress",
+    "adamw_update_",
+    "clip_scale",
+    "decays",
+    "sum_of_squares",
+]

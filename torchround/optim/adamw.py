@@ -1,11 +1,13 @@
 """AdamW over flat host memory: one pass per layer, gradient in, fp32 state updated, master weights out.
 
 The arithmetic is `torch.optim.AdamW`'s (decoupled weight decay, bias correction), written with operations
-whose every rounding IEEE 754 fixes (add, subtract, multiply, divide, 1 / square root) and no fused ones. A
+whose every rounding IEEE 754 fixes (add, subtract, multiply, divide, square root) and no fused ones. A
 vectorised body, a scalar tail and a compiled loop then give the same bits, so an element's result does not
-depend on where the buffer is cut, on its alignment, on the number of threads or on the compiler.
+depend on where the buffer is cut, on its alignment, on the number of threads or on the compiler: a run may
+use the compiled kernel (`kernel.py`) or not, or both in turn.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,9 @@ CHUNK_ELEMENTS = 256 * 1024
 
 NewValues = tuple[Tensor, Tensor, Tensor]
 
+# (weight, exp_avg, exp_avg_sq, gradient, master, factors): a whole update in place, or an exception before it.
+UpdateKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...]], None]
+
 
 @dataclass
 class UpdateProgress:
@@ -29,6 +34,10 @@ class UpdateProgress:
 
     done: int = 0
     _computed: tuple[int, NewValues] | None = None
+
+    @property
+    def untouched(self) -> bool:
+        return self.done == 0 and self._computed is None
 
     def computed_at(self, start: int) -> NewValues | None:
         """New values of the chunk at `start` if an earlier call got as far as computing them."""
@@ -53,6 +62,7 @@ def adamw_update_(
     bias_correction_step: int,
     gradient_scale: float | Tensor = 1.0,
     progress: UpdateProgress | None = None,
+    kernel: UpdateKernel | None = None,
 ) -> None:
     """Update `weight`, `exp_avg`, `exp_avg_sq` (fp32) and `master` (= weight, cast) in place from `gradient`.
 
@@ -64,44 +74,62 @@ def adamw_update_(
     with the same bits; until then every chunk is either updated or untouched, except one whose commit itself
     was interrupted. Each update takes a fresh `progress`. Raises `ValueError` before touching anything when
     the buffers do not fit together.
+
+    `kernel`, compiled for these dtypes, does the whole buffer at once with the same bits. It is left aside for
+    an update that is already under way, and for one element, which compilers treat as a special case.
     """
     _check(weight, exp_avg, exp_avg_sq, gradient, master, bias_correction_step)
     progress = progress if progress is not None else UpdateProgress()
     factors = update_factors(lr, betas, eps, weight_decay, bias_correction_step, float(gradient_scale))
+    if kernel is not None and progress.untouched and weight.numel() > 1:
+        kernel(weight, exp_avg, exp_avg_sq, gradient, master, factors)
+        progress.done = weight.numel()
     while progress.done < weight.numel():
         start = progress.done
         stop = min(start + CHUNK_ELEMENTS, weight.numel())
         old = (weight[start:stop], exp_avg[start:stop], exp_avg_sq[start:stop])
         new = progress.computed_at(start)
         if new is None:
-            new = new_values(*old, gradient[start:stop], factors)
+            new = new_values(*old, gradient[start:stop], factors, exact_root)
             progress.keep(start, new)
         commit_(old, master[start:stop], new)
         progress.done = stop
 
 
 def new_values(
-    weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, factors: tuple[Tensor, ...]
+    weight: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    factors: tuple[Tensor, ...],
+    root: Callable[[Tensor], Tensor],
 ) -> NewValues:
     """New `weight`, `exp_avg`, `exp_avg_sq` as fresh fp32 tensors; a plain function of tensors that compiles.
 
     `factors` from `update_factors` are `[]` tensors rather than numbers, so that a compiled version is not
-    compiled again when the learning rate moves.
+    compiled again when the learning rate moves. `root` is an exactly rounded square root.
 
         g = gradient * gradient_scale
         m = exp_avg + (1 - beta1) * (g - exp_avg)
         v = beta2 * exp_avg_sq + (1 - beta2) * g * g
         w = (1 - lr * weight_decay) * weight - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
     """
-    gradient_scale, one_minus_beta1, beta2, one_minus_beta2, inverse_root2, eps, decay, minus_step = factors
+    gradient_scale, one_minus_beta1, beta2, one_minus_beta2, root_scale, eps, decay, minus_step = factors
     scaled = gradient.float().mul(gradient_scale)
     first = scaled.sub(exp_avg).mul_(one_minus_beta1).add_(exp_avg)
     second = exp_avg_sq.mul(beta2).add_(scaled.mul(one_minus_beta2).mul_(scaled))
-    # sqrt(v) as 1 / rsqrt(v): torch.sqrt goes through MKL, whose last bit is off for 17 % of values and is
-    # not the compiled function's.
-    denominator = inverse_root2.div(second.rsqrt()).add_(eps)
+    denominator = root(second).mul_(root_scale).add_(eps)
     updated = weight.mul(decay).add_(first.mul(minus_step).div_(denominator))
     return updated, first, second
+
+
+def exact_root(values: Tensor) -> Tensor:
+    """Square root of fp32 values, correctly rounded, as the processor's own instruction gives it.
+
+    Eager `torch.sqrt` goes through MKL, whose last bit is off for 20 % of fp32 values. In float64 it is off as
+    rarely, and no fp32 number has a root so near the middle between two others that it could show.
+    """
+    return values.double().sqrt_().float()
 
 
 def commit_(old: NewValues, master: Tensor, new: NewValues) -> None:
