@@ -89,7 +89,11 @@ def setting_from(options: argparse.Namespace) -> Setting:
         raise UsageError("--model needs --device: seconds are counted for a card")
     else:
         costs = model_costs(options.model, card, options.micro_batch_size, options.seq_len, options.dtype)
-    memory_gib = options.device_memory_gib or (card.memory_gib if card else None)
+    memory_gib = options.device_memory_gib
+    if memory_gib is None and card is not None:
+        memory_gib = card.memory_gib
+    if memory_gib is not None and memory_gib <= 0:
+        raise UsageError(f"--device-memory-gib {memory_gib} must be above 0")
     partition, rounds = _given_partition(options)
     return Setting(
         costs=costs,
@@ -103,7 +107,7 @@ def setting_from(options: argparse.Namespace) -> Setting:
         accumulate=options.accumulate,
         partition=partition,
         rounds=rounds,
-        limits=MemoryLimits(device_bytes=int(memory_gib * GIB) if memory_gib else None),
+        limits=MemoryLimits(device_bytes=None if memory_gib is None else int(memory_gib * GIB)),
     )
 
 

@@ -66,6 +66,25 @@ def test_a_fixed_partition_gives_the_published_step_and_the_agreed_json(tmp_path
     }
 
 
+def test_a_partition_of_another_number_of_layers_is_refused(
+    small_costs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "partition.json"
+    path.write_text(json.dumps(PARTITION))
+    arguments = [
+        "--costs",
+        str(small_costs),
+        "--partition",
+        str(path),
+        "--devices",
+        "2",
+        "--microbatches",
+        "4",
+    ]
+    assert main(arguments) == 2
+    assert "the partition holds 29 layers, the costs 7" in capsys.readouterr().err
+
+
 def test_all_schedules_run_on_a_costs_file_without_bytes_or_a_device(
     small_costs: Path, tmp_path: Path
 ) -> None:
@@ -149,6 +168,10 @@ def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(
         (["--model", "llama3/nope", "--device", "rtx4090"], "unknown llama3 flavor 'nope'"),
         (["--model", "nope/1b", "--device", "rtx4090"], "'nope' is none of"),
         (["--costs", str(COSTS), "--schedules", "gis", "--group", "1"], "a group of 1 micro-batches"),
+        (["--costs", str(COSTS), "--chunks", "0"], "chunks = 0 must be at least 1"),
+        (["--costs", str(COSTS), "--rounds", "17"], "17 rounds of only 16 micro-batches"),
+        (["--costs", str(COSTS), "--offload-ratio", "-1"], "offload_ratio = -1.0 must be above 0"),
+        (["--costs", str(COSTS), "--device-memory-gib", "0"], "--device-memory-gib 0.0 must be above 0"),
     ],
 )
 def test_a_mistake_ends_with_code_2_and_one_message(

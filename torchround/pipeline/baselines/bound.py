@@ -54,12 +54,21 @@ class Setting:
     limits: MemoryLimits = field(default_factory=MemoryLimits)
 
     def __post_init__(self) -> None:
-        if self.num_devices < 1 or self.num_micro_batches < 1:
+        num_layers = len(self.costs.layers)
+        for name in ("num_devices", "num_micro_batches", "chunks", "group", "accumulate", "rounds"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ScheduleError(f"{name} = {value} must be at least 1")
+        if self.offload_ratio <= 0:
+            raise ScheduleError(f"offload_ratio = {self.offload_ratio} must be above 0")
+        if self.rounds is not None and self.rounds > self.num_micro_batches:
+            raise ScheduleError(f"{self.rounds} rounds of only {self.num_micro_batches} micro-batches")
+        if self.stages is not None and sum(self.stages) != num_layers:
+            raise ScheduleError(f"stages hold {sum(self.stages)} layers, the costs {num_layers}")
+        if self.partition is not None and self.partition.num_layers != num_layers:
             raise ScheduleError(
-                f"need at least 1 device and 1 micro-batch, got {self.num_devices} and {self.num_micro_batches}"
+                f"the partition holds {self.partition.num_layers} layers, the costs {num_layers}"
             )
-        if self.stages is not None and sum(self.stages) != len(self.costs.layers):
-            raise ScheduleError(f"stages hold {sum(self.stages)} layers, the costs {len(self.costs.layers)}")
 
 
 @dataclass(frozen=True)
