@@ -26,7 +26,7 @@ WRONG = [
     Wrong(config.TrainingTable, {"steps": 20.0}),
     Wrong(config.TrainingTable, {"steps": 0}),
     Wrong(config.TrainingTable, {"steps": 2**63}),
-    Wrong(config.TrainingTable, {"dtype": "float16"}),
+    Wrong(config.TrainingTable, {"dtype": "float64"}),
     Wrong(config.TrainingTable, {"max_norm": -0.5}),
     Wrong(config.TrainingTable, {"max_norm": float("nan")}),
     Wrong(config.TrainingTable, {"stepps": 3}),

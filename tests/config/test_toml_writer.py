@@ -91,14 +91,14 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "data": {"sources": draw(SOURCES), **table(shuffle=st.booleans(), num_workers=st.integers(0, 256))},
         "training": {"steps": steps, "micro_batch_size": micro, "global_batch_size": whole}
-        | table(seq_len=COUNTS, dtype=st.sampled_from(["float32", "bfloat16"]), max_norm=NUMBERS),
+        | table(seq_len=COUNTS, dtype=st.sampled_from(["float32", "bfloat16", "float16"]), max_norm=NUMBERS),
         "engine": table(
             devices=st.sampled_from(["auto", "cuda", "cpu"]),
             num_devices=COUNTS,
             device_memory_gib=NUMBERS,
             rounds=st.sampled_from([None, "auto", 1, -(-whole // micro)]),
             plan=NAMES | PLANS,
-            compile=st.booleans(),
+            compile=st.sampled_from([True, False, "auto"]),
         ),
         "optimizer": table(
             lr=NUMBERS, betas=st.lists(st.floats(0, 0.999), min_size=2, max_size=2), eps=NUMBERS
