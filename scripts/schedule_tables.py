@@ -112,19 +112,20 @@ def roundpipe_table() -> str:
 
 
 def compared_table(names: Sequence[str]) -> str:
-    """Bubble in % per model; for the 8B model also activations, drift and transfers."""
+    """Bubble in % per model; for the 8B model also step time, activations, drift and transfers."""
     rows = []
     for name in names:
         reports = {model: compared(name, model) for model in MODELS}
         bubbles = [f"{100 * result.bubble:.1f}" for result in reports.values()]
         rows.append([name, *bubbles, *other_cells(reports["Llama-3.1-8B"])])
-    return markdown(["bubble, %", *MODELS, "8B: GiB", "drift", "GB / step"], rows)
+    return markdown(["bubble, %", *MODELS, "8B: ms / step", "GiB", "drift", "GB / step"], rows)
 
 
 def other_cells(result: Report) -> list[str]:
-    """Most activations on a device, drift, and bytes moved per step."""
+    """Step time, most activations on a device, drift, and bytes moved per step."""
     memory = max(result.peak_activation_bytes) / GIB
-    return [f"{memory:.1f}", f"{result.drift}", f"{result.moved_bytes / 1e9:.0f}"]
+    step_ms, moved_gb = result.makespan_s * 1e3, result.moved_bytes / 1e9
+    return [f"{step_ms:.0f}", f"{memory:.1f}", f"{result.drift}", f"{moved_gb:.0f}"]
 
 
 def compared(name: str, model: str) -> Report:
