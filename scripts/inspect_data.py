@@ -19,6 +19,7 @@ import torch
 
 from torchround.config import Config, ConfigError, load_config
 from torchround.data import DataError, Tokenizer, build_loader, build_tokenizer, num_tokens
+from torchround.data.loader import packs_whole_documents
 from torchround.data.survey import survey
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
@@ -64,16 +65,24 @@ def print_batches(config: Config, tokenizer: Tokenizer, batches: int, sequences:
     positions, tokens, labels, read_s = 0, 0, 0, 0.0
     for number in range(batches):
         begun_s = time.perf_counter()
-        batch = next(loader)
+        batch = next(loader, None)
         read_s += time.perf_counter() - begun_s
+        if batch is None:
+            print(f"--- the data ends after {number} batches")
+            break
         positions += batch.tokens.numel()
         tokens += num_tokens(batch, tokenizer.pad_id)
         labels += batch.num_labels()
         print_rows(batch, number, min(sequences, len(batch.tokens)), tokenizer)
     loader.close()
+    if not positions:
+        return
+    counts = loader.counts()
     print(
         f"--- {positions} positions: {tokens / positions:.2%} tokens, {labels / positions:.2%} with a label"
     )
+    if packs_whole_documents(config.data):
+        print(f"--- {counts.long_documents} documents longer than a sequence: {config.data.long_documents}")
     print(f"--- read at {tokens / read_s:.3g} tokens/s, start of the pipeline included")
 
 
@@ -112,16 +121,19 @@ def shortened(text: str) -> str:
 
 
 def print_survey(config: Config, tokenizer: Tokenizer, max_documents: int) -> None:
-    """Documents and tokens by source, and the longest documents."""
+    """Documents and tokens by source, the longest documents, and the bad records by file and line."""
     found = survey(config.data, tokenizer, config.run.seed, max_documents)
-    all_tokens = sum(source.num_tokens for source in found)
-    for source in found:
+    all_tokens = max(1, sum(source.num_tokens for source in found.sources))
+    for source in found.sources:
         share = source.num_tokens / all_tokens
         print(
             f"--- {source.name}: {source.num_documents} documents, {source.num_tokens} tokens ({share:.1%})"
         )
         for tokens, document in source.longest:
             print(f"{tokens:12} tokens  {document}")
+    print(f"--- {found.num_bad} bad records")
+    for record in found.bad_records:
+        print(f"     {record}")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,10 @@ def message(folder: Path, text: str, *overrides: str) -> str:
         ("--run.name=7", "run.name: given 7; legal: a string"),
         ("--run.name=7", """; as a string: --run.name '"7"'"""),
         ("--run.name=a/b", 'run.name: given "a/b"; legal: a string of letters, digits, '),
-        ("--training.dtype=float16", 'training.dtype: given "float16"; legal: "float32" or "bfloat16"'),
+        (
+            "--training.dtype=float64",
+            'training.dtype: given "float64"; legal: "float32" or "bfloat16" or "float16"',
+        ),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named_with_what_is_legal(
@@ -99,7 +102,7 @@ def test_required_keys_that_nobody_gave_are_all_named(tmp_path: Path) -> None:
         "2 problems in the configuration",
         "  run.toml: model.family: missing; legal: a string of at least 1 character",
         "  run.toml: data.sources: missing; legal: an array of at least 1, each element a table "
-        + "{path, format, text_field, weight}",
+        + "{path, format, content, field, weight, split, subset}",
     ]
 
 

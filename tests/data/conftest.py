@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,12 +46,15 @@ def make_loader(corpus: Path, tokenizer: Tokenizer) -> MakeLoader:
         seq_len: int = 512,
         global_batch_size: int = 6,
         folder: Path = corpus,
+        **data_keys: Any,
     ) -> Loader:
         sources = (
             SourceTable(path=str(folder / "*.txt"), weight=weights[0]),
             SourceTable(path=str(folder / "records.jsonl"), weight=weights[1]),
         )
-        data = DataTable(sources=sources, shuffle=shuffle, num_workers=num_workers)
-        return build_loader(data, tokenizer, seq_len, global_batch_size, seed, epochs)
+        data = DataTable(
+            sources=sources, shuffle=shuffle, num_workers=num_workers, epochs=epochs, **data_keys
+        )
+        return build_loader(data, tokenizer, seq_len, global_batch_size, seed)
 
     return make

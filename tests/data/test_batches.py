@@ -40,6 +40,17 @@ def test_a_micro_batch_size_below_one_is_refused_with_the_value() -> None:
         cut(batch_of(2), 0)
 
 
+def row(tokens: list[int], labels: list[int], document_ids: list[int]) -> MicroBatch:
+    tensors = [torch.tensor([values]) for values in (tokens, labels, document_ids)]
+    return MicroBatch(tensors[0], tensors[1], torch.zeros_like(tensors[0]), tensors[2])
+
+
 def test_padding_is_not_counted_as_tokens() -> None:
-    tokens = torch.tensor([[5, 6, 7], [8, 258, 258]])
-    assert num_tokens(MicroBatch(tokens, tokens, tokens, tokens), pad_id=258) == 4
+    assert num_tokens(row([5, 6, 7], [6, 7, 8], [0, 0, 0]), pad_id=9) == 3
+    assert num_tokens(row([8, 9, 9], [-100, -100, -100], [0, 1, 1]), pad_id=9) == 1
+
+
+def test_a_token_that_pads_and_also_ends_documents_is_counted_where_it_ends_one() -> None:
+    """Each row: a document of two tokens, the second of them the padding's; then padding, or none."""
+    assert num_tokens(row([5, 9, 9, 9], [9, -100, -100, -100], [0, 0, 1, 1]), pad_id=9) == 2
+    assert num_tokens(row([4, 9, 5, 9], [9, -100, 9, -100], [0, 0, 1, 1]), pad_id=9) == 4

@@ -68,6 +68,7 @@ def test_sources_are_listed_with_their_tokens_and_longest_documents(tmp_path: Pa
         f"--- {tmp_path}/b.jsonl: 2 documents, 39 tokens (76.5%)",
         f"          32 tokens  {tmp_path}/b.jsonl, line 2",
         f"           7 tokens  {tmp_path}/b.jsonl, line 1",
+        "--- 0 bad records",
     ]
 
 
@@ -91,7 +92,7 @@ def test_a_survey_reads_a_long_document_as_one_and_stops_where_it_is_told(
     corpus: Path, tokenizer: Tokenizer
 ) -> None:
     data = DataTable(sources=(SourceTable(path=str(corpus / "*.txt")),), shuffle=False)
-    (found,) = survey(data, tokenizer, seed=0, max_documents=2)
+    (found,) = survey(data, tokenizer, seed=0, max_documents=2).sources
     long_tokens = len((corpus / "long.txt").read_bytes()) + 2
     assert found.num_documents == 2
     assert found.longest == [

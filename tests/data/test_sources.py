@@ -11,13 +11,26 @@ from hypothesis import strategies as st
 
 from torchround.config import SourceTable
 from torchround.data import DataError
-from torchround.data import sources as sources_module
-from torchround.data.sources import Document, Source
+from torchround.data import files as files_module
+from torchround.data.documents import Document
+from torchround.data.sources import Source
+from torchround.data.streams import open_source
 from torchround.data.tokenizer import LLAMA3_PATTERN
 
 
 def read_all(source: Source) -> list[str]:
-    return ["".join(pieces_of(source, source.document(index))) for index in range(len(source))]
+    return ["".join(pieces_of(source, document)) for document in documents_of(source)]
+
+
+def documents_of(source: Source) -> list[Document]:
+    """As listed, by walking through the places of a pass."""
+    documents = []
+    place = source.first_place()
+    while (found := source.locate(place, None)) is not None:
+        document, place = found
+        documents.append(document)
+    assert len(documents) == source.count()
+    return documents
 
 
 def pieces_of(source: Source, document: Document) -> list[str]:
@@ -25,6 +38,7 @@ def pieces_of(source: Source, document: Document) -> list[str]:
     offset: int | None = 0
     while offset is not None:
         text, offset = source.read(document, offset)
+        assert isinstance(text, str)
         pieces.append(text)
     return pieces
 
@@ -35,14 +49,14 @@ def test_a_glob_reads_its_files_in_sorted_order_and_each_by_its_ending(tmp_path:
     (tmp_path / "c.jsonl").write_text('{"text": "third"}\n{"text": "fourth"}')
     (tmp_path / "a.md").write_text("first")
     (tmp_path / "deep" / "z.txt").write_text("last")
-    source = Source(SourceTable(path=str(tmp_path / "**" / "*")))
+    source = open_source(SourceTable(path=str(tmp_path / "**" / "*")))
     assert read_all(source) == ["first", "second", "third", "fourth", "last"]
 
 
 def test_format_overrules_the_ending_and_text_field_names_the_text(tmp_path: Path) -> None:
     (tmp_path / "data.log").write_text('{"body": "a", "text": "b"}\n')
-    as_jsonl = Source(SourceTable(path=str(tmp_path / "data.log"), format="jsonl", text_field="body"))
-    as_text = Source(SourceTable(path=str(tmp_path / "data.log"), format="text"))
+    as_jsonl = open_source(SourceTable(path=str(tmp_path / "data.log"), format="jsonl", field="body"))
+    as_text = open_source(SourceTable(path=str(tmp_path / "data.log"), format="text"))
     assert read_all(as_jsonl) == ["a"]
     assert read_all(as_text) == ['{"body": "a", "text": "b"}\n']
 
@@ -58,8 +72,8 @@ def test_every_record_of_a_jsonl_file_is_found_however_it_is_scanned(
     path = tmp_path_factory.mktemp("scan") / "x.jsonl"
     path.write_bytes(b"\n".join(json.dumps({"text": line}, ensure_ascii=False).encode() for line in lines))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources_module, "SCAN_BYTES", scan)
-        assert read_all(Source(SourceTable(path=str(path)))) == lines
+        patch.setattr(files_module, "SCAN_BYTES", scan)
+        assert read_all(open_source(SourceTable(path=str(path)))) == lines
 
 
 @settings(max_examples=100, deadline=None)
@@ -74,10 +88,10 @@ def test_the_pieces_of_a_long_document_join_to_its_text_and_are_short(
     (folder / "x.txt").write_bytes(text.encode())
     (folder / "x.jsonl").write_text(json.dumps({"text": text}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources_module, "PIECE_SIZE", size)
+        patch.setattr(files_module, "PIECE_SIZE", size)
         for name in ("x.txt", "x.jsonl"):
-            source = Source(SourceTable(path=str(folder / name)))
-            pieces = pieces_of(source, source.document(0))
+            source = open_source(SourceTable(path=str(folder / name)))
+            pieces = pieces_of(source, documents_of(source)[0])
             assert "".join(pieces) == text
             assert all(0 < len(piece) <= size for piece in pieces)
 
@@ -86,20 +100,20 @@ def test_standard_library_files_in_pieces_split_into_the_words_of_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Cutting must not change tokens: vocabularies split text with such a pattern before they merge bytes."""
-    monkeypatch.setattr(sources_module, "PIECE_SIZE", 4096)
+    monkeypatch.setattr(files_module, "PIECE_SIZE", 4096)
     root = sysconfig.get_path("stdlib")
     for name in ("argparse.py", "json/decoder.py", "typing.py"):
-        source = Source(SourceTable(path=f"{root}/{name}"))
-        pieces = pieces_of(source, source.document(0))
+        source = open_source(SourceTable(path=f"{root}/{name}"))
+        pieces = pieces_of(source, documents_of(source)[0])
         assert len(pieces) > 2
         in_pieces = [word for piece in pieces for word in regex.findall(LLAMA3_PATTERN, piece)]
         assert in_pieces == regex.findall(LLAMA3_PATTERN, "".join(pieces))
 
 
 def test_python_stdlib_is_its_modules_without_tests_and_installed_packages() -> None:
-    source = Source(SourceTable(path="python-stdlib"))
+    source = open_source(SourceTable(path="python-stdlib"))
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [source.document(index).path.relative_to(root) for index in range(len(source))]
+    paths = [Path(document.path).relative_to(root) for document in documents_of(source)]
     assert {Path("argparse.py"), Path("json/decoder.py"), Path("asyncio/events.py")} <= set(paths)
     assert not [path for path in paths if {"test", "tests", "site-packages"} & set(path.parts)]
     assert paths == sorted(paths)
@@ -115,15 +129,15 @@ def test_python_stdlib_is_its_modules_without_tests_and_installed_packages() -> 
             b'{"text": "ok"}\n{"body": "b", "also": 1}\n',
             r"x.jsonl, line 2: no field 'text'; fields: also, body",
         ),
-        (b'{"text": 7}\n', r"x.jsonl, line 1: field 'text' is a int, not a string"),
-        (b'{"text": null}', r"x.jsonl, line 1: field 'text' is a NoneType, not a string"),
+        (b'{"text": 7}\n', r"x.jsonl, line 1: the text is a int, not a string"),
+        (b'{"text": null}', r"x.jsonl, line 1: the text is a NoneType, not a string"),
         (b'{"text": "ok"}\n{"text": "\xff"}\n', r"x.jsonl, line 2: not valid UTF-8 \(byte 0xff"),
         (b'{"a":' * 100_000, r"x.jsonl, line 1: not valid JSON"),
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.jsonl").write_bytes(content)
-    source = Source(SourceTable(path=str(tmp_path / "x.jsonl")))
+    source = open_source(SourceTable(path=str(tmp_path / "x.jsonl")))
     with pytest.raises(DataError, match=message):
         read_all(source)
 
@@ -134,7 +148,7 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, content: bytes, 
 def test_text_that_is_not_utf8_is_named_by_file_and_line(tmp_path: Path, bad: bytes) -> None:
     before = b"good line\n" * 30_000
     (tmp_path / "x.txt").write_bytes(before + b"and then " + bad)
-    source = Source(SourceTable(path=str(tmp_path / "x.txt")))
+    source = open_source(SourceTable(path=str(tmp_path / "x.txt")))
     with pytest.raises(DataError, match=rf"x.txt, line 30001: not valid UTF-8 \(byte 0x{bad[0]:02x}"):
         read_all(source)
 
@@ -142,7 +156,7 @@ def test_text_that_is_not_utf8_is_named_by_file_and_line(tmp_path: Path, bad: by
 def test_empty_files_and_blank_lines_hold_no_text_and_are_no_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.jsonl").write_text('\n{"text": "x"}\n \n')
-    assert read_all(Source(SourceTable(path=str(tmp_path / "*")))) == ["", "", "x", ""]
+    assert read_all(open_source(SourceTable(path=str(tmp_path / "*")))) == ["", "", "x", ""]
 
 
 @pytest.mark.parametrize(
@@ -161,13 +175,13 @@ def test_a_source_without_documents_is_named_when_it_is_built(
     (tmp_path / "folder" / "empty-1.txt").touch()
     (tmp_path / "folder" / "empty-2.jsonl").touch()
     with pytest.raises(DataError, match=message) as caught:
-        Source(SourceTable(path=str(tmp_path / path)))
+        open_source(SourceTable(path=str(tmp_path / path)))
     assert str(tmp_path / path) in str(caught.value)
 
 
 def test_a_file_that_disappears_is_named_when_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("text")
-    source = Source(SourceTable(path=str(tmp_path / "x.txt")))
+    source = open_source(SourceTable(path=str(tmp_path / "x.txt")))
     (tmp_path / "x.txt").unlink()
     with pytest.raises(DataError, match=r"x.txt: cannot be read: No such file"):
         read_all(source)
@@ -175,4 +189,4 @@ def test_a_file_that_disappears_is_named_when_it_is_read(tmp_path: Path) -> None
 
 def test_a_path_with_brackets_that_exists_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "part[1].txt").write_text("text")
-    assert read_all(Source(SourceTable(path=str(tmp_path / "part[1].txt")))) == ["text"]
+    assert read_all(open_source(SourceTable(path=str(tmp_path / "part[1].txt")))) == ["text"]

@@ -142,7 +142,9 @@ def test_a_tokenizer_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None
     ("files", "message"),
     [
         ({}, "does not exist"),
-        ({"tok/tokenizer.json": b"{}"}, r"no tokenizer.model in .*tokenizer.json"),
+        ({"tok/tokenizer.txt": b"{}"}, r"no tokenizer.json or tokenizer.model in .*tokenizer.txt"),
+        ({"tok/tokenizer.json": b"{}"}, r"not a tokenizer.json \(KeyError: 'model'\)"),
+        ({"tok/tokenizer.json": b"{"}, r"not a tokenizer.json \(JSONDecodeError"),
         ({"tok/tokenizer.model": b"\x0a\x0e\n\x05<unk>\x15"}, "not a tiktoken rank file"),
         ({"tok/tokenizer.model": b"YQ== zero"}, "not a tiktoken rank file"),
         ({"tok/tokenizer.model": b"YQ== 0\nYg== 1"}, "2 ranks, not the 128000"),

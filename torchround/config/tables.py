@@ -59,10 +59,15 @@ class TokenizerTable(Table):
     """How text becomes tokens. When left out, the tokenizer in `model.hf_path` is used."""
 
     path: Name | None = None
-    """Tokenizer file, or a folder that holds one. Either this or `name`; neither: `model.hf_path`."""
+    """Tokenizer file (a byte-level BPE `tokenizer.json`, or Llama 3's `tokenizer.model`), or a folder that holds
+    one. Either this or `name`; neither: `model.hf_path`."""
 
     name: Literal["bytes"] | None = None
     """Built-in tokenizer. `bytes`: one token per UTF-8 byte plus special ones; needs no file."""
+
+    chat_template: Name | None = None
+    """File with the Jinja template that conversations are written with. When left out, the one beside the
+    tokenizer: `chat_template.jinja`, or the one in `tokenizer_config.json`. Only read for conversations."""
 
 
 class SourceTable(Table):
@@ -70,27 +75,72 @@ class SourceTable(Table):
 
     path: Name
     """A file, a glob (`corpus/**/*.jsonl`), or `python-stdlib`: the source files of the running Python's
-    standard library, real text that every machine has. Required."""
+    standard library, real text that every machine has. For `format = "dataset"`, a folder or a name that the
+    package datasets loads. Required."""
 
-    format: Literal["auto", "text", "jsonl"] = "auto"
-    """`text`: one document per file. `jsonl`: one JSON object per line. `auto`: `jsonl` for files that end in
-    `.jsonl`, otherwise `text`."""
+    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
+    """`text`: one document per file. `jsonl`: one JSON object per line, compressed where the name ends in `.gz` or
+    `.zst`. `parquet`: one document per row. `dataset`: through the package datasets. `auto`: by the ending of
+    each file's name (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`, `.parquet`), otherwise `text`."""
 
-    text_field: Name = "text"
-    """Field of each JSON object that holds the text. Only read for `jsonl`."""
+    content: Literal["text", "messages", "alpaca", "tokens"] = "text"
+    """What a record holds. `text`: a string. `messages`: a conversation, as a list of `{role, content}` or of
+    `{from, value}` (ShareGPT), with `tools` beside it. `alpaca`: `instruction`, `input` and `output`. `tokens`: a
+    list of token ids, used as they are. Files of text only hold `text`."""
+
+    field: Name | None = None
+    """Field of each record that holds the content. When left out: `text`, `messages` (or `conversations`) or
+    `tokens`. Not used by `alpaca`."""
 
     weight: PositiveFloat = 1.0
     """Share of documents drawn from this source, relative to the other sources' weights. Above 0."""
+
+    split: Name = "train"
+    """Split of a dataset. Only read for `dataset`."""
+
+    subset: Name | None = None
+    """Named configuration of a dataset that has several. Only read for `dataset`."""
 
 
 class DataTable(Table):
     """What is trained on. Documents are packed to `training.seq_len`; attention stays inside documents."""
 
     sources: Annotated[Many[SourceTable], Field(min_length=1)]
-    """Array of sources, each `{path, format, text_field, weight}`. At least one. Required."""
+    """Array of sources, each `{path, format, content, field, weight, split, subset}`. At least one. Required."""
 
     shuffle: bool = True
-    """Visit the documents in a new random order each epoch, fixed by `run.seed`. `false`: as listed."""
+    """Visit the documents in a new random order each epoch, fixed by `run.seed`. `false`: as listed. Compressed
+    files, parquet files and datasets are shuffled by parts, and in each part by blocks of up to 8192 records."""
+
+    epochs: PositiveInt | None = None
+    """Passes over each source, after which the run ends with its final checkpoint. When left out, sources start
+    over until `training.steps` is reached. At least 1."""
+
+    weight_by: Literal["source", "size"] = "source"
+    """What `weight` is a share of. `source`: of the documents drawn. `size`: of the source's own number of
+    documents, so that with weights of 1 every document is visited equally often; compressed files are read
+    through once at the start to count them."""
+
+    packing: Literal["auto", "contiguous", "best_fit"] = "auto"
+    """`contiguous`: documents end to end, cut every `training.seq_len` tokens, no padding. `best_fit`: whole
+    documents, put together so that little padding is left. `auto`: `best_fit` where a source holds conversations,
+    otherwise `contiguous`."""
+
+    long_documents: Literal["cut", "skip", "split"] = "cut"
+    """What `best_fit` does with documents of more than `training.seq_len` tokens. `cut`: keeps the beginning.
+    `skip`: leaves them out. `split`: keeps all of it, in parts that do not see each other. They are counted."""
+
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """What is learnt of a conversation: the assistant's turns with the token that ends each, or all of it."""
+
+    on_bad_record: Literal["stop", "skip"] = "stop"
+    """What a record that cannot be used (broken JSON, a missing field, invalid UTF-8, a truncated archive, an error
+    in the chat template) does: `stop` ends the run after a checkpoint, `skip` leaves it out, counts it, and warns
+    with file and line."""
+
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the documents that is never trained on, at least 0 and below 1; `validation` without sources uses
+    it. A document's own content decides, so that copies of it are held out too."""
 
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Threads that read and tokenise ahead of the training loop, 0 to 256; 0 does it in the loop itself. The order
@@ -116,9 +166,11 @@ class TrainingTable(Table):
     divide evenly. Device memory for activations grows linearly with it; fewer micro-batches make larger
     bubbles."""
 
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Number format of the weights that devices compute with, and of activations. The optimizer always keeps
-    float32 weights. `float32` doubles device memory, boundary activations and transfers."""
+    float32 weights. `float32` doubles device memory, boundary activations and transfers. `float16`, for GPUs
+    without bfloat16, scales the loss: by 65536 at first, half of that after each gradient that is not finite
+    (whose update is skipped), twice that after 2000 good steps."""
 
     max_norm: NonNegativeFloat = 1.0
     """Largest global gradient norm; a larger gradient is scaled down to it. 0 switches clipping off (the norm
@@ -178,7 +230,8 @@ class ValidationTable(Table):
     """Steps between validations; 0 switches validation off."""
 
     sources: Many[SourceTable] = ()
-    """Array of sources as in `data.sources`. Required when `interval_steps` is above 0."""
+    """Array of sources as in `data.sources`. When empty, the share `data.validation_fraction` of those is used;
+    one of the two is required when `interval_steps` is above 0."""
 
     max_batches: PositiveInt = 10
     """Global batches per validation, at least 1. Each costs about a third of a training step."""

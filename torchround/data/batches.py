@@ -10,7 +10,7 @@ from torchdata.nodes import BaseNode
 
 from torchround.data.errors import DataError
 from torchround.data.packing import PackedSequence
-from torchround.layer import MicroBatch
+from torchround.layer import IGNORED_LABEL, MicroBatch
 from torchround.pipeline.schedule import split_evenly
 
 
@@ -71,5 +71,11 @@ def cut(batch: MicroBatch, micro_batch_size: int) -> list[MicroBatch]:
 
 
 def num_tokens(batch: MicroBatch, pad_id: int) -> int:
-    """Tokens of the data in a batch: the padding at the end of limited data is none."""
-    return int((batch.tokens != pad_id).sum())
+    """Tokens of the data in a batch. Padding is none: a last document of a sequence that is nothing else.
+
+    Some vocabularies have no token that only pads, so what is of the padding's id may be data elsewhere.
+    """
+    is_last = batch.document_ids == batch.document_ids[:, -1:]
+    other = is_last & ((batch.tokens != pad_id) | (batch.labels != IGNORED_LABEL))
+    is_padding = is_last & ~other.any(dim=1, keepdim=True)
+    return int((~is_padding).sum())

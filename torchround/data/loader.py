@@ -3,7 +3,9 @@
 The nodes are: read, tokenise, pack, batch, and, with workers, prefetch.
 """
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,14 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, ValidationTable
 from torchround.data.batches import Batches
+from torchround.data.best_fit import BestFitPacker
+from torchround.data.chat import ChatTemplate
 from torchround.data.errors import DataError
-from torchround.data.packing import Packer
-from torchround.data.reader import Reader
+from torchround.data.packing import PackedSequence, Packer
+from torchround.data.reader import Order, Reader
+from torchround.data.records import RecordReader
 from torchround.data.sources import Source
+from torchround.data.streams import open_source
 from torchround.data.tokenising import Tokenising
 from torchround.data.tokenizer import Tokenizer
 from torchround.layer import MicroBatch
@@ -30,26 +36,50 @@ def build_loader(
     seed: int,
     epochs: int | None = None,
 ) -> "Loader":
-    """A loader of batches `[global_batch_size, seq_len]`; endless unless `epochs` is given.
+    """A loader of batches `[global_batch_size, seq_len]`; endless unless `data.epochs` or `epochs` is given.
 
-    Raises `DataError` where a source is missing or empty.
+    Raises `DataError` where a source is missing or empty, `TokenizerError` where conversations have no template.
     """
-    return Loader(data, tokenizer, seq_len, global_batch_size, seed, epochs)
+    if epochs is not None:
+        data = data.model_copy(update={"epochs": epochs})
+    return Loader(data, tokenizer, seq_len, global_batch_size, seed)
 
 
 def build_validation_loader(
-    validation: ValidationTable, tokenizer: Tokenizer, seq_len: int, global_batch_size: int
+    validation: ValidationTable,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    global_batch_size: int,
+    data: DataTable | None = None,
 ) -> "ValidationLoader":
-    """The first `validation.max_batches` batches of one unshuffled pass, the same each time. Raises `DataError`."""
-    data = DataTable(sources=validation.sources, shuffle=False, num_workers=0)
-    return ValidationLoader(Loader(data, tokenizer, seq_len, global_batch_size, 0, 1), validation.max_batches)
+    """The first `validation.max_batches` batches of one unshuffled pass, the same each time.
+
+    Without sources of its own: a pass over what `data.validation_fraction` holds out. Documents are treated as
+    `data` says, the defaults where it is not given. Raises `DataError`.
+    """
+    data = data or DataTable(sources=validation.sources)
+    held_out = 0.0 if validation.sources else data.validation_fraction
+    if not validation.sources and not held_out:
+        raise DataError("validation has no sources, and data.validation_fraction is 0")
+    treated = data.model_copy(
+        update={
+            "sources": validation.sources or data.sources,
+            "shuffle": False,
+            "epochs": 1,
+            "num_workers": 0,
+            "validation_fraction": held_out,
+        }
+    )
+    loader = Loader(treated, tokenizer, seq_len, global_batch_size, 0, validation=bool(held_out))
+    return ValidationLoader(loader, validation.max_batches)
 
 
 class Loader(Iterator[MicroBatch]):
     """The batches of a run. Threads start with the first batch, and only where `data.num_workers` is above 0.
 
-    At the end of limited data the last batch holds fewer sequences, the last of them padded. A `DataError`
-    is raised in place of the batch that would have held the record at fault, and again by each later call.
+    At the end of limited data the last batch holds fewer sequences. A `DataError` is raised in place of the batch
+    that would have held the record at fault, and again by each later call. `validation`: only what
+    `data.validation_fraction` holds out, where everything else is read otherwise.
     """
 
     def __init__(
@@ -59,15 +89,16 @@ class Loader(Iterator[MicroBatch]):
         seq_len: int,
         global_batch_size: int,
         seed: int,
-        epochs: int | None,
+        *,
+        validation: bool = False,
     ) -> None:
         self._data = data
         self._tokenizer = tokenizer
         self._seq_len = seq_len
         self._global_batch_size = global_batch_size
-        self._seed = seed
-        self._epochs = epochs
-        self._sources = [Source(table) for table in data.sources]
+        self._sources = open_sources(data, tokenizer)
+        self._order = reading_order(data, self._sources, seed, validation)
+        self._packs_whole = packs_whole_documents(data)
         self._tokenising: Tokenising | None = None
         self._batches: BaseNode[MicroBatch | DataError] | None = None
         self._position: dict[str, Any] | None = None
@@ -86,8 +117,8 @@ class Loader(Iterator[MicroBatch]):
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch handed out last, fit for JSON; prefetched batches do not count.
 
-        Beside a few integers it holds the tokens that are read but not yet in a batch: less than one
-        sequence and one piece of text (64 Ki characters).
+        Beside a few integers it holds the tokens that are read but not yet in a batch: less than one sequence and
+        one piece of text (64 Ki characters), or with whole documents less than one sequence.
         """
         return {"data": self._data_identity(), "position": _plain(self._position)}
 
@@ -113,21 +144,29 @@ class Loader(Iterator[MicroBatch]):
             self._tokenising.close()
             self._tokenising = None
 
+    def counts(self) -> "Counts":
+        """What was left out or cut up to the batch handed out last."""
+        position: dict[str, Any] = self._position or {}
+        sources = (position.get("reader") or {}).get("sources", [])
+        return Counts(sum(source["bad"] for source in sources), position.get("long_so_far", 0))
+
     def _start(self) -> BaseNode[MicroBatch | DataError]:
         """New nodes each time: a thread of the old ones that is still at work cannot reach them."""
-        weights = [table.weight for table in self._data.sources]
-        reader = Reader(
-            self._sources, weights, shuffle=self._data.shuffle, seed=self._seed, epochs=self._epochs
-        )
+        reader = Reader(self._sources, self._order)
         self._tokenising = Tokenising(reader, self._tokenizer, self._data.num_workers)
-        packer = Packer(self._tokenising, self._seq_len, self._tokenizer.pad_id)
-        batches = Batches(packer, self._global_batch_size)
+        batches = Batches(self._packer(self._tokenising), self._global_batch_size)
         if not self._data.num_workers:
             batches.reset(self._position)
             return batches
         prefetcher = Prefetcher(batches, PREFETCHED_BATCHES)
         prefetcher.reset(self._position and {"snapshot": self._position, "steps_since_snapshot": 0})
         return prefetcher
+
+    def _packer(self, source: Tokenising) -> BaseNode[PackedSequence | DataError]:
+        pad_id = self._tokenizer.pad_id
+        if self._packs_whole:
+            return BestFitPacker(source, self._seq_len, pad_id, self._data.long_documents)
+        return Packer(source, self._seq_len, pad_id)
 
     def _position_now(self, batches: BaseNode[MicroBatch | DataError]) -> dict[str, Any]:
         state: dict[str, Any] = batches.state_dict()
@@ -141,13 +180,63 @@ class Loader(Iterator[MicroBatch]):
         return snapshot
 
     def _data_identity(self) -> dict[str, Any]:
-        return {
-            "seed": self._seed,
+        identity = {
+            "seed": self._order.seed,
             "shuffle": self._data.shuffle,
             "tokenizer": f"{self._tokenizer.name} with {self._tokenizer.vocab_size} tokens",
             "sources": [source.fingerprint() for source in self._sources],
             "weights": [table.weight for table in self._data.sources],
+            "weight_by": self._data.weight_by,
+            "validation_fraction": self._data.validation_fraction,
+            "on_bad_record": self._data.on_bad_record,
+            "packing": "best_fit" if self._packs_whole else "contiguous",
         }
+        if any(table.content in CONVERSATIONS for table in self._data.sources):
+            template = hashlib.sha256((self._tokenizer.chat_template or "").encode()).hexdigest()
+            identity |= {"chat_template": template[:12], "loss_on": self._data.loss_on}
+        if self._packs_whole:  # a group of sequences that is half used up has to come out the same
+            identity |= {"seq_len": self._seq_len, "long_documents": self._data.long_documents}
+        return identity
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Records that were skipped as bad, and documents longer than a sequence where they are kept whole."""
+
+    bad_records: int
+    long_documents: int
+
+
+CONVERSATIONS = ("messages", "alpaca")
+
+
+def packs_whole_documents(data: DataTable) -> bool:
+    """What `data.packing` means for these sources."""
+    chats = any(table.content in CONVERSATIONS for table in data.sources)
+    return data.packing == "best_fit" or (data.packing == "auto" and chats)
+
+
+def open_sources(data: DataTable, tokenizer: Tokenizer) -> list[Source]:
+    """The sources of a table, conversations with the tokenizer's template. Raises `DataError`."""
+    chats = any(table.content in CONVERSATIONS for table in data.sources)
+    template = ChatTemplate(tokenizer, data.loss_on) if chats else None
+    return [open_source(table, RecordReader(table, template, tokenizer.vocab_size)) for table in data.sources]
+
+
+def reading_order(data: DataTable, sources: Sequence[Source], seed: int, validation: bool = False) -> Order:
+    """What fixes the order of documents. Raises `DataError` where a source's size is asked for and not known."""
+    weights = [table.weight for table in data.sources]
+    if data.weight_by == "size":
+        weights = [weight * source.count() for weight, source in zip(weights, sources, strict=True)]
+    return Order(
+        weights,
+        shuffle=data.shuffle,
+        seed=seed,
+        epochs=data.epochs,
+        skip_bad=data.on_bad_record == "skip",
+        held_out=data.validation_fraction,
+        validation=validation,
+    )
 
 
 class ValidationLoader:
@@ -160,8 +249,13 @@ class ValidationLoader:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         self._loader.load_state_dict(self._beginning)
+        batch = None
         for _, batch in zip(range(self._max_batches), self._loader, strict=False):
             yield batch
+        if batch is None:
+            raise DataError(
+                "validation has no document: data.validation_fraction holds none out of these sources"
+            )
 
 
 def _plain(state: Any) -> Any:

@@ -2,31 +2,36 @@
 
 The tokens of all documents, in reading order, are one stream. Sequence k holds tokens `kT .. kT + T - 1` of
 it, so each token is the input of exactly one position. The label of a position is the next token of the
-stream where that belongs to the same document, else `IGNORED_LABEL`; for the last position of a sequence that
-next token is the first input of the following one. So a document of n tokens yields n inputs and n - 1 labels
-wherever it is cut, and nothing is lost or repeated.
+stream where that belongs to the same document and is to be learnt, else `IGNORED_LABEL`; for the last position of
+a sequence that next token is the first input of the following one. So a document of n tokens yields n inputs and
+at most n - 1 labels wherever it is cut, and nothing is lost or repeated.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
+from torchround.data.documents import Ids, Mask
 from torchround.data.errors import DataError
 from torchround.layer import IGNORED_LABEL
-
-Ids = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """A run of tokens `[n]`; `starts_document` where it is not the continuation of the piece before."""
+    """A run of tokens `[n]`; `starts_document` where it is not the continuation of the piece before.
+
+    `learn` `[n]`: tokens that are a label of the position before them; `None`: all. `epoch`: the pass over source
+    number `source` that it comes from.
+    """
 
     tokens: Ids
     starts_document: bool
+    learn: Mask | None = None
+    ends_document: bool = True
+    epoch: int = 0
+    source: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,28 +47,54 @@ class PackedSequence:
     document_ids: Ids
 
 
-def pack_sequence(stream: Ids, starts: Mask, seq_len: int, pad_id: int) -> PackedSequence:
-    """The first `seq_len` tokens of `stream` `[n]` as one row; `starts[i]`: a document begins at token i.
+@dataclass(frozen=True)
+class TokenRun:
+    """Tokens `[n]` of the stream, where documents start in it, and which tokens are learnt."""
+
+    tokens: Ids
+    starts: Mask
+    learn: Mask
+
+    def join(self, others: "list[TokenRun]") -> "TokenRun":
+        """This one with the others after it."""
+        runs = [self, *others]
+        return TokenRun(
+            np.concatenate([run.tokens for run in runs]),
+            np.concatenate([run.starts for run in runs]),
+            np.concatenate([run.learn for run in runs]),
+        )
+
+    def after(self, count: int) -> "TokenRun":
+        """Without the first `count` tokens."""
+        return TokenRun(self.tokens[count:], self.starts[count:], self.learn[count:])
+
+
+def pack_sequence(run: TokenRun, seq_len: int, pad_id: int) -> PackedSequence:
+    """The first `seq_len` tokens of the stream `[n]` as one row.
 
     A stream with fewer tokens (the end of the data) is filled up with `pad_id` as a document of its own,
     whose labels are ignored.
     """
-    num_tokens = len(stream)
-    missing = seq_len + 1 - num_tokens
+    missing = seq_len + 1 - len(run.tokens)
     if missing > 0:
-        stream = np.concatenate([stream, np.full(missing, pad_id, dtype=np.int64)])
-        starts = np.concatenate([starts, np.arange(missing) == 0])
-    begins = starts[:seq_len].copy()
+        padding = np.full(missing, pad_id, dtype=np.int64)
+        run = run.join([TokenRun(padding, np.arange(missing) == 0, np.zeros(missing, dtype=np.bool_))])
+    begins = run.starts[:seq_len].copy()
     begins[0] = True
-    index = np.arange(seq_len, dtype=np.int64)
-    labels = np.where(starts[1 : seq_len + 1], IGNORED_LABEL, stream[1 : seq_len + 1])
-    labels[num_tokens:] = IGNORED_LABEL
+    following = slice(1, seq_len + 1)
+    is_label = run.learn[following] & ~run.starts[following]
     return PackedSequence(
-        tokens=stream[:seq_len],
-        labels=labels,
-        positions=index - np.maximum.accumulate(np.where(begins, index, 0)),
+        tokens=run.tokens[:seq_len],
+        labels=np.where(is_label, run.tokens[following], IGNORED_LABEL),
+        positions=positions_from(begins),
         document_ids=np.cumsum(begins, dtype=np.int64) - 1,
     )
+
+
+def positions_from(begins: Mask) -> Ids:
+    """Distance `[T]` of each token from the last one before it, or itself, that begins a document."""
+    index = np.arange(len(begins), dtype=np.int64)
+    return index - np.maximum.accumulate(np.where(begins, index, 0))
 
 
 class Packer(BaseNode[PackedSequence | DataError]):
@@ -83,35 +114,36 @@ class Packer(BaseNode[PackedSequence | DataError]):
         """Begin empty, or with the tokens that were left when `initial_state` was taken."""
         super().reset(initial_state)
         state = initial_state or {"tokens": [], "reader": None}
-        self._stream: Ids = np.asarray(state["tokens"], dtype=np.int64)
-        self._starts: Mask = np.zeros(len(self._stream), dtype=np.bool_)
+        tokens = np.asarray(state["tokens"], dtype=np.int64)
+        learn = np.asarray(state.get("learn", np.ones(len(tokens))), dtype=np.bool_)
+        self._run = TokenRun(tokens, np.zeros(len(tokens), dtype=np.bool_), learn)
         self._failed = False
         self._source.reset(state["reader"])
 
     def get_state(self) -> dict[str, Any]:
-        """Tokens left `[n]` and the reader's state.
+        """Tokens left `[n]`, which are learnt where not all are, and the reader's state.
 
         All of them are of the piece taken last, since a piece is taken only where the others do not fill a
         sequence. So a document can only begin at the first, where a sequence begins anyway.
         """
-        return {"tokens": self._stream, "reader": self._source.state_dict()}
+        state = {"tokens": self._run.tokens, "reader": self._source.state_dict()}
+        return state if self._run.learn.all() else {**state, "learn": self._run.learn.astype(np.int64)}
 
     def next(self) -> PackedSequence | DataError:
         """The next sequence; `StopIteration` when the data has ended and no token is left."""
         error = self._fill()
         if error is not None:
             return error
-        if self._failed or not len(self._stream):
+        if self._failed or not len(self._run.tokens):
             raise StopIteration
-        row = pack_sequence(self._stream, self._starts, self._seq_len, self._pad_id)
-        self._stream = self._stream[self._seq_len :]
-        self._starts = self._starts[self._seq_len :]
+        row = pack_sequence(self._run, self._seq_len, self._pad_id)
+        self._run = self._run.after(self._seq_len)
         return row
 
     def _fill(self) -> DataError | None:
         """Take pieces until the sequence and the label of its last token are there, or the data ends."""
-        pieces: list[TokenPiece] = []
-        wanted = self._seq_len + 1 - len(self._stream)
+        runs: list[TokenRun] = []
+        wanted = self._seq_len + 1 - len(self._run.tokens)
         while wanted > 0 and not self._failed:
             try:
                 piece = next(self._source)
@@ -120,15 +152,15 @@ class Packer(BaseNode[PackedSequence | DataError]):
             if isinstance(piece, DataError):
                 self._failed = True
                 return piece
-            pieces.append(piece)
+            runs.append(_run(piece))
             wanted -= len(piece.tokens)
-        if pieces:
-            self._stream = np.concatenate([self._stream, *(piece.tokens for piece in pieces)])
-            self._starts = np.concatenate([self._starts, *(_starts(piece) for piece in pieces)])
+        if runs:
+            self._run = self._run.join(runs)
         return None
 
 
-def _starts(piece: TokenPiece) -> Mask:
+def _run(piece: TokenPiece) -> TokenRun:
     starts = np.zeros(len(piece.tokens), dtype=np.bool_)
     starts[:1] = piece.starts_document
-    return starts
+    learn = np.ones(len(piece.tokens), dtype=np.bool_) if piece.learn is None else piece.learn
+    return TokenRun(piece.tokens, starts, learn)

@@ -6,24 +6,29 @@ its share. Nothing is drawn from a random stream, so a position is a handful of 
 """
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
+from torchround.data.documents import Content, Document, Place
 from torchround.data.errors import DataError
-from torchround.data.sources import Document, Source
+from torchround.data.sources import Source
+
+logger = logging.getLogger(__name__)
+WARNINGS_SHOWN = 10
 
 
 @dataclass(frozen=True)
-class TextPiece:
+class Piece:
     """A part of a document of source number `source`, and whether it is the first and the last part."""
 
-    text: str
+    content: Content
     source: int
+    epoch: int
     document: Document
     first: bool
     last: bool
@@ -31,42 +36,52 @@ class TextPiece:
 
 @dataclass
 class Progress:
-    """How far one source is: passes finished, documents of this pass, those of them with text, all so far."""
+    """How far one source is: passes finished, place in this pass, documents of it in use, drawn and bad ones."""
 
+    place: Place
     epoch: int = 0
-    position: int = 0
-    with_text: int = 0
+    used: int = 0
     drawn: int = 0
+    bad: int = 0
 
 
-class Reader(BaseNode[TextPiece]):
-    """Pieces of documents in reading order. Documents without text are passed over.
+@dataclass(frozen=True)
+class Order:
+    """What fixes which documents are read, and when.
 
     `epochs = None`: each source starts over, in a new order, when it is through. Otherwise each document comes
-    exactly `epochs` times, and a source that is through leaves the mix to the others. Raises `DataError`.
+    exactly `epochs` times, and a source that is through leaves the mix to the others. `held_out` of the documents
+    are for validation: only those are read, or only the others.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        weights: Sequence[float],
-        *,
-        shuffle: bool,
-        seed: int,
-        epochs: int | None = None,
-    ) -> None:
+    weights: Sequence[float]
+    shuffle: bool = True
+    seed: int = 0
+    epochs: int | None = None
+    skip_bad: bool = False
+    held_out: float = 0.0
+    validation: bool = False
+
+
+class Reader(BaseNode[Piece]):
+    """Pieces of documents in reading order. Documents that hold nothing are passed over. Raises `DataError`."""
+
+    def __init__(self, sources: Sequence[Source], order: Order) -> None:
         super().__init__()
         self._sources = sources
-        self._weights = weights
-        self._shuffle = shuffle
-        self._seed = seed
-        self._epochs = epochs
-        self._orders: dict[int, tuple[int, npt.NDArray[np.int64]]] = {}
+        self._order = order
+        self._warnings = 0
+        self.bad_records: list[str] = []  # the first ones that were skipped, with file and line
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin at the first document, or where `initial_state` was taken."""
         super().reset(initial_state)
-        state = initial_state or {"sources": [{} for _ in self._sources], "source": None, "offset": 0}
+        fresh: dict[str, Any] = {
+            "sources": [{"place": source.first_place()} for source in self._sources],
+            "source": None,
+            "offset": 0,
+        }
+        state = initial_state or fresh
         self._progress = [Progress(**progress) for progress in state["sources"]]
         self._source: int | None = state["source"]
         self._offset: int = state["offset"]
@@ -76,64 +91,91 @@ class Reader(BaseNode[TextPiece]):
         sources = [asdict(progress) for progress in self._progress]
         return {"sources": sources, "source": self._source, "offset": self._offset}
 
-    def next(self) -> TextPiece:
+    def next(self) -> Piece:
         """The next piece, never empty; `StopIteration` after the last epoch."""
         while True:
             if self._source is None:
                 self._source, self._offset = self._choose_source(), 0
-            number, offset = self._source, self._offset
-            source = self._sources[number]
-            document = source.document(self._document_index(number))
-            text, next_offset = source.read(document, offset)
-            self._advance(number, next_offset, has_text=bool(text))
-            if text:
-                return TextPiece(text, number, document, first=offset == 0, last=next_offset is None)
+            number, progress = self._source, self._progress[self._source]
+            found = self._sources[number].locate(progress.place, self._key(number))
+            if found is None:
+                self._end_pass(number)
+                continue
+            piece = self._read(number, *found)
+            if piece is not None:
+                return piece
+
+    def _read(self, number: int, document: Document, after: Place) -> Piece | None:
+        """The piece of a document at the present offset, `None` where it is not to be used."""
+        progress, offset, content = self._progress[number], self._offset, None
+        try:
+            content, next_offset = self._sources[number].read(document, offset)
+        except DataError as error:
+            if not self._order.skip_bad:
+                raise
+            self._skip_bad(progress, error)
+            next_offset = None
+        if content is None or not len(content) or (offset == 0 and not self._is_wanted(content)):
+            content, next_offset = None, None
+        self._offset = next_offset or 0
+        if next_offset is None:
+            self._source = None
+            progress.place = after
+            progress.drawn += 1
+            progress.used += content is not None
+        if content is None:
+            return None
+        return Piece(content, number, progress.epoch, document, first=offset == 0, last=next_offset is None)
 
     def _choose_source(self) -> int:
         """The source with the fewest documents for its weight; the first of equals."""
         waiting = [
             number
             for number, progress in enumerate(self._progress)
-            if self._epochs is None or progress.epoch < self._epochs
+            if self._order.epochs is None or progress.epoch < self._order.epochs
         ]
         if not waiting:
             raise StopIteration
-        return min(waiting, key=lambda number: self._progress[number].drawn / self._weights[number])
+        return min(waiting, key=lambda number: self._progress[number].drawn / self._order.weights[number])
 
-    def _document_index(self, number: int) -> int:
-        progress = self._progress[number]
-        if not self._shuffle:
-            return progress.position
-        epoch, order = self._orders.get(number, (-1, np.empty(0, dtype=np.int64)))
-        if epoch != progress.epoch:
-            order = shuffled(len(self._sources[number]), f"{self._seed}/{number}/{progress.epoch}")
-            self._orders[number] = (progress.epoch, order)
-        return int(order[progress.position])
+    def _key(self, number: int) -> str | None:
+        return f"{self._order.seed}/{number}/{self._progress[number].epoch}" if self._order.shuffle else None
 
-    def _advance(self, number: int, next_offset: int | None, *, has_text: bool) -> None:
-        if next_offset is not None:
-            self._offset = next_offset
-            return
-        progress = self._progress[number]
+    def _end_pass(self, number: int) -> None:
+        """Turn to the next epoch. A source that gives nothing would be gone through for ever."""
+        progress, name = self._progress[number], self._sources[number].name
+        if not progress.used and not self._order.validation:
+            left = f"; {progress.bad} records were skipped as bad" if progress.bad else ""
+            if self._order.held_out:
+                left += f"; data.validation_fraction {self._order.held_out} holds out the rest"
+            raise DataError(f"source {name!r}: none of its documents holds any text{left}")
+        progress.epoch, progress.place, progress.used = (
+            progress.epoch + 1,
+            self._sources[number].first_place(),
+            0,
+        )
         self._source = None
-        progress.position += 1
-        progress.drawn += 1
-        progress.with_text += has_text
-        if progress.position == len(self._sources[number]):
-            if not progress.with_text:
-                raise DataError(
-                    f"source {self._sources[number].name!r}: none of its documents holds any text"
-                )
-            progress.epoch, progress.position, progress.with_text = progress.epoch + 1, 0, 0
+
+    def _skip_bad(self, progress: Progress, error: DataError) -> None:
+        progress.bad += 1
+        if len(self.bad_records) < WARNINGS_SHOWN:
+            self.bad_records.append(str(error))
+            logger.warning("skipped: %s", error)
+            if len(self.bad_records) == WARNINGS_SHOWN:
+                logger.warning("further bad records are counted and not shown")
+
+    def _is_wanted(self, content: Content) -> bool:
+        if not self._order.held_out:
+            return True
+        return is_held_out(content, self._order.held_out) == self._order.validation
 
 
-def shuffled(count: int, key: str) -> npt.NDArray[np.int64]:
-    """`range(count)` in an order fixed by `key`, the same with any version of any library.
-
-    The numbers are sorted by a hash of them (SplitMix64, Steele et al. 2014, which has no collisions).
-    """
-    seed = np.frombuffer(hashlib.sha256(key.encode()).digest()[:8], dtype="<u8")
-    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + seed
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")
+def is_held_out(content: Content, fraction: float) -> bool:
+    """Whether a document is for validation, by what its first piece holds: the same for each copy of it."""
+    if isinstance(content, str):
+        data = content.encode("utf-8", "surrogatepass")
+    elif isinstance(content, np.ndarray):
+        data = content.tobytes()
+    else:
+        data = "".join(segment.text for segment in content).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < fraction * 2**64

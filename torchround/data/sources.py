@@ -1,253 +1,250 @@
-"""Which documents a source holds, and the text of each, read piece by piece.
+"""Which documents a source holds, in which order, and the content of each, read piece by piece.
 
-A document is a whole text file or one line of a JSONL file. Long text comes in pieces, so that memory stays
-small and a saved position never holds more than one piece. Building a source lists its files and, for JSONL,
-finds where each line starts (8 bytes of memory per line).
+A document is a whole text file, or one record of a file. Long text comes in pieces, so that memory stays small
+and a saved position never holds more than one piece. Files of plain text and plain JSONL are indexed (8 bytes of
+memory per line) and read in any order; what can only be read in sequence is a stream (`streams.py`).
 """
 
-import codecs
-import glob
 import hashlib
-import json
-import os
-import re
-import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from torchround.config import SourceTable
+from torchround.data.documents import Content, Document, Ids, Place
 from torchround.data.errors import DataError
+from torchround.data.files import (
+    PIECE_SIZE,
+    kind_of,
+    line_starts,
+    piece_end,
+    read_file_piece,
+    read_line,
+    size_bytes,
+)
+from torchround.data.records import RecordReader
 
-PYTHON_STDLIB = "python-stdlib"
-NOT_STDLIB_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-PIECE_SIZE = 1 << 16
-SCAN_BYTES = 1 << 24
+BLOCK_RECORDS = 8192
+BLOCK_BYTES = 1 << 25
 
 
-@dataclass(frozen=True)
-class Document:
-    """Where a document is stored: from `start_byte` of a file to its end (`line` 0), or one line, from 1."""
+class Order(Protocol):
+    """Documents of a source as places in a pass over them."""
 
-    path: Path
-    start_byte: int = 0
-    line: int = 0
+    def first_place(self) -> Place:
+        """Where a pass begins."""
+        ...
 
-    def __str__(self) -> str:
-        return f"{self.path}, line {self.line}" if self.line else str(self.path)
+    def locate(self, place: Place, key: str | None) -> tuple[Document, Place] | None:
+        """The document at a place of the pass shuffled by `key`, and the place after it; `None` at the end."""
+        ...
+
+    def count(self) -> int:
+        """Documents of one pass, blank ones included. May have to read all of it. Raises `DataError`."""
+        ...
+
+    def fingerprint(self) -> str:
+        """What must be unchanged for a saved place to mean the same document; where it lies may differ."""
+        ...
 
 
 class Source:
-    """The documents of one `[data] sources` entry, numbered by file name and, in a file, by line.
+    """The documents of one element of `data.sources`. Raises `DataError` where it has none."""
 
-    Raises `DataError` where no file matches, a file cannot be read, or all files are empty.
-    """
-
-    def __init__(self, table: SourceTable) -> None:
+    def __init__(self, table: SourceTable, order: Order, records: RecordReader) -> None:
         self.name = table.path
-        self._text_field = table.text_field
-        self._paths = _find_files(table.path)
-        self._sizes = [_size_bytes(path) for path in self._paths]
+        self._order = order
+        self._records = records
+        self._last: tuple[Document, Content] | None = None
+        self.first_place = order.first_place
+        self.locate = order.locate
+        self.count = order.count
+
+    def read(self, document: Document, offset: int) -> tuple[Content, int | None]:
+        """One piece of a document and the offset of the next one, `None` where the document ends.
+
+        The first offset is 0; what it counts is the document's business. A conversation is one piece. Raises
+        `DataError`.
+        """
+        if not document.number:
+            return read_file_piece(Path(document.path), offset)
+        content = self._content(document)
+        if isinstance(content, tuple):
+            return content, None
+        end = min(len(content), offset + PIECE_SIZE)
+        if isinstance(content, str):
+            end = piece_end(content, offset)
+        return content[offset:end], end if end < len(content) else None
+
+    def fingerprint(self) -> str:
+        """What must be unchanged for a saved position to mean the same documents."""
+        table = self._records.table
+        return f"{self._order.fingerprint()} as {table.content} {table.field or ''}".rstrip()
+
+    def _content(self, document: Document) -> Content:
+        """That of the last record is kept, or a long one would be parsed once per piece."""
+        if self._last is None or self._last[0] != document:
+            loaded = document
+            if document.record is None:
+                loaded = replace(document, record=read_line(Path(document.path), document.start_byte))
+            self._last = document, self._records.read(loaded)
+        return self._last[1]
+
+
+class FileIndex:
+    """Plain text and JSONL files, in the order of their names; a place is the number of a document."""
+
+    def __init__(self, table: SourceTable, paths: list[Path], records: RecordReader) -> None:
+        self._paths = paths
+        self._sizes = [size_bytes(path) for path in paths]
         if not any(self._sizes):
-            raise DataError(f"source {self.name!r}: all of its {len(self._paths)} files are empty")
+            raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")
         self._line_starts = [
-            _line_starts(path) if _is_jsonl(path, table.format) else None for path in self._paths
+            line_starts(path) if kind_of(path, table.format) == "jsonl" else None for path in paths
         ]
         counts = [1 if starts is None else len(starts) for starts in self._line_starts]
-        self._last_record: tuple[Document, str] | None = None
         self._ends = np.array(list(accumulate(counts)), dtype=np.int64)
+        self._shuffled: tuple[str, Ids] = "", np.empty(0, dtype=np.int64)
 
-    def __len__(self) -> int:
+    def first_place(self) -> Place:
+        """Document 0."""
+        return [0]
+
+    def locate(self, place: Place, key: str | None) -> tuple[Document, Place] | None:
+        """The document at a place of the order that `key` gives, or as listed."""
+        (position,) = place
+        if position >= self.count():
+            return None
+        if key is None:
+            return self._document(position), [position + 1]
+        if self._shuffled[0] != key:
+            self._shuffled = key, shuffled(self.count(), key)
+        return self._document(int(self._shuffled[1][position])), [position + 1]
+
+    def count(self) -> int:
         """Documents, blank lines and empty files included: they are passed over when read."""
         return int(self._ends[-1])
 
-    def document(self, index: int) -> Document:
-        """Where document `0 <= index < len` is stored."""
+    def fingerprint(self) -> str:
+        """The number and sizes of the files."""
+        layout = hashlib.sha256(repr(self._sizes).encode()).hexdigest()
+        return f"{self.count()} documents in {sum(self._sizes)} bytes (layout {layout[:12]})"
+
+    def _document(self, index: int) -> Document:
         file = int(np.searchsorted(self._ends, index, side="right"))
-        starts = self._line_starts[file]
+        path, starts = self._paths[file], self._line_starts[file]
         if starts is None:
-            return Document(self._paths[file])
+            return Document(path)
         line = index - int(self._ends[file]) + len(starts)
-        return Document(self._paths[file], int(starts[line]), line + 1)
+        return Document(path, int(starts[line]), line + 1)
 
-    def read(self, document: Document, offset: int) -> tuple[str, int | None]:
-        """One piece of text and the offset of the next one, `None` where the document ends.
 
-        The first offset is 0; what it counts is the document's business. Raises `DataError`.
-        """
-        if not document.line:
-            return _read_file_piece(document.path, offset)
-        text = self._record(document)
-        end = _piece_end(text, offset)
-        return text[offset:end], end if end < len(text) else None
+@dataclass(frozen=True)
+class Unit:
+    """A part of a stream that can be opened by itself: a file, a row group, a shard.
+
+    `open(n)` yields its documents from the n-th on; `count` may read through it. `size`: for the fingerprint.
+    """
+
+    open: Callable[[int], Iterator[Document]]
+    count: Callable[[], int]
+    size: int | str
+
+
+class Stream:
+    """Records that are only read in sequence. A place is unit, first record of a block, number in the block.
+
+    With a key, units come in a shuffled order, and so do the records of each block (8192 records or 32 MiB, which
+    is what memory holds). A saved place is three numbers: a resumed run reads the block again.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+        self._block = Block()
+        self._reading: tuple[int, int, Iterator[Document]] = -1, 0, iter(())
+
+    def first_place(self) -> Place:
+        """The first record of the first unit."""
+        return [0, 0, 0]
+
+    def locate(self, place: Place, key: str | None) -> tuple[Document, Place] | None:
+        """The document at a place; finds the next unit where one has ended."""
+        rank, start, index = place
+        while rank < len(self._units):
+            block = self._find_block(rank, start, key)
+            if block.documents:
+                ends = index + 1 == len(block.documents)
+                after = [rank, start + len(block.documents), 0] if ends else [rank, start, index + 1]
+                return block.documents[index], after
+            rank, start, index = rank + 1, 0, 0
+        return None
+
+    def count(self) -> int:
+        """The sum over units."""
+        return sum(unit.count() for unit in self._units)
 
     def fingerprint(self) -> str:
-        """What must be unchanged for a saved position to mean the same documents; where they lie may differ."""
-        layout = hashlib.sha256(repr((self._sizes, self._text_field)).encode()).hexdigest()
-        return f"{len(self)} documents in {sum(self._sizes)} bytes (layout {layout[:12]})"
+        """The number and sizes of the units."""
+        layout = hashlib.sha256(repr([unit.size for unit in self._units]).encode()).hexdigest()
+        return f"{len(self._units)} parts (layout {layout[:12]})"
 
-    def _record(self, document: Document) -> str:
-        """The text of a record; that of the last one is kept, or a long one would be parsed once per piece."""
-        if self._last_record is None or self._last_record[0] != document:
-            self._last_record = document, _read_record(document, self._text_field)
-        return self._last_record[1]
+    def _find_block(self, rank: int, start: int, key: str | None) -> "Block":
+        if self._block.identity != (rank, start, key):
+            unit = rank if key is None else int(shuffled(len(self._units), key)[rank])
+            documents = self._read(unit, start)
+            if key is not None:
+                order = shuffled(len(documents), f"{key}/{unit}/{start}")
+                documents = [documents[index] for index in order.tolist()]
+            self._block = Block((rank, start, key), documents)
+        return self._block
 
-
-def _find_files(path: str) -> list[Path]:
-    if path == PYTHON_STDLIB:
-        return _stdlib_files()
-    path = os.path.expanduser(path)
-    if os.path.isdir(path):
-        raise DataError(
-            f"source {path!r} is a folder; name its files with a glob such as {path + '/**/*.txt'!r}"
-        )
-    if os.path.exists(path):
-        return [Path(path)]
-    if not glob.has_magic(path):
-        raise DataError(f"source {path!r} does not exist (working directory: {os.getcwd()})")
-    found = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
-    if not found:
-        raise DataError(f"source {path!r}: no file matches (working directory: {os.getcwd()})")
-    return [Path(name) for name in found]
-
-
-def _stdlib_files() -> list[Path]:
-    """The library's own modules: no tests, no installed packages, nothing that is not UTF-8."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if not NOT_STDLIB_TEXT.intersection(path.relative_to(root).parts) and _is_utf8(path)
-    ]
-    if not files:
-        raise DataError(f"source {PYTHON_STDLIB!r}: this Python has no source files in {root}")
-    return files
+    def _read(self, unit: int, start: int) -> list[Document]:
+        """The records of a unit from `start` on that make up a block; none at its end."""
+        if self._reading[:2] != (unit, start):
+            self._reading = unit, start, self._units[unit].open(start)
+        records = self._reading[2]
+        documents: list[Document] = []
+        num_bytes = 0
+        while len(documents) < BLOCK_RECORDS and num_bytes < BLOCK_BYTES:
+            document = next(records, None)
+            if document is None:
+                break
+            documents.append(document)
+            num_bytes += size_of(document.record)
+        self._reading = unit, start + len(documents), records
+        return documents
 
 
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError):
-        return False
-    return True
+@dataclass(frozen=True)
+class Block:
+    """Documents of a stream in the order they are visited in, and which ones: rank of the unit, start, key."""
+
+    identity: tuple[int, int, str | None] = (-1, 0, None)
+    documents: list[Document] = field(default_factory=list)
 
 
-def _is_jsonl(path: Path, format: str) -> bool:
-    return format == "jsonl" or (format == "auto" and path.suffix == ".jsonl")
+def size_of(record: object) -> int:
+    """About the bytes that a record takes, by the length of the strings and lists in it."""
+    if isinstance(record, (str, bytes)):
+        return len(record)
+    if isinstance(record, dict):
+        return sum(size_of(value) for value in record.values())
+    if isinstance(record, list):
+        return 8 * len(record) + sum(size_of(value) for value in record if not isinstance(value, int))
+    return 8
 
 
-def _size_bytes(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+def shuffled(count: int, key: str) -> Ids:
+    """`range(count)` in an order fixed by `key`, the same with any version of any library.
 
-
-def _line_starts(path: Path) -> npt.NDArray[np.int64]:
-    """Byte offset of each line; the end of the file begins no line."""
-    starts = [np.zeros(1, dtype=np.int64)]
-    offset = 0
-    for block in _blocks(path):
-        starts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (offset + 1))
-        offset += len(block)
-    joined = np.concatenate(starts)
-    return joined[joined < offset]
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            while block := file.read(SCAN_BYTES):
-                yield block
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _read_file_piece(path: Path, offset: int) -> tuple[str, int | None]:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read(PIECE_SIZE)
-            ends = offset + len(data) >= os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=ends)
-    except UnicodeDecodeError as error:
-        raise DataError(_not_utf8(path, _line_of(path, offset + error.start), error)) from error
-    if ends:
-        return text, None
-    piece = text[: _cut_point(text)]
-    return piece, offset + len(piece.encode())
-
-
-def _read_record(document: Document, text_field: str) -> str:
-    """The text of one JSONL line; empty for a blank line."""
-    path, line = document.path, document.line
-    try:
-        with path.open("rb") as file:
-            file.seek(document.start_byte)
-            data = file.readline()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    if not data.strip():
-        return ""
-    try:
-        record = json.loads(data.decode())
-    except UnicodeDecodeError as error:
-        raise DataError(_not_utf8(path, line, error)) from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{document}: not valid JSON: {error}") from error
-    return _text_of(record, text_field, str(document))
-
-
-def _text_of(record: Any, text_field: str, where: str) -> str:
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: a JSON {type(record).__name__}, not an object with a field {text_field!r}")
-    if text_field not in record:
-        raise DataError(f"{where}: no field {text_field!r}; fields: {', '.join(sorted(record)) or 'none'}")
-    text = record[text_field]
-    if not isinstance(text, str):
-        raise DataError(f"{where}: field {text_field!r} is a {type(text).__name__}, not a string")
-    return text
-
-
-def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> str:
-    return f"{path}, line {line}: not valid UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason})"
-
-
-def _line_of(path: Path, offset: int) -> int:
-    """The line, from 1, that byte `offset` of a file is in."""
-    line = 1
-    for block in _blocks(path):
-        line += block[:offset].count(b"\n")
-        offset = max(0, offset - len(block))
-    return line
-
-
-def _piece_end(text: str, offset: int) -> int:
-    """Where the piece that begins at character `offset` ends."""
-    if len(text) - offset <= PIECE_SIZE:
-        return len(text)
-    return offset + _cut_point(text[offset : offset + PIECE_SIZE])
-
-
-LINE_START = re.compile(r"\n(?=[^\s/])")
-
-
-def _cut_point(text: str) -> int:
-    """Characters to take of a text that goes on: up to a line that begins with something visible.
-
-    The patterns of the known vocabularies end a token there too (one also draws `/` to the newline before),
-    so the pieces have the tokens that the whole text has. Without such a line: any line, a space, anywhere.
+    The numbers are sorted by a hash of them (SplitMix64, Steele et al. 2014, which has no collisions).
     """
-    line_starts = [match.end() for match in LINE_START.finditer(text)]
-    if line_starts:
-        return line_starts[-1]
-    return text.rfind("\n") + 1 or max(0, text.rfind(" ")) or len(text)
+    seed = np.frombuffer(hashlib.sha256(key.encode()).digest()[:8], dtype="<u8")
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + seed
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")

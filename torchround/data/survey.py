@@ -7,8 +7,9 @@ import heapq
 from dataclasses import dataclass, field
 
 from torchround.config import DataTable
+from torchround.data.documents import Document
+from torchround.data.loader import open_sources, reading_order
 from torchround.data.reader import Reader
-from torchround.data.sources import Document, Source
 from torchround.data.tokenising import tokenise
 from torchround.data.tokenizer import Tokenizer
 
@@ -31,12 +32,24 @@ class SourceSurvey:
         self.longest = heapq.nlargest(LONGEST, [*self.longest, (num_tokens, str(document))])
 
 
-def survey(data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int) -> list[SourceSurvey]:
-    """The first `max_documents` documents of the mix, at most one pass over each source. Raises `DataError`."""
-    sources = [Source(table) for table in data.sources]
-    weights = [table.weight for table in data.sources]
+@dataclass(frozen=True)
+class Survey:
+    """What was read of each source, how many records are bad, and the first of them with file and line."""
+
+    sources: list[SourceSurvey]
+    num_bad: int
+    bad_records: list[str]
+
+
+def survey(data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int) -> Survey:
+    """The first `max_documents` documents of the mix, at most one pass over each source. Raises `DataError`.
+
+    Bad records are passed over and listed, whatever `data.on_bad_record` says.
+    """
+    data = data.model_copy(update={"epochs": 1, "on_bad_record": "skip"})
+    sources = open_sources(data, tokenizer)
     found = [SourceSurvey(source.name) for source in sources]
-    reader = Reader(sources, weights, shuffle=data.shuffle, seed=seed, epochs=1)
+    reader = Reader(sources, reading_order(data, sources, seed))
     reader.reset()
     num_tokens = 0
     for piece in reader:
@@ -46,4 +59,5 @@ def survey(data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int)
             num_tokens = 0
             if sum(source.num_documents for source in found) == max_documents:
                 break
-    return found
+    num_bad = sum(progress["bad"] for progress in reader.get_state()["sources"])
+    return Survey(found, num_bad, reader.bad_records)

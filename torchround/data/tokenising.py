@@ -14,23 +14,24 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
+from torchround.data.documents import Ids, Segment
 from torchround.data.errors import DataError
 from torchround.data.packing import TokenPiece
-from torchround.data.reader import TextPiece
+from torchround.data.reader import Piece
 from torchround.data.tokenizer import Tokenizer
 
 Result = Callable[[], TokenPiece | DataError]
 
 
 class Tokenising(BaseNode[TokenPiece | DataError]):
-    """Token pieces of the text pieces of `source`. `num_workers = 0` does the work in the calling thread.
+    """Token pieces of the pieces of `source`. `num_workers = 0` does the work in the calling thread.
 
     tiktoken works without Python's global lock, so threads run side by side. A `DataError` of the reader is
     an item like any other, in its place, and the last one: what was read before it is still used, and it
     reaches the caller as it was raised.
     """
 
-    def __init__(self, source: BaseNode[TextPiece], tokenizer: Tokenizer, num_workers: int) -> None:
+    def __init__(self, source: BaseNode[Piece], tokenizer: Tokenizer, num_workers: int) -> None:
         super().__init__()
         self._source = source
         self._tokenizer = tokenizer
@@ -77,19 +78,35 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
         else:
             self._ahead.append((self._start(piece), self._source.state_dict()))
 
-    def _start(self, piece: TextPiece) -> Result:
+    def _start(self, piece: Piece) -> Result:
         work = partial(tokenise, self._tokenizer, piece)
         return work if self._threads is None else self._threads.submit(work).result
 
 
-def tokenise(tokenizer: Tokenizer, piece: TextPiece) -> TokenPiece:
-    """BOS (where the vocabulary has one) before a document's first token, EOS after its last."""
-    before = [tokenizer.bos_id] if piece.first and tokenizer.bos_id is not None else []
-    after = [tokenizer.eos_id] if piece.last else []
-    tokens = np.concatenate(
-        [np.array(ids, dtype=np.int64) for ids in (before, tokenizer.encode_array(piece.text), after)]
-    )
-    return TokenPiece(tokens, starts_document=piece.first)
+def tokenise(tokenizer: Tokenizer, piece: Piece) -> TokenPiece:
+    """Token ids as they are, a conversation as its template wrote it, text between BOS and EOS.
+
+    BOS comes before a document's first token (where the vocabulary has one), EOS after its last.
+    """
+    learn = None
+    if isinstance(piece.content, np.ndarray):
+        tokens = piece.content
+    elif isinstance(piece.content, str):
+        before = [tokenizer.bos_id] if piece.first and tokenizer.bos_id is not None else []
+        after = [tokenizer.eos_id] if piece.last else []
+        framed = (before, tokenizer.encode_array(piece.content), after)
+        tokens = np.concatenate([np.array(ids, dtype=np.int64) for ids in framed])
+    else:
+        parts = [_encoded(tokenizer, segment) for segment in piece.content]
+        tokens = np.concatenate(parts)
+        learn = np.repeat([segment.learn for segment in piece.content], [len(part) for part in parts])
+    return TokenPiece(tokens, piece.first, learn, piece.last, piece.epoch, piece.source)
+
+
+def _encoded(tokenizer: Tokenizer, segment: Segment) -> Ids:
+    if segment.special:
+        return np.array([tokenizer.special_id(segment.text)], dtype=np.int64)
+    return tokenizer.encode_array(segment.text)
 
 
 def _itself(error: DataError) -> DataError:

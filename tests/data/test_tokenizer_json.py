@@ -1,0 +1,157 @@
+"""tokenizer.json files against the package tokenizers itself: four families' patterns, real and random text."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.vocabularies import FAMILIES, real_text, train, write
+from torchround.config import TokenizerTable
+from torchround.data import Tokenizer, TokenizerError, build_tokenizer
+
+Pair = tuple[Tokenizer, tokenizers.Tokenizer]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """By family: ours from the files on disk, and the reference that wrote them."""
+    found = {}
+    for name in FAMILIES:
+        folder = tmp_path_factory.mktemp(name)
+        reference = write(folder, name)
+        found[name] = build_tokenizer(TokenizerTable(path=str(folder))), reference
+    return found
+
+
+def ids_of(reference: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Of text in which no special token occurs."""
+    ids: list[int] = reference.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_real_text_has_the_tokens_of_the_reference(pairs: dict[str, Pair], name: str) -> None:
+    ours, reference = pairs[name]
+    for text in real_text():
+        assert ours.encode(text) == ids_of(reference, text)
+
+
+def random_text(generator: random.Random) -> str:
+    """Up to 40 parts: any character of any plane, the Latin and spaces of real text, and tokens in the text."""
+
+    def any_character() -> str:
+        code = generator.randrange(0x110000 - 0x800)
+        return chr(code if code < 0xD800 else code + 0x800)
+
+    kinds: list[Callable[[], str]] = [
+        any_character,
+        lambda: chr(generator.randrange(0x20, 0x3000)),
+        lambda: generator.choice(" \n\r\t\u00a0\u3000\u2028"),
+        lambda: generator.choice(
+            ["the", "ing", "DON'T", "'ſ", "123", "::", "e\u0301", "<think>", "</tool_call>"]
+        ),
+    ]
+    return "".join(generator.choice(kinds)() for _ in range(generator.randrange(40)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_2500_random_strings_have_the_tokens_of_the_reference(pairs: dict[str, Pair], name: str) -> None:
+    ours, reference = pairs[name]
+    generator = random.Random(name)
+    texts = [random_text(generator) for _ in range(2500)]
+    expected = [encoding.ids for encoding in reference.encode_batch(texts, add_special_tokens=False)]
+    assert [ours.encode(text) for text in texts] == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.characters(codec="utf-8"), max_size=60))
+def test_any_text_has_the_tokens_of_the_reference(pairs: dict[str, Pair], name: str, text: str) -> None:
+    ours, reference = pairs[name]
+    assert ours.encode(text) == ids_of(reference, text)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_token_keeps_its_id_and_its_text(pairs: dict[str, Pair], name: str) -> None:
+    ours, reference = pairs[name]
+    assert ours.vocab_size == reference.get_vocab_size()
+    for text, number in ours.special.items() | ours.in_text.items():
+        assert (reference.token_to_id(text), ours.decode([number])) == (number, text)
+    every_id = list(range(reference.get_vocab_size()))
+    assert ours.decode(every_id) == reference.decode(every_id, skip_special_tokens=False)
+
+
+def test_special_tokens_in_a_text_are_text_and_added_tokens_are_tokens(pairs: dict[str, Pair]) -> None:
+    ours, reference = pairs["qwen3"]
+    ids = ours.encode("a<|im_end|><think>b")
+    assert reference.token_to_id("<|im_end|>") not in ids
+    assert reference.token_to_id("<think>") in ids
+    assert ours.decode(ids) == "a<|im_end|><think>b"
+
+
+@pytest.mark.parametrize(
+    ("name", "bos", "eos", "pad"),
+    [
+        ("llama3", "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"),
+        ("qwen3", None, "<|endoftext|>", "<|fim_pad|>"),
+        ("gpt_oss", None, "<|endoftext|>", "<|endoftext|>"),
+    ],
+)
+def test_documents_are_framed_with_what_the_vocabulary_has_for_documents(
+    pairs: dict[str, Pair], name: str, bos: str | None, eos: str, pad: str
+) -> None:
+    """Not with the token that ends a turn, which `eos_token` names for chat models."""
+    ours, reference = pairs[name]
+    assert ours.bos_id == (bos and reference.token_to_id(bos))
+    assert (ours.eos_id, ours.pad_id) == (reference.token_to_id(eos), reference.token_to_id(pad))
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda file: file["model"].update(type="Unigram"),
+            "its model is 'Unigram'; supported: a byte-level BPE",
+        ),
+        (lambda file: file["model"].update(dropout=0.1), "its model has dropout 0.1"),
+        (lambda file: file["model"]["vocab"].pop("Ā"), "1 of the 256 bytes are no tokens"),
+        (lambda file: file["model"]["merges"].reverse(), "ids have to rise"),
+        (lambda file: file.update(normalizer={"type": "Lowercase"}), r"normalizer has steps \['Lowercase'\]"),
+        (lambda file: file.update(pre_tokenizer={"type": "Whitespace"}), "does not end in ByteLevel"),
+        (lambda file: file["added_tokens"][-1].update(rstrip=True), "'</tool_response>' has rstrip"),
+        (
+            lambda file: file["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\w+"),
+            "pattern leaves out characters",
+        ),
+    ],
+)
+def test_a_file_that_would_give_other_tokens_is_refused_and_says_why(
+    tmp_path: Path, pairs: dict[str, Pair], change: Change, message: str
+) -> None:
+    content = json.loads(pairs["qwen3"][1].to_str())
+    change(content)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match=message) as caught:
+        build_tokenizer(TokenizerTable(path=str(path)))
+    assert str(path) in str(caught.value)
+
+
+def test_without_a_token_that_ends_documents_it_is_refused(tmp_path: Path) -> None:
+    reference = train("llama3", 300, text=["abc"])
+    content = json.loads(reference.to_str())
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if "end_of_text" not in token["content"]
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match=r"no token ends a document: none of .*, and no eos_token in"):
+        build_tokenizer(TokenizerTable(path=str(tmp_path)))

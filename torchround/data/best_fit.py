@@ -1,0 +1,210 @@
+"""Whole documents, put together so that sequences are nearly full: the packing of fine-tuning.
+
+Documents are gathered until they fill `GROUP_SEQUENCES` sequences. The longest first, each goes to the sequence
+with the least room that it fits into (best fit decreasing; Johnson 1973: at most 11/9 of the fewest sequences, and
+with many short documents nearly the fewest). The emptiest sequence of a group is taken apart and its documents
+wait for the next group. Sequences leave in a hashed order, since packing sorts them by length.
+
+The state is where the group began and how many of its sequences have left: a resumed run packs the group again.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from torchround.data.documents import Ids
+from torchround.data.errors import DataError
+from torchround.data.packing import PackedSequence, TokenPiece, positions_from
+from torchround.data.sources import shuffled
+from torchround.layer import IGNORED_LABEL
+
+GROUP_SEQUENCES = 64
+
+
+@dataclass(frozen=True)
+class WholeDocument:
+    """Inputs and labels `[n]` of a document, or of the part of it that one sequence holds."""
+
+    tokens: Ids
+    labels: Ids
+    waited: bool = False
+
+
+class BestFitPacker(BaseNode[PackedSequence | DataError]):
+    """Token pieces in, sequences of whole documents out. `long_documents`: `cut`, `skip` or `split`.
+
+    An error is handed on as the last item, after the sequences of the documents before it.
+    """
+
+    def __init__(
+        self, source: BaseNode[TokenPiece | DataError], seq_len: int, pad_id: int, long_documents: str
+    ) -> None:
+        super().__init__()
+        self._source = source
+        self._seq_len = seq_len
+        self._pad_id = pad_id
+        self._long_documents = long_documents
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin empty, or in the middle of the group that `initial_state` was taken in."""
+        super().reset(initial_state)
+        state = initial_state or {"reader": None, "waiting": [], "left": 0, "group": 0, "long": 0}
+        self._waiting = [
+            WholeDocument(np.array(tokens, dtype=np.int64), np.array(labels, dtype=np.int64), waited=True)
+            for tokens, labels in state["waiting"]
+        ]
+        self._group: int = state["group"]
+        self._num_long: int = state["long"]
+        self._source.reset(state["reader"])
+        self._begin_group()
+        self._left: int = state["left"]
+        self._rows: list[list[WholeDocument]] | None = None
+        self._error: DataError | None = None
+        self._ended = False
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the group began, the documents that waited for it, and how much of it has left.
+
+        `long_so_far` is only for reports.
+        """
+        return {**self._group_start, "left": self._left, "long_so_far": self._num_long}
+
+    def next(self) -> PackedSequence | DataError:
+        """The next sequence; `StopIteration` when the data has ended."""
+        while True:
+            if self._rows is None:
+                self._rows = self._pack_group()
+            if self._left < len(self._rows):
+                self._left += 1
+                return self._row(self._rows[self._left - 1])
+            if self._error is not None and not self._ended:
+                self._ended = True
+                return self._error
+            if self._ended:
+                raise StopIteration
+            self._waiting = self._next_waiting
+            self._group += 1
+            self._begin_group()
+            self._left, self._rows = 0, None
+
+    def _begin_group(self) -> None:
+        waiting = [(document.tokens.tolist(), document.labels.tolist()) for document in self._waiting]
+        self._group_start = {
+            "reader": self._source.state_dict(),
+            "waiting": waiting,
+            "group": self._group,
+            "long": self._num_long,
+        }
+
+    def _pack_group(self) -> list[list[WholeDocument]]:
+        documents = self._gather()
+        rows = best_fit([len(document.tokens) for document in documents], self._seq_len)
+        packed = [[documents[index] for index in row] for row in rows]
+        self._next_waiting = []
+        if not self._ended and self._error is None:
+            self._next_waiting = self._take_emptiest(packed)
+        order = shuffled(len(packed), f"best fit/{self._group}").tolist()
+        return [packed[index] for index in order]
+
+    def _gather(self) -> list[WholeDocument]:
+        """Documents for one group; notes an error, or that the data has ended."""
+        documents, pieces = list(self._waiting), list[TokenPiece]()
+        room = GROUP_SEQUENCES * self._seq_len - total(documents)
+        fruitless: dict[int, int] = {}  # since which epoch a source has given nothing
+        while room > 0 and self._error is None:
+            item = next(self._source, None)
+            if not isinstance(item, TokenPiece):
+                self._error, self._ended = item, item is None
+                return documents + self._parts(pieces)
+            if item.starts_document and pieces:  # a bad record broke off what came before
+                documents += self._parts(pieces)
+                pieces = []
+            pieces.append(item)
+            if item.ends_document:
+                parts, pieces = self._parts(pieces), []
+                documents += parts
+                room -= total(parts)
+                fruitless = {} if parts else fruitless
+                if item.epoch > fruitless.setdefault(item.source, item.epoch) + 1:
+                    self._error = self._nothing_fits()
+        return documents
+
+    def _nothing_fits(self) -> DataError:
+        """An endless loader would search for ever."""
+        return DataError(
+            "no document of a whole pass over a source fits into a sequence: training.seq_len is "
+            f'{self._seq_len}, and data.long_documents = "skip" leaves out what is longer'
+        )
+
+    def _parts(self, pieces: Sequence[TokenPiece]) -> list[WholeDocument]:
+        """What is used of a document that has come in `pieces`: nothing, itself, its beginning, or several parts."""
+        if not pieces:
+            return []
+        tokens = np.concatenate([piece.tokens for piece in pieces])
+        labels = np.full(len(tokens), IGNORED_LABEL, dtype=np.int64)
+        labels[:-1] = tokens[1:]
+        masks = [
+            np.ones(len(piece.tokens), dtype=np.bool_) if piece.learn is None else piece.learn
+            for piece in pieces
+        ]
+        labels[:-1][~np.concatenate(masks)[1:]] = IGNORED_LABEL
+        starts = range(0, len(tokens), self._seq_len)
+        if len(starts) > 1:
+            self._num_long += 1
+            kept = {"cut": 1, "skip": 0, "split": len(starts)}[self._long_documents]
+            starts = starts[:kept]
+        return [
+            WholeDocument(tokens[low : low + self._seq_len], labels[low : low + self._seq_len])
+            for low in starts
+        ]
+
+    def _take_emptiest(self, packed: list[list[WholeDocument]]) -> list[WholeDocument]:
+        """Takes apart the emptiest sequence whose documents have not waited before, if there is another."""
+        candidates = [
+            index for index, row in enumerate(packed) if not any(document.waited for document in row)
+        ]
+        if not candidates or len(packed) == 1:
+            return []
+        emptiest = packed.pop(min(candidates, key=lambda index: total(packed[index])))
+        return [replace(document, waited=True) for document in emptiest]
+
+    def _row(self, documents: Sequence[WholeDocument]) -> PackedSequence:
+        """Documents one after the other and padding as one more, whose labels are ignored."""
+        missing = self._seq_len - total(documents)
+        padding = WholeDocument(
+            np.full(missing, self._pad_id, dtype=np.int64), np.full(missing, IGNORED_LABEL, dtype=np.int64)
+        )
+        parts = [*documents, padding] if missing else documents
+        begins = np.zeros(self._seq_len, dtype=np.bool_)
+        begins[np.cumsum([0, *(len(part.tokens) for part in parts[:-1])])] = True
+        return PackedSequence(
+            tokens=np.concatenate([part.tokens for part in parts]),
+            labels=np.concatenate([part.labels for part in parts]),
+            positions=positions_from(begins),
+            document_ids=np.cumsum(begins, dtype=np.int64) - 1,
+        )
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Indices of `lengths`, each at most `room`, in rows that hold at most `room`: best fit, longest first."""
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        found = bisect_left(open_rows, (lengths[index], 0))
+        if found == len(open_rows):
+            rows.append([])
+            left, row = room, len(rows) - 1
+        else:
+            left, row = open_rows.pop(found)
+        rows[row].append(index)
+        insort(open_rows, (left - lengths[index], row))
+    return rows
+
+
+def total(documents: Iterable[WholeDocument]) -> int:
+    """Tokens of several documents."""
+    return sum(len(document.tokens) for document in documents)

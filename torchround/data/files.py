@@ -1,0 +1,163 @@
+"""Which files a path or glob means, what kind each is, and reading plain text piece by piece."""
+
+import codecs
+import glob
+import os
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from torchround.data.documents import Ids
+from torchround.data.errors import DataError
+
+PYTHON_STDLIB = "python-stdlib"
+NOT_STDLIB_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+PIECE_SIZE = 1 << 16
+SCAN_BYTES = 1 << 24
+
+
+def find_files(path: str) -> list[Path]:
+    """The file itself, or what a glob matches, sorted by name. Raises `DataError` where there is none."""
+    if path == PYTHON_STDLIB:
+        return _stdlib_files()
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        raise DataError(
+            f"source {path!r} is a folder; name its files with a glob such as {path + '/**/*.txt'!r}"
+        )
+    if os.path.exists(path):
+        return [Path(path)]
+    if not glob.has_magic(path):
+        raise DataError(f"source {path!r} does not exist (working directory: {os.getcwd()})")
+    found = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
+    if not found:
+        raise DataError(f"source {path!r}: no file matches (working directory: {os.getcwd()})")
+    return [Path(name) for name in found]
+
+
+def _stdlib_files() -> list[Path]:
+    """The library's own modules: no tests, no installed packages, nothing that is not UTF-8."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not NOT_STDLIB_TEXT.intersection(path.relative_to(root).parts) and _is_utf8(path)
+    ]
+    if not files:
+        raise DataError(f"source {PYTHON_STDLIB!r}: this Python has no source files in {root}")
+    return files
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def kind_of(path: Path, format: str) -> str:
+    """`text`, `jsonl` or `parquet`; `auto` goes by the name's ending."""
+    if format != "auto":
+        return format
+    if path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
+        return "jsonl"
+    return "parquet" if path.suffix == ".parquet" else "text"
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the name says so."""
+    return path.suffix in (".gz", ".zst")
+
+
+def size_bytes(path: Path) -> int:
+    """Size of a file that can be opened. Raises `DataError`."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def line_starts(path: Path) -> Ids:
+    """Byte offset of each line; the end of the file begins no line."""
+    starts = [np.zeros(1, dtype=np.int64)]
+    offset = 0
+    for block in _blocks(path):
+        starts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (offset + 1))
+        offset += len(block)
+    joined = np.concatenate(starts)
+    return joined[joined < offset]
+
+
+def read_line(path: Path, start_byte: int) -> bytes:
+    """The line that begins at `start_byte`. Raises `DataError`."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start_byte)
+            return file.readline()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_file_piece(path: Path, offset: int) -> tuple[str, int | None]:
+    """Text from byte `offset` on, and where the next piece begins, `None` at the end. Raises `DataError`."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(PIECE_SIZE)
+            ends = offset + len(data) >= os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=ends)
+    except UnicodeDecodeError as error:
+        line, bad = _line_of(path, offset + error.start), error.object[error.start]
+        raise DataError(f"{path}, line {line}: not valid UTF-8 (byte 0x{bad:02x}: {error.reason})") from error
+    if ends:
+        return text, None
+    piece = text[: _cut_point(text)]
+    return piece, offset + len(piece.encode())
+
+
+def piece_end(text: str, offset: int) -> int:
+    """Where the piece that begins at character `offset` ends."""
+    if len(text) - offset <= PIECE_SIZE:
+        return len(text)
+    return offset + _cut_point(text[offset : offset + PIECE_SIZE])
+
+
+LINE_START = re.compile(r"\n(?=[^\s/])")
+
+
+def _cut_point(text: str) -> int:
+    """Characters to take of a text that goes on: up to a line that begins with something visible.
+
+    The patterns of the known vocabularies end a token there too (one also draws `/` to the newline before),
+    so the pieces have the tokens that the whole text has. Without such a line: any line, a space, anywhere.
+    """
+    line_starts = [match.end() for match in LINE_START.finditer(text)]
+    if line_starts:
+        return line_starts[-1]
+    return text.rfind("\n") + 1 or max(0, text.rfind(" ")) or len(text)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while block := file.read(SCAN_BYTES):
+                yield block
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _line_of(path: Path, offset: int) -> int:
+    """The line, from 1, that byte `offset` of a file is in."""
+    line = 1
+    for block in _blocks(path):
+        line += block[:offset].count(b"\n")
+        offset = max(0, offset - len(block))
+    return line

@@ -1,0 +1,255 @@
+"""What is read in sequence: compressed JSONL, parquet, and what the package datasets loads.
+
+A part that cannot be read, or not to its end, yields what came before and then a document that says what is wrong:
+whether that stops the run is not decided here.
+"""
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchround.config import SourceTable
+from torchround.data.documents import Document
+from torchround.data.errors import DataError
+from torchround.data.files import find_files, is_compressed, kind_of, line_starts, read_line, size_bytes
+from torchround.data.records import RecordReader
+from torchround.data.sources import FileIndex, Order, Source, Stream, Unit
+
+CHUNK_BYTES = 1 << 18
+ROWS_AT_ONCE = 1024
+
+
+def open_source(table: SourceTable, records: RecordReader | None = None) -> Source:
+    """The source that a table describes. Raises `DataError` where it is missing, empty or contradicts itself."""
+    records = records or RecordReader(table)
+    if table.format == "dataset":
+        return Source(table, Stream(_dataset_units(table)), records)
+    paths = find_files(table.path)
+    kinds = {kind_of(path, table.format) for path in paths}
+    if "text" in kinds and table.content != "text":
+        example = next(path for path in paths if kind_of(path, table.format) == "text")
+        raise DataError(
+            f"source {table.path!r}: {example} is a file of text, which cannot hold {table.content!r}; "
+            "legal for that: JSONL, parquet or a dataset (source key format)"
+        )
+    return Source(table, _file_order(table, paths, records), records)
+
+
+def _file_order(table: SourceTable, paths: list[Path], records: RecordReader) -> Order:
+    kinds = {path: kind_of(path, table.format) for path in paths}
+    if not any(
+        kind == "parquet" or (kind == "jsonl" and is_compressed(path)) for path, kind in kinds.items()
+    ):
+        return FileIndex(table, paths, records)
+    if not any(size_bytes(path) for path in paths):
+        raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")
+    units: list[Unit] = []
+    for path in paths:
+        if kinds[path] == "parquet":
+            units += _parquet_units(path, records.fields())
+        elif kinds[path] == "text":
+            units.append(Unit(partial(_text, path), lambda: 1, size_bytes(path)))
+        else:
+            lines = _lines if is_compressed(path) else _plain_lines
+            units.append(_line_unit(path, lines))
+    return Stream(units)
+
+
+# Lines.
+
+
+def _line_unit(path: Path, lines: Callable[[Path, int], Iterator[Document]]) -> Unit:
+    return Unit(partial(lines, path), lambda: sum(1 for _ in lines(path, 0)), size_bytes(path))
+
+
+def _text(path: Path, start: int) -> Iterator[Document]:
+    yield from [Document(path)][start:]
+
+
+def _plain_lines(path: Path, start: int) -> Iterator[Document]:
+    starts = line_starts(path)[start:].tolist()
+    for number, start_byte in enumerate(starts, start=start + 1):
+        yield Document(path, start_byte, number, record=read_line(path, start_byte))
+
+
+def _lines(path: Path, start: int) -> Iterator[Document]:
+    number = 0
+    try:
+        for number, line in enumerate(_split_lines(_decompressed(path)), start=1):
+            if number > start:
+                yield Document(path, 0, number, record=line)
+    except (OSError, EOFError, zlib.error, _zstd_error()) as error:
+        reason = f"the archive is damaged or cut off: {error}"
+        broken = Document(path, 0, number + 1, record=None)
+        if number + 1 > start:
+            yield Document(path, 0, number + 1, record=DataError(f"{broken}: {reason}"))
+
+
+def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Lines without their ends; a last one that has none is a line too."""
+    rest: list[bytes] = []
+    for chunk in chunks:
+        first, *others = chunk.split(b"\n")
+        rest.append(first)
+        for line in others:
+            yield b"".join(rest)
+            rest = [line]
+    if last := b"".join(rest):
+        yield last
+
+
+def _decompressed(path: Path) -> Iterator[bytes]:
+    if path.suffix == ".gz":
+        with gzip.open(path, "rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+        return
+    zstandard = _optional("zstandard", "zstd", path)
+    with path.open("rb") as file:
+        frame = None
+        while data := file.read(CHUNK_BYTES):
+            while data:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(data)
+                data = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    if frame is not None:  # its own reader takes a file that is cut off for a whole one
+        raise EOFError("the file ends inside a zstd frame")
+
+
+def _zstd_error() -> type[Exception]:
+    """What zstandard raises; `EOFError` again where it is not installed, and so is not used."""
+    try:
+        from zstandard import ZstdError
+    except ImportError:
+        return EOFError
+    error: type[Exception] = ZstdError
+    return error
+
+
+# Rows.
+
+
+def _parquet_units(path: Path, fields: tuple[str, ...] | None) -> list[Unit]:
+    """One unit per row group, so that a large file is not read in its own order."""
+    parquet = _optional("pyarrow.parquet", "parquet", path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            counts = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
+    except (OSError, ValueError) as error:
+        broken = Document(path, record=DataError(f"{path}: not a readable parquet file: {error}"), number=1)
+        return [Unit(partial(_only, broken), lambda: 1, size_bytes(path))]
+    columns = names if fields is None else [name for name in names if name in fields]
+    before = [sum(counts[:index]) for index in range(len(counts))]
+    return [
+        Unit(
+            partial(_rows, parquet, path, index, before[index], columns or names), partial(int, count), count
+        )
+        for index, count in enumerate(counts)
+    ]
+
+
+def _only(document: Document, start: int) -> Iterator[Document]:
+    yield from [document][start:]
+
+
+def _rows(
+    parquet: Any, path: Path, group: int, before: int, columns: list[str], start: int
+) -> Iterator[Document]:
+    """Rows of a row group from the `start`-th on; `before`: rows of the file that are in earlier groups."""
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns):
+                if number + len(batch) <= start:
+                    number += len(batch)
+                    continue
+                for record in batch.to_pylist():
+                    number += 1
+                    if number > start:
+                        yield Document(path, 0, before + number, "row", record)
+    except (OSError, ValueError) as error:
+        where = Document(path, 0, before + number + 1, "row")
+        if number + 1 > start:
+            yield Document(
+                path, 0, where.number, "row", DataError(f"{where}: the parquet file is damaged: {error}")
+            )
+
+
+# The package datasets.
+
+
+def _dataset_units(table: SourceTable) -> list[Unit]:
+    """Row ranges of a dataset in memory or on disk; shards of one that is streamed."""
+    package = _optional("datasets", "datasets", table.path)
+    try:
+        loaded = _load_dataset(package, table)
+    except Exception as error:  # the package raises many kinds; all mean that it could not be loaded
+        raise DataError(
+            f"dataset {table.path!r}, split {table.split!r}: {type(error).__name__}: {error}"
+        ) from error
+    if hasattr(loaded, "__len__"):
+        if not len(loaded):
+            raise DataError(f"dataset {table.path!r}, split {table.split!r}: it has no rows")
+        ranges = [range(low, min(low + 8192, len(loaded))) for low in range(0, len(loaded), 8192)]
+        return [
+            Unit(partial(_dataset_rows, table.path, loaded, rows), partial(len, rows), len(rows))
+            for rows in ranges
+        ]
+    size = f"{table.path} {table.subset} {table.split}"
+    count = max(1, loaded.num_shards)
+    shards = [loaded.shard(num_shards=count, index=index) if count > 1 else loaded for index in range(count)]
+    return [
+        Unit(partial(_dataset_stream, table.path, shard, index), partial(_unknown, table), size)
+        for index, shard in enumerate(shards)
+    ]
+
+
+def _load_dataset(package: Any, table: SourceTable) -> Any:
+    folder = Path(table.path).expanduser()
+    if (folder / "dataset_dict.json").is_file():
+        return package.load_from_disk(str(folder))[table.split]
+    if (folder / "state.json").is_file():
+        return package.load_from_disk(str(folder))
+    name = str(folder) if folder.exists() else table.path
+    return package.load_dataset(name, table.subset, split=table.split, streaming=True)
+
+
+def _dataset_rows(name: str, dataset: Any, rows: range, start: int) -> Iterator[Document]:
+    for low in range(rows.start + start, rows.stop, ROWS_AT_ONCE):
+        part = dataset.select(range(low, min(low + ROWS_AT_ONCE, rows.stop)))
+        for number, record in enumerate(part, start=low + 1):
+            yield Document(name, 0, number, "row", dict(record))
+
+
+def _dataset_stream(name: str, dataset: Any, shard: int, start: int) -> Iterator[Document]:
+    number = start
+    where = f"{name}, shard {shard}"
+    try:
+        for record in dataset.skip(start) if start else dataset:
+            number += 1
+            yield Document(where, 0, number, "row", dict(record))
+    except (OSError, ValueError) as error:
+        here = Document(where, 0, number + 1, "row")
+        yield Document(where, 0, here.number, "row", DataError(f"{here}: cannot be read: {error}"))
+
+
+def _unknown(table: SourceTable) -> int:
+    raise DataError(
+        f"dataset {table.path!r} is streamed, so its number of documents is not known; "
+        'data.weight_by = "size" needs it'
+    )
+
+
+def _optional(module: str, extra: str, where: Path | str) -> Any:
+    """A package that only some sources need. Raises `DataError` that says how to install it."""
+    try:
+        return __import__(module, fromlist=["*"])
+    except ImportError as error:
+        raise DataError(
+            f"{where} needs the package {module.split('.')[0]}: pip install 'torchround[{extra}]' ({error})"
+        ) from error

@@ -1,0 +1,156 @@
+"""A byte-level BPE `tokenizer.json` of the package tokenizers, turned into a tiktoken encoding.
+
+Both merge the pair of lowest rank first, so the tokens are the same where ids rise with the order of the merges,
+as they do in every released byte-level BPE; a file in which they do not is refused, as is every setting that would
+change the tokens and is not known here.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+
+from torchround.data.errors import TokenizerError
+
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SAMPLE = (
+    "".join(map(chr, range(1, 0x0250))) + " a1 \u0301\u0915\u4e2d\u3042\uac00\u200d\ufffd\U0001f600\n\n x\t"
+)
+
+
+@dataclass(frozen=True)
+class ByteLevelBPE:
+    """An encoding, its special tokens, those that are recognised in any text, and whether text becomes NFC."""
+
+    encoding: tiktoken.Encoding
+    special: dict[str, int]
+    in_text: dict[str, int]
+    nfc: bool
+    adds_bos: bool
+
+
+def read_tokenizer_json(path: Path) -> ByteLevelBPE:
+    """Raises `TokenizerError` where the file is damaged or not a byte-level BPE of the supported kind."""
+    try:
+        data = path.read_bytes()
+        content = json.loads(data)
+        return _convert(content, f"byte-level BPE {hashlib.sha256(data).hexdigest()[:12]}")
+    except OSError as error:
+        raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from error
+    except TokenizerError as error:
+        raise TokenizerError(f"{path}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TokenizerError(f"{path}: not a tokenizer.json ({type(error).__name__}: {error})") from error
+
+
+def _convert(content: dict[str, Any], name: str) -> ByteLevelBPE:
+    model = content["model"]
+    _check_model(model)
+    added = _added_tokens(content.get("added_tokens") or [])
+    ranks = _ranks(model, {token["content"] for token in added})
+    ids = {token["content"]: token["id"] for token in added}
+    encoding = tiktoken.Encoding(
+        name, pat_str=_pattern(content.get("pre_tokenizer")), mergeable_ranks=ranks, special_tokens=ids
+    )
+    if encoding.decode(encoding.encode_ordinary(SAMPLE)) != SAMPLE:
+        raise TokenizerError("its pre_tokenizer's pattern leaves out characters")
+    special = {token["content"]: token["id"] for token in added if token["special"]}
+    in_text = {text: number for text, number in ids.items() if text not in special}
+    nfc = _is_nfc(content.get("normalizer"))
+    for token in added:
+        if token["content"] in in_text and nfc and token.get("normalized"):
+            raise TokenizerError(f"added token {token['content']!r} is looked for in normalised text")
+    return ByteLevelBPE(encoding, special, in_text, nfc, _adds_bos(content.get("post_processor"), special))
+
+
+def _check_model(model: dict[str, Any]) -> None:
+    if model.get("type", "BPE") != "BPE" or "merges" not in model:
+        raise TokenizerError(f"its model is {model.get('type')!r}; supported: a byte-level BPE")
+    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(key):
+            raise TokenizerError(f"its model has {key} {model[key]!r}, which is not supported")
+
+
+def _added_tokens(added: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for token in added:
+        for key in ("lstrip", "rstrip", "single_word"):
+            if token.get(key) and not token["special"]:
+                raise TokenizerError(f"added token {token['content']!r} has {key}, which is not supported")
+    return added
+
+
+def _ranks(model: dict[str, Any], added: set[str]) -> dict[bytes, int]:
+    """Id of each token that bytes and merges make. With `ignore_merges`, of every token of the vocabulary."""
+    vocab = {token: number for token, number in model["vocab"].items() if token not in added}
+    characters = _byte_of_character()
+    if missing := sorted(set(characters) - set(vocab)):
+        raise TokenizerError(f"{len(missing)} of the 256 bytes are no tokens: it is not byte-level")
+    ranks = {bytes([byte]): vocab[character] for character, byte in characters.items()}
+    newest = -1
+    for merge in model["merges"]:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        number = vocab[left + right]
+        if number < newest:
+            raise TokenizerError(
+                f"merge {left!r} {right!r} gives id {number} after id {newest}; ids have to rise"
+            )
+        newest = number
+        ranks[bytes(map(characters.__getitem__, left + right))] = number
+    unmerged = len(vocab) - len(ranks)
+    if unmerged and model.get("ignore_merges"):
+        raise TokenizerError(f"{unmerged} tokens come from no merge, but ignore_merges is set")
+    return ranks
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
+    """How text is split before merging. One pattern and `ByteLevel`, or `ByteLevel` with its own, GPT-2's."""
+    if pre_tokenizer is None:
+        raise TokenizerError("it has no pre_tokenizer: it is not byte-level")
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    *splits, last = steps
+    if last["type"] != "ByteLevel" or last.get("add_prefix_space"):
+        raise TokenizerError(
+            f"its pre_tokenizer does not end in ByteLevel without a prefix space, but in {last}"
+        )
+    if not splits and last.get("use_regex", True):
+        return GPT2_PATTERN
+    if len(splits) != 1 or last.get("use_regex", True) or splits[0]["type"] != "Split":
+        raise TokenizerError(
+            f"its pre_tokenizer has steps {[step['type'] for step in steps]}; supported: one Split"
+        )
+    split = splits[0]
+    if (split["behavior"], bool(split["invert"])) not in (("Isolated", False), ("Removed", True)):
+        raise TokenizerError(
+            f"its Split is {split['behavior']}, invert {split['invert']}; supported: Isolated"
+        )
+    pattern: str = split["pattern"]["Regex"]
+    return pattern
+
+
+def _is_nfc(normalizer: dict[str, Any] | None) -> bool:
+    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    kinds = [step["type"] for step in steps]
+    if kinds not in ([], ["NFC"]):
+        raise TokenizerError(f"its normalizer has steps {kinds}; supported: none, or NFC")
+    return bool(kinds)
+
+
+def _adds_bos(post_processor: dict[str, Any] | None, special: dict[str, int]) -> bool:
+    """Whether the tokenizer itself puts a special token before a text."""
+    steps = [] if post_processor is None else post_processor.get("processors", [post_processor])
+    for step in steps:
+        if step["type"] == "TemplateProcessing" and step["single"]:
+            first = step["single"][0].get("SpecialToken")
+            return first is not None and first["id"] in special
+    return False
