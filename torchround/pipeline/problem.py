@@ -1,6 +1,7 @@
 """One planning problem: what many partitions take, for ranking, and what one takes, exactly."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,7 @@ class Problem:
         self.both_s: list[float] = (self.forward_s + self.backward_s).tolist()
         self.memory = MemoryTable(costs, limits)
         self.first_layers, self.last_ends = self.memory.first_layers(), self.memory.last_ends()
+        self.idle_weight = 0.0
         self._exact: dict[Candidate, float] = {}
 
     def sizes(self, rounds: int) -> list[int]:
@@ -58,15 +60,28 @@ class Problem:
             self._exact[candidate] = max(step_s, self.host_s(candidate.rounds))
         return self._exact[candidate]
 
+    def rank_s(self, candidate: Candidate) -> float:
+        """What the search makes small: the step time, and `idle_weight` of a device's idle time in it."""
+        step_s = self.exact_s(candidate)
+        if not self.idle_weight:
+            return step_s
+        partition = candidate.partition
+        times = self.sums.times(partition.forward, partition.fused, partition.backward)
+        return self._with_idle(step_s, sum(times.total_s))
+
+    def _with_idle(self, step_s: Any, micro_batch_s: Any) -> Any:
+        busy_s = micro_batch_s * self.num_micro_batches / self.num_devices
+        return step_s + self.idle_weight * (step_s - busy_s)
+
     def host_s(self, rounds: int) -> float:
         """Seconds of host memory traffic per step, if its rounds are added up there (DESIGN section 4)."""
         return self.sums.updated_s[-1] * (1 + rounds * ADDING_SHARE) if rounds > 1 else 0.0
 
     def better(self, one: Candidate | None, other: Candidate) -> Candidate:
-        """The faster of two; of equals the one with fewer rounds, then fewer stages, then the first."""
+        """The one of lower rank; of equals the one with fewer rounds, then fewer stages, then the first."""
         if one is None:
             return other
-        one_s, other_s = self.exact_s(one), self.exact_s(other)
+        one_s, other_s = self.rank_s(one), self.rank_s(other)
         if abs(one_s - other_s) > SAME_STEP * max(one_s, other_s):
             return one if one_s < other_s else other
         simple = [(c.rounds, c.partition.num_stages) for c in (one, other)]
@@ -87,11 +102,15 @@ class Problem:
         return self.memory.fits(rows, self.num_devices, self.num_micro_batches, rounds, self.update)
 
     def estimate_s(self, rows: Rows, rounds: int) -> Floats:
-        """Step times [K] to rank by, never above the exact ones."""
+        """Ranks [K], never above the exact ones."""
         batch_seconds = batch_sync_seconds if self.update == "sync" else batch_async_seconds
-        sizes = self.sizes(rounds)
-        step_s = self._in_order_of_stages(rows, lambda times: batch_seconds(times, sizes, self.num_devices))
-        return np.maximum(step_s, self.host_s(rounds))
+        sizes, host_s = self.sizes(rounds), self.host_s(rounds)
+
+        def rank_s(times: BatchTimes) -> Floats:
+            step_s = np.maximum(batch_seconds(times, sizes, self.num_devices), host_s)
+            return np.asarray(self._with_idle(step_s, times.total_s.sum(axis=0)))
+
+        return self._in_order_of_stages(rows, rank_s)
 
     def _in_order_of_stages(self, rows: Rows, seconds: Callable[[BatchTimes], Floats]) -> Floats:
         """`seconds` with the partitions of most stages first, as `batch_time.py` wants them."""

@@ -17,36 +17,25 @@ from torchround.pipeline.moves import moved
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.problem import SAME_STEP, Problem
 from torchround.pipeline.rows import Candidate, Floats, Integers, Rows, joined, rows_of
-from torchround.pipeline.shapes import ShapeRange, Shapes, random_shapes, shaped_rows, varied
+from torchround.pipeline.shapes import ShapeRange, Shapes, even_shapes, random_shapes, shaped_rows, varied
 
 # Up to this many partitions x rounds all are tried: 8 layers and 8 micro-batches have 43696.
 MOST_EXHAUSTIVE = 50_000
 SEED = 0
+# An `async` step that waits for its weights, not for a device, gets longer by all that the update takes more
+# than the costs say. So of steps about as long the one with less idle time is taken.
+IDLE_WEIGHT = {"sync": 0.0, "async": 0.5}
+# Shapes tried first, up to so many layers, and children of a generation, up to so many stages; fewer beyond, so
+# that a plan takes tens of milliseconds. The steady state of `async` takes N + 2 times the arithmetic.
+SHAPES, FULL_SHAPES_LAYERS = {"sync": 384, "async": 96}, 40
+CHILDREN, FULL_CHILDREN_STAGES = 192, {"sync": 80, "async": 24}
+FEWEST = 48
 # The best kept from one generation to the next, and how many of them may have the same number of stages.
 ELITES, ELITES_PER_SIZE = 32, 6
 # What generations may cost, in slots of the longest partition; each also costs as much as these slots.
 BUDGET, FIXED_COST, SHAPES_SHARE = {"sync": 1800, "async": 1200}, 60, 0.6
 # Rounds of fewer micro-batches than devices are searched up to this many stages per device.
 MOST_TURNS_OF_SHORT_ROUNDS = 2
-
-
-@dataclass(frozen=True)
-class Effort:
-    """Candidates of a generation: fewer for more layers; `async` takes N + 2 times the arithmetic."""
-
-    shapes: int
-    shapes_of_other_rounds: int
-    children: int
-
-
-def effort_for(num_layers: int, update: str) -> Effort:
-    """So that a plan takes tens of milliseconds for any common number of layers."""
-    share = min(1.0, 40 / num_layers) * (1.0 if update == "sync" else 0.5)
-    return Effort(
-        shapes=max(48, round(384 * share)),
-        shapes_of_other_rounds=max(16, round(48 * share)),
-        children=max(48, round(192 * share)),
-    )
 
 
 @dataclass(frozen=True)
@@ -62,6 +51,7 @@ def find_plan(problem: Problem, rounds_choices: Sequence[int]) -> Found | None:
     if is_small(problem.num_layers, len(rounds_choices)):
         best = search_all(problem, rounds_choices)
         return Found(best, proven=True) if best else None
+    problem.idle_weight = IDLE_WEIGHT[problem.update]
     return _search_large(problem, rounds_choices)
 
 
@@ -74,11 +64,11 @@ def _search_large(problem: Problem, rounds_choices: Sequence[int]) -> Found | No
     best = _best_whole(problem, rounds_choices)
     least_s = least_work_s(problem, largest_fused(problem)) / problem.num_devices
     enough_s = least_s * (1 + SAME_STEP)
-    if best is not None and problem.exact_s(best) <= enough_s:
+    if best is not None and problem.rank_s(best) <= enough_s:
         return Found(best, proven=True)
-    effort, known = effort_for(problem.num_layers, problem.update), _Known.of(problem)
+    known = _Known.of(problem)
     promising = _promising(problem, known.fullest, rounds_choices)
-    starts = [_Search(problem, rounds, known, effort) for rounds in promising]
+    starts = [_Search(problem, rounds, known) for rounds in promising]
     starts = sorted((start for start in starts if len(start)), key=lambda start: start.best_s)
     if not starts:
         best = best or _anything_that_fits(problem, known, rounds_choices)
@@ -153,15 +143,18 @@ def _anything_that_fits(problem: Problem, known: _Known, rounds_choices: Sequenc
 class _Search:
     """The best partitions so far with one number of rounds, best first, and the best shapes among them."""
 
-    def __init__(self, problem: Problem, rounds: int, known: _Known, effort: Effort) -> None:
-        self.problem, self.rounds, self.effort = problem, rounds, effort
+    def __init__(self, problem: Problem, rounds: int, known: _Known) -> None:
+        self.problem, self.rounds = problem, rounds
         self.random = np.random.default_rng(SEED)
         self.rows, self.step_s = rows_of([]), np.zeros(0)
         self.shapes: Shapes | None = None
         self.shape_s = np.zeros(0)
         self.allowed = self._shape_range(known.fullest)
-        number = effort.shapes if rounds == 1 else effort.shapes_of_other_rounds
-        shapes = random_shapes(problem, self.random, number, self.allowed)
+        number = SHAPES[problem.update] * min(1.0, FULL_SHAPES_LAYERS / problem.num_layers)
+        number = max(FEWEST, number if rounds == 1 else number / 8)
+        shapes = random_shapes(problem, self.random, round(number), self.allowed)
+        if problem.update == "async":
+            shapes = shapes.followed_by(even_shapes(problem, self.allowed))
         # In short rounds it would only take long to find the finer partitions slow.
         seeds = [part for part in known.seeds if part.num_stages <= self.allowed.most_stages]
         self._add_shapes(shapes, rows_of(seeds or [known.seeds[0], known.fullest]))
@@ -183,6 +176,9 @@ class _Search:
         layers, most = self.problem.num_layers, 2 * self.problem.num_layers - 1
         if self.rounds > 1 and not _fills(self.problem, self.rounds):
             most = max(3, min(most, MOST_TURNS_OF_SHORT_ROUNDS * self.problem.num_devices))
+        if self.problem.update == "async":
+            # Nothing is to be filled or drained, so more stages than memory asks for save nothing.
+            most = min(most, max(4 * self.problem.num_devices, 3 * fullest.num_stages))
         return ShapeRange(
             num_layers=layers,
             fewest_forward=max(1, len(fullest.forward)),
@@ -194,7 +190,7 @@ class _Search:
     def best(self, known: Candidate | None) -> Candidate | None:
         """The best by exact step time, no worse than `known`. Estimates are never above the exact times."""
         for row, estimate_s in enumerate(self.step_s.tolist()):
-            if known is not None and estimate_s >= self.problem.exact_s(known) * (1 - SAME_STEP):
+            if known is not None and estimate_s >= self.problem.rank_s(known) * (1 - SAME_STEP):
                 break
             known = self.problem.better(known, Candidate(self.rows.partition(row), self.rounds))
         return known
@@ -212,8 +208,10 @@ class _Search:
         self._keep(rows, self._estimates(rows))
 
     def _parents(self, number: int) -> Integers:
-        """The better the rank, the more children."""
-        return (number * self.random.random(self.effort.children) ** 2).astype(np.int64)
+        """The better the rank, the more children; fewer where the partitions are long."""
+        share = FULL_CHILDREN_STAGES[self.problem.update] / self.longest
+        children = max(FEWEST, round(CHILDREN * min(1.0, share)))
+        return (number * self.random.random(children) ** 2).astype(np.int64)
 
     def _add_shapes(self, shapes: Shapes, others: Rows | None = None) -> None:
         rows = shaped_rows(self.problem, shapes)

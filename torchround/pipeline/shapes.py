@@ -19,8 +19,14 @@ from torchround.pipeline.rows import Floats, Integers, Rows
 SMALLEST_RATIO, MOST_TURNS = 0.15, 3.0
 # Forward stages relative to the number that makes all stages equally long.
 FORWARD_FACTOR = (0.55, 1.7)
-# Shares of the random shapes with the smallest fused stage, and whose stages near layer 0 are a step smaller.
-SMALLEST_FUSED_SHARE, STEP_SHARE = 0.6, 0.5
+# Fused stage relative to a mean stage, unless it is the smallest possible.
+FUSED_FACTOR = (0.3, 1.5)
+# The grid of even shapes.
+EVEN_FUSED_FACTORS, EVEN_FORWARD_FACTORS = (0.6, 0.8, 1.0, 1.2), (0.85, 1.0, 1.15)
+# Share of the random shapes with the smallest fused stage. A larger one saves work, but holds up the filling.
+SMALLEST_FUSED_SHARE = {"sync": 0.6, "async": 0.2}
+# Share of the random shapes whose stages near layer 0 are smaller by a step rather than by a ramp.
+STEP_SHARE = 0.5
 # Share of the random shapes that have even stages in a direction: `async` has no fill and drain to shorten.
 EVEN_SHARE = {"sync": 0.1, "async": 0.75}
 
@@ -74,22 +80,16 @@ class ShapeRange:
 
 def random_shapes(problem: Problem, random: np.random.Generator, number: int, allowed: ShapeRange) -> Shapes:
     """Shapes over the whole range, few and many stages alike."""
-    layers = problem.num_layers
     least, most = allowed.fewest_stages, max(allowed.most_stages, allowed.fewest_stages)
-    stages = np.round(np.exp(random.uniform(np.log(least), np.log(most), number))).astype(np.int64)
-    both_s = problem.forward_s + problem.backward_s
-    mean_s = (problem.forward_s[-1] + both_s[-1]) / stages
-    fused_s = np.where(random.random(number) < SMALLEST_FUSED_SHARE, 0.0, random.uniform(0.3, 1.5, number))
-    fused = layers - np.searchsorted(both_s, both_s[-1] - fused_s * mean_s)
-    fused = np.clip(fused, 1, layers - 1)
-    split = layers - fused
-    forward_s = problem.forward_s[split]
-    share = forward_s / np.maximum(forward_s + both_s[split], 1e-300)
-    factor = np.exp(random.uniform(np.log(FORWARD_FACTOR[0]), np.log(FORWARD_FACTOR[1]), number))
+    stages = np.exp(random.uniform(np.log(least), np.log(most), number)).round().astype(np.int64)
+    smallest = random.random(number) < SMALLEST_FUSED_SHARE[problem.update]
+    fused_factor = np.where(smallest, 0.0, random.uniform(*FUSED_FACTOR, number))
+    forward_factor = np.exp(random.uniform(np.log(FORWARD_FACTOR[0]), np.log(FORWARD_FACTOR[1]), number))
+    fused, forward = _sizes(problem, stages, fused_factor, forward_factor)
     shapes = Shapes(
         stages,
         fused,
-        np.round((stages - 1) * share * factor).astype(np.int64),
+        forward,
         np.where(
             random.random((number, 2)) < EVEN_SHARE[problem.update],
             1.0,
@@ -101,18 +101,55 @@ def random_shapes(problem: Problem, random: np.random.Generator, number: int, al
     return allowed.clip(shapes)
 
 
+def even_shapes(problem: Problem, allowed: ShapeRange) -> Shapes:
+    """Even stages in numbers up to two turns of the devices, with fused stages of about their length."""
+    most = min(allowed.most_stages, 2 * problem.num_devices + 1)
+    grid = [
+        (stages, fused, forward)
+        for stages in range(allowed.fewest_stages, most + 1)
+        for fused in EVEN_FUSED_FACTORS
+        for forward in EVEN_FORWARD_FACTORS
+    ]
+    numbers = np.array(grid, dtype=np.float64).reshape(len(grid), 3)
+    stages = numbers[:, 0].astype(np.int64)
+    fused_layers, forward_stages = _sizes(problem, stages, numbers[:, 1], numbers[:, 2])
+    even = np.ones((len(grid), 2))
+    return allowed.clip(Shapes(stages, fused_layers, forward_stages, even, 0 * even, 0 * even))
+
+
+def _sizes(
+    problem: Problem, stages: Integers, fused_factor: Floats, forward_factor: Floats
+) -> tuple[Integers, Integers]:
+    """Layers of the fused stage, relative to a mean stage, and forward stages, relative to equally long ones."""
+    layers = problem.num_layers
+    both_s = problem.forward_s + problem.backward_s
+    mean_s = (problem.forward_s[-1] + both_s[-1]) / stages
+    fused = layers - np.searchsorted(both_s, both_s[-1] - fused_factor * mean_s)
+    fused = np.clip(fused, 1, layers - 1)
+    split = layers - fused
+    forward_s = problem.forward_s[split]
+    share = forward_s / np.maximum(forward_s + both_s[split], 1e-300)
+    return fused, np.round((stages - 1) * share * forward_factor).astype(np.int64)
+
+
 def varied(shapes: Shapes, random: np.random.Generator, allowed: ShapeRange) -> Shapes:
     """The same shapes, each a little different."""
     number = len(shapes.stages)
     changed = Shapes(
-        shapes.stages + random.integers(-3, 4, number),
-        shapes.fused + (random.random(number) < 0.2) * random.integers(-1, 2, number),
-        shapes.forward + random.integers(-2, 3, number),
+        _nearby(shapes.stages, random, 0.08),
+        np.where(random.random(number) < 0.4, _nearby(shapes.fused, random, 0.15), shapes.fused),
+        _nearby(shapes.forward, random, 0.08),
         np.clip(shapes.ratio + random.normal(0.0, 0.15, (number, 2)), SMALLEST_RATIO, 1.0),
         np.clip(shapes.turns + random.normal(0.0, 0.3, (number, 2)), 0.0, MOST_TURNS),
         np.where(random.random((number, 2)) < 0.1, 1 - shapes.step, shapes.step),
     )
     return allowed.clip(changed)
+
+
+def _nearby(values: Integers, random: np.random.Generator, share: float) -> Integers:
+    """Whole numbers around `values`, by about one and `share` of the value."""
+    steps = random.normal(0.0, 1.0 + share * values)
+    return values + np.round(steps).astype(np.int64)
 
 
 def shaped_rows(problem: Problem, shapes: Shapes) -> Rows:
