@@ -7,69 +7,124 @@ stopped by signal n after saving.
 """
 
 import json
+import logging
 import os
+import signal
 import sys
+import traceback
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from models import FAMILIES, ModelConfigError
-from torchround.checkpoint import CheckpointError
+from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.config import Config, ConfigError, Options, parse_command_line, to_toml
-from torchround.data import DataError, Tokenizer, TokenizerError, build_tokenizer
+from torchround.data import (
+    DataError,
+    Tokenizer,
+    TokenizerError,
+    build_loader,
+    build_tokenizer,
+    build_validation_loader,
+)
+from torchround.data.loader import Loader
 from torchround.engine.build import DeviceChoice, choose_devices, plan_run
-from torchround.engine.errors import EngineError, EngineUsageError
-from torchround.layer import LayeredModel
-from torchround.pipeline.plan import InfeasiblePlanError, Plan
-from torchround.trainer import Trainer
+from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
+from torchround.host_budget import HostBudget, HostMemoryError, available_host_bytes, host_budget
+from torchround.layer import LayeredModel, MicroBatch
+from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
+from torchround.run_folder import RunFolder, RunFolderError
+from torchround.trainer import ResumeError, Trainer
 
-MISTAKES = (ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError)
+MISTAKES = (
+    *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
+    *(HostMemoryError, PlanError, RunFolderError, ResumeError),
+)
 FAULTS = (CheckpointError, DataError, EngineError)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything a trainer needs."""
+    """Everything a trainer needs, checked against each other; nothing large is allocated yet."""
 
     config: Config
+    folder: RunFolder
     model: LayeredModel
-    tokenizer: Tokenizer
+    loader: Loader
+    validation: Iterable[MicroBatch]
     devices: DeviceChoice
     plan: Plan
+
+    @property
+    def host_budget(self) -> HostBudget:
+        return host_budget(self.model, self.config.training, self.config.engine, self.plan.rounds)
+
+    def describe(self) -> str:
+        """The run for its user: what is trained, on what, and how."""
+        table, training = self.config.model, self.config.training
+        parameters = {id(p): p.numel() for layer in self.model.layers for p in layer.parameters()}
+        size = f"{sum(parameters.values()):,} parameters in {len(self.model.layers)} layers"
+        sources = ", ".join(source.path for source in self.config.data.sources)
+        batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
+        lines = [
+            f"model    {table.family} {table.flavor or table.hf_path}: {size}, {training.dtype}",
+            f"data     {sources}: {batch}",
+            f"devices  {self.devices.count} x {self.devices.kind}",
+            f"host     {self.host_budget}",
+            str(self.plan),
+        ]
+        return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> int:
     """Run, and return the exit code."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
-        refuse_several_processes(os.environ)
-        options = parse_command_line(arguments)
-        if options.print_config and not options.dry_run:
-            print(to_toml(options.config), end="")
-            return 0
-        run = build(options)
-        if options.dry_run:
-            print(to_toml(run.config), run.plan, sep="\n")
-            return 0
-        return Trainer(run.config, run.model, run.tokenizer, run.devices, run.plan).run()
+        return run(arguments)
     except MISTAKES as error:
         print(error, file=sys.stderr, flush=True)
         return 2
     except FAULTS as error:
+        if isinstance(error, PipelineError) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted before the first step", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
+
+
+def run(arguments: list[str]) -> int:
+    """Do what the command line says. Raises what `main` turns into messages."""
+    refuse_several_processes(os.environ)
+    options = parse_command_line(arguments)
+    if options.print_config and not options.dry_run:
+        print(to_toml(options.config), end="")
+        return 0
+    parts = build(options)
+    if options.dry_run:
+        print(to_toml(parts.config), parts.describe(), sep="\n")
+        return 0
+    parts.host_budget.check(available_host_bytes())
+    with parts.folder:
+        print(parts.describe(), flush=True)
+        return Trainer(**vars(parts)).run()
 
 
 def build(options: Options) -> Run:
-    """The parts of the run, checked against each other; nothing large is allocated yet."""
+    """The parts of the run."""
     config = options.config
     if config.engine.cpu_threads is not None:
         torch.set_num_threads(config.engine.cpu_threads)
     tokenizer = build_tokenizer(config.tokenizer, config.model.hf_path)
     model = build_model(options, tokenizer.vocab_size)
     devices = choose_devices(config.engine)
-    plan = plan_run(model, config.training, config.engine, devices)
-    return Run(config, model, tokenizer, devices, plan)
+    folder = RunFolder(config.run)
+    plan = plan_for(config, folder, model, devices)
+    loader, validation = build_loaders(options, tokenizer)
+    return Run(config, folder, model, loader, validation, devices, plan)
 
 
 def build_model(options: Options, vocab_size: int) -> LayeredModel:
@@ -85,20 +140,59 @@ def build_model(options: Options, vocab_size: int) -> LayeredModel:
     assert table.hf_path is not None, "the config checks let neither flavor nor hf_path through"
     path = Path(table.hf_path).expanduser() / "config.json"
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise options.error("model.hf_path", f"{path} cannot be read: {error}") from error
-    return family.build(family.config_from_hf(content))
+    if not isinstance(content, dict):
+        raise options.error("model.hf_path", f"{path} holds no JSON object")
+    model = family.config_from_hf(content)
+    if model.vocab_size < vocab_size:
+        raise options.error(
+            "tokenizer",
+            f"it has {vocab_size} tokens, and the model of {path} only {model.vocab_size}; "
+            "legal: a tokenizer with at most as many",
+        )
+    return family.build(model)
 
 
-def refuse_several_processes(environment: "os._Environ[str]") -> None:
-    """One process drives every device of a node."""
-    processes = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    if processes > 1:
+def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Iterable[MicroBatch]]:
+    """The data, and what is validated on: nothing where validation is off."""
+    config, training = options.config, options.config.training
+    sizes = training.seq_len, training.global_batch_size
+    try:
+        loader = build_loader(config.data, tokenizer, *sizes, config.run.seed)
+    except DataError as error:
+        raise options.error("data.sources", str(error)) from error
+    if not config.validation.interval_steps:
+        return loader, ()
+    try:
+        return loader, build_validation_loader(config.validation, tokenizer, *sizes)
+    except DataError as error:
+        raise options.error("validation.sources", str(error)) from error
+
+
+def plan_for(config: Config, folder: RunFolder, model: LayeredModel, devices: DeviceChoice) -> Plan:
+    """The run's plan. A run that goes on keeps its rounds, which decide how gradients round."""
+    goes_on = Checkpointer(folder.checkpoints).latest_step() is not None
+    kept_rounds = folder.planned_rounds() if goes_on else None
+    if kept_rounds is not None:
+        kept_rounds = min(kept_rounds, config.num_micro_batches)
+    return plan_run(model, config.training, config.engine, devices, kept_rounds)
+
+
+def refuse_several_processes(environment: Mapping[str, str]) -> None:
+    """One process drives every device of a node, and there is one node."""
+    processes, world = (environment.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if processes != "1":
         raise EngineUsageError(
             f"torchrun started {processes} processes on this node; one process drives all its GPUs. "
             "Launch with `torchrun train.py --config NAME.toml` (no --nproc_per_node), and choose GPUs with "
             "--engine.num_devices"
+        )
+    if world != "1":
+        raise EngineUsageError(
+            f"torchrun started {world} processes on several nodes; several nodes are not built yet. "
+            "Launch with `torchrun train.py --config NAME.toml` on one node"
         )
 
 

@@ -1,16 +1,25 @@
 """Signals that ask a run to stop: the handler only sets a flag, which the loop reads between steps."""
 
+import os
 import signal
+import time
+from contextlib import suppress
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A cluster's scheduler signals torchrun and this process, and torchrun hands its own on: one request, not two.
+SAME_REQUEST_S = 2.0
 
 
 class StopRequest:
-    """Within the block, SIGTERM and SIGINT ask for a stop after the step; a second one stops at once."""
+    """Within the block, SIGTERM and SIGINT ask for a stop after the step.
+
+    Another one, `SAME_REQUEST_S` or more after the first, ends the process as if nobody had caught it.
+    """
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
+        self._asked_at_s = 0.0
         self._previous: dict[int, object] = {}
 
     @property
@@ -28,13 +37,22 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.signal_number = number
-        self._restore()  # the second signal gets its default: nobody has to wait for a long step
-
-    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous.clear()
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self.signal_number is None:
+            self.signal_number, self._asked_at_s = number, now_s
+            _tell(f"{signal.Signals(number).name}: finishing the step and saving; once more stops at once")
+        elif now_s - self._asked_at_s >= SAME_REQUEST_S:
+            # Not KeyboardInterrupt, whose unwinding would wait for threads in the middle of a computation.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _tell(line: str) -> None:
+    """To standard error past its buffer, which the interrupted code may be writing to."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode())

@@ -4,20 +4,22 @@ A step is dispatched before the one before it is reported, so that reporting nev
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 from torchround.checkpoint import Checkpointer, CheckpointError, Loaded, load_checkpoint
-from torchround.config import Config, to_toml
-from torchround.data import DataError, Tokenizer, build_loader, build_validation_loader, cut
+from torchround.config import Config
+from torchround.data import DataError, cut
+from torchround.data.loader import Loader
 from torchround.engine.build import DTYPES, DeviceChoice, build_engine, build_store
-from torchround.engine.device import GIB
+from torchround.engine.device import GIB, Device
 from torchround.engine.engine import Engine
-from torchround.engine.errors import PipelineError
+from torchround.engine.host_store import HostStore
 from torchround.engine.results import StepResult
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.observe import (
@@ -31,9 +33,14 @@ from torchround.observe import (
 )
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
+from torchround.run_folder import RunFolder
 from torchround.signals import StopRequest
 
 logger = logging.getLogger(__name__)
+
+
+class ResumeError(Exception):
+    """The run cannot go on from the checkpoint that it found or was given."""
 
 
 @dataclass(frozen=True)
@@ -55,32 +62,31 @@ class Dispatched:
 
 
 class Trainer:
-    """One run in its folder `<run.folder>/<run.name>`, from its start or from its newest checkpoint.
+    """One run in its folder, from its start or from its newest checkpoint.
 
-    Raises `CheckpointError`, `DataError` or `PipelineError`; whatever could be saved is saved before.
+    `loader` is at the start of the data. `validation` gives the same batches each time. Nothing large is
+    allocated before `run`.
     """
 
     def __init__(
-        self, config: Config, model: LayeredModel, tokenizer: Tokenizer, devices: DeviceChoice, plan: Plan
+        self,
+        config: Config,
+        folder: RunFolder,
+        model: LayeredModel,
+        loader: Loader,
+        validation: Iterable[MicroBatch],
+        devices: DeviceChoice,
+        plan: Plan,
     ) -> None:
         self.config = config
-        self.folder = Path(config.run.folder) / config.run.name
+        self._folder = folder
         self._model = model
+        self._loader = loader
+        self._validation = validation
         self._choice = devices
-        self._devices = devices.make()
         self._plan = plan
-        training = config.training
-        self._loader = build_loader(
-            config.data, tokenizer, training.seq_len, training.global_batch_size, config.run.seed
-        )
-        self._validation: Iterable[MicroBatch] = ()
-        if config.validation.interval_steps > 0:
-            self._validation = build_validation_loader(
-                config.validation, tokenizer, training.seq_len, training.global_batch_size
-            )
-        self._checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint.keep_latest_k)
-        self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, training.steps)
-        self._store = build_store(model, training, config.engine, devices)
+        self._checkpointer = Checkpointer(folder.checkpoints, config.checkpoint.keep_latest_k)
+        self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
         self._throughput = Throughput()
         self._metrics = MetricsLogger({})
         self._under_way: deque[Dispatched] = deque()
@@ -91,52 +97,64 @@ class Trainer:
         self._optimizer_s = 0.0
         self._saved_step = -1
 
+    @cached_property
+    def store(self) -> HostStore:
+        """All weights, gradients and optimizer state, allocated when first asked for."""
+        return build_store(self._model, self.config.training, self.config.engine, self._choice)
+
+    @cached_property
+    def _devices(self) -> list[Device]:
+        return self._choice.make()
+
     def run(self) -> int:
-        """Train to the end, or until a signal. Returns the exit code of the process."""
-        state = self._restore_or_initialize()
-        if self._position.step >= self.config.training.steps:
-            print(f"{self.folder}: the run is complete after {self._position.step} steps; nothing to do")
+        """Train to the end, or until a signal. Returns the exit code of the process.
+
+        Raises `ResumeError`, `RunFolderError`, `CheckpointError`, `DataError` or `PipelineError`; whatever
+        could be saved is saved before.
+        """
+        newest = self._checkpointer.latest_step()
+        if newest is not None and newest >= self.config.training.steps:
+            say(
+                f"{self._folder.path}: the run is complete after {newest} steps; nothing to do "
+                "(a higher training.steps would go on)"
+            )
             return 0
-        self._describe_run()
-        self._metrics = open_metrics(
-            self.config.metrics,
-            self.folder,
-            self.config.run.name,
-            self.config.training.steps,
-            self.config.model_dump(mode="json"),
-            resumed_step=self._position.step,
-            wandb_run_id=state.get("wandb_run_id"),
-        )
+        state = self._restore_or_initialize()
+        self._folder.describe(self.config, self._plan)
+        self._metrics = self._open_metrics(state.get("wandb_run_id"))
         try:
             with StopRequest() as stop, self._running_engine() as engine:
-                ended_by = self._train(engine, stop)
+                ended_by, exit_code = self._train(engine, stop)
         finally:
             self._metrics.close()
-        print(
-            f"{self.folder}: saved after step {self._saved_step} of {self.config.training.steps}; {ended_by}"
+            self._loader.close()
+            self.store.close()
+        say(
+            f"{self._folder.path}: saved after step {self._saved_step} of {self.config.training.steps}; "
+            f"{ended_by}"
         )
-        return stop.exit_code
+        return exit_code
 
-    def _train(self, engine: Engine, stop: StopRequest) -> str:
-        """The loop. Returns why it ended."""
-        ended_by = "the run is complete"
+    def _train(self, engine: Engine, stop: StopRequest) -> tuple[str, int]:
+        """The loop. Returns why it ended, and the exit code that says so."""
+        end = "the run is complete", 0
         self._throughput = Throughput()
         while self._position.step < self.config.training.steps:
+            if stop.requested:
+                end = "run the same command to go on", stop.exit_code
+                break
             batch = self._next_batch(engine)
             if batch is None:
-                ended_by = "the data has come to its end"
+                end = "the data has come to its end", 0
                 break
             self._dispatch(engine, batch)
-            self._report_steps(engine, leave=1)
+            self._report_steps(leave=1)
             if self._is_due(self.config.validation.interval_steps):
-                self._report_steps(engine, leave=0, validation_loss=self._validate(engine))
+                self._report_steps(leave=0, validation_loss=self._validate(engine))
             if self._is_due(self.config.checkpoint.interval_steps):
-                self._save(engine, last=False)
-            if stop.requested:
-                ended_by = f"stopped by signal {stop.signal_number}; run the same command to go on"
-                break
-        self._save(engine, last=True)
-        return ended_by
+                self._save_if_possible(engine)
+        self._save(engine)
+        return end
 
     # One step.
 
@@ -145,12 +163,14 @@ class Trainer:
         return self._positions[-1]
 
     def _next_batch(self, engine: Engine) -> MicroBatch | None:
-        """The next batch, None at the end of the data. A record at fault ends the run, after a save."""
+        """The next batch, None at the end of the data."""
         try:
             with self._throughput.waiting_for_data():
                 return next(self._loader, None)
         except DataError:
-            self._save(engine, last=True)
+            # The fault is in what comes next: the steps before it are finished, and saved on the way out.
+            self._report_steps(leave=0)
+            engine.drain()
             raise
 
     def _dispatch(self, engine: Engine, batch: MicroBatch) -> None:
@@ -163,25 +183,28 @@ class Trainer:
         self._positions.append(position)
         self._under_way.append(Dispatched(result, position, lr))
 
-    def _report_steps(self, engine: Engine, leave: int, validation_loss: float | None = None) -> None:
+    def _report_steps(self, leave: int, validation_loss: float | None = None) -> None:
         """Wait for all but the newest `leave` steps, and log those that are due."""
         while len(self._under_way) > leave:
-            done = self._under_way.popleft()
+            done = self._under_way[0]
             update = done.result.update()
             self._throughput.count(done.result.num_labels)
             self._skipped_steps += update.skipped
             self._optimizer_s += update.seconds
-            self._busy_s += sum(times.busy_s for times in done.result.device_times(len(self._devices)))
+            self._busy_s += sum(times.busy_s for times in done.result.device_times(self._choice.count))
             if update.skipped:
                 logger.warning(
-                    "step %d: the gradient is not finite; its update is skipped", done.position.step
+                    "step %d: the gradient is not finite (loss scale %g); its update is skipped",
+                    done.position.step,
+                    update.loss_scale,
                 )
             if self._should_log(done.position.step) or validation_loss is not None:
                 self._metrics.log(self._record(done, update.grad_norm, validation_loss))
+            self._under_way.popleft()
 
     def _record(self, done: Dispatched, grad_norm: float, validation_loss: float | None) -> StepRecord:
         interval = self._throughput.report()
-        devices_s = len(self._devices) * interval.step_s * interval.num_steps
+        devices_s = self._choice.count * interval.step_s * interval.num_steps
         record = StepRecord(
             step=done.position.step,
             loss=done.result.loss(),
@@ -203,26 +226,31 @@ class Trainer:
         return record
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        training, spec = self.config.training, self._choice.spec
+        spec = self._choice.spec
         if spec is None:
             return None
-        element_bytes = DTYPES[training.dtype].itemsize
-        forward_flops = sum(
-            layer.work(1, training.seq_len, element_bytes).forward_flops  # type: ignore[operator]
+        peak = spec.peak_flops.get(self.config.training.dtype)
+        return mfu(tokens_per_s, self._flops_per_token, peak, self._choice.count)
+
+    @cached_property
+    def _flops_per_token(self) -> float:
+        training = self.config.training
+        works = [
+            layer.work(1, training.seq_len, DTYPES[training.dtype].itemsize)  # type: ignore[operator]
             for layer in self._model.layers
-        )
-        per_token = train_flops_per_token(forward_flops, training.seq_len)
-        return mfu(tokens_per_s, per_token, spec.peak_flops.get(training.dtype), len(self._devices))
+        ]
+        return train_flops_per_token(sum(work.forward_flops for work in works), training.seq_len)
 
     def _validate(self, engine: Engine) -> float:
         """Mean loss per label over the validation batches, under the newest weights."""
-        loss_sum, num_labels = 0.0, 0
+        engine.drain()  # the step under way counts as training time
         with self._throughput.excluded():
-            for batch in self._validation:
-                result = engine.evaluate(cut(batch, self.config.training.micro_batch_size))
-                loss_sum += result.loss() * result.num_labels
-                num_labels += result.num_labels
-        return loss_sum / max(num_labels, 1)
+            results = [
+                engine.evaluate(cut(batch, self.config.training.micro_batch_size))
+                for batch in self._validation
+            ]
+            loss_sum = sum(result.loss() * result.num_labels for result in results)
+        return loss_sum / max(sum(result.num_labels for result in results), 1)
 
     def _is_due(self, interval_steps: int) -> bool:
         return interval_steps > 0 and self._position.step % interval_steps == 0
@@ -234,44 +262,57 @@ class Trainer:
 
     def _restore_or_initialize(self) -> dict[str, Any]:
         """Fill the host store and find the position. Returns the checkpoint's state, empty at a start."""
+        start_s = time.monotonic()
         loaded = self._load()
         if loaded is None:
-            print(
-                f"initialising {self._store.num_parameters():,} parameters from seed {self.config.run.seed}"
-            )
-            self._store.initialize(self._model, self.config.run.seed)
+            say(f"{self._folder.path}: a new run; initialising weights from seed {self.config.run.seed}")
+            self.store.initialize(self._model, self.config.run.seed)
             self._positions.append(Position(0, 0, self._loader.state_dict()))
             return {}
         state = loaded.state
-        self._store.resume(loaded.step, state["applied_updates"])
-        self._loader.load_state_dict(state["data"])
+        try:
+            self._loader.load_state_dict(state["data"])
+        except DataError as error:
+            raise ResumeError(
+                f"{loaded.path}: {error}. Go on with the data as it was, or give the run on other data a name "
+                "of its own (--run.name NAME)"
+            ) from error
+        self.store.resume(loaded.step, state["applied_updates"], state["loss_scale"])
         self._skipped_steps = state["skipped_steps"]
         self._positions.append(Position(loaded.step, state["tokens"], state["data"]))
         self._saved_step = loaded.step
-        print(f"going on after step {loaded.step} from {loaded.path}")
+        say(f"going on after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
         return state
 
     def _load(self) -> Loaded | None:
-        views = self._store.named_views()
+        views = self.store.named_views()
         loaded = self._checkpointer.load_latest(views)
-        if loaded is None and self.config.checkpoint.load_path is not None:
-            loaded = load_checkpoint(self.config.checkpoint.load_path, views)
-        return loaded
+        load_path = self.config.checkpoint.load_path
+        if loaded is not None or load_path is None:
+            return loaded
+        try:
+            return load_checkpoint(load_path, views)
+        except CheckpointError as error:
+            raise ResumeError(f"checkpoint.load_path: {error}") from error
 
-    def _describe_run(self) -> None:
-        """Leave the resolved config and the plan in the run's folder, and the plan on the console."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.toml").write_text(to_toml(self.config))
-        (self.folder / "plan.json").write_text(self._plan.to_json())
-        print(self._plan)
+    def _open_metrics(self, wandb_run_id: str | None) -> MetricsLogger:
+        return open_metrics(
+            self.config.metrics,
+            self._folder.path,
+            self.config.run.name,
+            self.config.training.steps,
+            self.config.model_dump(mode="json"),
+            resumed_step=self._position.step,
+            wandb_run_id=wandb_run_id,
+        )
 
     @contextmanager
     def _running_engine(self) -> Iterator[Engine]:
-        """An engine for the block. The state that a fault in the pipeline leaves is saved."""
+        """An engine for the block. After a fault, the state that it left is saved."""
         config = self.config
         engine = build_engine(
             self._model,
-            self._store,
+            self.store,
             self._devices,
             self._plan,
             config.engine,
@@ -281,41 +322,61 @@ class Trainer:
         try:
             with engine:
                 yield engine
-        except PipelineError:
+        except CheckpointError:
+            raise
+        except Exception:
+            self._report_finished()
             self._rescue()
             raise
 
+    def _report_finished(self) -> None:
+        """After a fault: the steps whose update is complete, as far as they can still be told."""
+        unfinished = sum(step.position.step > self.store.step for step in self._under_way)
+        try:
+            self._report_steps(leave=unfinished)
+        except Exception as error:  # noqa: BLE001  (the fault itself is what is raised)
+            logger.warning("step %d is missing in the metrics: %s", self._under_way[0].position.step, error)
+
     def _rescue(self) -> None:
         """Save the state that a fault left, unless it mixes two weight versions or is saved already."""
-        position = next((p for p in self._positions if p.step == self._store.step), None)
-        if position is None or not self._store.is_consistent or position.step == self._saved_step:
+        position = next((p for p in self._positions if p.step == self.store.step), None)
+        if position is None or not self.store.is_consistent or position.step == self._saved_step:
             return
         try:
             self._write_checkpoint(position)
         except CheckpointError as error:
             logger.warning("%s", error)
 
-    def _save(self, engine: Engine, last: bool) -> None:
-        """Save where the run is now. Only the last save of a run may not fail; others are made up for later."""
-        self._report_steps(engine, leave=0)
-        engine.drain()
-        if self._position.step == self._saved_step:
-            return
+    def _save_if_possible(self, engine: Engine) -> None:
         try:
-            with self._throughput.excluded():
-                self._write_checkpoint(self._position)
+            self._save(engine)
         except CheckpointError as error:
-            if last:
-                raise
             logger.warning("%s; training goes on", error)
 
+    def _save(self, engine: Engine) -> None:
+        """Save where the run is now. Raises `CheckpointError`."""
+        self._report_steps(leave=0)
+        engine.drain()
+        if self._position.step != self._saved_step:
+            with self._throughput.excluded():
+                self._write_checkpoint(self._position)
+
     def _write_checkpoint(self, position: Position) -> None:
+        start_s = time.monotonic()
         state = {
             **asdict(position),
-            "applied_updates": self._store.applied_updates,
-            "skipped_steps": position.step - self._store.applied_updates,
+            "applied_updates": self.store.applied_updates,
+            "skipped_steps": position.step - self.store.applied_updates,
+            "loss_scale": self.store.loss_scale_state(),
             "wandb_run_id": self._metrics.wandb_run_id,
             "config": self.config.model_dump(mode="json"),
         }
-        self._checkpointer.save(position.step, self._store.named_views(), state)
+        path = self._checkpointer.save(position.step, self.store.named_views(), state)
         self._saved_step = position.step
+        say(f"saved {path} ({time.monotonic() - start_s:.1f} s)")
+
+
+def say(line: str) -> None:
+    """A line on the console. That nobody reads it any more, as after `| head`, does not end a run."""
+    with suppress(OSError):
+        print(line, flush=True)

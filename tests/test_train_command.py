@@ -1,0 +1,112 @@
+"""`train.py` as a process of its own: signals, kills, torchrun, wandb, and two processes on one folder."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.small_run import SmallRuns, small_runs
+from torchround.signals import SAME_REQUEST_S
+
+__all__ = ["small_runs"]
+
+# What `SmallRuns.start` trains, for the runs of this process that it is compared with.
+DEBUG = ["--model.family=llama3", "--model.flavor=debug", "--engine.plan=none"]
+ENDLESS = ["--training.steps=100000", "--lr_schedule.decay=none"]
+
+
+def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+    while not condition():
+        assert process.poll() is None, f"exit code {process.returncode}\n{process.stderr.read()}"
+        time.sleep(0.02)
+
+
+def has_logged(runs: SmallRuns, name: str, step: int) -> Callable[[], bool]:
+    metrics = runs.path(name) / "metrics.jsonl"
+    return lambda: metrics.exists() and f'"step": {step},' in metrics.read_text()
+
+
+def catches(process: "subprocess.Popen[str]", number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    [mask] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def cpu_s(process: "subprocess.Popen[str]") -> float:
+    return psutil.Process(process.pid).cpu_times().user
+
+
+def test_terminated_then_killed_and_resumed_a_run_equals_an_uninterrupted_one(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = small_runs.start("run", *ENDLESS)
+    wait_until(has_logged(small_runs, "run", 2), process)
+    assert small_runs("run") == 2  # while the process is at it
+    assert f"in use by process {process.pid} on {socket.gethostname()}" in capsys.readouterr().err
+    process.send_signal(signal.SIGTERM)
+    printed, errors = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    [saved] = small_runs.saved("run")
+    assert list(small_runs.losses("run")) == list(range(1, saved + 1)) and saved >= 2
+    assert errors.startswith("SIGTERM: finishing the step") and "Traceback" not in errors
+    assert f"saved after step {saved} of 100000; run the same command to go on" in printed.splitlines()[-1]
+
+    process = small_runs.start("run", *ENDLESS, "--checkpoint.interval_steps=1")
+    wait_until(has_logged(small_runs, "run", saved + 2), process)
+    process.kill()
+    process.communicate()
+    total = f"--training.steps={max(small_runs.losses('run')) + 2}"
+    assert small_runs("run", *DEBUG, *ENDLESS, total, "--engine.num_devices=3") == 0
+    assert small_runs("whole", *DEBUG, *ENDLESS, total) == 0
+    small_runs.assert_same("run", "whole", step=int(total.split("=")[1]))
+
+
+def test_a_second_signal_stops_at_once(small_runs: SmallRuns) -> None:
+    minutes = ["--training.global_batch_size=20000", "--training.micro_batch_size=1000"]
+    process = small_runs.start("run", *minutes)
+    wait_until(lambda: catches(process, signal.SIGINT) and catches(process, signal.SIGTERM), process)
+    started_s = cpu_s(process)
+    wait_until(lambda: cpu_s(process) > started_s + 1, process)  # now it is in its first step
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)  # a group's signal and a launcher's of its own are one request
+    time.sleep(SAME_REQUEST_S + 0.1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGINT  # a shell reports 130
+    assert errors == "SIGINT: finishing the step and saving; once more stops at once\n"
+
+
+def test_torchrun_hands_a_signal_on_and_wandb_is_rejoined_afterwards(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(small_runs.folder))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = ("-m", "torch.distributed.run", f"--master-port={port}")
+    process = small_runs.start("run", *ENDLESS, "--metrics.wandb=offline", launcher=launcher)
+    wait_until(has_logged(small_runs, "run", 2), process)
+    process.send_signal(signal.SIGTERM)
+    printed, errors = process.communicate()
+    [saved] = small_runs.saved("run")
+    assert list(small_runs.losses("run")) == list(range(1, saved + 1))
+    assert "SIGTERM: finishing the step and saving" in errors and "reporting to wandb failed" not in errors
+    assert "run the same command to go on" in printed.splitlines()[-1]
+
+    one_more = [*ENDLESS, f"--training.steps={saved + 1}"]
+    process = small_runs.start("run", *one_more, "--metrics.wandb=offline")
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    first, second = (small_runs.saved_state("run", step)["wandb_run_id"] for step in (saved, saved + 1))
+    assert first == second and first
+    assert len(list((small_runs.path("run") / "wandb").glob(f"offline-run-*-{first}"))) == 2
