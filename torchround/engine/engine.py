@@ -19,7 +19,7 @@ from torch import nn
 
 from torchround.config import OptimizerTable
 from torchround.engine.cpu_threads import update_threads
-from torchround.engine.device import Device
+from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
 from torchround.engine.host_memory import HostPool
 from torchround.engine.host_store import HostStore
@@ -36,6 +36,7 @@ from torchround.engine.passes import (
 )
 from torchround.engine.results import StepResult
 from torchround.engine.slots import upload_use
+from torchround.engine.staging import Boundary
 from torchround.engine.worker import Worker, WorkerSetup
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition, StageKind
@@ -304,8 +305,22 @@ class Engine:
             raise self._failure from self._failure.__cause__
 
     def _wait_in_call(self, fact: Fact) -> object:
+        """What a fact was posted with; a boundary has arrived on the host."""
         with self._call():
-            return self._wait(fact)
+            value = self._wait(fact)
+            if isinstance(value, Boundary):
+                self._synchronize(value.landed)
+            return value
+
+    def _synchronize(self, event: Event) -> None:
+        """A failed device first says so where somebody waits for it."""
+        try:
+            event.synchronize()
+        except RuntimeError as error:
+            failure = PipelineError(Place("controller"), f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
+            raise Stopped from error
 
     def _wait(self, fact: Fact) -> object:
         return self._board.wait(fact, self._report_hang, self.settings.hang_timeout_s)

@@ -184,7 +184,10 @@ class OptimizerWorker:
         for bundle in self._store.trained:
             self._place = self._place_of(bundle)
             self._ordering.before_update(bundle.index, job.step)
-            self._ordering.before_master_write(bundle.index, job.step + 1)
+            try:
+                self._ordering.before_master_write(bundle.index, job.step + 1)
+            except Exception as error:  # noqa: BLE001  (a device that failed reads no more)
+                overcome, failed_place = error, self._place
             progress = (UpdateProgress(), UpdateProgress())
             start_s = time.perf_counter()
             try:

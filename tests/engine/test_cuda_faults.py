@@ -1,0 +1,148 @@
+"""A fault on a GPU is a `PipelineError` in the caller, leaves no thread, and gives the card's memory back."""
+
+import gc
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.cuda_toy import cuda_engine
+from tests.engine.toy import PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_model, toy_store, train
+from torchround.engine.device import GIB, CudaDevice
+from torchround.engine.errors import DeviceMemoryError, PipelineError
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+PARTITION = PARTITIONS["forward coarser"]
+BATCHES = toy_batches(4, micro_batches=4)
+
+
+class PlantedError(RuntimeError):
+    pass
+
+
+class FailsBackward(torch.autograd.Function):
+    """Raises on autograd's own thread for the device."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise PlantedError("in the backward")
+
+
+def fail_in_forward(hidden):
+    raise PlantedError("in the forward")
+
+
+def run_out_of_memory(hidden):
+    return hidden + torch.empty(8 * GIB, dtype=torch.uint8, device=hidden.device)[0]
+
+
+@pytest.fixture
+def little_memory():
+    """Leaves this process next to nothing more of the card than it has."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + GIB) / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def plant(monkeypatch, fault, call=9):
+    """The blocks' `call`-th forward, wherever it is, has the fault."""
+    forward, lock, calls = ToyBlock.forward, threading.Lock(), [0]
+
+    def failing(self, hidden, micro_batch):
+        with lock:
+            calls[0] += 1
+            now = calls[0] == call
+        return forward(self, fault(hidden) if now else hidden, micro_batch)
+
+    monkeypatch.setattr(ToyBlock, "forward", failing)
+
+
+def engine_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchround")]
+
+
+def assert_fails(cause, workers):
+    store = toy_store(toy_model(), pinned=True)
+    with pytest.raises(PipelineError, match=r"device cuda:0/\d, \w+ stage") as raised:
+        train(cuda_engine(toy_model(), store, PARTITION, workers), BATCHES)
+    assert isinstance(raised.value.__cause__, cause)
+    assert engine_threads() == []
+    return store
+
+
+# The 5 blocks of 4 micro-batches run 20 forwards before the first recomputation.
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("fault", "call"), [(fail_in_forward, 9), (fail_in_forward, 24), (FailsBackward.apply, 24)]
+)
+def test_an_exception_in_a_layer_is_raised_and_training_can_go_on(monkeypatch, workers, fault, call):
+    expected = toy_store(toy_model(), pinned=True)
+    with cuda_engine(toy_model(), expected, PARTITION, 1) as engine:
+        train(engine, BATCHES)
+    plant(monkeypatch, fault, call)
+    store = assert_fails(PlantedError, workers)
+    assert store.is_consistent
+    monkeypatch.undo()
+    with cuda_engine(toy_model(), store, PARTITION, workers) as engine:
+        train(engine, BATCHES[store.step :])
+    assert_same_state(store.named_views(), expected.named_views())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_out_of_memory_in_a_layer_is_raised_and_the_memory_comes_back(monkeypatch, little_memory, workers):
+    before = torch.cuda.memory_allocated()
+    plant(monkeypatch, run_out_of_memory, 24)
+    store = assert_fails(torch.OutOfMemoryError, workers)
+    monkeypatch.undo()
+    gc.collect()
+    # cuBLAS keeps a workspace for each thread and stream that ever multiplied.
+    assert torch.cuda.memory_allocated() - before < 256 * 2**20
+    with cuda_engine(toy_model(), store, PARTITION, workers) as engine:
+        train(engine, BATCHES[store.step :])
+
+
+def test_a_fixed_buffer_that_does_not_fit_is_named_with_what_is_free(little_memory):
+    with pytest.raises(DeviceMemoryError, match=r"cuda:0 has .* GiB free; 8\.000 GiB were asked for"):
+        CudaDevice(0).allocate(8 * GIB)
+
+
+POISON = """
+import os, sys, threading
+import torch
+from tests.engine.cuda_toy import cuda_engine
+from tests.engine.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
+from torchround.engine.errors import PipelineError
+
+store = toy_store(toy_model(), pinned=True)
+[[micro_batch]] = toy_batches(1, 1)
+micro_batch.labels[0, 0] = 10**6  # CUDA's cross entropy asserts on the device
+try:
+    train(cuda_engine(toy_model(), store, PARTITIONS["forward coarser"], 2), [[micro_batch]])
+except PipelineError as error:
+    assert isinstance(error.__cause__, RuntimeError), repr(error.__cause__)
+    assert not [t for t in threading.enumerate() if t.name.startswith("torchround")]
+    assert store.is_consistent and store.step == 0
+    print("raised", flush=True)
+    os._exit(0)  # the process can use CUDA no more
+os._exit(3)
+"""
+
+
+def test_an_error_inside_a_kernel_is_a_pipeline_error():
+    """In a process of its own, because after it CUDA fails for the rest of the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", POISON], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "raised" in done.stdout, done.stderr[-3000:]

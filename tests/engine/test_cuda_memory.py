@@ -1,0 +1,148 @@
+"""Memory on CUDA: page-locked exactly and released, allocated once, and as much as the planner says."""
+
+import gc
+
+import pytest
+import torch
+
+from models import FAMILIES
+from tests.engine.cuda_toy import cuda_engine
+from tests.engine.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
+from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.config.tables_engine import PlanTable
+from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
+from torchround.engine.host_memory import CudaPageLocker, HostMemory
+from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.layer import MicroBatch
+
+pytestmark = pytest.mark.gpu
+
+MIB = 2**20
+# What the plan does not count: cuBLAS workspaces (32 MiB on Hopper for each thread and stream that multiplies),
+# temporaries of single operations, and rounding to the caching allocator's blocks.
+UNCOUNTED_SHARE, UNCOUNTED_BYTES = 0.25, 192 * MIB
+# Estimates that reserve far more than is used would make plans slow.
+LEAST_SHARE = 0.5
+
+
+@pytest.fixture
+def locks(monkeypatch):
+    """Every registration and its reverse, with CUDA's answer."""
+    calls = {"lock": [], "unlock": []}
+    for name, answers in calls.items():
+        original = getattr(CudaPageLocker, name)
+
+        def counted(self, *arguments, answers=answers, original=original):
+            status = original(self, *arguments)
+            answers.append((arguments[0], status))
+            return status
+
+        monkeypatch.setattr(CudaPageLocker, name, counted)
+    return calls
+
+
+def test_what_devices_touch_is_page_locked_and_released(locks):
+    model = toy_model()
+    store = toy_store(model, torch.bfloat16, pinned=True)
+    with cuda_engine(model, store, PARTITIONS["one layer a stage"], 2) as engine:
+        for bundle in store.trained:
+            assert bundle.masters[0].is_pinned() and bundle.gradient.is_pinned()
+            assert not bundle.weight.is_pinned()
+        train(engine, toy_batches(2, micro_batches=4))
+    assert len(locks["lock"]) > 2 * len(store.trained), "the pool's buffers too"
+    store.close()
+    assert not any(bundle.masters[0].is_pinned() for bundle in store.bundles)
+    assert all(status == 0 for calls in locks.values() for _, status in calls)
+    assert sorted(address for address, _ in locks["lock"]) == sorted(
+        address for address, _ in locks["unlock"]
+    )
+
+
+def test_memory_that_is_dropped_without_closing_can_be_locked_again(locks):
+    for _ in range(20):
+        HostMemory(True).allocate(3 * MIB + 1, for_devices=True)
+        gc.collect()
+    assert [status for _, status in locks["lock"] + locks["unlock"]] == [0] * 40
+
+
+def test_a_failed_registration_leaves_no_error_behind():
+    locker, memory = CudaPageLocker(), HostMemory(True)
+    taken = memory.allocate(MIB, for_devices=True)
+    assert locker.lock(taken.data_ptr(), MIB) != 0, "it is locked already"
+    assert torch.ones(5, device="cuda").sum().item() == 5
+    pageable = torch.zeros(MIB, dtype=torch.uint8)
+    assert locker.unlock(pageable.data_ptr()) != 0
+    assert torch.ones(5, device="cuda").sum().item() == 5
+    memory.close()
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nothing_is_allocated_after_the_second_step(workers, policy):
+    model = toy_model(tied=True)
+    store = toy_store(model, torch.bfloat16, pinned=True, policy=policy)
+    with cuda_engine(model, store, PARTITIONS["forward coarser"], workers) as engine:
+
+        def allocated():
+            torch.cuda.synchronize()
+            return (
+                [device.num_allocations for device in engine.devices],
+                torch.cuda.memory_stats()["num_device_alloc"],
+                torch.cuda.memory_reserved(),
+                engine._pool.allocated_bytes,
+                store.nbytes(),
+            )
+
+        train(engine, toy_batches(2, micro_batches=4))
+        before = allocated()
+        train(engine, toy_batches(6, micro_batches=4))
+        assert allocated() == before
+
+
+@pytest.mark.parametrize("recompute", ["stage", "layer"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_device_uses_as_much_memory_as_was_planned(workers, recompute, record_property):
+    family = FAMILIES["qwen3"]
+    shape = {"num_layers": 10, "hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64}
+    model = family.build(family.config_from_flavor("debug", vocab_size=32000, ffn_size=4096, **shape))
+    training = TrainingTable(seq_len=1024, global_batch_size=16, micro_batch_size=4, dtype="bfloat16")
+    table = EngineTable(
+        devices="cuda",
+        num_devices=workers,
+        recompute=recompute,
+        plan=PlanTable(forward=(4, 4), fused=4, backward=(4, 4)),
+    )
+    choice = choose_devices(table)
+    plan = plan_run(model, training, table, choice)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    baseline_bytes = torch.cuda.memory_allocated()
+    store = build_store(model, training, table, choice)
+    store.initialize(model, seed=0)
+    devices = [*choice.make()]
+    with build_engine(model, store, devices, plan, table, OptimizerTable(), 1.0) as engine:
+        train(engine, [random_micro_batches() for _ in range(3)], lr=1e-4)
+        peak_bytes = devices[0].peak_bytes() - baseline_bytes
+    store.close()
+    on_card = -(-workers // torch.cuda.device_count())
+    planned_bytes = on_card * plan.device_bytes
+    record_property("planned_mib", planned_bytes / MIB)
+    record_property("peak_mib", peak_bytes / MIB)
+    most = planned_bytes * (1 + UNCOUNTED_SHARE) + on_card * UNCOUNTED_BYTES
+    assert LEAST_SHARE * planned_bytes < peak_bytes < most, (
+        f"{peak_bytes / MIB:.0f} of {planned_bytes / MIB:.0f} MiB"
+    )
+
+
+def random_micro_batches():
+    positions = torch.arange(1024).expand(4, -1).contiguous()
+    micro_batches = []
+    for _ in range(4):
+        drawn = torch.randint(32000, (4, 1025))
+        micro_batches.append(
+            MicroBatch(
+                drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, torch.zeros_like(positions)
+            )
+        )
+    return micro_batches
