@@ -3,13 +3,12 @@
     python scripts/bench_schedule.py --devices 8 --microbatches 16 --scale 1
 
 Blocks of 4 ms forward and 8 ms backward (12 with recompute) and a head of 2.3 blocks, times `--scale`, on
-devices that hold the activations of `--stage-blocks` blocks, so that a real pipeline is planned. The measured bubble counts everything that is not the layers' own time as idle: 1 - work / (N x step time), median
-over the steps. Prints JSON.
+devices that hold the activations of `--stage-blocks` blocks, so that a real pipeline is planned. The measured
+bubble counts everything that is not the layers' own time as idle: 1 - work / (N x step time). Prints JSON.
 """
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -32,11 +31,15 @@ from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import StageKind
 from torchround.pipeline.plan import Plan, make_plan
 
-WARMUP_STEPS = 1
+WARMUP_STEPS = 2
 
 
 def measure(costs: Costs, plan: Plan, steps: int) -> dict[str, float]:
-    """Median step time of the real engine, and the bubble in it."""
+    """Mean step time of the real engine in the steady state, and the bubble in it.
+
+    The steps repeat only after as many as there are devices, each starting on another one, so a single step
+    says little. The first steps and the last one, which nothing follows, are left out.
+    """
     last, sleeper = len(costs.layers) - 1, Sleeper()
     layers = tuple(
         SleepLayer(sleeper, layer.forward_s, layer.backward_s, index == last)
@@ -49,21 +52,19 @@ def measure(costs: Costs, plan: Plan, steps: int) -> dict[str, float]:
     micro_batches = [MicroBatch(zeros, zeros, zeros, zeros)] * plan.num_micro_batches
     devices = [CpuDevice(index) for index in range(plan.num_devices)]
     settings = EngineSettings(rounds=plan.rounds)
-    seconds, busy_s = [], 0.0
+    seconds = []
     with Engine(
         model, store, devices, plan.partition, optimizer=OptimizerTable(), settings=settings
     ) as engine:
         results = []
-        for _ in range(WARMUP_STEPS + steps):
+        for _ in range(WARMUP_STEPS + steps + 1):
             results.append(engine.forward_backward(micro_batches))
             engine.step(lr=1e-3)
             if len(results) > 1:
                 seconds.append(_finish(results[-2]))
         seconds.append(_finish(results[-1]))
-        busy_s = sum(times.busy_s for times in results[-1].device_times(plan.num_devices))
-    step_s = statistics.median(
-        b - a for a, b in zip(seconds[WARMUP_STEPS - 1 :], seconds[WARMUP_STEPS:], strict=False)
-    )
+        busy_s = sum(times.busy_s for times in results[-2].device_times(plan.num_devices))
+    step_s = (seconds[-2] - seconds[WARMUP_STEPS - 1]) / steps
     devices_s = plan.num_devices * step_s
     return {
         "step_s": step_s,
@@ -99,7 +100,7 @@ def main() -> None:
         "--stage-blocks", type=float, default=3, help="blocks whose activations fit on a device (head: 2.3)"
     )
     parser.add_argument("--scale", type=float, default=1.0, help="factor on every layer's time")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps; a multiple of the devices")
     parser.add_argument("--update", choices=sorted(POLICIES), default="sync", help="update policy")
     parser.add_argument(
         "--rivals", action="store_true", help="torch.distributed.pipelining on the same layers too"

@@ -178,6 +178,10 @@ class Ordering:
         """Rule 4: a download writes a gradient only after the optimizer consumed the previous step's."""
         self._board.wait(Fact("gradient consumed", step - 1, (bundle,)))
 
+    def may_write_gradient(self, bundle: int, step: int) -> bool:
+        """Whether `before_gradient_write` would return at once."""
+        return self._board.ready(Fact("gradient consumed", step - 1, (bundle,)))
+
     def gradient_landed(self, bundle: int, step: int, contribution: int, event: Event, landing: Any) -> None:
         self._board.post(Fact("gradient landed", step, (bundle, contribution)), (event, landing))
 

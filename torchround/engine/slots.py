@@ -194,8 +194,8 @@ class GradientDownload:
         device.wait(Stream.GRADIENT_DOWNLOAD, device.record(Stream.COMPUTE))
 
     def advance(self, numel: int) -> None:
-        """Enqueue at least `numel` elements, or what is left."""
-        while numel > 0 and not self.complete:
+        """Enqueue up to `numel` elements, stopping at a gradient that the optimizer still reads."""
+        while numel > 0 and not self.complete and self._may_download():
             numel -= self._enqueue(numel)
 
     def finish(self) -> None:
@@ -212,6 +212,10 @@ class GradientDownload:
     @property
     def complete(self) -> bool:
         return self._part == len(self._layout.gradients)
+
+    def _may_download(self) -> bool:
+        bundle = self._store.bundles[self._layout.gradients[self._part].bundle]
+        return bundle.adds_up or self._ordering.may_write_gradient(bundle.index, self._step)
 
     def _enqueue(self, numel: int) -> int:
         part = self._layout.gradients[self._part]
