@@ -217,9 +217,9 @@ def test_an_update_that_fails_at_any_operation_is_finished_by_a_second_call() ->
 def test_the_chunk_function_is_one_graph_with_the_same_bits() -> None:
     weight, exp_avg, exp_avg_sq, gradient, _ = random_buffers(4099)
     factors = update_factors(**HYPER, bias_correction_step=3, gradient_scale=0.7)
-    plain = new_values(weight, exp_avg, exp_avg_sq, gradient, factors, exact_root)
+    arguments = (weight, exp_avg, exp_avg_sq, gradient, factors, exact_root)
     traced = torch.compile(new_values, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(plain, traced(weight, exp_avg, exp_avg_sq, gradient, factors, exact_root), strict=True):
+    for ours, theirs in zip(new_values(*arguments), traced(*arguments), strict=True):
         assert torch.equal(ours, theirs)
 
 

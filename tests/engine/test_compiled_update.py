@@ -1,0 +1,141 @@
+"""The compiled update inside the engine: same bits, same promises when it fails, and a run that does not wait."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.engine.toy import (
+    PARTITIONS,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
+from torchround.config import EngineTable
+from torchround.engine import build
+from torchround.engine.cpu_threads import update_threads
+from torchround.engine.errors import PipelineError
+from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.optim.kernel import AdamWKernel, KernelError
+
+PARTITION = PARTITIONS["forward coarser"]
+BATCHES = toy_batches(4, micro_batches=4)
+
+
+def trained_state(compiled, dtype=torch.float32, policy=SYNC, steps=4, tied=False):
+    model = toy_model(tied)
+    store = toy_store(model, dtype, policy=policy)
+    with toy_engine(model, store, PARTITION, 2, compile_update=compiled) as engine:
+        train(engine, BATCHES[:steps])
+    return store.named_views()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many elements each kernel call updated."""
+    original, seen = AdamWKernel.__call__, []
+
+    def counting(self, weight, *others):
+        seen.append(weight.numel())
+        original(self, weight, *others)
+
+    monkeypatch.setattr(AdamWKernel, "__call__", counting)
+    return seen
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_training_is_bitwise_the_same_with_the_compiled_update(calls, dtype, policy):
+    plain = trained_state(False, dtype, policy, tied=True)  # tied: one gradient in fp32
+    assert calls == []
+    assert_same_state(trained_state(True, dtype, policy, tied=True), plain)
+    store = toy_store(toy_model(tied=True))
+    one_step = sorted(n for b in store.trained for n in (b.decayed, b.numel - b.decayed) if n > 1)
+    checks = len(calls) - 4 * len(one_step)
+    assert sorted(calls[checks:]) == sorted(one_step * 4)  # every segment of every step
+
+
+def test_an_update_whose_kernel_fails_is_completed_before_the_fault_is_raised(monkeypatch):
+    expected = {name: view.clone() for name, view in trained_state(False, steps=1).items()}
+    original, seen = AdamWKernel.__call__, []
+
+    def failing(self, *arguments):
+        seen.append(None)
+        if len(seen) == 6:  # bits checked, embedding, block.0 twice, block.1
+            raise KernelError("planted")
+        original(self, *arguments)
+
+    monkeypatch.setattr(AdamWKernel, "__call__", failing)
+    model = toy_model()
+    store = toy_store(model)
+    engine = toy_engine(model, store, PARTITION, 2, compile_update=True)
+    with pytest.raises(PipelineError, match=r"optimizer worker, block\.1.*planted") as raised:
+        train(engine, BATCHES)
+    assert isinstance(raised.value.__cause__, KernelError)
+    assert store.is_consistent and store.step == 1
+    assert_same_state(store.named_views(), expected)
+
+
+def test_the_first_step_runs_on_the_devices_while_the_update_compiles(monkeypatch):
+    """The loss is there before the kernels are; and a compiler that takes long is no hang."""
+    loss_is_known = threading.Event()
+
+    def slow_kernels(wanted, meanwhile):
+        started = time.monotonic()
+        while not loss_is_known.is_set() or time.monotonic() - started < 1.0:
+            meanwhile()
+            time.sleep(0.01)
+        return {}
+
+    monkeypatch.setattr("torchround.engine.optimizer_worker.get_kernels", slow_kernels)
+    model = toy_model()
+    store = toy_store(model)
+    with toy_engine(model, store, PARTITION, 2, compile_update=True, hang_timeout_s=0.5) as engine:
+        result = engine.forward_backward(BATCHES[0])
+        engine.step(1e-2)
+        result.loss()
+        loss_is_known.set()
+        train(engine, BATCHES[1:])
+    assert_same_state(store.named_views(), trained_state(False))
+
+
+def test_a_fault_while_the_update_compiles_ends_every_thread(monkeypatch):
+    def endless_kernels(wanted, meanwhile):
+        while True:
+            meanwhile()
+            time.sleep(0.01)
+
+    monkeypatch.setattr("torchround.engine.optimizer_worker.get_kernels", endless_kernels)
+    monkeypatch.setattr("tests.engine.toy.ToyBlock.forward", lambda *_: 1 / 0)
+    model = toy_model()
+    with pytest.raises(PipelineError, match="ZeroDivisionError"):
+        train(toy_engine(model, toy_store(model), PARTITION, 2, compile_update=True), BATCHES)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchround")]
+
+
+def test_auto_compiles_for_models_that_win_the_time_back(monkeypatch):
+    store = toy_store(toy_model())
+    trained = sum(bundle.numel for bundle in store.trained)
+    assert not build.compiles_update(EngineTable(), store)
+    monkeypatch.setattr(build, "COMPILE_FROM_PARAMETERS", trained)
+    assert build.compiles_update(EngineTable(), store)
+    assert not build.compiles_update(EngineTable(compile=False), store)
+    monkeypatch.setattr(build, "COMPILE_FROM_PARAMETERS", trained + 1)
+    assert not build.compiles_update(EngineTable(), store)
+    assert build.compiles_update(EngineTable(compile=True), store)
+
+
+@pytest.mark.parametrize(
+    ("cores", "torch_threads", "devices", "threads"),
+    [(16, 16, 1, 15), (16, 16, 8, 8), (16, 16, 12, 8), (16, 4, 1, 4), (2, 2, 8, 1), (1, 1, 1, 1)],
+)
+def test_the_update_leaves_each_device_a_core_but_keeps_half_of_them(
+    monkeypatch, cores, torch_threads, devices, threads
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: torch_threads)
+    assert update_threads(devices) == threads

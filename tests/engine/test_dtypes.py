@@ -1,0 +1,68 @@
+"""What `training.dtype`, `engine.grad_dtype` and `engine.accumulate_dtype` do to a run built from tables."""
+
+import pytest
+import torch
+
+from tests.engine.toy import PARTITIONS, toy_batches, toy_model, train
+from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.engine.build import build_engine, build_store, choose_devices
+from torchround.pipeline.plan import Plan
+
+BATCHES = toy_batches(2, micro_batches=32)
+PLAN = Plan(PARTITIONS["forward coarser"], 1, 2, 32, "sync", 1.0, 0.0, 1.0)
+
+
+def trained_store(dtype, **engine_keys):
+    """The host store after two steps of a run built from tables."""
+    model = toy_model()
+    table = EngineTable(devices="cpu", num_devices=2, **engine_keys)
+    devices = choose_devices(table)
+    store = build_store(model, TrainingTable(dtype=dtype), table, devices)
+    store.initialize(model, seed=0)
+    with build_engine(model, store, devices.make(), PLAN, table, OptimizerTable(), max_norm=1.0) as engine:
+        train(engine, BATCHES)
+    assert store.applied_updates == 2
+    return store
+
+
+def gradients(store):
+    return [bundle.gradient for bundle in store.trained]
+
+
+def share_representable(tensors, dtype):
+    """Share of the elements that `dtype` can hold as they are."""
+    exact = [tensor.to(dtype).to(tensor.dtype).eq(tensor) for tensor in tensors]
+    return torch.cat([part.flatten() for part in exact]).float().mean().item()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_masters_and_gradients_have_the_training_dtype_and_state_is_float32(dtype):
+    store = trained_store(dtype)
+    for bundle in store.trained:
+        assert {bundle.masters[0].dtype, bundle.gradient.dtype} == {getattr(torch, dtype)}
+        assert {bundle.weight.dtype, bundle.exp_avg.dtype, bundle.exp_avg_sq.dtype} == {torch.float32}
+        assert torch.equal(bundle.masters[0], bundle.weight.to(bundle.masters[0].dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_grad_dtype_float32_brings_down_what_16_bits_cannot_hold(dtype):
+    kept = gradients(trained_store(dtype, grad_dtype="float32"))
+    assert all(gradient.dtype == torch.float32 for gradient in kept)
+    assert share_representable(kept, getattr(torch, dtype)) < 0.5
+
+
+def test_grad_dtype_below_the_training_dtype_rounds_on_the_way_down():
+    rounded = gradients(trained_store("float32", grad_dtype="bfloat16"))
+    exact = gradients(trained_store("float32"))
+    assert all(gradient.dtype == torch.bfloat16 for gradient in rounded)
+    # Of the second step, whose weights differ by the first one's rounding.
+    for ours, theirs in zip(rounded, exact, strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=2**-6, atol=1e-3)
+
+
+def test_accumulate_dtype_is_the_format_in_which_micro_batches_add_up():
+    """With gradients that come down in float32, their digits show where they were added."""
+    wide = gradients(trained_store("bfloat16", grad_dtype="float32"))
+    narrow = gradients(trained_store("bfloat16", grad_dtype="float32", accumulate_dtype="bfloat16"))
+    assert share_representable(wide, torch.bfloat16) < 0.5
+    assert share_representable(narrow, torch.bfloat16) == 1.0
