@@ -20,7 +20,7 @@ import torch
 
 from models import FAMILIES, ModelConfigError
 from torchround.checkpoint import Checkpointer, CheckpointError
-from torchround.config import Config, ConfigError, Options, parse_command_line, to_toml
+from torchround.config import Config, ConfigError, ModelTable, Options, parse_command_line, to_toml
 from torchround.data import (
     DataError,
     Tokenizer,
@@ -32,6 +32,7 @@ from torchround.data import (
 from torchround.data.loader import Loader
 from torchround.engine.build import DeviceChoice, choose_devices, plan_run
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
+from torchround.hf import HFError, PretrainedWeights
 from torchround.host_budget import HostBudget, HostMemoryError, available_host_bytes, host_budget
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
@@ -40,7 +41,7 @@ from torchround.trainer import ResumeError, Trainer
 
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
-    *(HostMemoryError, PlanError, RunFolderError, ResumeError),
+    *(HostMemoryError, PlanError, RunFolderError, ResumeError, HFError),
 )
 FAULTS = (CheckpointError, DataError, EngineError)
 
@@ -56,6 +57,7 @@ class Run:
     validation: Iterable[MicroBatch]
     devices: DeviceChoice
     plan: Plan
+    pretrained: PretrainedWeights | None
 
     @property
     def host_budget(self) -> HostBudget:
@@ -120,11 +122,12 @@ def build(options: Options) -> Run:
         torch.set_num_threads(config.engine.cpu_threads)
     tokenizer = build_tokenizer(config.tokenizer, config.model.hf_path)
     model = build_model(options, tokenizer.vocab_size)
+    pretrained = find_weights(config.model, model)
     devices = choose_devices(config.engine)
     folder = RunFolder(config.run)
     plan = plan_for(config, folder, model, devices)
     loader, validation = build_loaders(options, tokenizer)
-    return Run(config, folder, model, loader, validation, devices, plan)
+    return Run(config, folder, model, loader, validation, devices, plan, pretrained)
 
 
 def build_model(options: Options, vocab_size: int) -> LayeredModel:
@@ -155,6 +158,17 @@ def build_model(options: Options, vocab_size: int) -> LayeredModel:
     return family.build(model)
 
 
+def find_weights(table: ModelTable, model: LayeredModel) -> PretrainedWeights | None:
+    """The weights in the Hugging Face folder, checked by their headers against the model; none for a flavor."""
+    if table.hf_path is None:
+        return None
+    family, folder = FAMILIES[table.family], Path(table.hf_path).expanduser()
+    config = family.config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    return PretrainedWeights(
+        folder, family.hf_names(config), model.stored_shapes(), family.hf_redundant(config)
+    )
+
+
 def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Iterable[MicroBatch]]:
     """The data, and what is validated on: nothing where validation is off."""
     config, training = options.config, options.config.training
@@ -166,7 +180,7 @@ def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Itera
     if not config.validation.interval_steps:
         return loader, ()
     try:
-        return loader, build_validation_loader(config.validation, tokenizer, *sizes)
+        return loader, build_validation_loader(config.validation, tokenizer, *sizes, config.data)
     except DataError as error:
         raise options.error("validation.sources", str(error)) from error
 

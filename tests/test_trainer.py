@@ -157,16 +157,15 @@ def test_signals_mean_again_what_they_meant_before(
 
 
 def test_data_that_ends_ends_the_run_with_a_checkpoint(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_text(small_runs.folder / "text.jsonl", lines=3)
-    assert small_runs("endless") == 0
-    monkeypatch.setattr(train, "build_loader", partial(train.build_loader, epochs=1))
+    more_than_there_is = ["--training.steps=100", "--data.epochs=1"]
     for _ in range(2):
-        assert small_runs("run", "--training.steps=100", "--lr_schedule.decay=none") == 0
+        assert small_runs("run", *more_than_there_is) == 0
         assert "the data has come to its end" in capsys.readouterr().out
         [last] = small_runs.saved("run")
-        assert list(small_runs.losses("run")) == list(range(1, last + 1)) and last < 100
+        assert list(small_runs.losses("run")) == list(range(1, last + 1)) and 1 < last < 100
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -189,6 +188,20 @@ def test_a_record_at_fault_ends_the_run_after_a_save_and_a_repair_lets_it_go_on(
     text.write_text("".join(lines))
     assert small_runs("run", *overrides) == 0
     small_runs.assert_same("run", "whole", step=20)
+
+
+def test_records_that_are_skipped_are_counted_over_a_resume(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = small_runs.folder / "text.jsonl"
+    lines = text.read_text().splitlines(keepends=True)
+    text.write_text("".join(["no JSON\n", *lines[:20], "none either\n", *lines[20:]]))
+    overrides = ["--data.shuffle=false", "--data.on_bad_record=skip", "--training.steps=20"]
+    before_step(monkeypatch, 1, interrupt)
+    assert small_runs("run", *overrides) == 128 + signal.SIGTERM
+    assert "bad records skipped: 1" in capsys.readouterr().out
+    assert small_runs("run", *overrides) == 0
+    assert "bad records skipped: 2" in capsys.readouterr().out
 
 
 # Validation.

@@ -21,6 +21,7 @@ from torchround.engine.device import GIB, Device
 from torchround.engine.engine import Engine
 from torchround.engine.host_store import HostStore
 from torchround.engine.results import StepResult
+from torchround.hf import PretrainedWeights
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.observe import (
     MetricsLogger,
@@ -77,6 +78,7 @@ class Trainer:
         validation: Iterable[MicroBatch],
         devices: DeviceChoice,
         plan: Plan,
+        pretrained: PretrainedWeights | None = None,
     ) -> None:
         self.config = config
         self._folder = folder
@@ -85,6 +87,7 @@ class Trainer:
         self._validation = validation
         self._choice = devices
         self._plan = plan
+        self._pretrained = pretrained
         self._checkpointer = Checkpointer(folder.checkpoints, config.checkpoint.keep_latest_k)
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
         self._throughput = Throughput()
@@ -129,6 +132,7 @@ class Trainer:
             self._metrics.close()
             self._loader.close()
             self.store.close()
+        self._say_what_was_left_out()
         say(
             f"{self._folder.path}: saved after step {self._saved_step} of {self.config.training.steps}; "
             f"{ended_by}"
@@ -258,6 +262,14 @@ class Trainer:
     def _should_log(self, step: int) -> bool:
         return step % self.config.metrics.log_every_steps == 0 or step == self.config.training.steps
 
+    def _say_what_was_left_out(self) -> None:
+        counts = self._loader.counts()
+        if counts.bad_records:
+            say(f"bad records skipped: {counts.bad_records}")
+        if counts.long_documents:
+            handled = self.config.data.long_documents
+            say(f"documents longer than a sequence: {counts.long_documents} (long_documents = {handled})")
+
     # Start, checkpoints, end.
 
     def _restore_or_initialize(self) -> dict[str, Any]:
@@ -265,8 +277,7 @@ class Trainer:
         start_s = time.monotonic()
         loaded = self._load()
         if loaded is None:
-            say(f"{self._folder.path}: a new run; initialising weights from seed {self.config.run.seed}")
-            self.store.initialize(self._model, self.config.run.seed)
+            self._initialize()
             self._positions.append(Position(0, 0, self._loader.state_dict()))
             return {}
         state = loaded.state
@@ -283,6 +294,15 @@ class Trainer:
         self._saved_step = loaded.step
         say(f"going on after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
         return state
+
+    def _initialize(self) -> None:
+        seed, pretrained = self.config.run.seed, self._pretrained
+        if pretrained is None:
+            say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
+            self.store.initialize(self._model, seed)
+        else:
+            say(f"{self._folder.path}: a new run; reading the weights in {pretrained.folder}")
+            self.store.initialize(self._model, seed, pretrained.load)
 
     def _load(self) -> Loaded | None:
         views = self.store.named_views()

@@ -1,0 +1,253 @@
+"""The host store: what is stored how often and where, that views are the memory itself, and what a resume restores."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import FAMILIES
+from tests.engine.toy import (
+    PARTITIONS,
+    PlainLoop,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
+from torchround.engine.host_store import Bundle, HostStore
+from torchround.engine.update_policy import ASYNC, POLICIES, SYNC
+from torchround.layer import LayeredModel
+
+PARTITION = PARTITIONS["forward coarser"]
+BATCHES = toy_batches(6, micro_batches=3)
+
+
+def buffers(bundle: Bundle) -> list[Tensor]:
+    every = [*bundle.masters, bundle.gradient, bundle.weight, bundle.exp_avg, bundle.exp_avg_sq]
+    return [buffer for buffer in every if buffer is not None]
+
+
+def copy_of(store: HostStore) -> dict[str, Tensor]:
+    return {name: view.clone() for name, view in store.named_views().items()}
+
+
+def read(store: HostStore, saved: dict[str, Tensor]) -> None:
+    """As a checkpoint does: into the views, in place."""
+    views = store.named_views()
+    assert views.keys() == saved.keys()
+    for name, view in views.items():
+        view.copy_(saved[name])
+
+
+def frozen_model(*trainable: str) -> LayeredModel:
+    """The toy model of which only these layers are trained."""
+    model = toy_model()
+    for name, layer in zip(model.names, model.layers, strict=True):
+        layer.requires_grad_(name in trainable)
+    return model
+
+
+# Where things lie.
+
+
+def test_views_are_the_memory_itself_and_cover_all_of_it_but_the_padding() -> None:
+    store = toy_store(toy_model(), policy=ASYNC)
+    for bundle in store.bundles:
+        for buffer in buffers(bundle):
+            buffer.zero_()
+    for view in store.named_views().values():
+        view.fill_(1)
+    for bundle in store.bundles:
+        numel = sum(parameter.shape.numel() for parameter in bundle.parameters)
+        assert [int(buffer.sum()) for buffer in buffers(bundle)] == [0, numel, numel, numel, numel]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_parameter_starts_where_vector_loads_and_copies_want_it(dtype: torch.dtype) -> None:
+    model = toy_model()
+    store = toy_store(model, dtype)
+    for bundle in store.bundles:
+        places = sorted((parameter.start, parameter.stop) for parameter in bundle.parameters)
+        assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(places))
+        assert places[0][0] == 0 and places[-1][1] <= bundle.numel
+        # 256 bytes in 16 bits from the start of the buffer, and so in a device's slot.
+        assert all(start % 128 == 0 for start, _ in places) and bundle.numel % 128 == 0
+        assert all(buffer.data_ptr() % 64 == 0 for buffer in buffers(bundle))
+
+
+def test_weight_decay_covers_exactly_the_parameters_with_two_dimensions() -> None:
+    for bundle in toy_store(toy_model()).bundles:
+        for parameter in bundle.parameters:
+            assert (parameter.stop <= bundle.decayed) == (len(parameter.shape) >= 2)
+            assert (parameter.start >= bundle.decayed) == (len(parameter.shape) < 2)
+
+
+# How often things are stored.
+
+
+def test_a_tied_parameter_is_stored_once_and_bound_in_both_layers() -> None:
+    tied, untied = toy_store(toy_model(tied=True)), toy_store(toy_model())
+    assert untied.weights().keys() - tied.weights().keys() == {"head.weight"}
+    assert tied.num_parameters() == untied.num_parameters() - untied.weights()["head.weight"].numel()
+    [shared] = [bundle for bundle in tied.bundles if len(bundle.layers) > 1]
+    assert shared.layers == (0, 6)
+    bound = [
+        binding.parameter.view(tied.bundles[binding.bundle].masters[0])
+        for layer, path in ((0, "weight"), (6, "weight"))
+        for binding in tied.bindings[layer]
+        if binding.path == path
+    ]
+    assert bound[0].data_ptr() == bound[1].data_ptr()
+
+
+def test_frozen_parameters_have_neither_gradients_nor_optimizer_state_nor_versions() -> None:
+    store = toy_store(frozen_model("block.2"), torch.bfloat16, policy=ASYNC)
+    store.allocate_gradients(rounds=2)
+    [trained] = store.trained
+    assert all(name.startswith("block.2.") for name in (p.name for p in trained.parameters))
+    for bundle in store.bundles:
+        if bundle is not trained:
+            assert [buffer.dtype for buffer in buffers(bundle)] == [torch.bfloat16]
+    kinds = {name.split("/")[0] for name in store.named_views() if "/block.2." not in name}
+    assert kinds == {"weights"}
+    assert store.weights()["head.weight"].dtype is torch.bfloat16
+    assert store.weights()["block.2.norm"].dtype is torch.float32
+
+
+# DESIGN section 4, and its figures for float32.
+@pytest.mark.parametrize(
+    ("dtype", "update", "rounds", "expected"),
+    [
+        (torch.bfloat16, "sync", 1, 16),
+        (torch.bfloat16, "async", 1, 18),
+        (torch.bfloat16, "sync", 2, 18),
+        (torch.float32, "sync", 1, 20),
+        (torch.float32, "async", 1, 24),
+    ],
+)
+def test_bytes_per_trained_parameter(dtype: torch.dtype, update: str, rounds: int, expected: int) -> None:
+    llama3 = FAMILIES["llama3"]
+    store = HostStore(llama3.build(llama3.config_from_flavor("debug")), dtype, policy=POLICIES[update])
+    store.allocate_gradients(rounds)
+    assert store.nbytes() / store.num_parameters() == pytest.approx(expected, rel=0.03)
+
+
+# What the weights are.
+
+
+def test_initial_weights_depend_on_the_seed_and_on_nothing_else() -> None:
+    reference = toy_store(toy_model()).weights()
+    for store in (
+        toy_store(toy_model(), torch.bfloat16, policy=ASYNC),
+        toy_store(frozen_model("head", *(f"block.{index}" for index in range(5)))),
+    ):
+        assert_same_state(store.weights(), reference)
+    other = toy_store(toy_model(), seed=1).weights()
+    assert not any(torch.equal(other[name], reference[name]) for name in reference if "norm" not in name)
+    tied = toy_store(toy_model(tied=True)).weights()
+    assert_same_state(tied, {name: reference[name] for name in tied})
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+def test_masters_are_the_rounded_weights(policy) -> None:
+    for bundle in toy_store(toy_model(), torch.bfloat16, policy=policy).bundles:
+        assert len(bundle.masters) == policy.versions
+        assert all(torch.equal(master, bundle.weight.bfloat16()) for master in bundle.masters)
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("how", ["refresh_masters", "resume"])
+def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, how: str) -> None:
+    """Other trainers overwrite loaded weights with an older copy of them at the next step (FIGURES section 5)."""
+    model = toy_model()
+    store = toy_store(model, policy=policy)
+    loaded = {name: view + 0.125 for name, view in store.weights().items()}
+    for name, view in store.weights().items():
+        view.copy_(loaded[name])
+    if how == "refresh_masters":
+        store.refresh_masters()
+    else:
+        saved = copy_of(store)
+        for name in [name for name in saved if name.startswith("master_1_old/")]:
+            saved[name] = loaded[name.partition("/")[2]]
+        read(store, saved)
+        store.resume(step=0, applied_updates=0)
+    reference = PlainLoop(toy_model(), loaded, tied=False)
+    expected = reference.train(BATCHES[:1])
+    with toy_engine(model, store, PARTITION, 2) as engine:
+        assert train(engine, BATCHES[:1]) == expected
+    state = copy_of(store)
+    assert_same_state({name: state[name] for name in reference.state()}, reference.state())
+
+
+# Resuming.
+
+
+def by_version(store: HostStore) -> list[list[Tensor]]:
+    """Per bundle the masters, newest first."""
+    return [
+        [bundle.masters[(store.step - age) % len(bundle.masters)] for age in range(len(bundle.masters))]
+        for bundle in store.bundles
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_resume_in_async_restores_the_older_weights_too(
+    dtype: torch.dtype, step: int, steps_before: int
+) -> None:
+    """Whatever the parity of the saved step, and of the step the store was at before."""
+    model = toy_model(tied=True)
+    original = toy_store(model, dtype, policy=ASYNC)
+    with toy_engine(model, original, PARTITION, 2) as engine:
+        train(engine, BATCHES[:step])
+    saved = copy_of(original)
+    resumed = toy_store(toy_model(tied=True), dtype, policy=ASYNC, seed=1)
+    with toy_engine(model, resumed, PARTITION, 1) as engine:
+        train(engine, BATCHES[:steps_before])
+    read(resumed, saved)
+    resumed.resume(step, applied_updates=step)
+    assert resumed.step == step
+    for ours, theirs in zip(by_version(resumed), by_version(original), strict=True):
+        assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+        assert not torch.equal(theirs[0], theirs[1])
+    assert_same_state(copy_of(resumed), saved)
+    losses = []
+    for store in (original, resumed):
+        with toy_engine(model, store, PARTITIONS["one stage"], 3) as engine:
+            losses.append(train(engine, BATCHES[step : step + 2]))
+    assert losses[0] == losses[1]
+    assert_same_state(resumed.named_views(), original.named_views())
+
+
+def test_a_resume_in_async_without_the_older_weights_would_be_another_run() -> None:
+    """What the test above would miss if the older weights did not matter."""
+    model = toy_model()
+    losses = []
+    for forgets in (False, True):
+        store = toy_store(model, policy=ASYNC)
+        with toy_engine(model, store, PARTITION, 2) as engine:
+            train(engine, BATCHES[:2])
+        if forgets:
+            store.refresh_masters()
+        with toy_engine(model, store, PARTITION, 2) as engine:
+            losses.append(train(engine, BATCHES[2:3]))
+    assert losses[0] != losses[1]
+
+
+def test_parameters_of_a_layer_that_shares_them_inside_itself_are_stored_once() -> None:
+    model = toy_model()
+    block = model.layers[1]
+    block.again = block.up  # one module under two names
+    store = toy_store(model)
+    assert {name for name in store.weights() if name.startswith("block.0.up")} == {
+        "block.0.up.weight",
+        "block.0.up.bias",
+    }
+    assert not any("again" in name for name in store.weights())
+    places = {binding.path: binding.parameter for binding in store.bindings[1]}
+    assert places["up.weight"] == places["again.weight"]

@@ -1,0 +1,56 @@
+"""Host memory is counted before it is allocated, and counted right."""
+
+from pathlib import Path
+
+import pytest
+
+import torchround.host_budget
+from models import FAMILIES
+from torchround.config import EngineTable, TrainingTable
+from torchround.engine.build import DeviceChoice, build_store
+from torchround.host_budget import HostMemoryError, available_host_bytes, host_budget
+from torchround.layer import LayeredModel
+
+CPU = DeviceChoice("cpu", 1, 2**30, None)
+
+
+def model(tied: bool = False, frozen: bool = False) -> LayeredModel:
+    llama3 = FAMILIES["llama3"]
+    built = llama3.build(llama3.config_from_flavor("debug", tied_embeddings=tied, vocab_size=261))
+    if frozen:
+        built.layers[1].requires_grad_(False)
+    return built
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("update", ["sync", "async"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [{}, {"tied": True}, {"frozen": True}])
+def test_the_budget_is_what_the_host_store_allocates(
+    shape: dict[str, bool], dtype: str, update: str, rounds: int
+) -> None:
+    training, engine = TrainingTable(dtype=dtype), EngineTable(update=update)
+    budget = host_budget(model(**shape), training, engine, rounds)
+    store = build_store(model(**shape), training, engine, CPU)
+    store.allocate_gradients(rounds)
+    assert budget.total_bytes == store.nbytes()
+    gradients = [bundle.gradient.nbytes for bundle in store.trained if bundle.gradient is not None]
+    assert budget.gradient_bytes == sum(gradients)
+    assert budget.weight_bytes == sum(master.nbytes for bundle in store.bundles for master in bundle.masters)
+
+
+def test_too_little_memory_is_an_error_with_what_is_missing() -> None:
+    budget = host_budget(model(), TrainingTable(), EngineTable(), 1)
+    budget.check(budget.total_bytes)
+    with pytest.raises(HostMemoryError, match=r"1\.00 MiB are missing\. What helps: .*model\.flavor"):
+        budget.check(budget.total_bytes - 2**20)
+
+
+def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    none, limit, unlimited = tmp_path / "none", tmp_path / "limit", tmp_path / "unlimited"
+    limit.write_text("12345\n")
+    unlimited.write_text("max\n")
+    monkeypatch.setattr(torchround.host_budget, "CGROUP_LIMITS", (none, unlimited))
+    assert available_host_bytes() > 2**20
+    monkeypatch.setattr(torchround.host_budget, "CGROUP_LIMITS", (none, unlimited, limit))
+    assert available_host_bytes() == 12345
