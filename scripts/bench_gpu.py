@@ -1,0 +1,358 @@
+"""What the engine reaches on real GPUs: tokens/s, MFU, memory and copy rates, beside what was predicted.
+
+    python scripts/bench_gpu.py --json figures.json
+
+A model of a real shape with random weights and random tokens, `sync` and `async`, with one worker and with two
+that share a card, and as a rival a plain loop that keeps everything on the card. The plan is made for a card of
+`--device-memory-gib`, so that there is something to offload on a large card too. `--devices cpu` runs the same
+code on virtual devices, for a try without a GPU. Prints a short table; everything goes to the JSON file.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import psutil
+import torch
+
+from models import FAMILIES
+from scripts.gpu_figures import copy_rates, figures_table, machine, test_results
+from scripts.resident_loop import ResidentLoop
+from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.engine.build import (
+    DTYPES,
+    DeviceChoice,
+    build_engine,
+    build_store,
+    choose_devices,
+    model_costs,
+    plan_run,
+)
+from torchround.engine.device import GIB, Device
+from torchround.engine.engine import Engine
+from torchround.engine.host_store import HostStore
+from torchround.engine.measure import measured_costs, one_layer_a_stage
+from torchround.engine.results import StepResult
+from torchround.layer import LayeredModel, MicroBatch
+from torchround.observe import mfu, train_flops_per_token
+from torchround.pipeline.costs import Costs
+from torchround.pipeline.plan import Plan, evaluate_plan
+
+LR = 1e-4
+OPTIMIZER = OptimizerTable(lr=LR)
+WARM_UP_STEPS = 2  # what comes after these allocates nothing more
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained: a model, its vocabulary, and how large a step is."""
+
+    name: str
+    model: LayeredModel
+    vocab_size: int
+    training: TrainingTable
+
+    def micro_batches(self, seed: int) -> list[MicroBatch]:
+        """One step of random tokens, one document a sequence."""
+        generator = torch.Generator().manual_seed(seed)
+        size, tokens = self.training.micro_batch_size, self.training.seq_len
+        positions = torch.arange(tokens).expand(size, -1).contiguous()
+        return [
+            MicroBatch(
+                drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, torch.zeros_like(positions)
+            )
+            for drawn in (
+                torch.randint(self.vocab_size, (size, tokens + 1), generator=generator)
+                for _ in range(self.training.global_batch_size // size)
+            )
+        ]
+
+    def flops_per_token(self) -> float:
+        """Of training, without recomputation."""
+        size, tokens = self.training.micro_batch_size, self.training.seq_len
+        element_bytes = DTYPES[self.training.dtype].itemsize
+        works = [layer.work(size, tokens, element_bytes) for layer in self.model.layers]  # type: ignore[operator]
+        return train_flops_per_token(sum(work.forward_flops for work in works), size * tokens)
+
+
+class Bench:
+    """All measurements of one call, in order, until the time is up."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.deadline_s = time.perf_counter() + options.budget_s
+        family = FAMILIES[options.family]
+        config = family.config_from_flavor(options.flavor)
+        training = TrainingTable(
+            seq_len=options.seq_len,
+            global_batch_size=options.micro_batches * options.micro_batch_size,
+            micro_batch_size=options.micro_batch_size,
+            dtype=options.dtype,
+        )
+        self.shape = Shape(
+            f"{options.family} {options.flavor}", family.build(config), config.vocab_size, training
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Everything that goes to the JSON file."""
+        one = choose_devices(self._table("sync", 1))
+        training = self.shape.training
+        report: dict[str, Any] = {
+            "machine": machine(one),
+            "model": self.shape.name,
+            "dtype": training.dtype,
+            "tokens_per_step": training.global_batch_size * training.seq_len,
+            "micro_batch": [training.micro_batch_size, training.seq_len],
+            "planned_for_gib": self.options.device_memory_gib,
+        }
+        if self.options.tests_xml is not None:
+            report["tests"] = test_results(Path(self.options.tests_xml))
+        everything = choose_devices(EngineTable(devices=self.options.devices)).make()
+        report["copies"] = copy_rates(everything, self.options.copy_mib * 2**20)
+        report["runs"] = list(self._runs(report))
+        return report
+
+    def _runs(self, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for update in self.options.updates:
+            table = self._table(update, 1)
+            store = build_store(self.shape.model, self.shape.training, table, choose_devices(table))
+            try:
+                store.initialize(self.shape.model, seed=0)
+                report["parameters"] = store.num_parameters()
+                if "resident" not in report:
+                    report["resident"] = self._resident(store)
+                if "layers" not in report:
+                    report["layers"], report["first_loss"], costs = self._measure_layers(store)
+                for workers in self.options.workers:
+                    yield self._engine_run(store, update, workers, costs)
+            finally:
+                store.close()
+                del store
+                gc.collect()
+
+    def _table(self, update: str, workers: int) -> EngineTable:
+        table = EngineTable(devices=self.options.devices, num_devices=workers, update=update)  # type: ignore[arg-type]
+        share_gib = choose_devices(table).memory_bytes / GIB
+        return table.model_copy(
+            update={
+                "device_memory_gib": min(self.options.device_memory_gib, share_gib),
+                "compile": self.options.compile,
+            }
+        )
+
+    def _engine_run(self, store: HostStore, update: str, workers: int, measured: Costs) -> dict[str, Any]:
+        figures: dict[str, Any] = {"update": update, "workers": workers}
+        if time.perf_counter() > self.deadline_s:
+            return {**figures, "left_out": "the time was up"}
+        table = self._table(update, workers)
+        choice = choose_devices(table)
+        plan = plan_run(self.shape.model, self.shape.training, table, choice)
+        devices = choice.make()
+        baseline_bytes = start_peak(devices)
+        with build_engine(self.shape.model, store, devices, plan, table, OPTIMIZER, max_norm=1.0) as engine:
+            results, ends_s, allocations = self._steps(engine)
+            allocations = [count - allocations[WARM_UP_STEPS - 1] for count in allocations]
+            peak_bytes = peak(devices) - baseline_bytes
+        figures |= self._speed(results, ends_s, choice, workers)
+        figures |= {
+            "plan": json.loads(plan.to_json()),
+            "predicted_step_s": plan.step_s if choice.spec is not None else None,
+            "predicted_from_measured_layers_s": self._predicted_s(plan, measured),
+            # Several workers may share a card, whose peak is theirs together.
+            "device_peak_gib": peak_bytes / GIB,
+            "predicted_device_gib": plan.device_bytes * len(devices) / num_cards(devices) / GIB,
+            "allocations_after_warm_up": allocations[-1],
+            "host_gib": psutil.Process().memory_info().rss / GIB,
+        }
+        return figures
+
+    def _steps(self, engine: Engine) -> tuple[list[StepResult], list[float], list[int]]:
+        """Warm-up and measured steps, each dispatched while the one before it runs."""
+        results: list[StepResult] = []
+        ends_s: list[float] = []
+        allocations: list[int] = []
+        for step in range(WARM_UP_STEPS + self.options.steps):
+            results.append(engine.forward_backward(self.shape.micro_batches(seed=step)))
+            engine.step(LR)
+            if len(results) > 1:
+                results[-2].collect()
+                ends_s.append(time.perf_counter())
+                allocations.append(num_allocations(engine.devices))
+            if len(results) > WARM_UP_STEPS + 1 and time.perf_counter() > self.deadline_s:
+                break
+        results[-1].collect()
+        ends_s.append(time.perf_counter())
+        allocations.append(num_allocations(engine.devices))
+        return results, ends_s, allocations
+
+    def _speed(
+        self, results: Sequence[StepResult], ends_s: Sequence[float], choice: DeviceChoice, workers: int
+    ) -> dict[str, Any]:
+        steps_s = [later - earlier for earlier, later in itertools.pairwise(ends_s)]
+        step_s = statistics.median(steps_s[WARM_UP_STEPS - 1 :])
+        tokens_per_s = results[-1].num_labels / step_s
+        times = [sum_times(result, workers) for result in results[WARM_UP_STEPS:]]
+        cards = num_cards(choice.make())
+        return {
+            "losses": [result.loss() for result in results],
+            "steps_s": steps_s,
+            "step_s": step_s,
+            "tokens_per_s": tokens_per_s,
+            "mfu": mfu(tokens_per_s, self.shape.flops_per_token(), self._peak_flops(choice), cards),
+            "optimizer_s": statistics.median(result.update().seconds for result in results[WARM_UP_STEPS:]),
+            "per_device_and_step": {
+                key: statistics.median(time[key] for time in times) / workers for key in times[0]
+            },
+        }
+
+    def _peak_flops(self, choice: DeviceChoice) -> float | None:
+        return None if choice.spec is None else choice.spec.flops_per_s(self.shape.training.dtype)
+
+    def _measure_layers(self, store: HostStore) -> tuple[list[dict[str, Any]], float, Costs]:
+        """Each layer's own times, from the first steps, with one layer a stage; and the first loss."""
+        table = self._table("sync", 1).model_copy(update={"update": store.policy.name})
+        choice = choose_devices(table)
+        counted = model_costs(self.shape.model, self.shape.training, table, choice.spec)
+        partition = one_layer_a_stage(counted.num_layers)
+        plan = evaluate_plan(partition, 1, counted, 1, self.options.micro_batches, store.policy.name)
+        results = []
+        with build_engine(self.shape.model, store, choice.make(), plan, table, OPTIMIZER, 1.0) as engine:
+            for step in range(WARM_UP_STEPS):
+                results.append(engine.forward_backward(self.shape.micro_batches(seed=step)))
+                engine.step(LR)
+                results[-1].collect()
+        costs = measured_costs(counted, results[-1].reports())
+        layers = [
+            {
+                "name": ours.name,
+                "forward_s": ours.forward_s,
+                "backward_s": ours.backward_s,
+                "counted_forward_s": theirs.forward_s,
+                "counted_backward_s": theirs.backward_s,
+            }
+            for ours, theirs in zip(costs.layers, counted.layers, strict=True)
+        ]
+        return layers, results[0].loss(), costs
+
+    def _predicted_s(self, plan: Plan, costs: Costs) -> float:
+        """The simulated step of `plan` with measured layer times; every worker with a card of its own."""
+        return evaluate_plan(
+            plan.partition, plan.rounds, costs, plan.num_devices, plan.num_micro_batches, plan.update
+        ).step_s
+
+    def _resident(self, store: HostStore) -> dict[str, Any]:
+        """The rival, from the same weights and on the same tokens."""
+        choice = choose_devices(self._table("sync", 1))
+        device = choice.make()[0].torch_device
+        start_peak(choice.make())
+        try:
+            loop = ResidentLoop(
+                self.shape.model, store.weights(), device, DTYPES[self.shape.training.dtype], LR
+            )
+            losses, steps_s = [], []
+            for step in range(1 + self.options.steps):
+                start_s = time.perf_counter()
+                losses.append(loop.step(self.shape.micro_batches(seed=step)))
+                steps_s.append(time.perf_counter() - start_s)
+        except torch.OutOfMemoryError as error:
+            return {"left_out": f"does not fit: {str(error).splitlines()[0]}"}
+        finally:
+            loop = None  # type: ignore[assignment]
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        step_s = statistics.median(steps_s[1:])
+        tokens_per_s = self.shape.training.global_batch_size * self.shape.training.seq_len / step_s
+        return {
+            "losses": losses,
+            "step_s": step_s,
+            "tokens_per_s": tokens_per_s,
+            "mfu": mfu(tokens_per_s, self.shape.flops_per_token(), self._peak_flops(choice), 1),
+            "device_peak_gib": peak(choice.make()) / GIB,
+        }
+
+
+def sum_times(result: StepResult, workers: int) -> dict[str, float]:
+    """Seconds and bytes of all devices in one step."""
+    times = result.device_times(workers)
+    return {key: sum(getattr(each, key) for each in times) for key in vars(times[0])}
+
+
+def num_cards(devices: Sequence[Device]) -> int:
+    """GPUs behind the devices; a virtual device is one of its own."""
+    cuda = {device.torch_device for device in devices if device.torch_device.type == "cuda"}
+    return len(cuda) or len(devices)
+
+
+def start_peak(devices: Sequence[Device]) -> int:
+    """Forget earlier peaks; what the cards hold already."""
+    cards = {device.torch_device for device in devices if device.torch_device.type == "cuda"}
+    for card in cards:
+        torch.cuda.synchronize(card)
+        torch.cuda.reset_peak_memory_stats(card)
+    return max((torch.cuda.memory_allocated(card) for card in cards), default=0)
+
+
+def peak(devices: Sequence[Device]) -> int:
+    """The fullest card's peak in bytes."""
+    return max(device.peak_bytes() for device in devices)
+
+
+def num_allocations(devices: Sequence[Device]) -> int:
+    """The engine's own and, on CUDA, every block that PyTorch asked the driver for."""
+    cards = {device.torch_device for device in devices if device.torch_device.type == "cuda"}
+    driver = sum(int(torch.cuda.memory_stats(card)["num_device_alloc"]) for card in cards)
+    return sum(device.num_allocations for device in devices) + driver
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write the JSON file, print the table. 1 if a loss is not finite or a given test failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", required=True, help="where the figures go")
+    parser.add_argument("--devices", choices=["auto", "cuda", "cpu"], default="cuda", help="kind of device")
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen3", help="model family")
+    parser.add_argument("--flavor", default="1.7B", help="the family's flavor")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of weights and compute")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="sequences of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=16, help="micro-batches of a step")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of each run")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="workers of each run")
+    parser.add_argument("--updates", nargs="+", choices=["sync", "async"], default=["sync", "async"])
+    parser.add_argument(
+        "--device-memory-gib", type=float, default=21.0, help="what the plan may use of a card"
+    )
+    parser.add_argument("--copy-mib", type=int, default=512, help="size of the copies whose rate is measured")
+    parser.add_argument("--budget-s", type=float, default=270.0, help="no run starts after so many seconds")
+    parser.add_argument("--compile", action="store_true", help="compile the optimizer pass (a C++ compiler)")
+    parser.add_argument("--tests-xml", help="pytest's JUnit file, to be counted into the figures")
+    options = parser.parse_args(arguments)
+    start_s = time.perf_counter()
+    report = Bench(options).run()
+    report["bench_s"] = time.perf_counter() - start_s
+    report["cpu_threads"] = torch.get_num_threads()
+    path = Path(options.json)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + os.linesep, encoding="utf-8")
+    print(figures_table(report))
+    losses = [loss for run in [*report["runs"], report["resident"]] for loss in run.get("losses", ())]
+    tests = report.get("tests", {"failed": 0})
+    return 0 if tests["failed"] == 0 and all(map(math.isfinite, losses)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Parts of `bench_gpu.py`: the machine, copy rates, the outcome of the tests, and the table of all figures."""
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import psutil
+import torch
+
+from torchround.engine.build import DeviceChoice
+from torchround.engine.device import GIB, Device, Stream
+from torchround.engine.host_memory import HostMemory
+
+REPEATS = 4
+
+
+def machine(choice: DeviceChoice) -> dict[str, Any]:
+    """What the figures were measured on."""
+    cuda = choice.kind == "cuda"
+    return {
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if cuda
+        else ["cpu"],
+        "device_gib": torch.cuda.get_device_properties(0).total_memory / GIB if cuda else None,
+        "known_card": None if choice.spec is None else choice.spec.name,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "host_gib": psutil.virtual_memory().total / GIB,
+    }
+
+
+def copy_rates(devices: Sequence[Device], nbytes: int) -> dict[str, Any]:
+    """GB/s (1e9 bytes) per card from and to pinned memory: each way alone, both ways, all cards both ways.
+
+    The last one tells whether cards disturb each other, behind a shared PCIe switch for example.
+    """
+    memory = HostMemory(devices[0].pins_host_memory)
+    lanes = [_Lane(device, memory, nbytes) for device in devices]
+    try:
+        alone = [
+            lane.rates([way]) for lane in lanes for way in (Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD)
+        ]
+        uploads, downloads = alone[0::2], alone[1::2]
+        both = [lane.rates([Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD]) for lane in lanes]
+        for lane in lanes:
+            lane.start([Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD])
+        together = [lane.finish() for lane in lanes]
+    finally:
+        for lane in lanes:
+            lane.device.finish()
+        memory.close()
+    return {
+        "pinned": devices[0].pins_host_memory,
+        "upload_gb_per_s": [rates[0] for rates in uploads],
+        "download_gb_per_s": [rates[0] for rates in downloads],
+        "both_ways_gb_per_s": both,
+        "all_cards_both_ways_gb_per_s": together,
+    }
+
+
+class _Lane:
+    """One device's buffers for both ways, and the copies under way."""
+
+    def __init__(self, device: Device, memory: HostMemory, nbytes: int) -> None:
+        self.device = device
+        streams = (Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD)
+        self._host = {stream: memory.allocate(nbytes, for_devices=True) for stream in streams}
+        self._own = {stream: device.allocate(nbytes) for stream in streams}
+        self._marks: list[tuple[Any, Any]] = []
+        self.rates(list(streams))  # warm up
+
+    def rates(self, streams: Sequence[Stream]) -> list[float]:
+        """GB/s of each stream while all of them copy."""
+        self.start(streams)
+        return self.finish()
+
+    def start(self, streams: Sequence[Stream]) -> None:
+        self.device.finish()
+        starts = [self.device.mark(stream) for stream in streams]
+        for _ in range(REPEATS):
+            for stream in streams:
+                pair = (self._own[stream], self._host[stream])
+                if stream is Stream.GRADIENT_DOWNLOAD:
+                    pair = pair[::-1]
+                self.device.copy(stream, *pair)
+        ends = [self.device.mark(stream) for stream in streams]
+        self._marks = list(zip(starts, ends, strict=True))
+
+    def finish(self) -> list[float]:
+        nbytes = next(iter(self._own.values())).numel() * REPEATS
+        return [nbytes / end.seconds_since(start) / 1e9 for start, end in self._marks]
+
+
+def test_results(path: Path) -> dict[str, Any]:
+    """Counts of pytest's JUnit file, and the names of what failed."""
+    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
+    failed = [
+        case.get("name")
+        for case in cases
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return {"passed": len(cases) - len(failed), "failed": len(failed), "failures": failed}
+
+
+def figures_table(report: dict[str, Any]) -> str:
+    """The figures that matter, a line each."""
+    copies, tests = report["copies"], report.get("tests")
+    found = report["machine"]
+    title = (
+        f"{found['devices'][0]} x {len(found['devices'])}, torch {found['torch']}: {report['model']}, "
+        f"{report['parameters'] / 1e9:.3f} G parameters, {report['dtype']}, {report['tokens_per_step']} tokens a step"
+    )
+    lines = [title]
+    if tests is not None:
+        failures = ": " + ", ".join(tests["failures"]) if tests["failures"] else ""
+        lines.append(f"tests: {tests['passed']} passed, {tests['failed']} failed{failures}")
+    lines.append(
+        f"copies, GB/s: up {copies['upload_gb_per_s'][0]:.1f}, down {copies['download_gb_per_s'][0]:.1f}, both ways "
+        + " + ".join(f"{rate:.1f}" for rate in copies["both_ways_gb_per_s"][0])
+    )
+    lines.append(
+        f"{'run':22}{'tokens/s':>10}{'MFU':>8}{'step s':>9}{'pred. s':>9}{'GiB':>7}{'pred.':>7}{'exposed upload s':>18}"
+    )
+    lines += [_run_line(f"{run['update']}, {run['workers']} worker(s)", run) for run in report["runs"]]
+    lines.append(_run_line("plain, all on device", report["resident"]))
+    return "\n".join(lines)
+
+
+def _run_line(name: str, run: dict[str, Any]) -> str:
+    if "left_out" in run:
+        return f"{name:22}left out: {run['left_out']}"
+    share = "-" if run["mfu"] is None else f"{100 * run['mfu']:.1f} %"
+    predicted = run.get("predicted_from_measured_layers_s")
+    exposed = run.get("per_device_and_step", {}).get("waiting_for_weights_s")
+    return (
+        f"{name:22}{run['tokens_per_s']:>10.0f}{share:>8}{run['step_s']:>9.3f}{_number(predicted, 3):>9}"
+        f"{run['device_peak_gib']:>7.2f}{_number(run.get('predicted_device_gib'), 2):>7}{_number(exposed, 4):>18}"
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

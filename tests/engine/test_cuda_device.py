@@ -1,0 +1,158 @@
+"""The CUDA device's own lines, run without a GPU: `torch.cuda` is replaced by streams that run at once.
+
+What this shows is that the engine and `CudaDevice` fit together (which events, waits, marks and threads it is
+handed); whether CUDA orders things as they ask is for the tests marked `gpu`.
+"""
+
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.engine.toy import (
+    PARTITIONS,
+    PlainLoop,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
+from torchround.engine import host_memory
+from torchround.engine.device import UPLOADS, CudaDevice, Stream
+from torchround.engine.errors import DeviceMemoryError
+
+
+class FakeEvent:
+    def __init__(self, enable_timing=False, blocking=False):
+        self.timed, self.blocking, self.recorded_s = enable_timing, blocking, None
+
+    def record(self, stream):
+        assert isinstance(stream, FakeStream)
+        self.recorded_s = time.perf_counter()
+
+    def synchronize(self):
+        assert self.recorded_s is not None, "an event that was never recorded orders nothing"
+
+    def elapsed_time(self, later):
+        assert self.timed and later.timed
+        return 1000.0 * (later.recorded_s - self.recorded_s)
+
+
+class FakeStream:
+    def __init__(self, device, priority=0):
+        self.device, self.priority, self.waits = device, priority, []
+
+    def wait_event(self, event):
+        event.synchronize()
+        self.waits.append(event)
+
+    def record_event(self):
+        event = FakeEvent()
+        event.record(self)
+        return event
+
+    def synchronize(self):
+        pass
+
+
+class FakeLocker:
+    def lock(self, address, nbytes):
+        return 0
+
+    def unlock(self, address):
+        return 0
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """The stream that operations run on, by thread as CUDA has it; here only the innermost one matters."""
+    default = FakeStream("default")
+
+    @contextmanager
+    def on(stream):
+        assert isinstance(stream, FakeStream)
+        yield
+
+    replaced = {
+        "Event": FakeEvent,
+        "Stream": FakeStream,
+        "stream": on,
+        "current_stream": lambda device: default,
+        "set_device": lambda device: None,
+        "mem_get_info": lambda device: (2**30, 2**31),
+        "max_memory_allocated": lambda device: 12345,
+    }
+    for name, replacement in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    monkeypatch.setattr(host_memory, "CudaPageLocker", FakeLocker)
+    return default
+
+
+def fake_cuda_device(worker):
+    device = CudaDevice(0, worker)
+    assert device.name == f"cuda:0/{worker}" and device.torch_device == torch.device("cuda", 0)
+    device.torch_device = torch.device("cpu")
+    return device
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_the_engine_trains_on_cuda_devices_as_on_others(current, num_workers):
+    model, batches = toy_model(tied=True), toy_batches(5, micro_batches=4)
+    store = toy_store(model, pinned=True)
+    loop = PlainLoop(model, {name: view.clone() for name, view in store.weights().items()}, tied=True)
+    workers = iter(range(num_workers))
+    with toy_engine(
+        model,
+        store,
+        PARTITIONS["forward coarser"],
+        num_workers,
+        wrap=lambda _: fake_cuda_device(next(workers)),
+    ) as engine:
+        losses = train(engine, batches)
+        assert losses == loop.train(batches)
+        assert_same_state(store.named_views(), loop.state())
+        times = engine.forward_backward(batches[0]).device_times(num_workers)
+        engine.step(0.0)
+    assert sum(time.busy_s for time in times) > 0 and all(time.uploaded_bytes > 0 for time in times)
+
+
+def test_a_fresh_buffer_is_ordered_after_the_stream_that_allocated_it(current):
+    device = fake_cuda_device(0)
+    assert device.allocate(100).numel() == 100
+    for stream in Stream:
+        [event] = device._streams[stream].waits
+        assert event.recorded_s is not None
+
+
+def test_only_the_stream_that_rounds_gradients_goes_before_computation(current):
+    priorities = {
+        stream: device_stream.priority for stream, device_stream in fake_cuda_device(0)._streams.items()
+    }
+    assert priorities.pop(Stream.GRADIENT_DOWNLOAD) < 0
+    assert set(priorities.values()) == {0} and set(UPLOADS) < set(priorities)
+
+
+def test_marks_of_two_streams_wait_for_both(current):
+    device = fake_cuda_device(0)
+    earlier, later = device.mark(Stream.COMPUTE), device.mark(Stream.WEIGHT_UPLOAD)
+    assert 0 <= later.seconds_since(earlier) == -earlier.seconds_since(later)
+    earlier.event.recorded_s = None
+    with pytest.raises(AssertionError, match="never recorded"):
+        later.seconds_since(earlier)
+
+
+def test_threads_that_wait_for_an_event_sleep(current):
+    assert fake_cuda_device(0).record(Stream.COMPUTE).blocking
+
+
+def test_an_allocation_that_fails_says_what_is_free(current, monkeypatch):
+    def fail(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    device = fake_cuda_device(2)
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(DeviceMemoryError, match=r"cuda:0/2 has 1\.000 of 2\.000 GiB free; 3\.000 GiB"):
+        device.allocate(3 * 2**30)

@@ -1,0 +1,100 @@
+"""The GPU benchmark and its command, run on virtual devices: every line of them but CUDA's own calls."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.bench_gpu import main
+from torchround.engine.device import GIB
+from torchround.engine.slots import ROUNDING_ELEMENTS
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    *("--devices", "cpu", "--flavor", "debug", "--seq-len", "32", "--micro-batch-size", "1"),
+    *("--micro-batches", "2", "--steps", "1", "--device-memory-gib", "0.02", "--copy-mib", "1"),
+]
+# The plan leaves out the buffer in which a device rounds gradients on their way down.
+ROUNDING_GIB = ROUNDING_ELEMENTS * 2 / GIB
+JUNIT = """<testsuites><testsuite><testcase name="one"/><testcase name="two"><failure message="no"/></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    path = tmp_path_factory.mktemp("bench") / "figures.json"
+    assert main([*SMALL, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def test_every_run_is_measured_and_predicted(report: dict) -> None:
+    runs = report["runs"]
+    assert [(run["update"], run["workers"]) for run in runs] == [
+        ("sync", 1),
+        ("sync", 2),
+        ("async", 1),
+        ("async", 2),
+    ]
+    for run in [*runs, report["resident"]]:
+        assert run["tokens_per_s"] > 0 and run["step_s"] > 0
+        assert all(map(math.isfinite, run["losses"]))
+    for run in runs:
+        assert run["predicted_from_measured_layers_s"] > 0
+        assert run["allocations_after_warm_up"] == 0
+        assert 0 < run["device_peak_gib"] <= run["predicted_device_gib"] + ROUNDING_GIB
+        times = run["per_device_and_step"]
+        assert times["busy_s"] > 0 and times["uploaded_bytes"] > 0
+
+
+def test_the_rival_computes_the_same_loss_from_the_same_weights_and_tokens(report: dict) -> None:
+    """Before any update; then both have taken the step that bf16 noise lets differ a little."""
+    assert report["resident"]["losses"][0] == pytest.approx(report["first_loss"], rel=1e-3)
+    assert report["resident"]["losses"][1] == pytest.approx(report["runs"][2]["losses"][1], rel=1e-2)
+
+
+def test_a_rate_is_measured_each_way(report: dict) -> None:
+    copies = report["copies"]
+    assert copies["upload_gb_per_s"][0] > 0 and copies["download_gb_per_s"][0] > 0
+    assert len(copies["both_ways_gb_per_s"][0]) == 2
+
+
+def test_what_does_not_fit_into_the_time_is_left_out_and_failed_tests_fail_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tests.xml").write_text(JUNIT)
+    out = tmp_path / "figures.json"
+    code = main([*SMALL, "--budget-s", "0", "--tests-xml", str(tmp_path / "tests.xml"), "--json", str(out)])
+    report = json.loads(out.read_text())
+    assert code == 1
+    assert report["tests"] == {"passed": 1, "failed": 1, "failures": ["two"]}
+    assert all(run["left_out"] == "the time was up" for run in report["runs"])
+    printed = capsys.readouterr().out
+    assert "1 passed, 1 failed: two" in printed and "left out: the time was up" in printed
+
+
+def test_the_command_ends_with_the_table_where_there_is_no_gpu_too(tmp_path: Path) -> None:
+    """Without a GPU the gpu tests are deselected, which the command must tell from tests that passed."""
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "BENCH_ARGUMENTS": " ".join([*SMALL, "--updates sync --workers 1"]),
+    }
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "gpu_check.sh"), str(tmp_path / "figures.json")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0 and "no GPU" in done.stderr, done.stderr[-2000:]
+    assert "plain, all on device" in done.stdout.splitlines()[-1]
+    report = json.loads((tmp_path / "figures.json").read_text())
+    assert report["machine"]["torch"] == torch.__version__ and report["tests"]["passed"] == 0
