@@ -7,7 +7,7 @@ import torch
 
 from torchround.engine.host_memory import HostPool
 from torchround.engine.observer import Observer
-from torchround.engine.staging import Boundary, Packing, pack
+from torchround.engine.staging import Boundary, Packing, fill
 from torchround.layer import MicroBatch
 from torchround.pipeline.partition import Partition, StageKind
 from torchround.pipeline.schedule import StageTask
@@ -65,7 +65,7 @@ def host_micro_batch(micro_batch: MicroBatch, pool: HostPool, observer: Observer
     for event in buffer.busy:
         event.synchronize()
     observer.touched(reads=(), writes=[buffer.memory])
-    pack(buffer.memory, tensors, packing)
+    fill(packing.views(buffer.memory), tensors)
     return Boundary(buffer, packing, AlreadyHappened(), readers)
 
 

@@ -59,9 +59,9 @@ def as_hidden(tensors: Sequence[Tensor], single: bool) -> Hidden:
     return tensors[0] if single else tuple(tensors)
 
 
-def pack(buffer: Tensor, tensors: Sequence[Tensor], packing: Packing) -> None:
-    """Copy tensors into `buffer` as `packing` says."""
-    for view, tensor in zip(packing.views(buffer), tensors, strict=True):
+def fill(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors into the views of a packing."""
+    for view, tensor in zip(views, tensors, strict=True):
         view.copy_(tensor)
 
 
@@ -92,6 +92,14 @@ class RingEntry:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.released: Event | None = None
+        self._packing: Packing | None = None
+        self._views: tuple[Tensor, ...] = ()
+
+    def views(self, packing: Packing) -> tuple[Tensor, ...]:
+        """The tensors of `packing` in this buffer; the same ones as last time while the packing stays."""
+        if packing != self._packing:
+            self._packing, self._views = packing, packing.views(self.memory)
+        return self._views
 
 
 class Ring:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.host_memory import HostPool
 from torchround.engine.ordering import Board, Fact
-from torchround.engine.staging import Boundary, Packing, Ring, RingEntry, as_hidden, as_tuple, pack
+from torchround.engine.staging import Boundary, Packing, Ring, RingEntry, as_hidden, as_tuple, fill
 from torchround.layer import Hidden, MicroBatch
 
 
@@ -64,7 +64,7 @@ class Traffic:
         if entry.released is not None:
             device.wait(Stream.COMPUTE, entry.released)
         device.run(
-            Stream.COMPUTE, lambda: pack(entry.memory, as_tuple(hidden), packing), writes=[entry.memory]
+            Stream.COMPUTE, lambda: fill(entry.views(packing), as_tuple(hidden)), writes=[entry.memory]
         )
         device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))
         buffer = self._pool.take(packing.nbytes)
@@ -83,4 +83,4 @@ class Traffic:
         uploaded = device.record(Stream.ACTIVATION_UPLOAD)
         device.wait(Stream.COMPUTE, uploaded)
         boundary.read(uploaded, self._pool)
-        return boundary.packing.views(entry.memory)
+        return entry.views(boundary.packing)
