@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": BELOW_ENGINE,
     "data": BELOW_ENGINE,
     "checkpoint": BELOW_ENGINE,
+    "hf": BELOW_ENGINE | {"checkpoint"},
     "observe": BELOW_ENGINE,
     "engine": BELOW_ENGINE | {"optim", "observe"},
 }

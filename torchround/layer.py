@@ -94,3 +94,14 @@ class LayeredModel:
             buffers = [key for key, _ in layer.named_buffers()]
             if buffers:
                 raise ValueError(f"layer {name} holds buffers {buffers}; a layer may only hold parameters")
+
+    def stored_shapes(self) -> dict[str, torch.Size]:
+        """Shape of each stored parameter, `<layer>.<path>`; a tied one under its first layer only."""
+        shapes: dict[str, torch.Size] = {}
+        seen: set[int] = set()
+        for name, layer in zip(self.names, self.layers, strict=True):
+            for path, parameter in layer.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    shapes[f"{name}.{path}"] = parameter.shape
+        return shapes

@@ -42,3 +42,9 @@ class Family(Generic[Config]):
             return replace(self.flavors[name], **overrides)
         except TypeError as error:
             raise ModelConfigError(f"{self.name} config: {error}") from None
+
+    def hf_redundant(self, config: Config) -> frozenset[str]:
+        """Tensors that some files hold though nothing is stored in them: a tied head, tables of rotations."""
+        blocks = (f"model.layers.{index}.self_attn." for index in range(config.num_layers))
+        rotations = {f"{block}rotary_emb.inv_freq" for block in blocks}
+        return frozenset(rotations | ({"lm_head.weight"} if config.tied_embeddings else set()))

@@ -106,13 +106,26 @@ class HostStore:
         for bundle in self.bundles:
             self._allocate(bundle)
 
-    def initialize(self, model: LayeredModel, seed: int) -> None:
-        """Fill all weights by the layers' own `init_weights`, each layer from its own generator."""
+    def initialize(
+        self,
+        model: LayeredModel,
+        seed: int,
+        read_weights: Callable[[Mapping[str, Tensor]], None] | None = None,
+    ) -> None:
+        """Fill all weights by the layers' own `init_weights`, each layer from its own generator.
+
+        `read_weights` is for a model that was trained before: it fills `weights()`, all but what layers with an
+        `init_adapters` fill by that.
+        """
+        method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-            init_weights: Callable[[torch.Generator], None] = getattr(layer, "init_weights")  # noqa: B009
-            with torch.no_grad(), bound_to_host(self, index, layer, self._fills(index)):
-                init_weights(generator)
+            fill: Callable[[torch.Generator], None] | None = getattr(layer, method, None)
+            if fill is not None:
+                with torch.no_grad(), bound_to_host(self, index, layer, self._fills(index)):
+                    fill(generator)
+        if read_weights is not None:
+            read_weights(self.weights())
         self.refresh_masters()
 
     def refresh_masters(self) -> None:

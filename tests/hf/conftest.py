@@ -1,0 +1,84 @@
+"""Folders as `transformers` writes them, for a small model of each family."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from models import FAMILIES
+
+SHAPE = {
+    "vocab_size": 61,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "hidden_size": 96,
+}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "truncate": False,
+}
+GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 9,
+    "rope_parameters": YARN,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+RELEASES = {
+    "llama3": ("llama3", LlamaForCausalLM, LlamaConfig, {}),
+    "llama3 tied": ("llama3", LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", Qwen3ForCausalLM, Qwen3Config, {}),
+    "qwen3 moe": ("qwen3", Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
+    "gpt_oss": ("gpt_oss", GptOssForCausalLM, GptOssConfig, GPT_OSS),
+}
+
+
+def release(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **saving) -> SimpleNamespace:
+    """Write a random model of `kind` to `folder`; `saving` goes to `save_pretrained`."""
+    family, model_class, config_class, settings = RELEASES[kind]
+    torch.manual_seed(1)
+    theirs = model_class(config_class(**SHAPE | settings, initializer_range=0.2)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    theirs.to(dtype).save_pretrained(folder, **saving)
+    config = FAMILIES[family].config_from_hf(theirs.config.to_dict())
+    return SimpleNamespace(folder=folder, family=FAMILIES[family], config=config, theirs=theirs)
+
+
+@pytest.fixture(scope="session")
+def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SimpleNamespace]:
+    """A released model by kind, written once; nobody may change it."""
+    made: dict[str, SimpleNamespace] = {}
+
+    def get(kind: str) -> SimpleNamespace:
+        if kind not in made:
+            made[kind] = release(kind, tmp_path_factory.mktemp("release"), max_shard_size="20KB")
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture
+def hf() -> SimpleNamespace:
+    return SimpleNamespace(release=release, kinds=list(RELEASES))

@@ -1,0 +1,132 @@
+"""The tensors of a Hugging Face folder: where each one's bytes are. Headers only; no tensor is read here.
+
+A folder holds `model.safetensors`, or several files with `model.safetensors.index.json` that says which tensor
+is in which.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchround.checkpoint.tensor_file import DTYPE_NAMES
+from torchround.hf.errors import HFError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+_LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor: its bytes are `[begin, begin + nbytes)` of the file `path`.
+
+    `dtype` is None where torch has none of that name (`dtype_name`), or none that is read here.
+    """
+
+    name: str
+    path: Path
+    dtype_name: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return _DTYPES.get(self.dtype_name)
+
+
+def read_folder(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor by name. Raises `HFError` for files that are missing, truncated or not safetensors."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in _files(folder):
+        for name, tensor in read_header(path).items():
+            if name in tensors:
+                raise HFError(f"{folder}: {name} is in {tensors[name].path.name} and in {path.name}")
+            tensors[name] = tensor
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file. Raises `HFError` if the file does not hold all of their bytes."""
+    try:
+        size_bytes = path.stat().st_size
+        with open(path, "rb") as file:
+            length = file.read(_LENGTH_BYTES)
+            header_bytes = int.from_bytes(length, "little")
+            if not 0 < header_bytes <= min(size_bytes, _MAX_HEADER_BYTES):
+                raise HFError(f"{path}: {_strange(path, size_bytes)}")
+            text = file.read(header_bytes)
+    except OSError as error:
+        raise HFError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(text) < header_bytes:
+        raise HFError(f"{path}: truncated: its header takes {header_bytes} bytes, the file has {size_bytes}")
+    start = _LENGTH_BYTES + header_bytes
+    try:
+        entries = json.loads(text)
+        entries.pop("__metadata__", None)
+        tensors = {name: _parse(path, name, entry, start) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise HFError(f"{path}: its header is damaged: {error}") from error
+    end = max((tensor.begin + tensor.nbytes for tensor in tensors.values()), default=start)
+    if end > size_bytes:
+        raise HFError(f"{path}: truncated: its tensors end at byte {end}, the file has {size_bytes}")
+    return tensors
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if index.is_file():
+        return [folder / name for name in _indexed_files(index)]
+    single = folder / SINGLE_FILE
+    if single.is_file():
+        return [single]
+    if not folder.is_dir():
+        raise HFError(f"{folder}: no such folder")
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
+    raise HFError(
+        f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there (found: {found}); legal: a folder with "
+        "weights in safetensors format"
+    )
+
+
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HFError(f"{index} cannot be read: {error}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise HFError(f"{index}: {name!r} is not the name of a file beside it")
+    absent = [name for name in names if not (index.parent / name).is_file()]
+    if absent:
+        raise HFError(f"{index.parent}: {len(absent)} of {len(names)} files are missing: {', '.join(absent)}")
+    return names
+
+
+def _parse(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(size) for size in entry["shape"])
+    tensor = StoredTensor(name, path, str(entry["dtype"]), shape, start + begin, end - begin)
+    if begin < 0 or end < begin or any(size < 0 for size in shape):
+        raise ValueError(f"{name} has shape {shape} at bytes {begin} to {end}")
+    if tensor.dtype is not None and tensor.nbytes != math.prod(shape) * tensor.dtype.itemsize:
+        raise ValueError(
+            f"{name} takes {tensor.nbytes} bytes, its shape {shape} in {tensor.dtype_name} others"
+        )
+    return tensor
+
+
+def _strange(path: Path, size_bytes: int) -> str:
+    with open(path, "rb") as file:
+        beginning = file.read(len(_LFS_POINTER))
+    if beginning == _LFS_POINTER:
+        return "a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
+    return f"truncated, or no safetensors file ({size_bytes} bytes)"

@@ -1,0 +1,209 @@
+"""Weights of a Hugging Face folder, read tensor by tensor into memory that is already there.
+
+Everything that headers can tell is checked before the first byte is read, and reading takes a few MiB of scratch
+(MXFP4: one expert matrix), so a model is never in memory twice.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from torchround.hf.errors import HFError
+from torchround.hf.folder import StoredTensor, read_folder
+from torchround.hf.mxfp4 import BLOCK, dequantise
+
+READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Read and converted at once.
+PIECE_BYTES = 8 * 2**20
+LISTED_NAMES = 20
+
+# One tensor, or several that are stacked along a new first dimension.
+HFTensors = str | tuple[str, ...]
+Part = tuple[str, Tensor]
+
+
+class PretrainedWeights:
+    """The weights in `folder` for a model whose parameters have `shapes` by name.
+
+    `names`: the tensor, or the tensors to stack, that hold a parameter; parameters without an entry are not read.
+    `redundant`: tensors that may be there and are left alone. Raises `HFError` that lists by name what is
+    missing, too many, of another shape, or of a type that is not read.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        names: Mapping[str, HFTensors],
+        shapes: Mapping[str, Sequence[int]],
+        redundant: Collection[str] = (),
+    ) -> None:
+        self.folder = Path(folder).expanduser()
+        self._names = names
+        self._tensors = read_folder(self.folder)
+        wanted: dict[str, tuple[int, ...]] = {}
+        for name, tensors in names.items():
+            wanted.update(_tensor_shapes(tensors, tuple(shapes[name])))
+        self._check(wanted, set(redundant))
+        self.total_bytes = sum(self._tensors[part].nbytes for name in wanted for part in self._stored(name))
+
+    def load(self, views: Mapping[str, Tensor]) -> None:
+        """Fill the views of all parameters that have tensors here; a progress bar on a terminal."""
+        with _progress(self.folder, self.total_bytes) as advance, _Files() as files:
+            for name, tensors in self._names.items():
+                for tensor, view in _parts(tensors, views[name]):
+                    self._read(files, tensor, view)
+                    advance(sum(self._tensors[part].nbytes for part in self._stored(tensor)))
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The type of each tensor as the folder has it; bfloat16 where it is MXFP4."""
+        found = {}
+        for tensors in self._names.values():
+            for name in (tensors,) if isinstance(tensors, str) else tensors:
+                stored = self._tensors.get(name)
+                found[name] = (stored.dtype if stored else None) or torch.bfloat16
+        return found
+
+    def _stored(self, name: str) -> list[str]:
+        """The stored tensors that hold `name`: itself, or MXFP4 blocks and scales."""
+        quantised = [f"{name}_blocks", f"{name}_scales"]
+        if name not in self._tensors and all(part in self._tensors for part in quantised):
+            return quantised
+        return [name]
+
+    def _read(self, files: "_Files", name: str, view: Tensor) -> None:
+        stored = [self._tensors[part] for part in self._stored(name)]
+        if len(stored) == 2:
+            _read_mxfp4(files, stored[0], stored[1], view)
+        else:
+            _read_plain(files, stored[0], view)
+
+    def _check(self, wanted: Mapping[str, tuple[int, ...]], redundant: set[str]) -> None:
+        problems: dict[str, list[str]] = defaultdict(list)
+        used = set(redundant)
+        for name, shape in wanted.items():
+            used.update(self._stored(name))
+            self._check_one(name, shape, problems)
+        problems["not part of the model"] = sorted(self._tensors.keys() - used)
+        problems = {kind: found for kind, found in problems.items() if found}
+        if problems:
+            listed = "".join(f"\n  {kind}: {_some(found)}" for kind, found in problems.items())
+            raise HFError(f"{self.folder}: the weights are not those of the model in config.json{listed}")
+
+    def _check_one(self, name: str, shape: tuple[int, ...], problems: dict[str, list[str]]) -> None:
+        stored = [self._tensors[part] for part in self._stored(name) if part in self._tensors]
+        if not stored:
+            problems["missing"].append(name)
+            return
+        legal: Collection[torch.dtype] = (torch.uint8,) if len(stored) == 2 else READABLE
+        expected = _quantised_shapes(shape) if len(stored) == 2 else [shape]
+        for tensor, want in zip(stored, expected, strict=True):
+            if tensor.dtype not in legal:
+                problems["of a type that is not read"].append(f"{tensor.name} ({tensor.dtype_name})")
+            if tensor.shape != want:
+                problems["of another shape"].append(
+                    f"{tensor.name} {list(tensor.shape)} instead of {list(want)}"
+                )
+
+
+class _Files:
+    """Files opened once and read by offset."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, BinaryIO] = {}
+        self._scratch = bytearray(0)
+
+    def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Tensor:
+        """uint8 `[nbytes]` from byte `start` of the tensor on; good until the next call."""
+        if len(self._scratch) < nbytes:
+            self._scratch = bytearray(nbytes)
+        piece = memoryview(self._scratch)[:nbytes]
+        try:
+            if tensor.path not in self._open:
+                self._open[tensor.path] = open(tensor.path, "rb", buffering=0)  # noqa: SIM115
+            file = self._open[tensor.path]
+            file.seek(tensor.begin + start)
+            num_read = 0
+            while num_read < nbytes:
+                more = file.readinto(piece[num_read:])  # type: ignore[attr-defined]
+                if not more:
+                    raise HFError(f"{tensor.path}: truncated: it ends inside {tensor.name}")
+                num_read += more
+        except OSError as error:
+            raise HFError(f"{tensor.path} cannot be read: {error.strerror or error}") from error
+        return torch.frombuffer(piece, dtype=torch.uint8)
+
+    def __enter__(self) -> "_Files":  # noqa: PYI034  (typing.Self needs Python 3.11)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()
+
+
+def _read_plain(files: _Files, tensor: StoredTensor, view: Tensor) -> None:
+    dtype = tensor.dtype
+    assert dtype is not None, f"{tensor.name} was checked to have a type that is read"
+    flat = view.view(-1)
+    step = PIECE_BYTES // dtype.itemsize
+    for start in range(0, flat.numel(), step):
+        target = flat[start : start + step]
+        piece = files.read(tensor, start * dtype.itemsize, target.numel() * dtype.itemsize)
+        target.copy_(piece.view(dtype))
+
+
+def _read_mxfp4(files: _Files, blocks: StoredTensor, scales: StoredTensor, view: Tensor) -> None:
+    """Expert by expert: `[Z, G, 16]` and `[Z, G]` to `view[e] [32 G, Z]`."""
+    block_bytes, scale_bytes = (tensor.nbytes // len(view) for tensor in (blocks, scales))
+    for expert, matrix in enumerate(view):
+        shared = files.read(scales, expert * scale_bytes, scale_bytes).view(scales.shape[1:]).clone()
+        packed = files.read(blocks, expert * block_bytes, block_bytes).view(blocks.shape[1:])
+        matrix.copy_(dequantise(packed, shared).T)
+
+
+def _parts(tensors: HFTensors, view: Tensor) -> Iterator[Part]:
+    if isinstance(tensors, str):
+        yield tensors, view
+    else:
+        yield from zip(tensors, view, strict=True)
+
+
+def _tensor_shapes(tensors: HFTensors, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    if isinstance(tensors, str):
+        return {tensors: shape}
+    assert len(tensors) == shape[0], f"{len(tensors)} tensors are to be stacked to {shape}"
+    return dict.fromkeys(tensors, shape[1:])
+
+
+def _quantised_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Of blocks and scales, for a 16-bit tensor `[E, inputs, outputs]`. A width that 32 does not divide has none."""
+    if len(shape) != 3 or shape[1] % BLOCK:
+        return [(), ()]
+    groups = (shape[0], shape[2], shape[1] // BLOCK)
+    return [(*groups, BLOCK // 2), groups]
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:LISTED_NAMES])
+    more = len(names) - LISTED_NAMES
+    return f"{shown}, and {more} more" if more > 0 else shown
+
+
+@contextmanager
+def _progress(folder: Path, total_bytes: int) -> Iterator[Callable[[int], object]]:
+    """A function to be told of each read's bytes; a bar where the console is a terminal, else nothing is shown."""
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"reading {folder}", total=total_bytes)
+        yield lambda nbytes: bar.advance(task, nbytes)
