@@ -1,0 +1,98 @@
+"""`[model] hf_path`: a run starts from the weights in the folder, and every fault in it is one message at the start."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import train
+
+CONFIG = """
+model = { family = "llama3", hf_path = "release" }
+tokenizer = { name = "bytes" }
+data = { sources = [{ path = "text.jsonl" }] }
+training = { steps = 1, seq_len = 16, global_batch_size = 2, dtype = "float32" }
+engine = { devices = "cpu", cpu_threads = 1 }
+optimizer = { lr = 1e-30, weight_decay = 0.0 }
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 300, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
+    LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(tmp_path / "release")
+    (tmp_path / "small.toml").write_text(CONFIG)
+    texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(20)]
+    (tmp_path / "text.jsonl").write_text("\n".join(texts))
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def test_a_run_starts_from_the_weights_in_the_folder(folder, capsys):
+    assert train.main(["--config", "small.toml"]) == 0
+    assert "a new run; reading its weights" in capsys.readouterr().out
+    saved = {}
+    for path in (folder / "outputs" / "small" / "checkpoints" / "step-1").glob("*.safetensors"):
+        saved |= load_file(path)
+    released = load_file(folder / "release" / "model.safetensors")
+    assert torch.equal(saved["weights/embedding.weight"], released["model.embed_tokens.weight"])
+    block = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(saved["weights/block.1.mlp.down.weight"], released[block])
+
+
+def change_config(folder: Path, **changes) -> None:
+    path = folder / "release" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "release" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+FAULTS = {
+    "a folder that is not there": (
+        lambda folder: (folder / "release").rename(folder / "gone"),
+        "release/config.json cannot be read",
+    ),
+    "a folder without weights": (
+        lambda folder: (folder / "release" / "model.safetensors").unlink(),
+        "release: neither model.safetensors nor",
+    ),
+    "another family": (lambda folder: change_config(folder, model_type="qwen3"), "model_type = 'qwen3'"),
+    "a truncated file": (truncate, "model.safetensors: truncated"),
+    "another shape": (
+        lambda folder: change_config(folder, vocab_size=290),
+        "of another shape: model.embed_tokens.weight [300, 24] instead of [290, 24]",
+    ),
+    "a layer too few": (
+        lambda folder: change_config(folder, num_hidden_layers=3),
+        "missing: model.layers.2.input_layernorm.weight, model.layers.2",
+    ),
+    "another activation": (lambda folder: change_config(folder, hidden_act="gelu"), "hidden_act = 'gelu'"),
+    "another kind of rope": (
+        lambda folder: change_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1.0}),
+        "rope_type = 'longrope'",
+    ),
+    "a tokenizer larger than the vocabulary": (
+        lambda folder: change_config(folder, vocab_size=200),
+        "tokenizer: it has 259 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_folder_is_one_message_before_anything_is_made(fault, folder, capsys):
+    spoil, expected = FAULTS[fault]
+    spoil(folder)
+    assert train.main(["--config", "small.toml"]) == 2
+    printed = capsys.readouterr()
+    assert expected in printed.err and printed.out == ""
+    assert "Traceback" not in printed.err and not (folder / "outputs").exists()
