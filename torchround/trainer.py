@@ -16,26 +16,19 @@ from torchround.checkpoint import Checkpointer, CheckpointError, Loaded, load_ch
 from torchround.config import Config
 from torchround.data import DataError, cut
 from torchround.data.loader import Loader
-from torchround.engine.build import DTYPES, DeviceChoice, build_engine, build_store
-from torchround.engine.device import GIB, Device
+from torchround.engine.build import DeviceChoice, build_engine, build_store
+from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.host_store import HostStore
 from torchround.engine.results import StepResult
 from torchround.hf import PretrainedWeights
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.observe import (
-    MetricsLogger,
-    StepRecord,
-    Throughput,
-    host_gib,
-    mfu,
-    open_metrics,
-    train_flops_per_token,
-)
+from torchround.observe import MetricsLogger, open_metrics
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
 from torchround.run_folder import RunFolder
 from torchround.signals import StopRequest
+from torchround.step_reports import StepReports
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +83,11 @@ class Trainer:
         self._pretrained = pretrained
         self._checkpointer = Checkpointer(folder.checkpoints, config.checkpoint.keep_latest_k)
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
-        self._throughput = Throughput()
         self._metrics = MetricsLogger({})
         self._under_way: deque[Dispatched] = deque()
         # Where the run was after the newest steps: a fault leaves the host store at one of them.
         self._positions: deque[Position] = deque(maxlen=4)
         self._skipped_steps = 0
-        self._busy_s = 0.0
-        self._optimizer_s = 0.0
         self._saved_step = -1
 
     @cached_property
@@ -108,6 +98,13 @@ class Trainer:
     @cached_property
     def _devices(self) -> list[Device]:
         return self._choice.make()
+
+    @cached_property
+    def _reports(self) -> StepReports:
+        """The first interval begins when this is first asked for: at the first batch."""
+        return StepReports(
+            self._model, self.config.training, self._choice, self._devices, self._skipped_steps
+        )
 
     def run(self) -> int:
         """Train to the end, or until a signal. Returns the exit code of the process.
@@ -142,7 +139,6 @@ class Trainer:
     def _train(self, engine: Engine, stop: StopRequest) -> tuple[str, int]:
         """The loop. Returns why it ended, and the exit code that says so."""
         end = "the run is complete", 0
-        self._throughput = Throughput()
         while self._position.step < self.config.training.steps:
             if stop.requested:
                 end = "run the same command to go on", stop.exit_code
@@ -169,7 +165,7 @@ class Trainer:
     def _next_batch(self, engine: Engine) -> MicroBatch | None:
         """The next batch, None at the end of the data."""
         try:
-            with self._throughput.waiting_for_data():
+            with self._reports.throughput.waiting_for_data():
                 return next(self._loader, None)
         except DataError:
             # The fault is in what comes next: the steps before it are finished, and saved on the way out.
@@ -191,64 +187,17 @@ class Trainer:
         """Wait for all but the newest `leave` steps, and log those that are due."""
         while len(self._under_way) > leave:
             done = self._under_way[0]
-            update = done.result.update()
-            self._throughput.count(done.result.num_labels)
-            self._skipped_steps += update.skipped
-            self._optimizer_s += update.seconds
-            self._busy_s += sum(times.busy_s for times in done.result.device_times(self._choice.count))
-            if update.skipped:
-                logger.warning(
-                    "step %d: the gradient is not finite (loss scale %g); its update is skipped",
-                    done.position.step,
-                    update.loss_scale,
-                )
+            self._reports.add(done.position.step, done.result)
             if self._should_log(done.position.step) or validation_loss is not None:
-                self._metrics.log(self._record(done, update.grad_norm, validation_loss))
+                self._metrics.log(
+                    self._reports.record(done.position.step, done.position.tokens, done.lr, validation_loss)
+                )
             self._under_way.popleft()
-
-    def _record(self, done: Dispatched, grad_norm: float, validation_loss: float | None) -> StepRecord:
-        interval = self._throughput.report()
-        devices_s = self._choice.count * interval.step_s * interval.num_steps
-        record = StepRecord(
-            step=done.position.step,
-            loss=done.result.loss(),
-            grad_norm=grad_norm,
-            lr=done.lr,
-            tokens=done.position.tokens,
-            tokens_per_s=interval.tokens_per_s,
-            mfu=self._mfu(interval.tokens_per_s),
-            step_s=interval.step_s,
-            data_s=interval.data_s,
-            optimizer_s=self._optimizer_s / interval.num_steps,
-            bubble=1 - self._busy_s / devices_s if devices_s > 0 else None,
-            device_peak_gib=max(device.peak_bytes() for device in self._devices) / GIB,
-            host_gib=host_gib(),
-            skipped_steps=self._skipped_steps,
-            validation_loss=validation_loss,
-        )
-        self._busy_s = self._optimizer_s = 0.0
-        return record
-
-    def _mfu(self, tokens_per_s: float) -> float | None:
-        spec = self._choice.spec
-        if spec is None:
-            return None
-        peak = spec.peak_flops.get(self.config.training.dtype)
-        return mfu(tokens_per_s, self._flops_per_token, peak, self._choice.count)
-
-    @cached_property
-    def _flops_per_token(self) -> float:
-        training = self.config.training
-        works = [
-            layer.work(1, training.seq_len, DTYPES[training.dtype].itemsize)  # type: ignore[operator]
-            for layer in self._model.layers
-        ]
-        return train_flops_per_token(sum(work.forward_flops for work in works), training.seq_len)
 
     def _validate(self, engine: Engine) -> float:
         """Mean loss per label over the validation batches, under the newest weights."""
         engine.drain()  # the step under way counts as training time
-        with self._throughput.excluded():
+        with self._reports.throughput.excluded():
             results = [
                 engine.evaluate(cut(batch, self.config.training.micro_batch_size))
                 for batch in self._validation
@@ -378,7 +327,7 @@ class Trainer:
         self._report_steps(leave=0)
         engine.drain()
         if self._position.step != self._saved_step:
-            with self._throughput.excluded():
+            with self._reports.throughput.excluded():
                 self._write_checkpoint(self._position)
 
     def _write_checkpoint(self, position: Position) -> None:
