@@ -69,9 +69,10 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
     def get_state(self) -> dict[str, Any]:
         """Where the group began, the documents that waited for it, and how much of it has left.
 
-        `long_so_far` is only for reports.
+        `so_far` is only for reports: a resumed run counts the group again.
         """
-        return {**self._group_start, "left": self._left, "long_so_far": self._num_long}
+        so_far = {"long": self._num_long, "reader": self._source.state_dict()}
+        return {**self._group_start, "left": self._left, "so_far": so_far}
 
     def next(self) -> PackedSequence | DataError:
         """The next sequence; `StopIteration` when the data has ended."""

@@ -146,9 +146,10 @@ class Loader(Iterator[MicroBatch]):
 
     def counts(self) -> "Counts":
         """What was left out or cut up to the batch handed out last."""
-        position: dict[str, Any] = self._position or {}
-        sources = (position.get("reader") or {}).get("sources", [])
-        return Counts(sum(source["bad"] for source in sources), position.get("long_so_far", 0))
+        if self._position is None:
+            return Counts(0, 0)
+        so_far = self._position.get("so_far", {"reader": self._position["reader"], "long": 0})
+        return Counts(sum(source["bad"] for source in so_far["reader"]["sources"]), so_far["long"])
 
     def _start(self) -> BaseNode[MicroBatch | DataError]:
         """New nodes each time: a thread of the old ones that is still at work cannot reach them."""

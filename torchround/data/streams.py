@@ -104,7 +104,7 @@ def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 def _decompressed(path: Path) -> Iterator[bytes]:
     if path.suffix == ".gz":
         with gzip.open(path, "rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
+            while chunk := file.read1(CHUNK_BYTES):  # `read` would lose what comes before a cut
                 yield chunk
         return
     zstandard = _optional("zstandard", "zstd", path)
@@ -233,9 +233,15 @@ def _dataset_stream(name: str, dataset: Any, shard: int, start: int) -> Iterator
         for record in dataset.skip(start) if start else dataset:
             number += 1
             yield Document(where, 0, number, "row", dict(record))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 (the package and its readers raise many kinds)
         here = Document(where, 0, number + 1, "row")
-        yield Document(where, 0, here.number, "row", DataError(f"{here}: cannot be read: {error}"))
+        yield Document(
+            where,
+            0,
+            here.number,
+            "row",
+            DataError(f"{here}: cannot be read: {type(error).__name__}: {error}"),
+        )
 
 
 def _unknown(table: SourceTable) -> int:

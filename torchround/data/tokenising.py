@@ -46,6 +46,7 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
             self._threads = ThreadPoolExecutor(self._num_workers, thread_name_prefix="torchround-tokenise")
         self._ahead: deque[tuple[Result, dict[str, Any]]] = deque()
         self._ended = False
+        self._failed = False
         self._source.reset(initial_state)
         self._state: dict[str, Any] = self._source.state_dict()
 
@@ -58,6 +59,8 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
         while not self._ended and len(self._ahead) < max(1, 2 * self._num_workers):
             self._read_one()
         if not self._ahead:
+            if not self._failed:
+                self._state = self._source.state_dict()  # bad records behind the last piece count too
             raise StopIteration
         result, self._state = self._ahead.popleft()
         return result()
@@ -73,7 +76,7 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
         except StopIteration:
             self._ended = True
         except DataError as error:
-            self._ended = True
+            self._ended = self._failed = True
             self._ahead.append((partial(_itself, error), self._state))
         else:
             self._ahead.append((self._start(piece), self._source.state_dict()))

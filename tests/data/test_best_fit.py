@@ -1,0 +1,174 @@
+"""Packing of whole documents, against what each document by itself would be."""
+
+import random
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchdata.nodes import IterableWrapper
+
+from torchround.data import best_fit as best_fit_module
+from torchround.data.best_fit import BestFitPacker, best_fit
+from torchround.data.errors import DataError
+from torchround.data.packing import PackedSequence, TokenPiece
+from torchround.layer import IGNORED_LABEL
+
+PAD = 99_999
+lengths_strategy = st.lists(st.integers(1, 15), max_size=60)
+Document = list[tuple[int, int]]
+"""Pairs of input and label."""
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best_fit_module, "GROUP_SEQUENCES", 4)
+
+
+def numbered(lengths: list[int]) -> list[list[int]]:
+    """Documents whose tokens are all different: token 100 d + i is the i-th of document d."""
+    return [[100 * number + index for index in range(length)] for number, length in enumerate(lengths)]
+
+
+def is_learnt(token: int) -> bool:
+    return token % 3 != 0
+
+
+def pieces_of(documents: list[list[int]]) -> list[TokenPiece]:
+    """Each document in one piece or in two; every third token is not learnt."""
+    pieces = []
+    for document in documents:
+        bounds = [0, *([len(document) // 2] if document[0] % 200 else []), len(document)]
+        for start, end in pairwise(sorted(set(bounds))):
+            part = document[start:end]
+            learn = np.array([is_learnt(token) for token in part])
+            pieces.append(TokenPiece(np.array(part), start == 0, learn, end == len(document)))
+    return pieces
+
+
+def pack(items: list[Any], seq_len: int, long_documents: str = "cut") -> list[Any]:
+    packer = BestFitPacker(IterableWrapper(items), seq_len, PAD, long_documents)
+    packer.reset()
+    return list(packer)
+
+
+def expected(document: list[int]) -> Document:
+    """Each token and what is learnt there: the next one, where that is learnt."""
+    labels = [token if is_learnt(token) else IGNORED_LABEL for token in document[1:]]
+    return list(zip(document, [*labels, IGNORED_LABEL], strict=True))
+
+
+def unpacked(rows: list[PackedSequence]) -> list[Document]:
+    """The documents in all rows, without padding. Each row is checked on the way."""
+    found = []
+    for row in rows:
+        for number in range(int(row.document_ids[-1]) + 1):
+            inside = row.document_ids == number
+            assert row.positions[inside].tolist() == list(range(int(inside.sum())))
+            document = list(zip(row.tokens[inside].tolist(), row.labels[inside].tolist(), strict=True))
+            if document[0][0] == PAD:
+                assert number == row.document_ids[-1], "padding is only at the end"
+                assert set(document) == {(PAD, IGNORED_LABEL)}
+            else:
+                found.append(document)
+    return found
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=lengths_strategy, seq_len=st.integers(4, 15), handling=st.sampled_from(["cut", "skip", "split"])
+)
+def test_every_document_is_whole_in_one_sequence_and_a_long_one_is_handled_as_asked(
+    lengths: list[int], seq_len: int, handling: str
+) -> None:
+    documents = numbered(lengths)
+    wanted = []
+    for document in documents:
+        parts = [expected(document)[low : low + seq_len] for low in range(0, len(document), seq_len)]
+        keep = {"cut": 1, "skip": 0, "split": len(parts)}[handling] if len(parts) > 1 else 1
+        wanted += parts[:keep]
+    rows = pack(pieces_of(documents), seq_len, handling)
+    assert all(len(row.tokens) == seq_len for row in rows)
+    assert sorted(unpacked(rows)) == sorted(wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=lengths_strategy, seq_len=st.integers(4, 15), stop=st.integers(0, 40))
+def test_a_group_that_is_half_used_up_goes_on_from_its_state(
+    lengths: list[int], seq_len: int, stop: int
+) -> None:
+    pieces = pieces_of(numbered(lengths))
+
+    def lists(rows: list[PackedSequence]) -> list[Any]:
+        return [[row.tokens.tolist(), row.labels.tolist(), row.document_ids.tolist()] for row in rows]
+
+    packer = BestFitPacker(IterableWrapper(pieces), seq_len, PAD, "split")
+    packer.reset()
+    list(islice(packer, stop))
+    state = packer.state_dict()
+    rest = lists(list(packer))
+    resumed = BestFitPacker(IterableWrapper(pieces), seq_len, PAD, "split")
+    resumed.reset(state)
+    assert lists(list(resumed)) == rest
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), max_size=40), room=st.integers(20, 40))
+def test_no_document_would_have_fitted_better_when_it_was_placed(lengths: list[int], room: int) -> None:
+    """The definition, tried against all rows: the fullest one with room for it, or a new one if none has."""
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        fill = [sum(lengths[other] for other in row) for row in rows]
+        fitting = [row for row in range(len(rows)) if fill[row] + lengths[index] <= room]
+        best = max(fitting, key=lambda row: (fill[row], -row), default=None)
+        if best is None:
+            rows.append([index])
+        else:
+            rows[best].append(index)
+    assert best_fit(lengths, room) == rows
+
+
+@pytest.mark.parametrize("seq_len", [1024, 2048, 8192])
+def test_at_least_97_percent_of_a_realistic_mix_is_tokens(
+    monkeypatch: pytest.MonkeyPatch, seq_len: int
+) -> None:
+    """Lengths as in public instruction sets: log-normal, median 250, one in 40 above 2048; cut where too long."""
+    monkeypatch.undo()
+    generator = random.Random(0)
+    lengths = [max(8, int(generator.lognormvariate(5.52, 1.07))) for _ in range(seq_len * 2)]
+    pieces = [TokenPiece(np.full(length, 1), True, None) for length in lengths]
+    packer = BestFitPacker(IterableWrapper(pieces), seq_len, PAD, "cut")
+    packer.reset()
+    rows = list(packer)
+    tokens = sum(int((row.tokens != PAD).sum()) for row in rows)
+    assert tokens == sum(min(length, seq_len) for length in lengths)
+    assert tokens / (len(rows) * seq_len) >= 0.97
+
+
+def test_long_documents_are_counted() -> None:
+    packer = BestFitPacker(IterableWrapper(pieces_of(numbered([3, 9, 4, 30]))), 8, PAD, "cut")
+    packer.reset()
+    assert len(unpacked(list(packer))) == 4
+    assert packer.state_dict()["so_far"]["long"] == 2
+
+
+def test_an_error_comes_after_the_documents_before_it_and_ends_the_data() -> None:
+    error = DataError("broken")
+    rows = pack([*pieces_of(numbered([3, 4])), error, *pieces_of(numbered([9]))], 8)
+    assert rows[-1] is error
+    assert len(unpacked(rows[:-1])) == 2
+
+
+def test_a_document_that_a_bad_record_broke_off_ends_where_the_next_one_starts() -> None:
+    broken = TokenPiece(np.array([1, 2]), True, None, ends_document=False)
+    rows = pack([broken, TokenPiece(np.array([4, 5]), True, None)], 8)
+    assert [[token for token, _ in document] for document in unpacked(rows)] == [[1, 2], [4, 5]]
+
+
+def test_where_nothing_fits_a_search_without_end_is_an_error() -> None:
+    pieces = [TokenPiece(np.arange(9), True, None, epoch=epoch) for epoch in range(10)]
+    (error,) = pack(pieces, 8, "skip")
+    assert isinstance(error, DataError)
+    assert "training.seq_len is 8" in str(error)

@@ -1,0 +1,217 @@
+"""Compressed JSONL, parquet and datasets, against the same records in plain JSONL; archives that are damaged."""
+
+import gzip
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchround.config import SourceTable
+from torchround.data import DataError
+from torchround.data import sources as sources_module
+from torchround.data.documents import Document
+from torchround.data.sources import Source
+from torchround.data.streams import open_source
+
+Write = Callable[[Path, list[dict[str, Any]]], SourceTable]
+
+
+def as_lines(records: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def write_gzip(folder: Path, records: list[dict[str, Any]]) -> SourceTable:
+    (folder / "x.jsonl.gz").write_bytes(gzip.compress(as_lines(records)))
+    return SourceTable(path=str(folder / "x.jsonl.gz"))
+
+
+def write_zstd(folder: Path, records: list[dict[str, Any]]) -> SourceTable:
+    """Two frames, as tools that compress in parallel leave them."""
+    half = len(records) // 2
+    frames = [zstandard.compress(as_lines(part)) for part in (records[:half], records[half:])]
+    (folder / "x.jsonl.zst").write_bytes(b"".join(frames))
+    return SourceTable(path=str(folder / "x.jsonl.zst"))
+
+
+def write_parquet(folder: Path, records: list[dict[str, Any]]) -> SourceTable:
+    table = pyarrow.Table.from_pylist(records)
+    pyarrow.parquet.write_table(table, folder / "x.parquet", row_group_size=7)
+    return SourceTable(path=str(folder / "x.parquet"))
+
+
+def write_dataset(folder: Path, records: list[dict[str, Any]]) -> SourceTable:
+    """Streamed from a folder of files, as from the hub."""
+    (folder / "set").mkdir()
+    for number in (0, 1):
+        (folder / "set" / f"train-{number}.jsonl").write_bytes(as_lines(records[number::2]))
+    return SourceTable(path=str(folder / "set"), format="dataset")
+
+
+def write_saved_dataset(folder: Path, records: list[dict[str, Any]]) -> SourceTable:
+    saved = datasets.DatasetDict({"held": datasets.Dataset.from_list(records)})
+    saved.save_to_disk(str(folder / "saved"))
+    return SourceTable(path=str(folder / "saved"), format="dataset", split="held")
+
+
+WRITERS = [write_gzip, write_zstd, write_parquet, write_dataset, write_saved_dataset]
+EACH_WRITER = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+RECORDS = [{"text": f"record {number}", "number": number} for number in range(40)]
+
+
+def walk(source: Source, key: str | None = None) -> list[tuple[str, list[int], Document]]:
+    """Text of each document of a pass, and the place that it was found at."""
+    found = []
+    place = source.first_place()
+    while (here := source.locate(place, key)) is not None:
+        text, rest = source.read(here[0], 0)
+        assert isinstance(text, str) and rest is None
+        found.append((text, place, here[0]))
+        place = here[1]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks in 40 records."""
+    monkeypatch.setattr(sources_module, "BLOCK_RECORDS", 6)
+
+
+@EACH_WRITER
+def test_every_record_is_read_once_in_each_pass_and_shuffled_by_key(tmp_path: Path, write: Write) -> None:
+    source = open_source(write(tmp_path, RECORDS))
+    expected = sorted(record["text"] for record in RECORDS)
+    listed = [text for text, _, _ in walk(source)]
+    passes = [[text for text, _, _ in walk(source, key)] for key in ("0/0/0", "0/0/1", "0/0/0")]
+    assert all(sorted(texts) == expected for texts in [listed, *passes])
+    assert passes[0] == passes[2]
+    assert len({tuple(texts) for texts in [listed, *passes]}) == 3
+
+
+@EACH_WRITER
+@settings(max_examples=6, deadline=None)
+@given(count=st.integers(2, 40), stop=st.integers(0, 39), key=st.sampled_from([None, "7/0/3"]))
+def test_a_fresh_process_goes_on_from_any_place(
+    tmp_path_factory: pytest.TempPathFactory, write: Write, count: int, stop: int, key: str | None
+) -> None:
+    table = write(tmp_path_factory.mktemp("resume"), RECORDS[:count])
+    whole = walk(open_source(table), key)
+    resumed, place = open_source(table), whole[stop % count][1]
+    rest = []
+    while (found := resumed.locate(place, key)) is not None:
+        rest.append(resumed.read(found[0], 0)[0])
+        place = found[1]
+    assert rest == [text for text, _, _ in whole[stop % count :]]
+
+
+@EACH_WRITER
+def test_a_record_without_its_field_is_named_by_file_and_number(tmp_path: Path, write: Write) -> None:
+    table = write(tmp_path, RECORDS).model_copy(update={"field": "body"})
+    with pytest.raises(DataError, match=r"(line|row) 1: no field 'body'; fields: number, text"):
+        walk(open_source(table))
+
+
+@pytest.mark.parametrize("write", [write_gzip, write_zstd, write_parquet, write_saved_dataset])
+def test_documents_are_counted_without_being_read_into_memory(tmp_path: Path, write: Write) -> None:
+    assert open_source(write(tmp_path, RECORDS)).count() == 40
+
+
+def test_the_size_of_a_streamed_dataset_is_not_guessed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r'streamed, so its number of .* not known; data.weight_by = "size"'):
+        open_source(write_dataset(tmp_path, RECORDS)).count()
+
+
+@pytest.mark.parametrize("write", [write_gzip, write_zstd])
+@pytest.mark.parametrize("kept", [0.3, 0.98])
+def test_a_truncated_archive_gives_what_comes_before_and_then_names_file_and_line(
+    tmp_path: Path, write: Write, kept: float
+) -> None:
+    records = [{"text": f"{number} {number**9}"} for number in range(3000)]
+    path = Path(write(tmp_path, records).path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * kept)])
+    source = open_source(SourceTable(path=str(path)))
+    place, texts = source.first_place(), []
+    with pytest.raises(DataError) as caught:
+        while (found := source.locate(place, None)) is not None:
+            texts.append(source.read(found[0], 0)[0])
+            place = found[1]
+    assert texts == [record["text"] for record in records[: len(texts)]]
+    assert len(texts) < 3000
+    assert f"{path}, line {len(texts) + 1}: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x.jsonl.gz", "x.jsonl.gz, line 1: the archive is damaged or cut off: Not a gzipped file"),
+        ("x.jsonl.zst", "x.jsonl.zst, line 1: the archive is damaged or cut off: "),
+        ("x.parquet", "x.parquet: not a readable parquet file: "),
+    ],
+)
+def test_a_file_that_is_no_archive_at_all_is_named(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / name).write_text("plain text\n")
+    with pytest.raises(DataError, match=message):
+        walk(open_source(SourceTable(path=str(tmp_path / name))))
+
+
+def test_a_damaged_row_group_is_named_by_its_first_row(tmp_path: Path) -> None:
+    records = [{"text": f"{number} " * 50} for number in range(40)]
+    path = Path(write_parquet(tmp_path, records).path)
+    data = bytearray(path.read_bytes())
+    data[4:60] = b"\xff" * 56  # the first pages, behind the magic number
+    path.write_bytes(bytes(data))
+    with pytest.raises(DataError, match=r"x.parquet, row \d+: the parquet file is damaged"):
+        walk(open_source(SourceTable(path=str(path))))
+
+
+def test_one_glob_may_mix_plain_compressed_and_columnar_files(tmp_path: Path) -> None:
+    write_gzip(tmp_path, RECORDS[:10])
+    write_parquet(tmp_path, RECORDS[10:20])
+    (tmp_path / "y.jsonl").write_bytes(as_lines(RECORDS[20:30]))
+    (tmp_path / "z.txt").write_text("record 30")
+    source = open_source(SourceTable(path=str(tmp_path / "*")))
+    assert sorted(text for text, _, _ in walk(source, "k")) == sorted(f"record {n}" for n in range(31))
+    assert source.count() == 31
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"path": "{folder}/no", "format": "dataset"}, "dataset '.*/no', split 'train': "),
+        ({"path": "{folder}/set", "format": "dataset", "split": "test"}, r"split 'test': ValueError: "),
+        (
+            {"path": "{folder}/a.txt", "content": "messages"},
+            "a.txt is a file of text, which cannot hold 'messages'",
+        ),
+    ],
+)
+def test_a_source_that_cannot_be_is_named_when_it_is_opened(
+    tmp_path: Path, table: dict[str, Any], message: str
+) -> None:
+    write_dataset(tmp_path, RECORDS)
+    (tmp_path / "a.txt").write_text("text")
+    path = table["path"].format(folder=tmp_path)
+    with pytest.raises(DataError, match=message):
+        open_source(SourceTable(**{**table, "path": path}))
+
+
+@pytest.mark.parametrize(
+    ("package", "write", "extra"),
+    [("zstandard", write_zstd, "zstd"), ("pyarrow.parquet", write_parquet, "parquet")],
+)
+def test_a_package_that_is_not_installed_is_asked_for_by_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, write: Write, extra: str
+) -> None:
+    table = write(tmp_path, RECORDS)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=rf"pip install 'torchround\[{extra}\]'"):
+        walk(open_source(table))
