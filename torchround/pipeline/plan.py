@@ -102,9 +102,10 @@ class Plan:
     def __str__(self) -> str:
         """The table: one line per run of equal stages, and the predicted figures."""
         lines = [f"{'stages':>9}  {'kind':<8}  {'layers':<33}  {'ms':>8}  {'weights':>8}  {'compute':>8}"]
-        for first, last, stage in self._runs():
+        for first, last, stage in self.runs():
             numbers = f"{first}" if first == last else f"{first}-{last}"
-            layers = f"{stage.num_layers} x {stage.first_layer} .. {stage.last_layer}"
+            ends = (self.stages[last], stage) if stage.kind == "backward" else (stage, self.stages[last])
+            layers = f"{stage.num_layers} of {ends[0].first_layer} .. {ends[1].last_layer}"
             lines.append(
                 f"{numbers:>9}  {stage.kind:<8}  {layers:<33}  {1e3 * stage.seconds:8.2f}  "
                 f"{stage.weight_bytes / GIB:4.2f} GiB  {stage.compute_bytes / GIB:4.2f} GiB"
@@ -121,7 +122,7 @@ class Plan:
             f"{self.device_bytes / GIB:.2f} GiB per device"
         )
 
-    def _runs(self) -> list[tuple[int, int, PlannedStage]]:
+    def runs(self) -> list[tuple[int, int, PlannedStage]]:
         """First and last number of stages in a row that cost the same, with the first of them."""
         runs: list[tuple[int, int, PlannedStage]] = []
         for index, stage in enumerate(self.stages):

@@ -1,0 +1,123 @@
+"""Plan a run without running it: does it fit, where the memory goes, how fast, and what to change.
+
+    python scripts/plan.py --config qwen3_32b.toml --device rtx4090 --num-devices 8 --host-memory-gib 800
+
+Any key of the config can follow, as for train.py: `--training.seq_len 8192`. A card that is not in the table is
+given by numbers: `--device-memory-gib 24 --device-tflops 165 --pcie-gb-per-s 32`. Nothing is allocated.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import json
+
+from rich.console import Console
+
+from models import FAMILIES, ModelConfigError
+from torchround.config import Config, ConfigError, load_config
+from torchround.dry_run import DryRunError, Hardware, rendered, run_question
+from torchround.engine.build import USABLE_CUDA_FRACTION
+from torchround.layer import LayeredModel
+from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_names, find_device
+from torchround.pipeline.memory import GIB
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.plan import PlanError, read_partition
+from torchround.pipeline.plan_report import report
+
+WIDTH = 110  # of the tables where the output is no terminal
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 where the run fits, 1 where not, 2 for a mistake in what was given."""
+    options, overrides = parser().parse_known_args(arguments)
+    try:
+        config = load_config(options.config, overrides)
+        if options.lora_rank:
+            lora = config.lora.model_copy(update={"rank": options.lora_rank})
+            config = config.model_copy(update={"lora": lora})
+        question = run_question(config, build_model(config), hardware(options, config), given_plan(config))
+        answer = report(question)
+    except (ConfigError, ModelConfigError, DryRunError, PlanError, UnknownPeakError) as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        return 2
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(rendered(answer), highlight=False, soft_wrap=not sys.stdout.isatty())
+    return 0 if answer.plan is not None else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options; what it does not know is an override of the config."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = result.add_argument
+    add("--config", required=True, help="TOML file, looked up as given, then in configs/")
+    add("--device", help=f"card: {', '.join(device_names())}")
+    add("--num-devices", type=int, help="default: engine.num_devices, else 1")
+    add("--host-memory-gib", type=float, help="host memory that the run may use; default: no limit")
+    add("--device-memory-gib", type=float, help="of each device; default: the card's")
+    add("--device-tflops", type=float, help="dense peak in the run's dtype, instead of the card's")
+    add("--pcie-gb-per-s", type=float, help="nominal, one direction, instead of the card's")
+    add("--lora-rank", type=int, default=0, help="plan adapters of this rank on lora.targets")
+    return result
+
+
+def build_model(config: Config) -> LayeredModel:
+    """The model on `meta`."""
+    table = config.model
+    if table.family not in FAMILIES:
+        raise DryRunError(f"model.family = {table.family!r} must be one of {', '.join(FAMILIES)}")
+    family = FAMILIES[table.family]
+    if table.flavor is not None:
+        return family.build(family.config_from_flavor(table.flavor))
+    path = Path(table.hf_path or "").expanduser() / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DryRunError(f"model.hf_path: {path} cannot be read: {error}") from error
+    return family.build(family.config_from_hf(content))
+
+
+def hardware(options: argparse.Namespace, config: Config) -> Hardware:
+    """The card of the table with what was given by number put in its place."""
+    card = find_device(options.device) if options.device else None
+    if options.device and card is None:
+        raise DryRunError(f"--device {options.device} is not in the table: {', '.join(device_names())}")
+    numbers = (options.device_memory_gib, options.device_tflops, options.pcie_gb_per_s)
+    if card is None and any(number is None for number in numbers):
+        raise DryRunError("give --device, or --device-memory-gib, --device-tflops and --pcie-gb-per-s")
+    memory_gib, tflops, pcie = numbers
+    dtype = config.training.dtype
+    peaks = {dtype: tflops * 1e12} if tflops else (card.peak_flops if card else {})
+    spec = DeviceSpec(
+        card.name if card else "given by numbers",
+        memory_gib or (card.memory_gib if card else 0.0),
+        pcie or (card.pcie_gb_per_s if card else 0.0),
+        peaks,
+    )
+    usable = config.engine.device_memory_gib or USABLE_CUDA_FRACTION * spec.memory_gib
+    return Hardware(
+        num_devices=options.num_devices or config.engine.num_devices or 1,
+        spec=spec,
+        device_bytes=int(usable * GIB),
+        host_bytes=None if options.host_memory_gib is None else int(options.host_memory_gib * GIB),
+    )
+
+
+def given_plan(config: Config) -> tuple[Partition, int] | None:
+    """The plan that `engine.plan` names as a file, if it does."""
+    path = config.engine.plan
+    if not isinstance(path, str):
+        return None
+    try:
+        return read_partition(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"engine.plan = {path!r} cannot be read as a plan: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""What a run needs and how fast it would be, from its config and model, before anything large is allocated.
+
+Used by `train.py --dry-run` and `scripts/plan.py`. The figures come from `pipeline/plan_report.py`; here a
+config is turned into its question and the answers into text.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+
+from torchround.config import Config
+from torchround.config.tables_engine import PlanTable
+from torchround.engine.build import DTYPES
+from torchround.layer import LayeredModel
+from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
+from torchround.pipeline.devices import ASSUMED_DEVICE, DeviceSpec
+from torchround.pipeline.host_memory import HostMemory, ParameterCounts
+from torchround.pipeline.memory import GIB
+from torchround.pipeline.model_shapes import ModelShape, model_shape, shape_names
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.plan import Plan, PlannedStage
+from torchround.pipeline.plan_report import PlanReport, RunQuestion
+
+
+class DryRunError(ValueError):
+    """A question that cannot be answered; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Devices to plan for. `spec` is None where the card is not known; limits in bytes, None for no limit."""
+
+    num_devices: int
+    spec: DeviceSpec | None
+    device_bytes: int | None
+    host_bytes: int | None
+
+
+def run_question(
+    config: Config, model: LayeredModel, hardware: Hardware, given: tuple[Partition, int] | None = None
+) -> RunQuestion:
+    """The run of `config` on `hardware`; `given` is the partition and rounds of `engine.plan`, if any."""
+    training, engine = config.training, config.engine
+    element_bytes = DTYPES[training.dtype].itemsize
+    gradient_dtype = training.dtype if engine.grad_dtype == "auto" else engine.grad_dtype
+    layers = _layer_parameters(config, model)
+    if given is None and isinstance(engine.plan, PlanTable):
+        table = engine.plan
+        given = (Partition.from_lists(table.forward, table.fused, table.backward), table.rounds or 1)
+
+    def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+        return costs_from_work(
+            model.names,
+            [layer.work(sequences, tokens, element_bytes) for layer in model.layers],  # type: ignore[operator]
+            layers,
+            hardware.spec or ASSUMED_DEVICE,
+            dtype=training.dtype,
+            element_bytes=element_bytes,
+            accumulate_bytes=accumulate_bytes,
+        )
+
+    return RunQuestion(
+        costs_for=costs_for,
+        parameters=_counts(config, model, layers),
+        seq_len=training.seq_len,
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+        num_devices=hardware.num_devices,
+        device=hardware.spec,
+        device_bytes=hardware.device_bytes,
+        host_bytes=hardware.host_bytes,
+        update=engine.update,
+        rounds=engine.rounds or 1,
+        recompute=engine.recompute,
+        element_bytes=element_bytes,
+        gradient_bytes=DTYPES[gradient_dtype].itemsize,
+        accumulate_bytes=DTYPES[engine.accumulate_dtype].itemsize,
+        given=given,
+    )
+
+
+def _layer_parameters(config: Config, model: LayeredModel) -> list[LayerParameters]:
+    """Parameters of each layer; with `lora.rank`, those of adapters on the blocks' linear maps are trained."""
+    counts = []
+    for layer in model.layers:
+        parameters = list(dict.fromkeys(layer.parameters()))
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        counts.append(LayerParameters(sum(parameter.numel() for parameter in parameters), trained))
+    if not config.lora.rank:
+        return counts
+    adapter = _shape(config).adapter_parameters(config.lora.rank, config.lora.targets)
+    blocks = [LayerParameters(count.total + adapter, adapter) for count in counts[1:-1]]
+    return [LayerParameters(counts[0].total, 0), *blocks, LayerParameters(counts[-1].total, 0)]
+
+
+def _shape(config: Config) -> ModelShape:
+    shape = model_shape(config.model.family, config.model.flavor or "")
+    if shape is None:
+        raise DryRunError(
+            f"adapters are planned for {', '.join(shape_names())}; "
+            f"given {config.model.family}/{config.model.flavor or config.model.hf_path}"
+        )
+    return shape
+
+
+def _counts(config: Config, model: LayeredModel, layers: list[LayerParameters]) -> ParameterCounts:
+    """Tied parameters once."""
+    users: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for layer in model.layers:
+        for parameter in dict.fromkeys(layer.parameters()):
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+            sizes[id(parameter)] = parameter.numel()
+    total = sum(sizes.values())
+    if config.lora.rank:
+        return ParameterCounts(trained=sum(layer.trained for layer in layers), frozen=total)
+    tied = sum(size for key, size in sizes.items() if users[key] > 1)
+    return ParameterCounts(trained=total, tied=tied)
+
+
+def rendered(report: PlanReport) -> Group:
+    """The report for a console."""
+    parts: list[object] = [_host_table(report)]
+    if report.plan is not None:
+        parts += [
+            _plan_table(report.plan),
+            _device_line(report),
+            report.plan.summary(),
+            *_speed_lines(report),
+        ]
+    else:
+        parts += [f"does not fit: {report.problem}", *_change_lines(report)]
+    parts += [*_faster_lines(report), _length_line(report)]
+    return Group(*(part for part in parts if part))  # type: ignore[arg-type]
+
+
+def _host_table(report: PlanReport) -> Table:
+    host: HostMemory = report.host
+    rows = {
+        "weights": host.weight_bytes,
+        "gradients": host.gradient_bytes,
+        "optimizer state": host.optimizer_bytes,
+        "activations between stages": host.activation_bytes,
+        "tokens": host.integer_bytes,
+        "all": host.total_bytes,
+    }
+    if report.question.host_bytes is not None:
+        rows["allowed"] = report.question.host_bytes
+    table = _table("host memory", ("kind",), ("GiB",))
+    for name, size in rows.items():
+        table.add_row(name, f"{size / GIB:.2f}")
+    return table
+
+
+def _plan_table(plan: Plan) -> Table:
+    names = ("stages", "kind", "layers each", "layers")
+    table = _table(
+        "plan, one line for stages that are alike; weights, gradients and compute peak in GiB of a device",
+        names,
+        ("ms", "weights", "gradients", "compute"),
+    )
+    for first, last, stage in plan.runs():
+        table.add_row(
+            f"{first}" if first == last else f"{first} - {last}",
+            stage.kind,
+            f"{stage.num_layers}",
+            _layers(plan.stages[first], plan.stages[last]),
+            f"{1e3 * stage.seconds:.1f}",
+            *(
+                f"{size / GIB:.2f}"
+                for size in (stage.weight_bytes, stage.gradient_bytes, stage.compute_bytes)
+            ),
+        )
+    return table
+
+
+def _table(title: str, names: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _layers(first: PlannedStage, last: PlannedStage) -> str:
+    """The layers of a run of stages, lowest first; backward stages are dispatched from the deepest."""
+    low, high = (last, first) if first.kind == "backward" else (first, last)
+    if low.first_layer == high.last_layer:
+        return low.first_layer
+    return f"{low.first_layer} .. {high.last_layer}"
+
+
+def _device_line(report: PlanReport) -> str:
+    memory, limit = report.device, report.question.device_bytes
+    assert memory is not None, "a plan has device memory"
+    parts = (
+        f"weights {memory.weights_bytes / GIB:.2f}, gradients {memory.gradients_bytes / GIB:.2f}, "
+        f"activations and workspace {memory.compute_bytes / GIB:.2f}, staging {memory.staging_bytes / GIB:.2f}, "
+        f"tokens {memory.integers_bytes / GIB:.3f}"
+    )
+    of = "" if limit is None else f" of {limit / GIB:.2f} usable"
+    return f"each device needs {memory.total_bytes / GIB:.2f} GiB{of}: {parts}"
+
+
+def _speed_lines(report: PlanReport) -> Iterator[str]:
+    device, transfers, plan = report.question.device, report.transfers, report.plan
+    if device is None or transfers is None or plan is None:
+        yield "the card is not known, so there is no tokens/s and no PCIe load"
+        return
+    yield f"about {report.tokens_per_s:,.0f} tokens/s, counted from FLOPs, not measured"
+    stage = plan.stages[transfers.busiest_stage]
+    yield (
+        f"PCIe at {device.pcie_gb_per_s:g} GB/s each way: {100 * transfers.up_load:.0f} % up, "
+        f"{100 * transfers.down_load:.0f} % down on average; {100 * transfers.busiest_load:.0f} % in the "
+        f"busiest stage, {transfers.busiest_stage} ({stage.kind}, {stage.first_layer} .. {stage.last_layer})"
+    )
+    if report.micro_batches_to_hide is not None:
+        size = plan.num_micro_batches / plan.rounds
+        verdict = (
+            "computation hides them" if size >= report.micro_batches_to_hide else "devices wait for them"
+        )
+        yield (
+            f"weights going up need {report.micro_batches_to_hide:.1f} micro-batches per round to be hidden, "
+            f"this run has {size:g}: {verdict}"
+        )
+
+
+def _faster_lines(report: PlanReport) -> Iterator[str]:
+    for change in sorted(report.faster, key=lambda change: -change.gain):
+        yield f"{change.setting} would take {100 * change.gain:.0f} % less time per step"
+
+
+def _change_lines(report: PlanReport) -> Iterator[str]:
+    for change in report.changes:
+        yield f"  with {change.setting}: {'fits' if change.fits else 'still does not fit'}"
+
+
+def _length_line(report: PlanReport) -> str:
+    if not report.longest_tokens:
+        return "no sequence length fits, not even 1024 tokens in micro-batches of one sequence"
+    return (
+        f"longest sequence that fits, one per micro-batch and recompute = "
+        f'"{report.question.recompute}": {report.longest_tokens:,} tokens (predicted)'
+    )

@@ -1,0 +1,297 @@
+"""Everything a user asks before a run: does it fit, where the memory goes, how fast, and what to change.
+
+`report` answers a `RunQuestion`; nothing here reads a config, a model or a file.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from torchround.pipeline.costs import Costs
+from torchround.pipeline.devices import DeviceSpec
+from torchround.pipeline.greedy import greedy_partition
+from torchround.pipeline.host_memory import HostMemory, ParameterCounts, host_state
+from torchround.pipeline.memory import (
+    GIB,
+    DeviceMemory,
+    MemoryLimits,
+    device_memory,
+    host_activation_bytes,
+)
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.plan import InfeasiblePlanError, Plan, evaluate_plan, make_plan
+from torchround.pipeline.problem import Problem
+from torchround.pipeline.transfers import Transfers, micro_batches_to_hide, plan_transfers
+
+# Tokens, labels, positions and document ids, 8 bytes each.
+INTEGER_BYTES = 32
+# Sequence lengths are tried in multiples of this, up to the limit.
+LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22
+# A gain in step time that is worth being told.
+CLEARLY_FASTER = 0.03
+
+
+@dataclass(frozen=True)
+class RunQuestion:
+    """A run to be planned.
+
+    `costs_for(tokens, sequences, accumulate_bytes)` are the layers' costs for micro-batches of that many
+    sequences of that many tokens, with gradients added up in so many bytes. `given`: a partition and its
+    rounds to use instead of the planner's. `host_bytes`: None is no limit.
+    """
+
+    costs_for: Callable[[int, int, int], Costs]
+    parameters: ParameterCounts
+    seq_len: int
+    global_batch_size: int
+    micro_batch_size: int
+    num_devices: int
+    device: DeviceSpec | None
+    device_bytes: int | None
+    host_bytes: int | None = None
+    update: str = "sync"
+    rounds: int | str = 1
+    recompute: str = "stage"
+    element_bytes: int = 2
+    gradient_bytes: int = 2
+    accumulate_bytes: int = 4
+    given: tuple[Partition, int] | None = None
+
+    @property
+    def num_micro_batches(self) -> int:
+        return -(-self.global_batch_size // self.micro_batch_size)
+
+    @property
+    def longest_micro_batch(self) -> int:
+        """Sequences of the first micro-batch; a batch that does not divide makes the first ones longer."""
+        return -(-self.global_batch_size // self.num_micro_batches)
+
+    def costs(self) -> Costs:
+        return self.costs_for(self.seq_len, self.longest_micro_batch, self.accumulate_bytes)
+
+    def state(self) -> HostMemory:
+        """Host memory that any plan needs."""
+        rounds = self.rounds if isinstance(self.rounds, int) else 1
+        return host_state(self.parameters, self.update, rounds, self.element_bytes, self.gradient_bytes)
+
+    def limits(self) -> MemoryLimits:
+        integer_bytes = INTEGER_BYTES * self.longest_micro_batch * self.seq_len
+        host_bytes = self.host_bytes
+        if host_bytes is not None:
+            host_bytes -= self.state().state_bytes + self.num_micro_batches * integer_bytes
+            host_bytes = max(0, host_bytes)
+        return MemoryLimits(self.device_bytes, host_bytes, integer_bytes, self.recompute)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of the config, and whether it alone makes the run fit."""
+
+    setting: str
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Faster:
+    """One change of the config that makes a step shorter, by this share of it."""
+
+    setting: str
+    gain: float
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """`plan` is None where the run does not fit; then `problem` says why and `changes` what would help.
+
+    `faster`: what would make steps clearly shorter.
+    """
+
+    question: RunQuestion
+    plan: Plan | None
+    problem: str
+    host: HostMemory
+    device: DeviceMemory | None
+    transfers: Transfers | None
+    micro_batches_to_hide: float | None
+    longest_tokens: int
+    changes: tuple[Change, ...]
+    faster: tuple[Faster, ...]
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Predicted from the costs; None where the device is not known or nothing is planned."""
+        if self.plan is None or not self.plan.step_s or self.question.device is None:
+            return None
+        return self.question.global_batch_size * self.question.seq_len / self.plan.step_s
+
+
+def report(question: RunQuestion) -> PlanReport:
+    """The answers."""
+    costs, plan, problem = question.costs(), None, _state_problem(question)
+    if not problem:
+        try:
+            plan = _plan(question, costs)
+        except InfeasiblePlanError as error:
+            problem = str(error)
+    return PlanReport(
+        question=question,
+        plan=plan,
+        problem=problem,
+        host=_host(question, plan),
+        device=_device(question, costs, plan),
+        transfers=_transfers(question, costs, plan),
+        micro_batches_to_hide=_to_hide(question, costs),
+        longest_tokens=longest_tokens(question),
+        changes=() if plan else tuple(_changes(question)),
+        faster=() if plan is None else tuple(_faster(question, plan)),
+    )
+
+
+def _plan(question: RunQuestion, costs: Costs) -> Plan:
+    devices, micro_batches, limits = question.num_devices, question.num_micro_batches, question.limits()
+    if question.given is not None:
+        partition, rounds = question.given
+        return evaluate_plan(partition, rounds, costs, devices, micro_batches, question.update, limits)
+    return make_plan(costs, devices, micro_batches, question.update, question.rounds, limits)
+
+
+def _state_problem(question: RunQuestion) -> str:
+    """Why the state alone does not fit on the host, or nothing."""
+    missing_gib = question.state().short_by(question.host_bytes)
+    if not missing_gib or question.host_bytes is None:
+        return ""
+    needed = question.state().state_bytes / GIB
+    return (
+        f"weights, gradients and optimizer state need {needed:.1f} GiB of {question.host_bytes / GIB:.1f} GiB "
+        f"of host memory: {missing_gib:.1f} GiB are missing"
+    )
+
+
+def _host(question: RunQuestion, plan: Plan | None) -> HostMemory:
+    state = question.state()
+    if plan is None:
+        return state
+    if plan.rounds > 1:
+        state = host_state(
+            question.parameters, question.update, plan.rounds, question.element_bytes, question.gradient_bytes
+        )
+    integers = question.limits().integer_bytes * question.num_micro_batches
+    return replace(state, activation_bytes=plan.host_activation_bytes, integer_bytes=integers)
+
+
+def _device(question: RunQuestion, costs: Costs, plan: Plan | None) -> DeviceMemory | None:
+    if plan is None:
+        return None
+    size = -(-question.num_micro_batches // plan.rounds)
+    return device_memory(plan.partition, costs, size, question.limits())
+
+
+def _transfers(question: RunQuestion, costs: Costs, plan: Plan | None) -> Transfers | None:
+    if plan is None or question.device is None:
+        return None
+    share = question.gradient_bytes / question.accumulate_bytes
+    return plan_transfers(plan, costs, question.device.pcie_gb_per_s, question.recompute, share)
+
+
+def _faster(question: RunQuestion, plan: Plan) -> Iterator[Faster]:
+    """Changes that keep the step's batch, each tried alone."""
+    alternatives = [
+        ('engine.rounds = "auto"', replace(question, rounds="auto")),
+        ('engine.recompute = "layer"', replace(question, recompute="layer")),
+        ('engine.update = "async"', replace(question, update="async")),
+    ]
+    for size in (question.micro_batch_size // 2, question.micro_batch_size * 2):
+        if 1 <= size <= question.global_batch_size:
+            changed = replace(question, micro_batch_size=size)
+            alternatives.append((f"training.micro_batch_size = {size}", changed))
+    if question.given is not None:
+        alternatives = [("engine.plan left out", replace(question, given=None))]
+    for setting, changed in alternatives:
+        if changed == question or not fits(changed):
+            continue
+        gain = 1 - _plan(changed, changed.costs()).step_s / plan.step_s if plan.step_s else 0.0
+        if gain > CLEARLY_FASTER:
+            yield Faster(setting, gain)
+
+
+def _to_hide(question: RunQuestion, costs: Costs) -> float | None:
+    """Of the layer that needs most; layers without work are not computed, so nothing hides them."""
+    if question.device is None:
+        return None
+    rate = question.device.pcie_gb_per_s
+    return max(
+        (micro_batches_to_hide(layer, rate) for layer in costs.layers if layer.forward_s), default=None
+    )
+
+
+def fits(question: RunQuestion) -> bool:
+    """Whether the finest partition, or the one with the fullest stages, keeps within all limits."""
+    if _state_problem(question):
+        return False
+    limits, costs = question.limits(), question.costs()
+    problem = Problem(costs, question.num_devices, question.num_micro_batches, question.update, limits)
+    rounds = question.rounds if isinstance(question.rounds, int) else question.num_micro_batches
+    ones = (1,) * (costs.num_layers - 1)
+    candidates = (Partition(ones, 1, ones), greedy_partition(problem, float("inf")))
+    return any(_fits(problem, partition, rounds) for partition in candidates)
+
+
+def _fits(problem: Problem, partition: Partition, rounds: int) -> bool:
+    host_bytes = host_activation_bytes(
+        partition, problem.costs, problem.num_devices, problem.num_micro_batches, rounds, problem.update
+    )
+    limit = problem.limits.host_bytes
+    return problem.fits_device(partition, rounds) and (limit is None or host_bytes <= limit)
+
+
+def longest_tokens(question: RunQuestion) -> int:
+    """The longest sequence that fits with one sequence per micro-batch and as many as devices, else 0."""
+
+    def possible(steps: int) -> bool:
+        longer = replace(
+            question,
+            seq_len=steps * LENGTH_STEP,
+            micro_batch_size=1,
+            global_batch_size=question.num_devices,
+            rounds=1,
+            given=None,
+        )
+        return fits(longer)
+
+    low, high = 0, 1
+    while possible(high) and high * LENGTH_STEP < LONGEST_LENGTH:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if possible(middle) else (low, middle)
+    return low * LENGTH_STEP
+
+
+def _frozen(question: RunQuestion) -> RunQuestion:
+    """The run with nothing to train, which adapters of a usual rank are close to."""
+
+    def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+        costs = question.costs_for(tokens, sequences, accumulate_bytes)
+        return replace(costs, layers=tuple(replace(layer, gradient_bytes=0) for layer in costs.layers))
+
+    frozen = ParameterCounts(0, question.parameters.trained + question.parameters.frozen)
+    return replace(question, costs_for=costs_for, parameters=frozen)
+
+
+def _changes(question: RunQuestion) -> Iterator[Change]:
+    """What could be changed, each tried alone."""
+    alternatives = [
+        ("training.micro_batch_size = 1", replace(question, micro_batch_size=1)),
+        (f"training.seq_len = {question.seq_len // 2}", replace(question, seq_len=question.seq_len // 2)),
+        ('engine.accumulate_dtype = "bfloat16"', replace(question, accumulate_bytes=2)),
+        ('engine.update = "sync"', replace(question, update="sync")),
+        (
+            f"engine.rounds = {question.num_micro_batches}",
+            replace(question, rounds=question.num_micro_batches),
+        ),
+        ("engine.plan left out", replace(question, given=None)),
+    ]
+    if question.parameters.trained:
+        alternatives.append(("lora.rank (adapters on frozen weights)", _frozen(question)))
+    for setting, changed in alternatives:
+        if changed != question:
+            yield Change(setting, fits(changed))
