@@ -250,7 +250,7 @@ class Trainer:
             say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
             self.store.initialize(self._model, seed)
         else:
-            say(f"{self._folder.path}: a new run; reading the weights in {pretrained.folder}")
+            say(f"{self._folder.path}: a new run; reading its weights from {pretrained.folder}")
             self.store.initialize(self._model, seed, pretrained.load)
 
     def _load(self) -> Loaded | None:
