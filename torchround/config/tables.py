@@ -59,7 +59,7 @@ class TokenizerTable(Table):
     """How text becomes tokens. When left out, the tokenizer in `model.hf_path` is used."""
 
     path: Name | None = None
-    """Tokenizer file (a byte-level BPE `tokenizer.json`, or Llama 3's `tokenizer.model`), or a folder that holds
+    """Tokenizer file (a byte-level BPE tokenizer.json, or Llama 3's tokenizer.model), or a folder that holds
     one. Either this or `name`; neither: `model.hf_path`."""
 
     name: Literal["bytes"] | None = None
