@@ -158,6 +158,19 @@ def test_device_memory_does_not_depend_on_how_many_steps_run():
     assert peaks[0] == peaks[1]
 
 
+def test_a_device_can_be_used_by_one_engine_after_the_other():
+    """The second one needs all of the memory that the first one had."""
+    model = toy_model()
+    with toy_engine(model, toy_store(model), PARTITION, 1) as engine:
+        train(engine, BATCHES)
+        [probe] = engine.devices
+    device = CpuDevice(0, memory_limit_bytes=probe.peak_bytes())
+    for _ in range(2):
+        with toy_engine(model, toy_store(model), PARTITION, 1, wrap=lambda _: device) as engine:
+            train(engine, BATCHES)
+    assert device.peak_bytes() == probe.peak_bytes()
+
+
 def test_a_long_run_keeps_no_facts_of_old_steps():
     model = toy_model()
     counts = []

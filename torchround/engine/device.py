@@ -109,6 +109,10 @@ class Device(ABC):
         """Block until every stream is idle."""
 
     @abstractmethod
+    def release(self) -> None:
+        """Whoever allocated on this device lets go of all of it; another engine may use the device."""
+
+    @abstractmethod
     def peak_bytes(self) -> int:
         """The most device memory held at once so far, as far as the device can tell."""
 
@@ -140,6 +144,7 @@ class CpuDevice(Device):
         self.torch_device = torch.device("cpu")
         self._limit_bytes = memory_limit_bytes
         self._allocated_bytes = 0
+        self._peak_bytes = 0
 
     def _allocate(self, nbytes: int) -> Tensor:
         if self._limit_bytes is not None and self._allocated_bytes + nbytes > self._limit_bytes:
@@ -148,6 +153,7 @@ class CpuDevice(Device):
                 f"taken; {nbytes / GIB:.3f} GiB more were asked for"
             )
         self._allocated_bytes += nbytes
+        self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
@@ -177,8 +183,11 @@ class CpuDevice(Device):
     def finish(self) -> None:
         pass
 
+    def release(self) -> None:
+        self._allocated_bytes = 0
+
     def peak_bytes(self) -> int:
-        return self._allocated_bytes
+        return self._peak_bytes
 
 
 class _CudaMark:
@@ -260,6 +269,9 @@ class CudaDevice(Device):
     def finish(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()
+
+    def release(self) -> None:
+        pass  # PyTorch's allocator takes each buffer back with its last tensor
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)

@@ -353,9 +353,10 @@ class Engine:
         self._pool.close()
 
     def _finish(self, device: Device) -> None:
-        """Wait until a device is idle. One that has failed says so again here, or for the first time."""
+        """Wait until a device is idle, and leave it to others. One that has failed says so again here."""
         try:
             device.finish()
+            device.release()
         except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)
             failure = PipelineError(Place(f"device {device.name}"), f"{type(error).__name__}: {error}")
             failure.__cause__ = error

@@ -139,6 +139,9 @@ class RecordingDevice(Device):
     def finish(self) -> None:
         self._inner.finish()
 
+    def release(self) -> None:
+        self._inner.release()
+
     def peak_bytes(self) -> int:
         return self._inner.peak_bytes()
 

@@ -85,6 +85,9 @@ class TracingDevice(Device):
     def finish(self) -> None:
         self._inner.finish()
 
+    def release(self) -> None:
+        self._inner.release()
+
     def peak_bytes(self) -> int:
         return self._inner.peak_bytes()
 
