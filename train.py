@@ -37,7 +37,7 @@ from torchround.host_budget import HostBudget, HostMemoryError, available_host_b
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
 from torchround.run_folder import RunFolder, RunFolderError
-from torchround.trainer import ResumeError, Trainer
+from torchround.trainer import ResumeError, Trainer, say
 
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
@@ -111,7 +111,7 @@ def run(arguments: list[str]) -> int:
         return 0
     parts.host_budget.check(available_host_bytes())
     with parts.folder:
-        print(parts.describe(), flush=True)
+        say(parts.describe())
         return Trainer(**vars(parts)).run()
 
 
@@ -188,9 +188,8 @@ def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Itera
 def plan_for(config: Config, folder: RunFolder, model: LayeredModel, devices: DeviceChoice) -> Plan:
     """The run's plan. A run that goes on keeps its rounds, which decide how gradients round."""
     goes_on = Checkpointer(folder.checkpoints).latest_step() is not None
-    kept_rounds = folder.planned_rounds() if goes_on else None
-    if kept_rounds is not None:
-        kept_rounds = min(kept_rounds, config.num_micro_batches)
+    kept = folder.kept_plan() if goes_on else None
+    kept_rounds = min(kept.rounds, config.num_micro_batches) if kept is not None else None
     return plan_run(model, config.training, config.engine, devices, kept_rounds)
 
 

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -170,16 +171,41 @@ def interrupt(number: int = signal.SIGTERM) -> None:
     signal.raise_signal(number)
 
 
-def wrap_layer(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[LayeredModel], None]) -> None:
-    """Change the model that `train.py` builds."""
+def with_model(monkeypatch: pytest.MonkeyPatch, action: Callable[[LayeredModel], None]) -> None:
+    """Look at or change the model that `train.py` builds."""
     build = train.build_model
 
-    def wrapped(*arguments):
+    def built(*arguments):
         model = build(*arguments)
-        wrap(model)
+        action(model)
         return model
 
-    monkeypatch.setattr(train, "build_model", wrapped)
+    monkeypatch.setattr(train, "build_model", built)
+
+
+def before_forward(monkeypatch: pytest.MonkeyPatch, layer: int, action: Callable[[int], None]) -> None:
+    """Do something before each forward of a layer, recomputes included, on whichever device.
+
+    The action is given how many forwards there were, this one included.
+    """
+    lock, calls = threading.Lock(), [0]
+
+    def change(model: LayeredModel) -> None:
+        kind = type(model.layers[layer])
+        forward = kind.forward
+        model.layers[layer].is_watched = True  # devices have copies of the layers
+
+        def watched(self, hidden, micro_batch):
+            if getattr(self, "is_watched", False):
+                with lock:
+                    calls[0] += 1
+                    call = calls[0]
+                action(call)
+            return forward(self, hidden, micro_batch)
+
+        monkeypatch.setattr(kind, "forward", watched)
+
+    with_model(monkeypatch, change)
 
 
 def files_of(folder: Path) -> Mapping[str, bytes]:

@@ -1,21 +1,23 @@
 """A run that is interrupted and goes on has the losses and the weights of one that never stopped, bit for bit."""
 
 import signal
-import threading
+from collections.abc import Callable
 
 import pytest
 
 import torchround.engine.build
+import torchround.engine.optimizer_worker
+import torchround.trainer
 from tests.small_run import (
     ASYNC,
     STEPS,
     TIED,
     TWO_ROUNDS,
     SmallRuns,
+    before_forward,
     before_step,
     interrupt,
     small_runs,
-    wrap_layer,
 )
 
 __all__ = ["small_runs"]
@@ -30,6 +32,7 @@ MODES = {
     "async, tied": [ASYNC, TIED],
     "async, tied, two rounds": [ASYNC, TIED, TWO_ROUNDS],
     "async, bfloat16": [ASYNC, "--training.dtype=bfloat16"],
+    "async, float16": [ASYNC, "--training.dtype=float16"],
 }
 
 
@@ -37,26 +40,12 @@ class PlantedError(RuntimeError):
     pass
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, layer: int, call: int) -> None:
-    """Layer `layer` fails at its `call`-th forward of the run, recomputes included, on whichever device."""
-    lock, calls = threading.Lock(), [0]
+def fail_at(call: int) -> Callable[[int], None]:
+    def action(number: int) -> None:
+        if number == call:
+            raise PlantedError(f"call {call}")
 
-    def wrap(model):
-        kind = type(model.layers[layer])
-        forward = kind.forward
-        model.layers[layer].fails = True
-
-        def failing(self, hidden, micro_batch):
-            if getattr(self, "fails", False):
-                with lock:
-                    calls[0] += 1
-                    if calls[0] == call:
-                        raise PlantedError(f"call {call}")
-            return forward(self, hidden, micro_batch)
-
-        monkeypatch.setattr(kind, "forward", failing)
-
-    wrap_layer(monkeypatch, wrap)
+    return action
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -109,7 +98,7 @@ def test_after_a_fault_in_a_stage_the_run_goes_on_from_the_last_update_and_equal
 ) -> None:
     assert small_runs("whole", *MODES[mode]) == 0
     with monkeypatch.context() as patch:
-        fail_once(patch, layer=1, call=call)
+        before_forward(patch, 1, fail_at(call))
         capsys.readouterr()
         assert small_runs("faulty", *MODES[mode]) == 1
     message = capsys.readouterr().err.splitlines()[-1]
@@ -118,6 +107,46 @@ def test_after_a_fault_in_a_stage_the_run_goes_on_from_the_last_update_and_equal
     assert (call - 1) // 8 - 1 <= rescued <= (call - 1) // 8
     assert small_runs("faulty", *MODES[mode], ALONE) == 0
     small_runs.assert_same("faulty", "whole", may_lack={rescued - 1, rescued})
+
+
+def test_after_a_fault_outside_the_engine_the_run_goes_on_from_the_last_update(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert small_runs("whole") == 0
+
+    def fail() -> None:
+        raise PlantedError("in the loop itself")
+
+    with monkeypatch.context() as patch:
+        before_step(patch, 4, fail)
+        with pytest.raises(PlantedError):  # no message of ours: a traceback
+            small_runs("faulty")
+    [rescued] = small_runs.saved("faulty")
+    assert rescued in (2, 3)
+    assert small_runs("faulty") == 0
+    small_runs.assert_same("faulty", "whole", may_lack={3})
+
+
+def test_an_update_that_cannot_be_completed_is_not_saved(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small_runs("whole") == 0
+    adamw_update_, buffers = torchround.engine.optimizer_worker.adamw_update_, []
+
+    def failing(weight, *arguments, bias_correction_step, **options):
+        if bias_correction_step == 4:
+            buffers.append(weight)
+            if len(buffers) > 3:  # in the middle of the model, and at each further try
+                raise PlantedError("in an update")
+        adamw_update_(weight, *arguments, bias_correction_step=bias_correction_step, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torchround.engine.optimizer_worker, "adamw_update_", failing)
+        assert small_runs("faulty", "--checkpoint.interval_steps=2") == 1
+    assert "mixes two weight versions" in capsys.readouterr().err.splitlines()[-1]
+    assert small_runs.saved("faulty") == [2]
+    assert small_runs("faulty") == 0
+    small_runs.assert_same("faulty", "whole")
 
 
 def test_a_run_that_goes_on_keeps_the_rounds_that_were_once_planned_for_it(
@@ -151,6 +180,25 @@ def test_a_new_run_may_start_from_a_checkpoint_of_another(
     assert small_runs.losses("branch") == {5: small_runs.losses("whole")[5]}
     assert small_runs("branch", ASYNC, load, "--training.steps=6") == 0  # its own checkpoint comes first
     assert list(small_runs.losses("branch")) == [5, 6]
+
+
+def test_a_resumed_run_rejoins_its_page_in_wandb_and_a_branch_does_not(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[str | None] = []
+    open_metrics = torchround.trainer.open_metrics
+
+    def with_a_page(*arguments, wandb_run_id, **options):
+        joined.append(wandb_run_id)
+        return open_metrics(*arguments, wandb_run_id=wandb_run_id or f"page-{len(joined)}", **options)
+
+    monkeypatch.setattr(torchround.trainer, "open_metrics", with_a_page)
+    assert small_runs("run") == 0
+    load = f"--checkpoint.load_path={small_runs.path('run')}/checkpoints/step-5"
+    assert small_runs("run", "--training.steps=6") == 0
+    assert small_runs("branch", load, "--training.steps=6") == 0
+    assert joined == [None, "page-1", None]
+    assert small_runs.saved_state("branch", 6)["wandb_run_id"] == "page-3"
 
 
 @pytest.mark.parametrize(

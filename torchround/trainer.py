@@ -6,9 +6,9 @@ A step is dispatched before the one before it is reported, so that reporting nev
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,14 +23,18 @@ from torchround.engine.host_store import HostStore
 from torchround.engine.results import StepResult
 from torchround.hf import PretrainedWeights
 from torchround.layer import LayeredModel, MicroBatch
+from torchround.measured_plan import PlanByMeasuring
 from torchround.observe import MetricsLogger, open_metrics
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
 from torchround.run_folder import RunFolder
 from torchround.signals import StopRequest
 from torchround.step_reports import StepReports
+from torchround.step_traces import StepTraces
 
 logger = logging.getLogger(__name__)
+
+COMPLETE = "the run is complete", 0
 
 
 class ResumeError(Exception):
@@ -96,8 +100,12 @@ class Trainer:
         return build_store(self._model, self.config.training, self.config.engine, self._choice)
 
     @cached_property
-    def _devices(self) -> list[Device]:
-        return self._choice.make()
+    def _traces(self) -> StepTraces:
+        return StepTraces(self.config.trace, self._folder.path / "trace", self._choice.make())
+
+    @property
+    def _devices(self) -> Sequence[Device]:
+        return self._traces.devices
 
     @cached_property
     def _reports(self) -> StepReports:
@@ -120,11 +128,10 @@ class Trainer:
             )
             return 0
         state = self._restore_or_initialize()
-        self._folder.describe(self.config, self._plan)
         self._metrics = self._open_metrics(state.get("wandb_run_id"))
         try:
-            with StopRequest() as stop, self._running_engine() as engine:
-                ended_by, exit_code = self._train(engine, stop)
+            with StopRequest() as stop:
+                ended_by, exit_code = self._measure_and_train(stop)
         finally:
             self._metrics.close()
             self._loader.close()
@@ -136,10 +143,30 @@ class Trainer:
         )
         return exit_code
 
-    def _train(self, engine: Engine, stop: StopRequest) -> tuple[str, int]:
-        """The loop. Returns why it ended, and the exit code that says so."""
-        end = "the run is complete", 0
-        while self._position.step < self.config.training.steps:
+    def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
+        """Steps that measure, the plan that stays, all other steps. Returns as `_train`."""
+        kept = self._folder.kept_plan() if self._position.step else None
+        planning = PlanByMeasuring(
+            self.config, self._model, self._choice, self._plan, kept, self._position.step
+        )
+        self._folder.describe(self.config, planning.settled)
+        if self._position.step < planning.until:
+            with self._running_engine(planning.measuring) as engine:
+                end = self._train(engine, stop, planning.until, measured_by=planning)
+            if end is not None or planning.until == self.config.training.steps:
+                return end or COMPLETE
+            planning.settle()
+            say(f"planned again from {self.config.engine.measure_steps} measured steps:\n{planning.settled}")
+            self._folder.describe(self.config, planning.settled)
+        with self._running_engine(planning.settled) as engine:
+            return self._train(engine, stop, self.config.training.steps) or COMPLETE
+
+    def _train(
+        self, engine: Engine, stop: StopRequest, until: int, measured_by: PlanByMeasuring | None = None
+    ) -> tuple[str, int] | None:
+        """The loop, up to step `until`. Returns why it ended before, and the exit code that says so."""
+        end = None
+        while self._position.step < until:
             if stop.requested:
                 end = "run the same command to go on", stop.exit_code
                 break
@@ -147,13 +174,17 @@ class Trainer:
             if batch is None:
                 end = "the data has come to its end", 0
                 break
-            self._dispatch(engine, batch)
+            result = self._dispatch(engine, batch)
+            if measured_by is not None:
+                measured_by.add(result)
             self._report_steps(leave=1)
             if self._is_due(self.config.validation.interval_steps):
                 self._report_steps(leave=0, validation_loss=self._validate(engine))
             if self._is_due(self.config.checkpoint.interval_steps):
                 self._save_if_possible(engine)
-        self._save(engine)
+        self._report_steps(leave=0)
+        if end is not None or until == self.config.training.steps:
+            self._save(engine)
         return end
 
     # One step.
@@ -173,8 +204,11 @@ class Trainer:
             engine.drain()
             raise
 
-    def _dispatch(self, engine: Engine, batch: MicroBatch) -> None:
-        lr = self._schedule(self._position.step)
+    def _dispatch(self, engine: Engine, batch: MicroBatch) -> StepResult:
+        lr, traced = self._schedule(self._position.step), self._traces.wants(self._position.step + 1)
+        if traced:
+            engine.drain()
+            self._traces.start()
         result = engine.forward_backward(cut(batch, self.config.training.micro_batch_size))
         engine.step(lr)
         position = Position(
@@ -182,6 +216,9 @@ class Trainer:
         )
         self._positions.append(position)
         self._under_way.append(Dispatched(result, position, lr))
+        if traced:
+            self._traces.finish(position.step, result)
+        return result
 
     def _report_steps(self, leave: int, validation_loss: float | None = None) -> None:
         """Wait for all but the newest `leave` steps, and log those that are due."""
@@ -260,9 +297,11 @@ class Trainer:
         if loaded is not None or load_path is None:
             return loaded
         try:
-            return load_checkpoint(load_path, views)
+            loaded = load_checkpoint(load_path, views)
         except CheckpointError as error:
             raise ResumeError(f"checkpoint.load_path: {error}") from error
+        # Another run's page in wandb is not this run's.
+        return replace(loaded, state={**loaded.state, "wandb_run_id": None})
 
     def _open_metrics(self, wandb_run_id: str | None) -> MetricsLogger:
         return open_metrics(
@@ -276,14 +315,14 @@ class Trainer:
         )
 
     @contextmanager
-    def _running_engine(self) -> Iterator[Engine]:
+    def _running_engine(self, plan: Plan) -> Iterator[Engine]:
         """An engine for the block. After a fault, the state that it left is saved."""
         config = self.config
         engine = build_engine(
             self._model,
             self.store,
             self._devices,
-            self._plan,
+            plan,
             config.engine,
             config.optimizer,
             config.training.max_norm,

@@ -1,0 +1,150 @@
+"""Disks, steps and gradients at fault in a run, and mistakes that only show on the machine. In this process."""
+
+import logging
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from tests.small_run import (
+    STEPS,
+    SmallRuns,
+    before_forward,
+    before_step,
+    interrupt,
+    small_runs,
+    with_model,
+)
+from torchround.layer import LayeredModel
+
+__all__ = ["small_runs"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    obstacle = small_runs.path("run") / "checkpoints"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_text("a file where the folder should be")
+    before_step(monkeypatch, 4, obstacle.unlink)
+    assert small_runs("run", "--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0") == 0
+    [warning] = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "step 2 could not be written" in warning.getMessage()
+    assert "training goes on" in warning.getMessage()
+    assert small_runs.saved("run") == [4, 5]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_a_fault(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    obstacle = small_runs.path("run") / "checkpoints"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_text("a file where the folder should be")
+    assert small_runs("run") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("CheckpointError: the checkpoint of step 5 could not be written")
+    assert "Traceback" not in message
+    assert len(small_runs.steps("run")) == STEPS
+
+
+def test_a_stage_that_hangs_is_reported_after_the_timeout_and_the_state_is_saved(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small_runs("whole") == 0  # the first step of a process imports what torch needs for it
+    before_forward(
+        monkeypatch, 0, lambda call: time.sleep(2.5) if call == 18 else None
+    )  # step 3: calls 17 to 24
+    assert small_runs("run", "--engine.hang_timeout_s=1.0") == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "no thread made progress for 1 s" in message and "engine.hang_timeout_s" in message
+    assert small_runs.saved("run") == [2]
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_counted_and_still_counted_after_a_resume(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def change(model: LayeredModel) -> None:
+        kind = type(model.layers[-1])
+        forward = kind.forward
+
+        def overflowing(self, hidden, micro_batch):
+            calls.append(None)
+            return forward(self, hidden, micro_batch) * (float("inf") if len(calls) == 5 else 1.0)
+
+        monkeypatch.setattr(kind, "forward", overflowing)
+
+    with_model(monkeypatch, change)
+    before_step(monkeypatch, 3, interrupt)
+    assert small_runs("run") == 128 + signal.SIGTERM
+    assert "step 2: the gradient is not finite" in caplog.text
+    state = small_runs.saved_state("run", 3)
+    assert (state["step"], state["applied_updates"], state["skipped_steps"]) == (3, 2, 1)
+    assert small_runs("run") == 0
+    assert [line["skipped_steps"] for line in small_runs.steps("run")] == [0, 1, 1, 1, 1]
+
+
+def test_a_console_that_is_closed_does_not_end_the_run(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed:
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+        flush = write
+
+    before_step(monkeypatch, 2, lambda: monkeypatch.setattr("sys.stdout", Closed()))
+    assert small_runs("run", "--checkpoint.interval_steps=2") == 0
+    assert len(small_runs.steps("run")) == STEPS
+
+
+# Mistakes that need a machine or a folder to be found.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--engine.device_memory_gib=1e-6"], "GiB"),
+        (["--engine.devices=cuda"], "PyTorch sees no GPU"),
+        (['--data.sources=[{ path = "nowhere.txt" }]'], "command line: data.sources: "),
+        (["--run.folder=text.jsonl"], "run.folder: text.jsonl/run cannot be used"),
+        (
+            ["--validation.interval_steps=1", '--validation.sources=[{ path = "nowhere.txt" }]'],
+            "command line: validation.sources: ",
+        ),
+    ],
+)
+def test_a_mistake_is_exit_code_2_and_one_message(
+    small_runs: SmallRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    expected: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert small_runs("run", *overrides) == 2
+    message = capsys.readouterr().err
+    assert expected in message and "Traceback" not in message
+    assert not small_runs.path("run").exists()
+
+
+def test_a_model_too_large_for_the_host_is_refused_before_it_is_allocated(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "available_host_bytes", lambda: 2**17)
+    assert small_runs("run") == 2
+    message = capsys.readouterr().err
+    assert "MiB are missing" in message and "training.dtype" in message
+    assert not Path("outputs").exists()
+
+
+def test_more_than_one_node_is_refused(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert small_runs("run") == 2
+    assert "several nodes" in capsys.readouterr().err
