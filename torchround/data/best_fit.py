@@ -18,7 +18,7 @@ from torchdata.nodes import BaseNode
 
 from torchround.data.documents import Ids
 from torchround.data.errors import DataError
-from torchround.data.packing import PackedSequence, TokenPiece, positions_from
+from torchround.data.packing import PackedSequence, TokenPiece, joined, learnt_mask, positions_from
 from torchround.data.sources import shuffled
 from torchround.layer import IGNORED_LABEL
 
@@ -145,14 +145,12 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         """What is used of a document that has come in `pieces`: nothing, itself, its beginning, or several parts."""
         if not pieces:
             return []
-        tokens = np.concatenate([piece.tokens for piece in pieces])
-        labels = np.full(len(tokens), IGNORED_LABEL, dtype=np.int64)
-        labels[:-1] = tokens[1:]
-        masks = [
-            np.ones(len(piece.tokens), dtype=np.bool_) if piece.learn is None else piece.learn
-            for piece in pieces
-        ]
-        labels[:-1][~np.concatenate(masks)[1:]] = IGNORED_LABEL
+        tokens = joined([piece.tokens for piece in pieces])
+        labels = np.empty_like(tokens)
+        labels[:-1], labels[-1] = tokens[1:], IGNORED_LABEL
+        if any(piece.learn is not None for piece in pieces):
+            learn = joined([learnt_mask(piece) for piece in pieces])
+            labels[:-1][~learn[1:]] = IGNORED_LABEL
         starts = range(0, len(tokens), self._seq_len)
         if len(starts) > 1:
             self._num_long += 1

@@ -34,6 +34,9 @@ class Conversation:
 Content = str | Ids | tuple[Segment, ...]
 """Text to be framed by BOS and EOS; token ids `[n]` as they are; a rendered conversation."""
 
+Record = bytes | dict[str, Any] | DataError
+"""A line, the fields of a row, or why it could not be read."""
+
 Place = list[int]
 """Where a source is in a pass over its documents; what the numbers mean is the source's business."""
 
@@ -49,7 +52,7 @@ class Document:
     start_byte: int = 0
     number: int = 0
     unit: str = "line"
-    record: bytes | dict[str, Any] | DataError | None = field(default=None, repr=False, compare=False)
+    record: Record | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.path}, {self.unit} {self.number}" if self.number else str(self.path)

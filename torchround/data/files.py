@@ -93,20 +93,20 @@ def line_starts(path: Path) -> Ids:
     return joined[joined < offset]
 
 
-def read_line(path: Path, start_byte: int) -> bytes:
+def read_line(path: Path | str, start_byte: int) -> bytes:
     """The line that begins at `start_byte`. Raises `DataError`."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             file.seek(start_byte)
             return file.readline()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def read_file_piece(path: Path, offset: int) -> tuple[str, int | None]:
+def read_file_piece(path: Path | str, offset: int) -> tuple[str, int | None]:
     """Text from byte `offset` on, and where the next piece begins, `None` at the end. Raises `DataError`."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             file.seek(offset)
             data = file.read(PIECE_SIZE)
             ends = offset + len(data) >= os.fstat(file.fileno()).st_size
@@ -115,7 +115,7 @@ def read_file_piece(path: Path, offset: int) -> tuple[str, int | None]:
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(data, final=ends)
     except UnicodeDecodeError as error:
-        line, bad = _line_of(path, offset + error.start), error.object[error.start]
+        line, bad = _line_of(Path(path), offset + error.start), error.object[error.start]
         raise DataError(f"{path}, line {line}: not valid UTF-8 (byte 0x{bad:02x}: {error.reason})") from error
     if ends:
         return text, None

@@ -7,15 +7,19 @@ a sequence that next token is the first input of the following one. So a documen
 at most n - 1 labels wherever it is cut, and nothing is lost or repeated.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
 from torchround.data.documents import Ids, Mask
 from torchround.data.errors import DataError
 from torchround.layer import IGNORED_LABEL
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -162,5 +166,14 @@ class Packer(BaseNode[PackedSequence | DataError]):
 def _run(piece: TokenPiece) -> TokenRun:
     starts = np.zeros(len(piece.tokens), dtype=np.bool_)
     starts[:1] = piece.starts_document
-    learn = np.ones(len(piece.tokens), dtype=np.bool_) if piece.learn is None else piece.learn
-    return TokenRun(piece.tokens, starts, learn)
+    return TokenRun(piece.tokens, starts, learnt_mask(piece))
+
+
+def learnt_mask(piece: TokenPiece) -> Mask:
+    """Tokens `[n]` of a piece that are labels."""
+    return np.ones(len(piece.tokens), dtype=np.bool_) if piece.learn is None else piece.learn
+
+
+def joined(arrays: Sequence[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
+    """One array after the other; a single one is not copied."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -8,7 +8,7 @@ its share. Nothing is drawn from a random stream, so a position is a handful of 
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ class Reader(BaseNode[Piece]):
 
     def get_state(self) -> dict[str, Any]:
         """Progress of each source, and the place in the document that is being read, if one is."""
-        sources = [asdict(progress) for progress in self._progress]
+        sources = [dict(vars(progress)) for progress in self._progress]
         return {"sources": sources, "source": self._source, "offset": self._offset}
 
     def next(self) -> Piece:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchround.config import SourceTable
-from torchround.data.documents import Content, Conversation, Document, Ids, Segment
+from torchround.data.documents import Content, Conversation, Document, Ids, Record, Segment
 from torchround.data.errors import DataError
 
 Render = Callable[[Conversation], tuple[Segment, ...]]
@@ -37,17 +37,14 @@ class RecordReader:
             return None
         return (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
 
-    def read(self, document: Document) -> Content:
+    def read(self, document: Document, record: Record) -> Content:
         """What a document's record holds; an empty text for a blank line. Raises `DataError`."""
-        record = document.record
         if isinstance(record, DataError):
             raise record
-        if isinstance(record, bytes):
-            if not record.strip():
-                return ""
-            record = _parsed(record, document)
+        if isinstance(record, bytes) and not record.strip():
+            return ""
         try:
-            return self._content(record)
+            return self._content(_parsed(record) if isinstance(record, bytes) else record)
         except DataError as error:
             raise DataError(f"{document}: {error}") from error
 
@@ -78,14 +75,14 @@ class RecordReader:
         return self.render(conversation)
 
 
-def _parsed(line: bytes, document: Document) -> Any:
+def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line.decode())
     except UnicodeDecodeError as error:
         bad = error.object[error.start]
-        raise DataError(f"{document}: not valid UTF-8 (byte 0x{bad:02x}: {error.reason})") from error
+        raise DataError(f"not valid UTF-8 (byte 0x{bad:02x}: {error.reason})") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{document}: not valid JSON: {error}") from error
+        raise DataError(f"not valid JSON: {error}") from error
 
 
 def _ids(value: Any, vocab_size: int | None) -> Ids:

@@ -7,7 +7,7 @@ memory per line) and read in any order; what can only be read in sequence is a s
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
@@ -71,7 +71,7 @@ class Source:
         `DataError`.
         """
         if not document.number:
-            return read_file_piece(Path(document.path), offset)
+            return read_file_piece(document.path, offset)
         content = self._content(document)
         if isinstance(content, tuple):
             return content, None
@@ -88,10 +88,10 @@ class Source:
     def _content(self, document: Document) -> Content:
         """That of the last record is kept, or a long one would be parsed once per piece."""
         if self._last is None or self._last[0] != document:
-            loaded = document
-            if document.record is None:
-                loaded = replace(document, record=read_line(Path(document.path), document.start_byte))
-            self._last = document, self._records.read(loaded)
+            record = document.record
+            if record is None:
+                record = read_line(document.path, document.start_byte)
+            self._last = document, self._records.read(document, record)
         return self._last[1]
 
 
