@@ -71,9 +71,13 @@ def _lr_schedule(config: Config) -> Iterator[Conflict]:
 
 
 def _validation(config: Config) -> Iterator[Conflict]:
-    if config.validation.interval_steps > 0 and not config.validation.sources:
-        message = f"given {config.validation.interval_steps} and no sources; legal: at least one source, or 0 for off"
-        yield ("validation.interval_steps", "validation.sources"), message
+    is_on = config.validation.interval_steps > 0
+    if is_on and not config.validation.sources and not config.data.validation_fraction:
+        message = (
+            f"given {config.validation.interval_steps}, no sources and 0; legal: at least one source, "
+            "or a data.validation_fraction above 0, or an interval of 0 for off"
+        )
+        yield ("validation.interval_steps", "validation.sources", "data.validation_fraction"), message
 
 
 def _engine(config: Config) -> Iterator[Conflict]:
