@@ -23,7 +23,8 @@ class Family(Generic[Config]):
 
     `flavors`: published sizes by name. `config_from_hf`: from the content of a Hugging Face `config.json`;
     raises `ModelConfigError`. `build`: the layers, on `meta`. `hf_names`: where Hugging Face files hold each
-    stored parameter (a tied head is stored in the embedding).
+    stored parameter (a tied head is stored in the embedding). `config_to_hf`: a `config.json` that gives the same
+    config back.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Family(Generic[Config]):
     config_from_hf: Callable[[Mapping[str, Any]], Config]
     build: Callable[[Config], LayeredModel]
     hf_names: Callable[[Config], HFNames]
+    config_to_hf: Callable[[Config], dict[str, Any]]
 
     def config_from_flavor(self, name: str, vocab_size: int | None = None, **overrides: Any) -> Config:
         """A flavor's config, with the tokenizer's vocabulary size and any other field put in its place."""

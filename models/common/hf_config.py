@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from models.common.config import TransformerConfig
 from models.common.errors import ModelConfigError
+from models.common.moe import MoEShape
 
 
 class HFConfig:
@@ -64,3 +66,29 @@ class HFConfig:
             "norm_eps": float(self.get("rms_norm_eps", (int, float))),
             "tied_embeddings": self.get("tie_word_embeddings", bool, False),
         }
+
+
+def transformer_content(config: TransformerConfig) -> dict[str, Any]:
+    """What `HFConfig.transformer_fields` reads, and what `transformers` needs besides."""
+    return {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+    }
+
+
+def balance_content(moe: MoEShape) -> dict[str, Any]:
+    """What `HFConfig.balance_coefficient` reads."""
+    return {
+        "output_router_logits": moe.balance_coefficient > 0,
+        "router_aux_loss_coef": moe.balance_coefficient or 0.001,
+    }

@@ -1,13 +1,13 @@
 """GPT-OSS sizes, and the reading of their `config.json`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
 from models.common.config import TransformerConfig
 from models.common.errors import ModelConfigError
-from models.common.hf_config import HFConfig
+from models.common.hf_config import HFConfig, balance_content, transformer_content
 from models.common.moe import MoEShape
 from models.common.rope import Rope, YarnScaling
 
@@ -64,6 +64,30 @@ def config_from_hf(content: Mapping[str, Any]) -> GptOssConfig:
         swiglu_alpha=float(hf.get("swiglu_alpha", (int, float), 1.702)),
         **hf.transformer_fields(),
     )
+
+
+def config_to_hf(config: GptOssConfig) -> dict[str, Any]:
+    """A `config.json` of this shape."""
+    windows = [config.window_of(index) for index in range(config.num_layers)]
+    rope: dict[str, Any] = {"rope_type": "yarn", "rope_theta": config.rope.theta}
+    if isinstance(config.rope.scaling, YarnScaling):
+        scaling = asdict(config.rope.scaling)
+        scaling["original_max_position_embeddings"] = scaling.pop("original_positions")
+        rope |= {key: value for key, value in scaling.items() if value is not None}
+    return {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.num_chosen,
+        "sliding_window": config.window,
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "swiglu_limit": config.swiglu_limit,
+        "swiglu_alpha": config.swiglu_alpha,
+        "attention_bias": True,
+        "rope_parameters": rope,
+        **balance_content(config.moe),
+        **transformer_content(config),
+    }
 
 
 def _sliding(hf: HFConfig) -> tuple[bool, ...] | None:

@@ -1,12 +1,12 @@
 """Llama 3 sizes, and the reading of their `config.json`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from models.common.config import TransformerConfig
-from models.common.hf_config import HFConfig
+from models.common.hf_config import HFConfig, transformer_content
 from models.common.rope import Llama3Scaling, Rope
 
 
@@ -23,6 +23,17 @@ def config_from_hf(content: Mapping[str, Any]) -> Llama3Config:
     hf.expect("attention_bias", False)
     hf.expect("mlp_bias", False)
     return Llama3Config(rope=_rope(hf), **hf.transformer_fields())
+
+
+def config_to_hf(config: Llama3Config) -> dict[str, Any]:
+    """A `config.json` of this shape."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope.theta}
+    if isinstance(config.rope.scaling, Llama3Scaling):
+        scaling = asdict(config.rope.scaling)
+        scaling["original_max_position_embeddings"] = scaling.pop("original_positions")
+        rope |= {"rope_type": "llama3", **scaling}
+    own = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_parameters": rope}
+    return {**own, "attention_bias": False, "mlp_bias": False, **transformer_content(config)}
 
 
 def _rope(hf: HFConfig) -> Rope:

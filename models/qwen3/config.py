@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from models.common.config import TransformerConfig
-from models.common.hf_config import HFConfig
+from models.common.hf_config import HFConfig, balance_content, transformer_content
 from models.common.moe import MoEShape
 from models.common.rope import Rope
 
@@ -29,6 +29,26 @@ def config_from_hf(content: Mapping[str, Any]) -> Qwen3Config:
     rope = Rope(float(table.get("rope_theta", (int, float), 10000.0)))
     moe = _experts(hf) if content["model_type"] == "qwen3_moe" else None
     return Qwen3Config(rope=rope, moe=moe, **hf.transformer_fields())
+
+
+def config_to_hf(config: Qwen3Config) -> dict[str, Any]:
+    """A `config.json` of this shape."""
+    rope = {"rope_type": "default", "rope_theta": config.rope.theta}
+    own: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    if config.moe is not None:
+        own = {
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": config.moe.num_experts,
+            "num_experts_per_tok": config.moe.num_chosen,
+            "moe_intermediate_size": config.moe.ffn_size,
+            "norm_topk_prob": config.moe.normalised,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            **balance_content(config.moe),
+        }
+    fixed = {"attention_bias": False, "use_sliding_window": False, "rope_parameters": rope}
+    return {**own, **fixed, **transformer_content(config)}
 
 
 def _experts(hf: HFConfig) -> MoEShape:

@@ -18,6 +18,9 @@ from transformers import (
 )
 
 from models import FAMILIES
+from tests.models.conftest import tools
+
+__all__ = ["tools"]  # the fixture of the model tests
 
 SHAPE = {
     "vocab_size": 61,

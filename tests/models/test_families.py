@@ -1,5 +1,6 @@
 """What holds for every family: layers on meta, ties, documents kept apart, work counted from shapes."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -246,3 +247,9 @@ def test_the_vocabulary_follows_the_tokenizer(family):
 def test_the_debug_flavor_has_about_a_million_parameters(family, tools):
     total = sum(p.numel() for p in tools.stored_parameters(family.build(family.flavors["debug"])).values())
     assert 0.8e6 < total < 1.5e6
+
+
+def test_every_flavor_written_as_config_json_is_read_back_as_it_was(family):
+    for config in family.flavors.values():
+        content = json.loads(json.dumps(family.config_to_hf(config)))
+        assert family.config_from_hf(content) == config

@@ -9,18 +9,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from torchround.hf.errors import HFError
+from torchround.hf.files import PIECE_BYTES, TensorFiles
 from torchround.hf.folder import StoredTensor, read_folder
 from torchround.hf.mxfp4 import BLOCK, dequantise
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Read and converted at once.
-PIECE_BYTES = 8 * 2**20
 LISTED_NAMES = 20
 
 # One tensor, or several that are stacked along a new first dimension.
@@ -54,7 +52,7 @@ class PretrainedWeights:
 
     def load(self, views: Mapping[str, Tensor]) -> None:
         """Fill the views of all parameters that have tensors here; a progress bar on a terminal."""
-        with _progress(self.folder, self.total_bytes) as advance, _Files() as files:
+        with _progress(self.folder, self.total_bytes) as advance, TensorFiles() as files:
             for name, tensors in self._names.items():
                 for tensor, view in _parts(tensors, views[name]):
                     self._read(files, tensor, view)
@@ -76,7 +74,7 @@ class PretrainedWeights:
             return quantised
         return [name]
 
-    def _read(self, files: "_Files", name: str, view: Tensor) -> None:
+    def _read(self, files: TensorFiles, name: str, view: Tensor) -> None:
         stored = [self._tensors[part] for part in self._stored(name)]
         if len(stored) == 2:
             _read_mxfp4(files, stored[0], stored[1], view)
@@ -111,42 +109,7 @@ class PretrainedWeights:
                 )
 
 
-class _Files:
-    """Files opened once and read by offset."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, BinaryIO] = {}
-        self._scratch = bytearray(0)
-
-    def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Tensor:
-        """uint8 `[nbytes]` from byte `start` of the tensor on; good until the next call."""
-        if len(self._scratch) < nbytes:
-            self._scratch = bytearray(nbytes)
-        piece = memoryview(self._scratch)[:nbytes]
-        try:
-            if tensor.path not in self._open:
-                self._open[tensor.path] = open(tensor.path, "rb", buffering=0)  # noqa: SIM115
-            file = self._open[tensor.path]
-            file.seek(tensor.begin + start)
-            num_read = 0
-            while num_read < nbytes:
-                more = file.readinto(piece[num_read:])  # type: ignore[attr-defined]
-                if not more:
-                    raise HFError(f"{tensor.path}: truncated: it ends inside {tensor.name}")
-                num_read += more
-        except OSError as error:
-            raise HFError(f"{tensor.path} cannot be read: {error.strerror or error}") from error
-        return torch.frombuffer(piece, dtype=torch.uint8)
-
-    def __enter__(self) -> "_Files":  # noqa: PYI034  (typing.Self needs Python 3.11)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._open.values():
-            file.close()
-
-
-def _read_plain(files: _Files, tensor: StoredTensor, view: Tensor) -> None:
+def _read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor) -> None:
     dtype = tensor.dtype
     assert dtype is not None, f"{tensor.name} was checked to have a type that is read"
     flat = view.view(-1)
@@ -157,7 +120,7 @@ def _read_plain(files: _Files, tensor: StoredTensor, view: Tensor) -> None:
         target.copy_(piece.view(dtype))
 
 
-def _read_mxfp4(files: _Files, blocks: StoredTensor, scales: StoredTensor, view: Tensor) -> None:
+def _read_mxfp4(files: TensorFiles, blocks: StoredTensor, scales: StoredTensor, view: Tensor) -> None:
     """Expert by expert: `[Z, G, 16]` and `[Z, G]` to `view[e] [32 G, Z]`."""
     block_bytes, scale_bytes = (tensor.nbytes // len(view) for tensor in (blocks, scales))
     for expert, matrix in enumerate(view):

@@ -1,0 +1,147 @@
+"""Import then export gives back the same tensors, and `transformers` computes the same from what is written."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from models import FAMILIES
+from scripts import export_hf
+from torchround.checkpoint import Checkpointer
+from torchround.engine.host_store import HostStore
+from torchround.hf import PretrainedWeights
+
+KINDS = ["llama3", "llama3 tied", "qwen3", "qwen3 moe", "gpt_oss"]
+SINGLE = "model.safetensors"
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def save_run(folder: Path, store: HostStore, **model_table) -> Path:
+    """A checkpoint as a run leaves it, as far as an export reads it."""
+    table = {"flavor": None, "hf_path": None, **model_table}
+    config = {
+        "model": table,
+        "training": {"dtype": "bfloat16"},
+        "tokenizer": {"path": None},
+        "lora": {"rank": 0},
+    }
+    return Checkpointer(folder / "checkpoints").save(3, store.named_views(), {"config": config})
+
+
+def imported(release, folder: Path) -> Path:
+    """A checkpoint of a run that starts from the release in `folder`."""
+    model = release.family.build(release.config)
+    names, redundant = release.family.hf_names(release.config), release.family.hf_redundant(release.config)
+    store = HostStore(model, torch.bfloat16)
+    store.initialize(
+        model, 0, PretrainedWeights(release.folder, names, model.stored_shapes(), redundant).load
+    )
+    return save_run(folder, store, family=release.family.name, hf_path=str(release.folder))
+
+
+def assert_same_tensors(ours: Path, theirs: Path) -> None:
+    mine, expected = all_tensors(ours), all_tensors(theirs)
+    assert mine.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_import_then_export_gives_every_tensor_back_in_name_type_and_value(kind, releases, tmp_path):
+    release, output = releases(kind), tmp_path / "exported"
+    checkpoint = imported(release, tmp_path)
+    assert export_hf.main([str(checkpoint), str(output), "--max-shard-gb", "2e-5"]) == 0
+    assert_same_tensors(output, release.folder)
+    shards = sorted(output.glob("*.safetensors"))
+    where = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(shards) > 1 and set(where.values()) == {shard.name for shard in shards}
+    assert all(name in load_file(output / file) for name, file in where.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_gives_the_same_logits_from_the_export(kind, releases, tmp_path):
+    release, output = releases(kind), tmp_path / "exported"
+    assert export_hf.main([str(imported(release, tmp_path)), str(output)]) == 0
+    assert (output / SINGLE).is_file()
+    tokens = torch.randint(0, 61, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(output).float()
+        original = AutoModelForCausalLM.from_pretrained(release.folder).float()
+        assert torch.equal(loaded(tokens).logits, original(tokens).logits)
+
+
+def test_tensors_of_mixed_types_keep_each_its_own(hf, tmp_path):
+    release = hf.release("qwen3 moe", tmp_path / "release")
+    tensors = load_file(release.folder / SINGLE)
+    for index, name in enumerate(sorted(tensors)):
+        tensors[name] = tensors[name].to((torch.float32, torch.bfloat16)[index % 2])
+    save_file(tensors, release.folder / SINGLE)
+    assert export_hf.main([str(imported(release, tmp_path)), str(tmp_path / "exported")]) == 0
+    assert_same_tensors(tmp_path / "exported", release.folder)
+    assert export_hf.main([str(imported(release, tmp_path)), str(tmp_path / "half"), "--dtype=float16"]) == 0
+    assert {tensor.dtype for tensor in all_tensors(tmp_path / "half").values()} == {torch.float16}
+
+
+@pytest.mark.parametrize(
+    "family, flavor", [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
+)
+def test_a_flavor_trained_from_scratch_is_loaded_by_transformers_with_our_logits(
+    family, flavor, tmp_path, tools
+):
+    table = FAMILIES[family]
+    model = tools.materialise(table.build(table.config_from_flavor(flavor)))
+    store = HostStore(model, torch.float32)
+    store.initialize(model, 0)
+    weights = tools.stored_parameters(model)
+    with torch.no_grad():
+        for name, view in store.weights().items():
+            weights[name].copy_(view)
+    checkpoint = save_run(tmp_path, store, family=family, flavor=flavor)
+    assert export_hf.main([str(checkpoint), str(tmp_path / "exported"), "--dtype=float32"]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    batch = tools.micro_batch([[40]], 260)
+    with torch.no_grad():
+        expected = tools.all_logits(model, batch)
+        torch.testing.assert_close(loaded(batch.tokens).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_quantisation_is_gone_from_the_config_and_tokenizer_files_are_copied(hf, tmp_path):
+    release = hf.release("gpt_oss", tmp_path / "release")
+    path = release.folder / "config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (release.folder / name).write_text(name)
+    output = tmp_path / "exported"
+    assert export_hf.main([str(imported(release, tmp_path)), str(output)]) == 0
+    assert "quantization_config" not in json.loads((output / "config.json").read_text())
+    assert (output / "chat_template.jinja").read_text() == "chat_template.jinja"
+    assert (output / "tokenizer.json").is_file() and (output / "tokenizer_config.json").is_file()
+
+
+def test_what_cannot_be_exported_is_said_and_leaves_nothing(releases, tmp_path, capsys):
+    release, output = releases("llama3"), tmp_path / "exported"
+    checkpoint = imported(release, tmp_path)
+    output.mkdir()
+    assert export_hf.main([str(checkpoint), str(output)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    output.rmdir()
+    assert export_hf.main([str(checkpoint), str(output), "--base", str(tmp_path / "gone")]) == 2
+    assert "--base says where" in capsys.readouterr().err
+    damaged = next(checkpoint.glob("tensors-*.safetensors"))
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert export_hf.main([str(checkpoint), str(output)]) == 2
+    assert damaged.name in capsys.readouterr().err
+    assert not output.exists()
+    shutil.rmtree(checkpoint)
+    assert export_hf.main([str(checkpoint), str(output)]) == 2

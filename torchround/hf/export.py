@@ -1,0 +1,112 @@
+"""Writing a Hugging Face folder's safetensors from tensors that are in other files, piece by piece.
+
+Nothing is held in memory but one piece, so a model of any size is exported with a few MiB.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from torchround.checkpoint.tensor_file import DTYPE_NAMES, memory_of
+from torchround.hf.files import PIECE_BYTES, TensorFiles
+from torchround.hf.folder import INDEX_FILE, SINGLE_FILE, StoredTensor
+from torchround.hf.pretrained import HFTensors
+
+SHARD_BYTES = 5 * 10**9  # as transformers writes them
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """A tensor to be written under `name` in `dtype`; its numbers are those of `source`."""
+
+    name: str
+    source: StoredTensor
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.source.shape) * self.dtype.itemsize
+
+    def pieces(self, files: TensorFiles) -> Iterator[Tensor]:
+        """The numbers in order, flat, a few at a time."""
+        stored = self.source.dtype
+        assert stored is not None, f"{self.source.name} is {self.source.dtype_name}"
+        step = PIECE_BYTES // stored.itemsize * stored.itemsize
+        for start in range(0, self.source.nbytes, step):
+            piece = files.read(self.source, start, min(step, self.source.nbytes - start))
+            yield piece.view(stored).to(self.dtype)
+
+
+def unstack(
+    names: Mapping[str, HFTensors],
+    stored: Mapping[str, StoredTensor],
+    dtype_of: Callable[[str], torch.dtype],
+) -> Iterator[ExportedTensor]:
+    """Every Hugging Face tensor of parameters `stored` by name; a parameter of several is cut into them."""
+    for parameter, tensors in names.items():
+        source = stored[parameter]
+        if isinstance(tensors, str):
+            yield ExportedTensor(tensors, source, dtype_of(tensors))
+            continue
+        part_bytes = source.nbytes // len(tensors)
+        for index, name in enumerate(tensors):
+            part = replace(
+                source, shape=source.shape[1:], begin=source.begin + index * part_bytes, nbytes=part_bytes
+            )
+            yield ExportedTensor(name, part, dtype_of(name))
+
+
+def write_tensors(
+    folder: Path, tensors: Iterable[ExportedTensor], shard_bytes: int = SHARD_BYTES
+) -> list[str]:
+    """One file, or several of at most `shard_bytes` (a larger tensor has its own) and an index. The file names."""
+    shards = _shards(tensors, shard_bytes)
+    where: dict[str, str] = {}
+    with TensorFiles() as files:
+        for number, shard in enumerate(shards, start=1):
+            name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            with open(folder / name, "xb") as out:
+                _write(out, shard, files)
+            where |= dict.fromkeys((tensor.name for tensor in shard), name)
+    if len(shards) > 1:
+        total_bytes = sum(tensor.nbytes for shard in shards for tensor in shard)
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return sorted(set(where.values()))
+
+
+def _shards(tensors: Iterable[ExportedTensor], shard_bytes: int) -> list[list[ExportedTensor]]:
+    shards: list[list[ExportedTensor]] = []
+    filled_bytes = 0
+    for tensor in tensors:
+        if not shards or filled_bytes + tensor.nbytes > shard_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(tensor)
+        filled_bytes += tensor.nbytes
+    return shards
+
+
+def _write(out: BinaryIO, tensors: Sequence[ExportedTensor], files: TensorFiles) -> None:
+    # Wide elements first: each tensor is then aligned to its element, as the safetensors library has it.
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.source.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    out.write(len(text).to_bytes(8, "little") + text)
+    for tensor in ordered:
+        out.writelines(memory_of(piece) for piece in tensor.pieces(files))
