@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from models import FAMILIES, ModelConfigError
 from torchround.checkpoint import Checkpointer, CheckpointError
@@ -30,20 +31,31 @@ from torchround.data import (
     build_validation_loader,
 )
 from torchround.data.loader import Loader
+from torchround.dry_run import DryRunError, Hardware, rendered, run_question
 from torchround.engine.build import DeviceChoice, choose_devices, plan_run
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
 from torchround.hf import HFError, PretrainedWeights
-from torchround.host_budget import HostBudget, HostMemoryError, available_host_bytes, host_budget
+from torchround.host_budget import (
+    HostMemoryError,
+    available_host_bytes,
+    budget_text,
+    check_host_memory,
+    host_budget,
+)
 from torchround.layer import LayeredModel, MicroBatch
+from torchround.pipeline.host_memory import HostMemory
 from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
+from torchround.pipeline.plan_report import report
 from torchround.run_folder import RunFolder, RunFolderError
 from torchround.trainer import ResumeError, Trainer, say
 
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
-    *(HostMemoryError, PlanError, RunFolderError, ResumeError, HFError),
+    *(DryRunError, HostMemoryError, PlanError, RunFolderError, ResumeError, HFError),
 )
 FAULTS = (CheckpointError, DataError, EngineError)
+
+REPORT_WIDTH = 110  # of a dry run's tables where the output is no terminal
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ class Run:
     pretrained: PretrainedWeights | None
 
     @property
-    def host_budget(self) -> HostBudget:
+    def host_memory(self) -> HostMemory:
         return host_budget(self.model, self.config.training, self.config.engine, self.plan.rounds)
 
     def describe(self) -> str:
@@ -74,7 +86,7 @@ class Run:
             f"model    {table.family} {table.flavor or table.hf_path}: {size}, {training.dtype}",
             f"data     {sources}: {batch}",
             f"devices  {self.devices.count} x {self.devices.kind}",
-            f"host     {self.host_budget}",
+            f"host     {budget_text(self.host_memory)}",
             str(self.plan),
         ]
         return "\n".join(lines)
@@ -105,14 +117,32 @@ def run(arguments: list[str]) -> int:
     if options.print_config and not options.dry_run:
         print(to_toml(options.config), end="")
         return 0
-    parts = build(options)
     if options.dry_run:
-        print(to_toml(parts.config), parts.describe(), sep="\n")
-        return 0
-    parts.host_budget.check(available_host_bytes())
+        return dry_run(options)
+    parts = build(options)
+    check_host_memory(parts.host_memory, available_host_bytes())
     with parts.folder:
         say(parts.describe())
         return Trainer(**vars(parts)).run()
+
+
+def dry_run(options: Options) -> int:
+    """Print the config, and the plan of the run with all it needs or what would make it fit."""
+    config = options.config
+    print(to_toml(config))
+    tokenizer = build_tokenizer(config.tokenizer, config.model.hf_path)
+    model = build_model(options, tokenizer.vocab_size)
+    devices = choose_devices(config.engine)
+    build_loaders(options, tokenizer)  # for the mistakes that only show when the data is looked at
+    try:
+        plan = plan_for(config, RunFolder(config.run), model, devices)
+        given = plan.partition, plan.rounds
+    except InfeasiblePlanError:
+        given = None  # the report says why, and what helps
+    hardware = Hardware(devices.count, devices.spec, devices.memory_bytes, available_host_bytes())
+    answer = report(run_question(config, model, hardware, given))
+    Console(width=None if sys.stdout.isatty() else REPORT_WIDTH).print(rendered(answer), highlight=False)
+    return 0 if answer.plan is not None else 2
 
 
 def build(options: Options) -> Run:

@@ -105,7 +105,13 @@ def test_a_dry_run_prints_config_plan_and_memory_and_leaves_nothing(
     before = files_of(small_runs.folder)
     assert small_runs("run", "--dry-run") == 0
     printed = capsys.readouterr().out
-    assert "[training]" in printed and "parameters in 5 layers" in printed and "optimizer state" in printed
+    assert "[training]" in printed and "optimizer state" in printed and "each device needs" in printed
+    rows = [line.split()[1] for line in printed.splitlines() if line.strip()[:1].isdigit()]
+    assert rows[:5] == ["forward", "forward", "fused", "backward", "backward"]
+    assert small_runs("run", "--dry-run", "--engine.device_memory_gib=1e-4") == 2
+    assert "does not fit: " in capsys.readouterr().out
+    assert small_runs("run", "--dry-run", '--data.sources=[{ path = "nowhere.txt" }]') == 2
+    assert "data.sources: " in capsys.readouterr().err
     assert files_of(small_runs.folder) == before and not small_runs.path("run").exists()
 
 
