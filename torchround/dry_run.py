@@ -6,10 +6,7 @@ config is turned into its question and the answers into text.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Group
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from torchround.config import Config
 from torchround.config.tables_engine import PlanTable
@@ -23,6 +20,10 @@ from torchround.pipeline.model_shapes import ModelShape, model_shape, shape_name
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import Plan, PlannedStage
 from torchround.pipeline.plan_report import PlanReport, RunQuestion
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
 
 
 class DryRunError(ValueError):
@@ -121,8 +122,10 @@ def _counts(config: Config, model: LayeredModel, layers: list[LayerParameters]) 
     return ParameterCounts(trained=total, tied=tied)
 
 
-def rendered(report: PlanReport) -> Group:
+def rendered(report: PlanReport) -> "Group":
     """The report for a console."""
+    from rich.console import Group  # draws random numbers when imported, which an import must not
+
     parts: list[object] = [_host_table(report)]
     if report.plan is not None:
         parts += [
@@ -137,7 +140,7 @@ def rendered(report: PlanReport) -> Group:
     return Group(*(part for part in parts if part))  # type: ignore[arg-type]
 
 
-def _host_table(report: PlanReport) -> Table:
+def _host_table(report: PlanReport) -> "Table":
     host: HostMemory = report.host
     rows = {
         "weights": host.weight_bytes,
@@ -155,7 +158,7 @@ def _host_table(report: PlanReport) -> Table:
     return table
 
 
-def _plan_table(plan: Plan) -> Table:
+def _plan_table(plan: Plan) -> "Table":
     names = ("stages", "kind", "layers each", "layers")
     table = _table(
         "plan, one line for stages that are alike; weights, gradients and compute peak in GiB of a device",
@@ -177,7 +180,10 @@ def _plan_table(plan: Plan) -> Table:
     return table
 
 
-def _table(title: str, names: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
+def _table(title: str, names: tuple[str, ...], numbers: tuple[str, ...]) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in names:
         table.add_column(name, no_wrap=True)

@@ -52,11 +52,11 @@ def batch_async_seconds(times: BatchTimes, sizes: Sequence[int], num_devices: in
 
 def _largest_cycle_means(after: Floats) -> Floats:
     """Karp's theorem for all K matrices (see `step_time.py`); `after[i, k, j]` is the edge from j to i."""
-    edges = after.transpose(1, 0, 2)
-    n = edges.shape[1]
-    heaviest = [np.zeros((len(edges), n))]
+    edges = np.ascontiguousarray(after.transpose(2, 1, 0))  # [from, K, to]: the maximum runs over whole rows
+    n = len(edges)
+    heaviest = [np.zeros(edges.shape[1:])]
     for _ in range(n):
-        heaviest.append((edges + heaviest[-1][:, None, :]).max(axis=2))
+        heaviest.append((edges + heaviest[-1].T[:, :, None]).max(axis=0))
     lengths = np.arange(n, 0, -1)[:, None, None]
     reached = np.isfinite(np.array(heaviest))
     with np.errstate(invalid="ignore"):

@@ -1,0 +1,141 @@
+"""How long planning takes and how good its plans are, on the paper's five measured models and on 1000 layers.
+
+    python scripts/bench_planner.py
+    python scripts/bench_planner.py --rounds auto --device-memory-gib 21.6 --json planner.json
+
+The paper's partitioner takes 2.9, 2.9, 2.6, 5.0 and 1470 ms on the five (RoundPipe section 5.6.1). Times are the
+least of several runs, of one thread.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.memory import GIB, MemoryLimits
+from torchround.pipeline.plan import Plan, make_plan
+
+COSTS = ROOT / "docs" / "costs"
+NUM_DEVICES, NUM_MICRO_BATCHES = 8, 16
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a table; with `--json` also writes the figures."""
+    options = parser().parse_args(arguments)
+    limit = options.device_memory_gib
+    limits = MemoryLimits(device_bytes=None if limit is None else int(limit * GIB))
+    rounds = options.rounds if options.rounds == "auto" else int(options.rounds)
+    rows = [
+        measured(name, costs, update, rounds, limits, options.repeats)
+        for name, costs in models()
+        for update in ("sync", "async")
+    ]
+    show(rows)
+    if options.json:
+        result = {"machine": platform.processor() or platform.machine(), "plans": rows}
+        options.json.write_text(json.dumps(result, indent=2), encoding="utf-8")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    result.add_argument("--rounds", default="1", help='rounds per step, or "auto" (default 1)')
+    result.add_argument("--device-memory-gib", type=float, help="limit per device (default none)")
+    result.add_argument("--repeats", type=int, default=5, help="runs of which the fastest counts (default 5)")
+    result.add_argument("--json", type=Path, help="write the figures to this file")
+    return result
+
+
+def models() -> Iterator[tuple[str, Costs]]:
+    """The published layer times, 96 layers that all differ as measured ones do, and 1000 equal layers."""
+    for path in sorted(COSTS.glob("rtx4090_*.json")):
+        yield path.stem.removeprefix("rtx4090_"), Costs.from_json(path.read_text(encoding="utf-8"))
+    uneven = [1 + 0.02 * ((7 * layer) % 11 - 5) for layer in range(95)]
+    yield "96 uneven layers", _blocks([(0.043 * part, 0.058 * part) for part in uneven], 0.042, 0.043)
+    yield "1000 layers", _blocks([(0.043, 0.058)] * 999, 0.042, 0.043)
+
+
+def _blocks(seconds: Sequence[tuple[float, float]], head_forward_s: float, head_backward_s: float) -> Costs:
+    blocks = [
+        LayerCost(f"block.{index}", forward_s, backward_s)
+        for index, (forward_s, backward_s) in enumerate(seconds)
+    ]
+    return Costs((*blocks, LayerCost("head", head_forward_s, head_backward_s)), hop_s=0.0032)
+
+
+def measured(
+    name: str, costs: Costs, update: str, rounds: int | str, limits: MemoryLimits, repeats: int
+) -> dict[str, Any]:
+    """The plan's figures and the fastest of several plannings."""
+    fastest_s, plan = min(
+        (_timed(costs, update, rounds, limits) for _ in range(repeats)), key=lambda run: run[0]
+    )
+    return {
+        "model": name,
+        "layers": costs.num_layers,
+        "update": update,
+        "planning_ms": 1e3 * fastest_s,
+        "step_s": plan.step_s,
+        "bubble": plan.bubble,
+        "above_lower_bound": plan.step_s / plan.lower_bound_s - 1,
+        "rounds": plan.rounds,
+        "stages": plan.partition.num_stages,
+        "fused_layers": plan.partition.fused,
+    }
+
+
+def _timed(costs: Costs, update: str, rounds: int | str, limits: MemoryLimits) -> tuple[float, Plan]:
+    start = time.perf_counter()
+    plan = make_plan(costs, NUM_DEVICES, NUM_MICRO_BATCHES, update, rounds, limits)
+    return time.perf_counter() - start, plan
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """The table on the console."""
+    table = Table(title=f"{NUM_DEVICES} devices, {NUM_MICRO_BATCHES} micro-batches", box=SIMPLE_HEAD)
+    for column in ("model", "update"):
+        table.add_column(column)
+    for column in (
+        "layers",
+        "planning ms",
+        "step s",
+        "bubble %",
+        "above bound %",
+        "rounds",
+        "stages",
+        "fused",
+    ):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["model"],
+            row["update"],
+            f"{row['layers']}",
+            f"{row['planning_ms']:.1f}",
+            f"{row['step_s']:.4f}",
+            f"{100 * row['bubble']:.2f}",
+            f"{100 * row['above_lower_bound']:.2f}",
+            f"{row['rounds']}",
+            f"{row['stages']}",
+            f"{row['fused_layers']}",
+        )
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
