@@ -8,7 +8,6 @@ The lock is the kernel's (`flock`), so it ends with the process that holds it, h
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -60,14 +59,12 @@ class RunFolder:
         except OSError as error:
             raise RunFolderError(f"run.folder: {self.path} cannot be written: {error}") from error
 
-    def planned_rounds(self) -> int | None:
-        """The rounds that the run was planned with; None where it has no readable plan yet."""
+    def kept_plan(self) -> Plan | None:
+        """The plan that the run had last; None where it has no readable plan yet."""
         try:
-            content = json.loads((self.path / "plan.json").read_text())
-        except (OSError, ValueError):
+            return Plan.from_json((self.path / "plan.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, TypeError):
             return None
-        rounds = content.get("rounds") if isinstance(content, dict) else None
-        return rounds if isinstance(rounds, int) and rounds > 0 else None
 
     def _take_lock(self) -> None:
         try:

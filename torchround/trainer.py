@@ -207,6 +207,7 @@ class Trainer:
     def _dispatch(self, engine: Engine, batch: MicroBatch) -> StepResult:
         lr, traced = self._schedule(self._position.step), self._traces.wants(self._position.step + 1)
         if traced:
+            self._report_steps(leave=0)
             engine.drain()
             self._traces.start()
         result = engine.forward_backward(cut(batch, self.config.training.micro_batch_size))

@@ -137,7 +137,6 @@ CONFLICTS = [
     ({"lr_schedule.warmup_steps": "50"}, ["lr_schedule.warmup_steps", "training.steps"], ["50 and 50", "49"]),
     ({"validation.interval_steps": "5"}, ["validation.interval_steps", "validation.sources"], ["no sources"]),
     ({"lora.rank": "8"}, ["lora.rank"], ["8", "not built"]),
-    ({"trace.steps": "[3]"}, ["trace.steps"], ["not built"]),
 ]
 
 

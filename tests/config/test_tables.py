@@ -112,7 +112,7 @@ def test_the_tables_and_keys_that_users_and_scripts_rely_on_are_there() -> None:
             "recompute",
             "grad_dtype",
         }
-        | {"accumulate_dtype", "plan", "hang_timeout_s", "compile", "cpu_threads"},
+        | {"accumulate_dtype", "plan", "measure_steps", "hang_timeout_s", "compile", "cpu_threads"},
         "optimizer": {"lr", "betas", "eps", "weight_decay"},
         "lr_schedule": {"warmup_steps", "decay", "min_lr_factor"},
         "checkpoint": {"interval_steps", "keep_latest_k", "load_path"},

@@ -94,8 +94,3 @@ def _not_built(config: Config) -> Iterator[Conflict]:
     """Keys that have their place but no code behind them yet; a run must not go on as if they worked."""
     if config.lora.rank > 0:
         yield ("lora.rank",), f"given {config.lora.rank}, but adapters are not built yet; legal: 0"
-    if config.trace.steps or config.trace.memory:
-        yield (
-            ("trace.steps", "trace.memory"),
-            "traces are not built yet; legal: steps = [] and memory = false",
-        )

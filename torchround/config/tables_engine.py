@@ -3,7 +3,7 @@
 from typing import Literal
 
 from torchround.config.table import Many, Table
-from torchround.config.tables import Name, PositiveFloat, PositiveInt
+from torchround.config.tables import Name, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class PlanTable(Table):
@@ -68,6 +68,11 @@ class EngineTable(Table):
     plan: PlanTable | Name | None = None
     """Partition to use instead of the planner's: a path to a `plan.json`, or
     `{forward = [2, 2], fused = 2, backward = [2, 2], rounds = 1}`. When left out: the planner decides."""
+
+    measure_steps: NonNegativeInt = 3
+    """Steps at the start of a run that measure every layer's time, by running with one layer a stage. Then the
+    planner decides once more, from medians of those times, and the plan is kept (`plan.json`), also by a run
+    that goes on. Losses do not depend on it. 0: plan from FLOPs and bytes alone. Not used with `plan`."""
 
     hang_timeout_s: PositiveFloat = 300.0
     """Seconds without progress of a worker after which the run stops with a report of what each thread waits

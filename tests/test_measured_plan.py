@@ -1,0 +1,83 @@
+"""The first steps measure, the plan that comes of it stays, and no loss depends on any of that. Traces of steps."""
+
+import json
+
+import pytest
+
+from tests.small_run import ASYNC, STEPS, SmallRuns, before_step, interrupt, small_runs
+
+__all__ = ["small_runs"]
+
+PLANNED = "--engine.plan=none"
+LONGER = f"--training.steps={STEPS + 2}"
+
+
+def measured(steps: int) -> list[str]:
+    return [PLANNED, LONGER, f"--engine.measure_steps={steps}", "--engine.num_devices=3"]
+
+
+def stop_before(step: int, small_runs: SmallRuns, *overrides: str) -> None:
+    """The run `run`, asked to stop just before a step: it finishes that one and saves."""
+    with pytest.MonkeyPatch.context() as patch:
+        before_step(patch, step, interrupt)
+        assert small_runs("run", *overrides) == 143
+
+
+@pytest.mark.parametrize("update", ["--engine.update=sync", ASYNC])
+def test_measuring_and_planning_again_changes_no_loss(small_runs: SmallRuns, update: str) -> None:
+    for name, steps in (("plain", 0), ("measured", 3), ("all steps measure", 100)):
+        assert small_runs(name.replace(" ", "-"), update, *measured(steps)) == 0
+    losses = [small_runs.losses(name) for name in ("plain", "measured", "all-steps-measure")]
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == STEPS + 2
+
+
+def test_the_plan_of_the_folder_is_the_measured_one(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small_runs("run", *measured(2)) == 0
+    assert "planned again from 2 measured steps" in capsys.readouterr().out
+    plan = json.loads((small_runs.path("run") / "plan.json").read_text())
+    assert small_runs("counted", *measured(0)) == 0
+    counted = json.loads((small_runs.path("counted") / "plan.json").read_text())
+    assert plan["rounds"] == counted["rounds"] == 1
+    assert plan["step_s"] != counted["step_s"]
+
+
+def test_a_run_that_goes_on_keeps_its_measured_plan(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_before(4, small_runs, *measured(2))
+    plan = (small_runs.path("run") / "plan.json").read_text()
+    capsys.readouterr()
+    assert small_runs("run", *measured(2)) == 0
+    assert "planned again" not in capsys.readouterr().out
+    assert (small_runs.path("run") / "plan.json").read_text() == plan
+    assert small_runs("whole", *measured(0)) == 0
+    assert small_runs.losses("run") == small_runs.losses("whole")
+
+
+def test_a_run_that_goes_on_with_other_devices_measures_again(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_before(3, small_runs, *measured(2))
+    capsys.readouterr()
+    assert small_runs("run", *measured(2), "--engine.num_devices=2") == 0
+    assert "planned again from 2 measured steps" in capsys.readouterr().out
+    assert small_runs("whole", *measured(0)) == 0
+    assert small_runs.losses("run") == small_runs.losses("whole")
+
+
+def test_chosen_steps_are_traced_and_no_loss_changes(small_runs: SmallRuns) -> None:
+    assert small_runs("plain") == 0
+    assert small_runs("traced", "--trace.steps=[2, 5]") == 0
+    assert small_runs.losses("traced") == small_runs.losses("plain")
+    folder = small_runs.path("traced") / "trace"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-2.json", "step-5.json"]
+    for step in (2, 5):
+        events = json.loads((folder / f"step-{step}.json").read_text())["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X"]
+        assert {event["args"]["step"] for event in spans} == {step - 1}
+        assert {"fused", "backward", "recompute", "weights", "gradients", "update"} <= {
+            e["cat"] for e in spans
+        }
+    assert not (small_runs.path("plain") / "trace").exists()

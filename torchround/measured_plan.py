@@ -1,0 +1,75 @@
+"""The one re-plan of a run: first steps with one layer a stage, then the planner again with measured times.
+
+The plan that comes of it stays, also for a run that goes on, so that a run is the same all through. The number of
+rounds is not chosen again: it decides how gradients round, and results may not depend on timing.
+"""
+
+from torchround.config import Config
+from torchround.engine.build import DeviceChoice, model_costs, plan_of, replan
+from torchround.engine.measure import measured_costs, one_layer_a_stage
+from torchround.engine.results import StepResult
+from torchround.layer import LayeredModel
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.plan import InfeasiblePlanError, Plan
+
+
+class PlanByMeasuring:
+    """The steps from `first_step` up to `until` measure; `settled` then is the plan of all later ones.
+
+    `counted` is the plan from FLOPs and bytes, `kept` the plan that a run which goes on had, if any.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: LayeredModel,
+        devices: DeviceChoice,
+        counted: Plan,
+        kept: Plan | None,
+        first_step: int,
+    ) -> None:
+        self._config = config
+        self._devices = devices
+        self._costs = model_costs(model, config.training, config.engine, devices.spec)
+        self._measured: list[StepResult] = []
+        self.settled = counted
+        self.until = first_step
+        steps = config.engine.measure_steps
+        if config.engine.plan is not None or steps == 0:
+            return
+        if kept is not None and first_step >= steps and self._fits(kept, counted):
+            self.settled = kept
+            return
+        self.until = min(first_step + steps, config.training.steps)
+        self.measuring = self._evaluated(one_layer_a_stage(len(model.layers)), counted.rounds)
+
+    def add(self, result: StepResult) -> None:
+        """A step that was dispatched under the measuring plan."""
+        self._measured.append(result)
+
+    def settle(self) -> None:
+        """Plan again, with the medians of the steps that were added, which are all done."""
+        training, engine = self._config.training, self._config.engine
+        reports = [report for result in self._measured for report in result.reports()]
+        costs = measured_costs(self._costs, reports)
+        self.settled = replan(self.settled, costs, training, engine, self._devices)
+        self._measured.clear()
+
+    def _fits(self, kept: Plan, counted: Plan) -> bool:
+        """Whether a kept plan is for this model, these devices and this batch, and still within memory."""
+        if (kept.num_devices, kept.num_micro_batches, kept.update, kept.rounds) != (
+            counted.num_devices,
+            counted.num_micro_batches,
+            counted.update,
+            counted.rounds,
+        ) or kept.partition.num_layers != counted.partition.num_layers:
+            return False
+        try:
+            self._evaluated(kept.partition, kept.rounds)
+        except InfeasiblePlanError:
+            return False
+        return True
+
+    def _evaluated(self, partition: Partition, rounds: int) -> Plan:
+        training, engine = self._config.training, self._config.engine
+        return plan_of(partition, rounds, self._costs, training, engine, self._devices)
