@@ -213,7 +213,9 @@ class OptimizerWorker:
     ) -> None:
         """AdamW on the parameters with weight decay, then on the others; `progress` lets a retry go on."""
         weight, first, second, gradient = bundle.weight, bundle.exp_avg, bundle.exp_avg_sq, bundle.gradient
-        assert weight is not None and first is not None and second is not None and gradient is not None
+        assert weight is not None and first is not None and second is not None and gradient is not None, (
+            "a trained bundle lacks a buffer"
+        )
         master = bundle.masters[(job.step + 1) % len(bundle.masters)]
         self._board.observer.touched(reads=[gradient], writes=[weight, first, second, master])
         segments = (slice(0, bundle.decayed), slice(bundle.decayed, bundle.numel))
