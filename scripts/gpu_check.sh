@@ -25,7 +25,7 @@ fi
 
 code=0
 start=$SECONDS
-timeout 200 "$python" -m pytest -q -m gpu -p no:cacheprovider --junitxml "$work/tests.xml" \
+timeout 220 "$python" -m pytest -q -m gpu -p no:cacheprovider --junitxml "$work/tests.xml" \
     tests/engine/test_cuda*.py
 tests=$?
 if [ $tests -eq 5 ]; then # pytest's code where nothing was collected
@@ -39,5 +39,5 @@ echo "tests took $((SECONDS - start)) s"
 
 [ -s "$work/tests.xml" ] && set -- --tests-xml "$work/tests.xml" || set --
 # shellcheck disable=SC2086  (several arguments in one variable)
-timeout 270 "$python" scripts/bench_gpu.py --budget-s 180 --json "$figures" "$@" ${BENCH_ARGUMENTS:-} || code=1
+timeout 250 "$python" scripts/bench_gpu.py --budget-s 170 --json "$figures" "$@" ${BENCH_ARGUMENTS:-} || code=1
 exit $code
