@@ -15,11 +15,12 @@ import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from models import FAMILIES, ModelConfigError
+from models import FAMILIES, Family, LoraShape, ModelConfigError, TransformerConfig, add_adapters
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.config import Config, ConfigError, ModelTable, Options, parse_command_line, to_toml
 from torchround.data import (
@@ -161,7 +162,17 @@ def build(options: Options) -> Run:
 
 
 def build_model(options: Options, vocab_size: int) -> LayeredModel:
-    """The model on `meta`, from a flavor or from a Hugging Face folder's config.json."""
+    """The model on `meta`; with `lora.rank`, frozen and with adapters."""
+    family, config = model_config(options, vocab_size)
+    model, lora = family.build(config), options.config.lora
+    if lora.rank:
+        shape = LoraShape(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets))
+        add_adapters(model, family.hf_names(config), shape)
+    return model
+
+
+def model_config(options: Options, vocab_size: int) -> tuple[Family[Any], TransformerConfig]:
+    """The family, and a config of it: from a flavor or from a Hugging Face folder's config.json."""
     table = options.config.model
     if table.family not in FAMILIES:
         raise options.unknown_name("model.family", table.family, FAMILIES)
@@ -169,7 +180,7 @@ def build_model(options: Options, vocab_size: int) -> LayeredModel:
     if table.flavor is not None:
         if table.flavor not in family.flavors:
             raise options.unknown_name("model.flavor", table.flavor, family.flavors)
-        return family.build(family.config_from_flavor(table.flavor, vocab_size=vocab_size))
+        return family, family.config_from_flavor(table.flavor, vocab_size=vocab_size)
     assert table.hf_path is not None, "the config checks let neither flavor nor hf_path through"
     path = Path(table.hf_path).expanduser() / "config.json"
     try:
@@ -185,7 +196,7 @@ def build_model(options: Options, vocab_size: int) -> LayeredModel:
             f"it has {vocab_size} tokens, and the model of {path} only {model.vocab_size}; "
             "legal: a tokenizer with at most as many",
         )
-    return family.build(model)
+    return family, model
 
 
 def find_weights(table: ModelTable, model: LayeredModel) -> PretrainedWeights | None:

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from models.common.config import TransformerConfig
 from models.common.errors import ModelConfigError
 from models.common.family import Family
+from models.common.lora import LoraShape, add_adapters
 from models.gpt_oss import GPT_OSS
 from models.llama3 import LLAMA3
 from models.qwen3 import QWEN3
@@ -14,4 +16,4 @@ FAMILIES: Mapping[str, Family[Any]] = MappingProxyType(
     {family.name: family for family in (LLAMA3, QWEN3, GPT_OSS)}
 )
 
-__all__ = ["FAMILIES", "Family", "ModelConfigError"]
+__all__ = ["FAMILIES", "Family", "LoraShape", "ModelConfigError", "TransformerConfig", "add_adapters"]

@@ -84,17 +84,21 @@ def run_question(
 
 
 def _layer_parameters(config: Config, model: LayeredModel) -> list[LayerParameters]:
-    """Parameters of each layer; with `lora.rank`, those of adapters on the blocks' linear maps are trained."""
+    """Parameters of each layer; with `lora.rank` and a model without adapters, theirs from the released shape."""
     counts = []
     for layer in model.layers:
         parameters = list(dict.fromkeys(layer.parameters()))
         trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         counts.append(LayerParameters(sum(parameter.numel() for parameter in parameters), trained))
-    if not config.lora.rank:
+    if not _lacks_adapters(config, model):
         return counts
     adapter = _shape(config).adapter_parameters(config.lora.rank, config.lora.targets)
     blocks = [LayerParameters(count.total + adapter, adapter) for count in counts[1:-1]]
     return [LayerParameters(counts[0].total, 0), *blocks, LayerParameters(counts[-1].total, 0)]
+
+
+def _lacks_adapters(config: Config, model: LayeredModel) -> bool:
+    return config.lora.rank > 0 and all(p.requires_grad for layer in model.layers for p in layer.parameters())
 
 
 def _shape(config: Config) -> ModelShape:
@@ -116,6 +120,9 @@ def _counts(config: Config, model: LayeredModel, layers: list[LayerParameters]) 
             users[id(parameter)] = users.get(id(parameter), 0) + 1
             sizes[id(parameter)] = parameter.numel()
     total = sum(sizes.values())
+    if config.lora.rank and not _lacks_adapters(config, model):
+        trained = sum(layer.trained for layer in layers)
+        return ParameterCounts(trained=trained, frozen=total - trained)
     if config.lora.rank:
         return ParameterCounts(trained=sum(layer.trained for layer in layers), frozen=total)
     tied = sum(size for key, size in sizes.items() if users[key] > 1)

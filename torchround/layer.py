@@ -6,7 +6,8 @@ device that holds parameters but no buffers; the engine binds the parameters to 
 Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -24,20 +25,30 @@ class MicroBatch:
     `labels[b, t]` is the token that position `t` is to predict (already shifted), or `IGNORED_LABEL`.
     `positions` restart at 0 with each document. `document_ids` are equal exactly where two tokens of a
     sequence belong to the same document; attention never crosses them.
+
+    `dropout_seed` is the one number that masks are made from, equal whenever the same micro-batch of a step runs
+    again; None is no dropout.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor
     document_ids: Tensor
+    dropout_seed: int | None = field(default=None, kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors in field order, as the engine packs and uploads them."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+        return (self.tokens, self.labels, self.positions, self.document_ids)
 
     def num_labels(self) -> int:
         """Labels that count towards the loss; summed over a step they are the loss divisor."""
         return int((self.labels != IGNORED_LABEL).sum())
+
+
+def with_dropout_seeds(micro_batches: Sequence[MicroBatch], seed: int, step: int) -> list[MicroBatch]:
+    """The micro-batches of a training step, each with the number that its dropout masks are made from."""
+    first = (seed * 2**40 + step) * 2**20  # no two steps of a run share a number
+    return [replace(part, dropout_seed=first + index) for index, part in enumerate(micro_batches)]
 
 
 @dataclass(frozen=True)

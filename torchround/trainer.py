@@ -22,7 +22,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.host_store import HostStore
 from torchround.engine.results import StepResult
 from torchround.hf import PretrainedWeights
-from torchround.layer import LayeredModel, MicroBatch
+from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.measured_plan import PlanByMeasuring
 from torchround.observe import MetricsLogger, open_metrics
 from torchround.optim import LRSchedule
@@ -210,7 +210,8 @@ class Trainer:
             self._report_steps(leave=0)
             engine.drain()
             self._traces.start()
-        result = engine.forward_backward(cut(batch, self.config.training.micro_batch_size))
+        parts = cut(batch, self.config.training.micro_batch_size)
+        result = engine.forward_backward(with_dropout_seeds(parts, self.config.run.seed, self._position.step))
         engine.step(lr)
         position = Position(
             self._position.step + 1, self._position.tokens + result.num_labels, self._loader.state_dict()

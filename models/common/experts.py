@@ -28,10 +28,12 @@ class SwiGLUExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(outward, device="meta"))
 
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-        gate = grouped_product(rows, self.gate.transpose(1, 2), routes.ends)  # [R, F]
-        up = grouped_product(rows, self.up.transpose(1, 2), routes.ends)
-        product = _WeightedSwiGLU.apply(gate, up, weights)
-        return grouped_product(product, self.down.transpose(1, 2), routes.ends)
+        gate, up = self.product("gate", rows, routes), self.product("up", rows, routes)  # [R, F]
+        return self.product("down", _WeightedSwiGLU.apply(gate, up, weights), routes)
+
+    def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
+        """Rows times their expert's `gate`, `up` or `down`."""
+        return grouped_product(rows, getattr(self, name).transpose(1, 2), routes.ends)
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
         init_linear_(self.gate, generator)

@@ -13,6 +13,7 @@ from models.common.attention import Attention
 from models.common.config import TransformerConfig
 from models.common.initialise import init_embedding_, init_linear_
 from models.common.lookup import lookup
+from models.common.lora import Adapter
 from models.common.loss import loss_workspace_bytes, token_loss_sum
 from models.common.norm import RMSNorm
 from torchround.layer import Hidden, LayerWork, MicroBatch
@@ -73,6 +74,15 @@ class Block(nn.Module):
         self.attention.init_weights(generator, self.output_scale)
         self.mlp_norm.init_weights()
         self.mlp.init_weights(generator, self.output_scale)
+        self.init_adapters(generator)
+
+    def init_adapters(self, generator: torch.Generator) -> None:
+        """Fill low-rank adapters alone, where there are any."""
+        for adapter in self._adapters():
+            adapter.init_adapter(generator)
+
+    def _adapters(self) -> list[Adapter]:
+        return [module for module in self.modules() if isinstance(module, Adapter)]
 
     def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
         """RoundPipe appendix B: FLOPs of equation 2, kept activations of equation 1 and small fp32 tables."""
@@ -82,6 +92,9 @@ class Block(nn.Module):
         kept = 4 * num_tokens * width * element_bytes + 2 * 4 * num_tokens
         kept += self.attention.activation_bytes(batch, tokens, element_bytes)
         kept += self.mlp.activation_bytes(num_tokens, element_bytes)
+        for adapter in self._adapters():
+            flops += adapter.adapter_flops(num_tokens)
+            kept += adapter.adapter_bytes(num_tokens, element_bytes)
         return LayerWork(
             flops, kept, num_tokens * width * element_bytes, self._workspace(batch, tokens, element_bytes)
         )

@@ -136,7 +136,6 @@ CONFLICTS = [
     ({"engine.plan": "{forward=[1,1],fused=1,backward=[1]}"}, ["engine.plan"], ["2 layers", "1"]),
     ({"lr_schedule.warmup_steps": "50"}, ["lr_schedule.warmup_steps", "training.steps"], ["50 and 50", "49"]),
     ({"validation.interval_steps": "5"}, ["validation.interval_steps", "validation.sources"], ["no sources"]),
-    ({"lora.rank": "8"}, ["lora.rank"], ["8", "not built"]),
 ]
 
 

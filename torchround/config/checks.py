@@ -13,7 +13,7 @@ Conflict = tuple[tuple[str, ...], str]
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Everything that keeps these tables, each legal by itself, from being run together."""
-    for check in (_model, _tokenizer, _batch, _rounds, _lr_schedule, _validation, _engine, _not_built):
+    for check in (_model, _tokenizer, _batch, _rounds, _lr_schedule, _validation, _engine):
         yield from check(config)
 
 
@@ -88,9 +88,3 @@ def _engine(config: Config) -> Iterator[Conflict]:
             "legal: the same number, all layers but the fused ones"
         )
         yield ("engine.plan",), message
-
-
-def _not_built(config: Config) -> Iterator[Conflict]:
-    """Keys that have their place but no code behind them yet; a run must not go on as if they worked."""
-    if config.lora.rank > 0:
-        yield ("lora.rank",), f"given {config.lora.rank}, but adapters are not built yet; legal: 0"

@@ -66,7 +66,7 @@ def host_micro_batch(micro_batch: MicroBatch, pool: HostPool, observer: Observer
         event.synchronize()
     observer.touched(reads=(), writes=[buffer.memory])
     fill(packing.views(buffer.memory), tensors)
-    return Boundary(buffer, packing, AlreadyHappened(), readers)
+    return Boundary(buffer, packing, AlreadyHappened(), readers, micro_batch.dropout_seed)
 
 
 class AlreadyHappened:

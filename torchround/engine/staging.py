@@ -66,10 +66,21 @@ def fill(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 class Boundary:
-    """Tensors between two stages, on the host: valid after `landed`, given back by the last of its readers."""
+    """Tensors between two stages, on the host: valid after `landed`, given back by the last of its readers.
 
-    def __init__(self, buffer: HostBuffer, packing: Packing, landed: Event, readers: int) -> None:
+    `dropout_seed` goes with a micro-batch's integers.
+    """
+
+    def __init__(
+        self,
+        buffer: HostBuffer,
+        packing: Packing,
+        landed: Event,
+        readers: int,
+        dropout_seed: int | None = None,
+    ) -> None:
         self.packing = packing
+        self.dropout_seed = dropout_seed
         self.landed = landed
         self.memory = buffer.memory
         self._buffer = buffer

@@ -1,0 +1,222 @@
+"""Adapters against the dense model that they stand for: `W + (alpha / rank) B A` in place of `W`."""
+
+import pytest
+import torch
+
+from models import FAMILIES, LoraShape, ModelConfigError, add_adapters
+from models.common.lora import adapter_names, mask_seed
+from tests.engine.toy import assert_same_state, toy_engine, toy_store, train
+from torchround.engine.host_store import HostStore
+from torchround.layer import MicroBatch
+from torchround.pipeline.partition import Partition
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+CASES = [
+    ("llama3", "debug", ATTENTION + MLP),
+    ("qwen3", "debug_moe", ATTENTION + MLP),
+    ("qwen3", "debug_moe", ("q_proj", "down_proj")),
+    ("gpt_oss", "debug", ATTENTION),
+]
+RANK, ALPHA = 4, 12.0
+
+
+def build(name, flavor, targets, dropout=0.0, **fields):
+    family = FAMILIES[name]
+    config = family.config_from_flavor(flavor, vocab_size=50, num_layers=2, **fields)
+    plain, adapted = family.build(config), family.build(config)
+    names = family.hf_names(config)
+    add_adapters(adapted, names, LoraShape(RANK, ALPHA, dropout, targets))
+    return plain, adapted, names
+
+
+def merge(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The dense weights: a small loop of plain products, matrix by matrix."""
+    merged = {name: w.clone() for name, w in weights.items() if "lora_" not in name}
+    for name, a in weights.items():
+        if name.endswith("lora_a"):
+            b = weights[name[:-1] + "b"]
+            merged[base_of(name)] += ALPHA / RANK * (b @ a)
+    return merged
+
+
+def base_of(adapter: str) -> str:
+    stem = adapter[: -len("lora_a")]
+    return stem[:-1] if stem.endswith("_") else stem + "weight"
+
+
+def randomise_b(parameters) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if name.endswith("lora_b"):
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+
+
+@pytest.mark.parametrize("name, flavor, targets", CASES)
+def test_loss_and_gradients_are_those_of_the_merged_dense_model(name, flavor, targets, tools):
+    plain, adapted, _ = build(name, flavor, targets)
+    frozen = {key: p.requires_grad for key, p in tools.stored_parameters(adapted).items()}
+    tools.materialise(plain)
+    tools.materialise(adapted)
+    mine, dense = tools.stored_parameters(adapted), tools.stored_parameters(plain)
+    for key, parameter in mine.items():
+        parameter.requires_grad_(frozen[key])
+        assert parameter.requires_grad == ("lora_" in key)
+    randomise_b(mine)
+    with torch.no_grad():
+        for key, weight in merge(mine).items():
+            dense[key].copy_(weight)
+    batch = tools.micro_batch([[7, 25], [32]], 50)
+    loss, expected = tools.loss_sum(adapted, batch), tools.loss_sum(plain, batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    loss.backward()
+    expected.backward()
+    adapters = [key for key in mine if key.endswith("lora_a")]
+    assert len(adapters) == 2 * len(targets)
+    for key in adapters:
+        a, b, grad = mine[key], mine[key[:-1] + "b"], dense[base_of(key)].grad
+        assert_close_in_norm(a.grad, ALPHA / RANK * b.detach().mT @ grad, key)
+        assert_close_in_norm(b.grad, ALPHA / RANK * grad @ a.detach().mT, key)
+    assert all(p.grad is None for key, p in mine.items() if "lora_" not in key)
+
+
+def assert_close_in_norm(actual, expected, key):
+    assert (actual - expected).norm() < 1e-4 * expected.norm(), key
+
+
+def test_fresh_adapters_change_nothing(tools):
+    plain, adapted, _ = build("qwen3", "debug_moe", ATTENTION + MLP)
+    stores = [toy_store(model) for model in (plain, adapted)]
+    weights = stores[1].weights()
+    for name, weight in stores[0].weights().items():
+        assert torch.equal(weights[name], weight)
+    for name, weight in weights.items():
+        if name.endswith("lora_a"):
+            assert weight.any() and weight.abs().max() <= weight.shape[-1] ** -0.5
+        if name.endswith("lora_b"):
+            assert not weight.any()
+
+
+def test_a_target_that_no_module_has_is_named_with_the_legal_ones():
+    with pytest.raises(ModelConfigError, match=r"no 'k'; legal: down_proj, gate_proj, k_proj"):
+        build("llama3", "debug", ("q_proj", "k"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name, flavor, targets", CASES)
+def test_frozen_weights_have_no_gradient_no_state_and_stay(name, flavor, targets, tied, tools):
+    _, model, _ = build(name, flavor, targets, tied_embeddings=tied)
+    store = toy_store(model)
+    before = {key: view.clone() for key, view in store.weights().items()}
+    with toy_engine(model, store, Partition((1, 2), 1, (1, 1, 1)), num_devices=2) as engine:
+        batch = tools.micro_batch([[12, 20], [32]], 50)
+        losses = train(engine, [[batch]] * 6, lr=2e-2)
+    assert losses[-1] < losses[0]
+    for key, view in store.weights().items():
+        assert torch.equal(view, before[key]) == ("lora_" not in key), key
+    moments = {key for key in store.named_views() if key.startswith("exp_avg")}
+    assert moments and all("lora_" in key for key in moments)
+    for bundle in store.bundles:
+        names = {"lora_" in parameter.name for parameter in bundle.parameters}
+        assert names == {bundle.trainable}
+        assert (bundle.gradient is None) == (not bundle.trainable)
+
+
+def test_what_travels_down_is_what_full_training_sends_less_the_frozen_gradients(tools):
+    downloaded = []
+    for model in build("qwen3", "debug_moe", ATTENTION + MLP)[:2]:
+        store = toy_store(model)
+        with toy_engine(model, store, Partition((1, 2), 1, (1, 1, 1)), num_devices=2) as engine:
+            engine.forward_backward([tools.micro_batch([[32]], 50)] * 2)
+            engine.step(1e-2)
+            engine.drain()
+            counted = sum(device.downloaded_bytes for device in engine.devices)
+        downloaded.append(counted - 4 * sum(bundle.numel for bundle in store.trained))
+    assert downloaded[0] == downloaded[1] > 0  # activations and their gradients
+
+
+def with_seeds(batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+    return [
+        [MicroBatch(*part.tensors(), dropout_seed=10 * step + index) for index, part in enumerate(parts)]
+        for step, parts in enumerate(batches)
+    ]
+
+
+def test_dropout_gives_the_same_bits_whatever_the_devices_stages_and_recomputation(tools):
+    batches = with_seeds(
+        [[tools.micro_batch([[32]], 50, seed=3 * s + i) for i in range(3)] for s in range(3)]
+    )
+    runs = {}
+    for key, partition, devices, options in [
+        ("one", Partition((), 4, ()), 1, {}),
+        ("cut", Partition((1, 2), 1, (1, 1, 1)), 2, {}),
+        ("layerwise", Partition((3,), 1, (3,)), 3, {"layerwise_recompute": True}),
+        ("no dropout", Partition((), 4, ()), 1, {}),
+    ]:
+        dropout = 0.0 if key == "no dropout" else 0.3
+        _, model, _ = build("qwen3", "debug_moe", ATTENTION + MLP, dropout)
+        store = toy_store(model)
+        with toy_engine(model, store, partition, devices, **options) as engine:
+            runs[key] = train(engine, batches), store.named_views(), engine.evaluate(batches[0]).loss()
+    for key in ("cut", "layerwise"):
+        assert runs[key][0] == runs["one"][0]
+        assert_same_state(runs[key][1], runs["one"][1])
+    assert runs["no dropout"][0][1:] != runs["one"][0][1:]
+
+
+def test_a_mask_depends_on_the_seed_and_zeroes_its_share(tools):
+    _, model, _ = build("llama3", "debug", ("q_proj",), dropout=0.25)
+    tools.materialise(model)
+    adapters = [model.layers[index].attention.query for index in (1, 2)]
+    x, masks = torch.ones(100, 400), []
+    for seed in (1, 1, 2):
+        adapters[0].seed = seed
+        masks.append(adapters[0].drop(x))
+    adapters[1].seed = 1
+    masks.append(adapters[1].drop(x))
+    assert torch.equal(masks[0], masks[1])
+    for other in masks[2:]:
+        assert (masks[0] != other).float().mean() > 0.3
+    assert masks[0].unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert (masks[0] == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
+    adapters[0].seed = None
+    assert adapters[0].drop(x) is x
+    assert len({mask_seed(s, p, u) for s in range(50) for p in range(50) for u in range(4)}) == 10_000
+
+
+def test_evaluation_is_without_dropout(tools):
+    batch = tools.micro_batch([[32]], 50)
+    losses = []
+    for dropout in (0.0, 0.5):
+        _, model, _ = build("llama3", "debug", ATTENTION, dropout)
+        store = toy_store(model)
+        randomise_b(store.weights())
+        store.refresh_masters()
+        with toy_engine(model, store, Partition((), 4, ()), 1) as engine:
+            losses.append(engine.evaluate([batch]).loss())
+    assert losses[0] == losses[1]
+
+
+def test_matrix_products_of_adapters_are_counted_as_torch_counts_them(tools):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    plain, adapted, _ = build("qwen3", "debug_moe", ATTENTION + MLP)
+    batch, counted, claimed = tools.micro_batch([[48], [48]], 50), [], []
+    for model in (plain, adapted):
+        tools.materialise(model)
+        hidden = model.layers[0](None, batch)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model.layers[1](hidden, batch)
+        counted.append(counter.get_total_flops())
+        claimed.append(model.layers[1].work(2, 48, 4).forward_flops)
+    assert claimed[1] - claimed[0] == counted[1] - counted[0] > 0
+
+
+def test_adapter_names_cover_the_adapters_and_nothing_else():
+    _, model, names = build("qwen3", "debug_moe", ATTENTION + MLP)
+    adapters = adapter_names(model, names)
+    assert adapters.keys() == {key for key in model.stored_shapes() if "lora_" in key}
+    prefix = "base_model.model.model.layers.1."
+    assert adapters["block.1.attention.key.lora_b"] == f"{prefix}self_attn.k_proj.lora_B.weight"
+    assert adapters["block.1.mlp.experts.up_lora_a"][3] == f"{prefix}mlp.experts.3.up_proj.lora_A.weight"
+    assert isinstance(toy_store(model), HostStore)

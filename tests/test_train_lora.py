@@ -1,0 +1,33 @@
+"""`[lora]` through train.py: only adapters are trained, and a run that stops goes on with the same bits."""
+
+from tests.small_run import small_runs
+
+__all__ = ["small_runs"]  # the fixture
+
+LORA = ("--lora.rank=2", "--lora.dropout=0.2", '--lora.targets=["q_proj", "down_proj"]')
+
+
+def test_a_run_with_adapters_trains_them_alone(small_runs):
+    assert small_runs("full", "--training.steps=1") == 0
+    assert small_runs("lora", *LORA) == 0
+    start, end = small_runs.state("full", 1), small_runs.state("lora")
+    moments = [name for name in end if name.startswith("exp_avg")]
+    assert len(moments) == 2 * 2 * 2 * 3  # two moments of A and B on two targets in three blocks
+    assert all("lora_" in name for name in moments)
+    assert all(end[name].any() for name in moments)
+    assert {name for name in end if "lora_" not in name} == {name for name in start if "weights/" in name}
+
+
+def test_a_resumed_run_with_dropout_has_the_same_bits(small_runs):
+    assert small_runs("whole", *LORA) == 0
+    assert small_runs("parts", *LORA, "--training.steps=2", "--lr_schedule.decay=none") == 0
+    assert small_runs("whole-none", *LORA, "--lr_schedule.decay=none") == 0
+    assert small_runs("parts", *LORA, "--lr_schedule.decay=none") == 0
+    small_runs.assert_same("parts", "whole-none")
+    assert small_runs("dry", *LORA, "--lora.dropout=0.0") == 0
+    assert small_runs.losses("dry") != small_runs.losses("whole")
+
+
+def test_an_unknown_target_is_a_mistake(small_runs, capsys):
+    assert small_runs("wrong", "--lora.rank=2", '--lora.targets=["query"]') == 2
+    assert "lora.targets: this model has no 'query'; legal: down_proj" in capsys.readouterr().err
