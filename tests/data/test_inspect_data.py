@@ -72,6 +72,44 @@ def test_sources_are_listed_with_their_tokens_and_longest_documents(tmp_path: Pa
     ]
 
 
+def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what_is_bad(
+    tmp_path: Path,
+) -> None:
+    """Turns begin with <|bos|> and the role's letter. The third conversation has 59 tokens, the last record is none."""
+    (tmp_path / "template.jinja").write_text(
+        "{% for m in messages %}<|bos|>{{ m.role[0] }}:{{ m.content }}<|eos|>{% endfor %}"
+        "{% if add_generation_prompt %}<|bos|>a:{% endif %}"
+    )
+    records = [{"instruction": "q", "output": "a" * length} for length in (1, 5, 50)]
+    (tmp_path / "chats.jsonl").write_text("\n".join([*map(json.dumps, records), "broken"]))
+    source = f"{{path='{tmp_path}/chats.jsonl', content='alpaca'}}"
+    lines = inspect(
+        tmp_path,
+        f"--data.sources=[{source}]",
+        f"--tokenizer.chat_template={tmp_path}/template.jinja",
+        "--data.on_bad_record=skip",
+        "--data.epochs=1",
+        "--sequences=4",
+        "--training.global_batch_size=4",
+    ).stdout.splitlines()
+    assert lines[:9] == [
+        "--- batch 0, sequence 0",
+        "   0      14 tokens  «<|bos|>u:q<|eos|><|bos|>a»:aaaaa«<|eos|>»",
+        "   1       2 tokens  «<|pad|><|pad|>»",
+        "--- batch 0, sequence 1",
+        "   0      10 tokens  «<|bos|>u:q<|eos|><|bos|>a»:a«<|eos|>»",
+        "   1       6 tokens  «" + "<|pad|>" * 6 + "»",
+        "--- batch 0, sequence 2",
+        "   0      16 tokens  «<|bos|>u:q<|eos|><|bos|>a»:aaaaaaaa",
+        "--- 48 positions: 83.33% tokens, 35.42% with a label",
+    ]
+    assert lines[9] == "--- 1 documents longer than a sequence: cut"
+    assert lines[-2:] == [
+        "--- 1 bad records",
+        f"     {tmp_path}/chats.jsonl, line 4: not valid JSON: Expecting value: line 1 column 1 (char 0)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
