@@ -7,7 +7,7 @@ from typing import Any
 from models.common.config import TransformerConfig
 from models.common.errors import ModelConfigError
 from models.common.family import Family
-from models.common.lora import LoraShape, add_adapters
+from models.common.lora import LoraShape, adapter_names, adapter_pairs, add_adapters, peft_config
 from models.gpt_oss import GPT_OSS
 from models.llama3 import LLAMA3
 from models.qwen3 import QWEN3
@@ -16,4 +16,14 @@ FAMILIES: Mapping[str, Family[Any]] = MappingProxyType(
     {family.name: family for family in (LLAMA3, QWEN3, GPT_OSS)}
 )
 
-__all__ = ["FAMILIES", "Family", "LoraShape", "ModelConfigError", "TransformerConfig", "add_adapters"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "LoraShape",
+    "ModelConfigError",
+    "TransformerConfig",
+    "adapter_names",
+    "adapter_pairs",
+    "add_adapters",
+    "peft_config",
+]

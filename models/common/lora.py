@@ -202,6 +202,17 @@ def adapter_names(model: LayeredModel, names: HFNames) -> HFNames:
     return adapters
 
 
+def adapter_pairs(adapters: HFNames) -> dict[str, tuple[str, str]]:
+    """Each adapted parameter and its A and B, from the keys of `adapter_names`."""
+    pairs = {}
+    for a in adapters:
+        if a.endswith("lora_a"):
+            stem = a.removesuffix("lora_a")
+            adapted = stem.removesuffix("_") if stem.endswith("_") else f"{stem}weight"
+            pairs[adapted] = (a, f"{stem}lora_b")
+    return pairs
+
+
 def peft_config(lora: Mapping[str, Any], base: str | None) -> dict[str, Any]:
     """The content of `adapter_config.json`."""
     return {

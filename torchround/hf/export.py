@@ -43,6 +43,46 @@ class ExportedTensor:
             yield piece.view(stored).to(self.dtype)
 
 
+@dataclass(frozen=True)
+class MergedTensor(ExportedTensor):
+    """`source [Z, A] + scale * b [Z, r] @ a [r, A]`, added in fp32 and rounded once."""
+
+    a: StoredTensor
+    b: StoredTensor
+    scale: float
+
+    def pieces(self, files: TensorFiles) -> Iterator[Tensor]:
+        a, b = (_read_whole(files, tensor).float() for tensor in (self.a, self.b))
+        (rows, columns), stored = self.source.shape, self.source.dtype
+        assert stored is not None, f"{self.source.name} is {self.source.dtype_name}"
+        row_bytes = columns * stored.itemsize
+        step = max(1, PIECE_BYTES // row_bytes)
+        for start in range(0, rows, step):
+            some = b[start : start + step]
+            piece = files.read(self.source, start * row_bytes, len(some) * row_bytes).view(stored)
+            merged = piece.view(len(some), columns).float().addmm_(some, a, alpha=self.scale)
+            yield merged.to(self.dtype)
+
+
+def merge_adapters(
+    tensors: Iterable[ExportedTensor],
+    adapters: Mapping[str, tuple[ExportedTensor, ExportedTensor]],
+    scale: float,
+) -> Iterator[ExportedTensor]:
+    """The tensors, those that `adapters` name with their A and B added."""
+    for tensor in tensors:
+        if tensor.name not in adapters:
+            yield tensor
+            continue
+        a, b = (adapter.source for adapter in adapters[tensor.name])
+        yield MergedTensor(tensor.name, tensor.source, tensor.dtype, a, b, scale)
+
+
+def _read_whole(files: TensorFiles, tensor: StoredTensor) -> Tensor:
+    assert tensor.dtype is not None, f"{tensor.name} is {tensor.dtype_name}"
+    return files.read(tensor, 0, tensor.nbytes).view(tensor.dtype).view(tensor.shape).clone()
+
+
 def unstack(
     names: Mapping[str, HFTensors],
     stored: Mapping[str, StoredTensor],
@@ -63,14 +103,17 @@ def unstack(
 
 
 def write_tensors(
-    folder: Path, tensors: Iterable[ExportedTensor], shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    tensors: Iterable[ExportedTensor],
+    shard_bytes: int = SHARD_BYTES,
+    single_file: str = SINGLE_FILE,
 ) -> list[str]:
     """One file, or several of at most `shard_bytes` (a larger tensor has its own) and an index. The file names."""
     shards = _shards(tensors, shard_bytes)
     where: dict[str, str] = {}
     with TensorFiles() as files:
         for number, shard in enumerate(shards, start=1):
-            name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            name = single_file if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             with open(folder / name, "xb") as out:
                 _write(out, shard, files)
             where |= dict.fromkeys((tensor.name for tensor in shard), name)
