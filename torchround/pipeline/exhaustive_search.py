@@ -63,7 +63,9 @@ def _best_first(problem: Problem, bounds: Floats, keys: Integers, rows: Rows) ->
     """
     if not len(bounds):
         return None
-    equal = np.round(bounds / max(float(bounds.min()), 1e-300) / SAME_STEP)
+    # Bounds that differ by rounding count as equal; beyond 1e15 times the least they need not be told apart.
+    unit = max(float(bounds.min()), 1e-15 * float(bounds.max())) * SAME_STEP
+    equal = np.round(bounds / unit) if unit else bounds
     best: Candidate | None = None
     for index in np.lexsort((keys[:, 1], keys[:, 0], equal)):
         if best is not None and bounds[index] >= problem.exact_s(best) * (1 - SAME_STEP):

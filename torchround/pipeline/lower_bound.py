@@ -42,15 +42,31 @@ def _bound_s(problem: Problem, rounds: int, fused: int) -> float:
     """The bound for one number of rounds and one fused stage."""
     if fused == problem.num_layers:
         return problem.exact_s(Candidate(Partition((), fused, ()), rounds))
-    alone_s = _alone_s(problem, rounds, fused)
+    fewest_forward, fewest_backward = _fewest_stages(problem, problem.num_layers - fused)
+    limit = _stage_limit(problem, fused)
+    allowed = np.s_[min(fewest_forward, limit) - 1 :, min(fewest_backward, limit) - 1 :]
+    alone_s = _alone_s(problem, rounds, fused)[allowed]
     work_s = problem.num_micro_batches * problem.sums.work_s(fused)
     devices = problem.num_devices
     if problem.update == "async":
         # A step may last two step times from its first stage to its last gradient.
         return max(work_s / devices, float(alone_s.min()) / 2)
-    stages = np.arange(1, len(alone_s) + 1)
-    used = np.minimum(devices, rounds * (stages[:, None] + 1 + stages))
-    return float(np.maximum(alone_s, (work_s + _idle_s(problem, len(alone_s))) / used).min())
+    stages = np.arange(1, limit + 1)
+    used = np.minimum(devices, rounds * (stages[:, None] + 1 + stages))[allowed]
+    return float(np.maximum(alone_s, (work_s + _idle_s(problem, limit)[allowed]) / used).min())
+
+
+def _fewest_stages(problem: Problem, split: int) -> tuple[int, int]:
+    """Forward and backward stages that memory asks for at least."""
+    forward, start = 0, 0
+    while start < split:
+        start = problem.last_ends[start]
+        forward += 1
+    backward, stop = 0, split
+    while stop > 0:
+        stop = problem.first_layers[stop]
+        backward += 1
+    return forward, backward
 
 
 def _stage_limit(problem: Problem, fused: int) -> int:

@@ -224,7 +224,11 @@ def _to_hide(question: RunQuestion, costs: Costs) -> float | None:
 
 
 def fits(question: RunQuestion) -> bool:
-    """Whether the finest partition, or the one with the fullest stages, keeps within all limits."""
+    """Whether some plan keeps within all limits.
+
+    The finest partition needs least of a device, the one with the fullest stages least of the host; only
+    where both limits are tight and neither of the two fits does the planner have to look for one between.
+    """
     if _state_problem(question):
         return False
     limits, costs = question.limits(), question.costs()
@@ -232,7 +236,15 @@ def fits(question: RunQuestion) -> bool:
     rounds = question.rounds if isinstance(question.rounds, int) else question.num_micro_batches
     ones = (1,) * (costs.num_layers - 1)
     candidates = (Partition(ones, 1, ones), greedy_partition(problem, float("inf")))
-    return any(_fits(problem, partition, rounds) for partition in candidates)
+    if any(_fits(problem, partition, rounds) for partition in candidates):
+        return True
+    if limits.host_bytes is None or not problem.fits_device(candidates[0], rounds):
+        return False
+    try:
+        _plan(replace(question, given=None), costs)
+    except InfeasiblePlanError:
+        return False
+    return True
 
 
 def _fits(problem: Problem, partition: Partition, rounds: int) -> bool:

@@ -1,0 +1,88 @@
+"""Random layers, partitions and limits for the planner's tests."""
+
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.memory import MemoryLimits
+from torchround.pipeline.partition import Partition
+
+SECONDS = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.floats(0.01, 5.0))
+BYTES = st.integers(0, 100)
+
+
+@st.composite
+def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True) -> Costs:
+    """Up to `max_layers` layers, often equal, some without time; with updates of the layers in half of them."""
+    num_layers = draw(st.integers(1, max_layers))
+    updates = updates and draw(st.booleans())
+    equal = draw(st.booleans())
+    layer = draw(_layer(updates))
+    layers = [layer if equal else draw(_layer(updates)) for _ in range(num_layers - 1)] + [
+        draw(_layer(updates))
+    ]
+    named = tuple(_named(part, index) for index, part in enumerate(layers))
+    return Costs(named, draw(st.sampled_from([0.0, 0.1, 0.7])))
+
+
+@st.composite
+def _layer(draw: st.DrawFn, updates: bool) -> LayerCost:
+    return LayerCost(
+        name="layer",
+        forward_s=draw(SECONDS),
+        backward_s=draw(SECONDS),
+        weight_bytes=draw(BYTES),
+        gradient_bytes=draw(BYTES),
+        activation_bytes=draw(BYTES),
+        boundary_bytes=draw(BYTES),
+        workspace_bytes=draw(BYTES),
+        optimizer_s=draw(SECONDS) if updates else 0.0,
+    )
+
+
+def _named(layer: LayerCost, index: int) -> LayerCost:
+    return LayerCost(**{**vars(layer), "name": f"layer.{index}"})
+
+
+@st.composite
+def partitions(draw: st.DrawFn, num_layers: int) -> Partition:
+    """Any partition of so many layers."""
+    fused = draw(st.integers(1, num_layers))
+    left, right = (draw(compositions(num_layers - fused)) for _ in range(2))
+    return Partition(left, fused, right)
+
+
+@st.composite
+def compositions(draw: st.DrawFn, total: int) -> tuple[int, ...]:
+    """Positive integers with this sum."""
+    cuts = sorted(draw(st.sets(st.integers(1, total - 1)))) if total > 1 else []
+    ends = [0, *cuts, total]
+    return tuple(stop - start for start, stop in pairwise(ends) if stop > start)
+
+
+def limits(tightest: int = 200, loosest: int = 2500) -> st.SearchStrategy[MemoryLimits]:
+    """Often none, often so tight that some partitions or all do not fit."""
+    bounds = st.one_of(st.none(), st.integers(tightest, loosest))
+    return st.builds(
+        MemoryLimits,
+        device_bytes=bounds,
+        host_bytes=bounds,
+        integer_bytes=st.integers(0, 5),
+        recompute=st.sampled_from(["stage", "layer"]),
+    )
+
+
+def all_partitions(num_layers: int) -> list[Partition]:
+    """Every partition, by plain recursion."""
+    found = []
+    for fused in range(1, num_layers + 1):
+        ways = _ways(num_layers - fused)
+        found += [Partition(left, fused, right) for left in ways for right in ways]
+    return found
+
+
+def _ways(total: int) -> list[tuple[int, ...]]:
+    if total == 0:
+        return [()]
+    return [(first, *rest) for first in range(1, total + 1) for rest in _ways(total - first)]

@@ -1,0 +1,158 @@
+"""Costs as data, from FLOPs, and against the published layer times and hops."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+
+from tests.pipeline.random_costs import costs
+from torchround.pipeline.costs import (
+    Costs,
+    CostsError,
+    LayerCost,
+    LayerParameters,
+    costs_from_work,
+    hop_seconds,
+    stage_seconds,
+)
+from torchround.pipeline.devices import ASSUMED_DEVICE, DEVICES, UnknownPeakError, device_names, find_device
+from torchround.pipeline.model_shapes import model_shape
+from torchround.pipeline.partition import Stage, StageKind
+
+# FIGURES section 2: forward of a block and hop, both in ms, for micro-batches of 4 x 2048 tokens.
+PUBLISHED = {
+    "qwen3/1.7B": (7.429, 1.6),
+    "llama3/3.1-8B": (18.5037, 3.2),
+    "gpt_oss/20B": (21.6446, 2.25),
+    "qwen3/32B": (40.5611, 4.0),
+    "qwen3/235B-A22B": (43.016, 3.2),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    forward_flops: float
+    activation_bytes: int = 0
+    boundary_bytes: int = 0
+    workspace_bytes: int = 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(costs())
+def test_costs_survive_json(costs: Costs) -> None:
+    assert Costs.from_json(costs.to_json()) == costs
+
+
+def test_bytes_and_names_may_be_left_out_of_a_file() -> None:
+    text = '{"hop_s": 0.5, "layers": [{"forward_s": 1, "backward_s": 2}, {"name": "head", "forward_s": 1, "backward_s": 2}]}'
+    read = Costs.from_json(text)
+    assert read == Costs((LayerCost("layer.0", 1, 2), LayerCost("head", 1, 2)), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"forward_s": 1}, "lacks.*backward_s"),
+        ({"forward_s": -1, "backward_s": 2}, "forward_s = -1"),
+        ({"forward_s": "1", "backward_s": 2}, "'1' is not a number"),
+        ({"forward_s": float("nan"), "backward_s": 2}, "finite"),
+        ({"forward_s": 1, "backward_s": 2, "backwards_s": 2}, "unknown keys.*backwards_s"),
+        (3, "not an object"),
+    ],
+)
+def test_a_wrong_layer_is_named_with_what_is_wrong(layer: object, message: str) -> None:
+    with pytest.raises(CostsError, match=message):
+        Costs.from_json(json.dumps({"layers": [layer]}))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"layers": []}', '{"layers": 3}', '{"hop_s": "a", "layers": [{}]}']
+)
+def test_a_file_that_holds_no_costs_is_refused(text: str) -> None:
+    with pytest.raises(CostsError):
+        Costs.from_json(text)
+
+
+def test_a_stage_costs_its_layers_and_recomputes_where_it_must() -> None:
+    costs = Costs((LayerCost("a", 1.0, 2.0), LayerCost("b", 3.0, 5.0), LayerCost("c", 7.0, 11.0)))
+    assert stage_seconds(costs, Stage(StageKind.FORWARD, 0, 2)) == (0.0, 4.0)
+    assert stage_seconds(costs, Stage(StageKind.FUSED, 1, 3)) == (0.0, 3 + 7 + 5 + 11)
+    assert stage_seconds(costs, Stage(StageKind.BACKWARD, 0, 2)) == (4.0, 7.0)
+    # One layer's activations at a time: all but the last layer are computed once more.
+    assert stage_seconds(costs, Stage(StageKind.BACKWARD, 0, 2), "layer") == (4.0, 7.0 + 1.0)
+    assert stage_seconds(costs, Stage(StageKind.FUSED, 1, 3), "layer") == (0.0, 26.0 + 3.0)
+
+
+def test_frozen_matrices_have_no_weight_gradient() -> None:
+    works = [Work(0.75e12), Work(0.75e12), Work(0.0)]
+    sizes = [LayerParameters(100, 100), LayerParameters(100, 0), LayerParameters(0, 0)]
+    costs = costs_from_work(
+        ["full", "frozen", "none"], works, sizes, ASSUMED_DEVICE, optimizer_bytes_per_s=2800
+    )
+    full, frozen, none = costs.layers
+    assert full.forward_s == pytest.approx(1.0) and full.backward_s == pytest.approx(2.0)
+    assert frozen.backward_s == pytest.approx(frozen.forward_s)
+    assert (full.weight_bytes, full.gradient_bytes, full.optimizer_s) == (200, 400, pytest.approx(1.0))
+    assert (frozen.gradient_bytes, frozen.optimizer_s, none.forward_s) == (0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_hop_takes_what_was_measured(model: str) -> None:
+    shape, card = model_shape(*model.split("/")), find_device("rtx4090")
+    assert shape is not None and card is not None
+    measured_s = PUBLISHED[model][1] / 1e3
+    assert hop_seconds(shape.boundary_bytes(4, 2048), card) == pytest.approx(measured_s, rel=0.02)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_block_counted_from_flops_is_within_a_factor_of_what_was_measured(model: str) -> None:
+    """Within 1.75: dense fp16 blocks ran above the card's fp32-accumulating peak, experts well below it."""
+    shape, card = model_shape(*model.split("/")), find_device("rtx4090")
+    assert shape is not None and card is not None
+    work = Work(shape.block_forward_flops(4, 2048))
+    block = costs_from_work(["block"], [work], [LayerParameters(1, 1)], card).layers[0]
+    assert 1 / 1.75 < block.forward_s * 1e3 / PUBLISHED[model][0] < 1.75
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("rtx4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 3090 Ti", "rtx3090ti"),
+        ("NVIDIA RTX A6000", "rtxa6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A800-SXM4-80GB", "a800"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA L40S", "l40s"),
+    ],
+)
+def test_a_card_is_found_under_its_own_name_and_under_pytorchs(reported: str, name: str) -> None:
+    device = find_device(reported)
+    assert device is not None and device.name == name
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    ["NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla K80", "", "H100 NVL"],
+)
+def test_a_card_that_is_not_certain_is_not_found(unknown: str) -> None:
+    """A wrong peak would give a wrong MFU."""
+    assert find_device(unknown) is None
+
+
+def test_every_listed_card_is_found_and_has_plausible_figures() -> None:
+    assert len(set(device_names())) == len(DEVICES)
+    for device in DEVICES:
+        assert find_device(device.name) == device
+        assert device.flops_per_s("bfloat16") >= device.flops_per_s("float32") > 1e13
+        assert 8 <= device.memory_gib <= 256 and device.pcie_gb_per_s in (16, 32, 64)
+    with pytest.raises(UnknownPeakError, match="float8"):
+        DEVICES[0].flops_per_s("float8")

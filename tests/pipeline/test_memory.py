@@ -1,0 +1,89 @@
+"""The memory model by hand-made figures."""
+
+import pytest
+
+from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.host_memory import ParameterCounts, host_state
+from torchround.pipeline.memory import (
+    MemoryLimits,
+    device_memory,
+    host_activation_bytes,
+    rounds_in_flight,
+)
+from torchround.pipeline.partition import Partition
+
+# weights, gradients, activations, boundary, workspace
+LAYERS = Costs(
+    (
+        LayerCost("embedding", 0.0, 0.0, 50, 100, 0, 8, 3),
+        LayerCost("block.0", 1.0, 2.0, 10, 20, 40, 8, 5),
+        LayerCost("block.1", 1.0, 2.0, 10, 20, 40, 8, 5),
+        LayerCost("head", 1.0, 2.0, 60, 120, 30, 1, 90),
+    )
+)
+PARTITION = Partition((3,), 1, (2, 1))
+
+
+def test_a_device_holds_two_slots_of_the_largest_stage_and_the_peak_of_one() -> None:
+    memory = device_memory(PARTITION, LAYERS, 4, MemoryLimits(integer_bytes=7))
+    assert memory.weights_bytes == 2 * 70  # the forward stage
+    assert memory.gradients_bytes == 2 * 120  # the head; forward stages have none
+    assert memory.staging_bytes == 6 * 8
+    assert memory.integers_bytes == 4 * 7
+    assert memory.compute_bytes == 30 + 90  # the head; both blocks together need 85
+    assert memory.total_bytes == 140 + 240 + 48 + 28 + 120
+
+
+def test_a_stage_keeps_all_its_activations_or_one_layer_and_the_outputs() -> None:
+    whole = Partition((), 4, ())
+    stage = device_memory(whole, LAYERS, 1, MemoryLimits(recompute="stage"))
+    assert stage.compute_bytes == 40 + 40 + 30 + 90
+    layer = device_memory(whole, LAYERS, 1, MemoryLimits(recompute="layer"))
+    assert layer.compute_bytes == (30 + 90) + (8 + 8 + 8 + 1)
+
+
+def test_every_boundary_is_kept_once_for_each_micro_batch_alive() -> None:
+    # Cuts before block.1 (backward), block.2 = head (forward and backward): 8 bytes each, 8 for a gradient.
+    per_micro_batch = 8 + 8 + 8
+    partition = Partition((3,), 1, (2, 1))
+    assert host_activation_bytes(partition, LAYERS, 2, 6, 1, "sync") == 6 * per_micro_batch
+    # Two rounds of three; N - 1 = 1 further slot reaches into the next round.
+    assert host_activation_bytes(partition, LAYERS, 2, 6, 2, "sync") == 2 * 3 * per_micro_batch
+    assert host_activation_bytes(partition, LAYERS, 2, 6, 1, "async") == 2 * 6 * per_micro_batch
+
+
+@pytest.mark.parametrize(
+    ("devices", "stages", "rounds", "update", "expected"),
+    [
+        (1, 3, 4, "sync", 1),
+        (2, 3, 4, "sync", 2),
+        (8, 3, 4, "sync", 4),
+        (8, 3, 4, "async", 4),
+        (8, 1, 2, "async", 4),
+    ],
+)
+def test_rounds_in_flight_are_those_that_n_slots_in_a_row_touch(
+    devices: int, stages: int, rounds: int, update: str, expected: int
+) -> None:
+    assert rounds_in_flight(devices, stages, rounds, update) == expected
+
+
+@pytest.mark.parametrize(
+    ("update", "element", "expected"), [("sync", 2, 16), ("async", 2, 18), ("sync", 4, 20), ("async", 4, 24)]
+)
+def test_host_bytes_per_trained_parameter(update: str, element: int, expected: int) -> None:
+    """DESIGN section 4: 16 and 18 in 16 bits; 4 + 4 + 12 in float32."""
+    memory = host_state(ParameterCounts(1000), update, 1, element, element)
+    assert memory.total_bytes == 1000 * expected
+
+
+def test_frozen_tied_and_summed_parameters_cost_what_they_hold() -> None:
+    assert host_state(ParameterCounts(0, 1000), "async", 1, 2, 2).total_bytes == 2 * 1000
+    assert host_state(ParameterCounts(1000, tied=100), "sync", 1, 2, 2).gradient_bytes == 4 * 100 + 2 * 900
+    assert host_state(ParameterCounts(1000, tied=100), "sync", 2, 2, 2).gradient_bytes == 4 * 1000
+
+
+@pytest.mark.parametrize("wrong", [{"recompute": "all"}, {"device_bytes": -1}, {"host_bytes": -1}])
+def test_a_limit_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        MemoryLimits(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,140 @@
+"""The answers before a run, against hand-made figures and against the planner itself."""
+
+from dataclasses import replace
+
+import pytest
+
+from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.devices import DeviceSpec
+from torchround.pipeline.host_memory import ParameterCounts
+from torchround.pipeline.memory import GIB
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.plan import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.pipeline.plan_report import RunQuestion, fits, longest_tokens, report
+from torchround.pipeline.transfers import micro_batches_to_hide, plan_transfers
+
+CARD = DeviceSpec("card", 24, 10, {"bfloat16": 1e12})
+MIB = 1 << 20
+
+
+def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+    """Six blocks and a head; 1 ms, 1 MiB of activations and 1/8 MiB of output per 1024 tokens."""
+    units = tokens * sequences / 1024
+    block = {
+        "forward_s": 1e-3 * units,
+        "backward_s": 2e-3 * units,
+        "weight_bytes": 8 * MIB,
+        "gradient_bytes": 4 * accumulate_bytes * MIB,
+        "activation_bytes": round(units * MIB),
+        "boundary_bytes": round(units * MIB / 8),
+    }
+    head = {**block, "boundary_bytes": 4}
+    return Costs((*(LayerCost(f"block.{i}", **block) for i in range(6)), LayerCost("head", **head)))
+
+
+QUESTION = RunQuestion(
+    costs_for=costs_for,
+    parameters=ParameterCounts(28 * MIB),
+    seq_len=2048,
+    global_batch_size=16,
+    micro_batch_size=2,
+    num_devices=2,
+    device=CARD,
+    device_bytes=GIB,
+)
+
+
+def test_the_plan_is_the_planners_and_the_speed_is_its_step() -> None:
+    answer = report(QUESTION)
+    plan = make_plan(costs_for(2048, 2, 4), 2, 8, "sync", 1, QUESTION.limits())
+    assert answer.plan == plan and answer.problem == "" and answer.changes == ()
+    assert answer.tokens_per_s == pytest.approx(16 * 2048 / plan.step_s)
+    assert answer.host.state_bytes == 16 * 28 * MIB
+    assert answer.host.integer_bytes == 16 * 2048 * 32
+    assert answer.host.activation_bytes == plan.host_activation_bytes
+    assert answer.device is not None and answer.device.total_bytes == plan.device_bytes
+
+
+def test_a_card_that_is_not_known_gets_no_speed_and_no_load() -> None:
+    answer = report(replace(QUESTION, device=None))
+    assert answer.plan is not None
+    assert answer.tokens_per_s is None and answer.transfers is None and answer.micro_batches_to_hide is None
+
+
+def test_the_longest_sequence_fits_and_one_step_more_does_not() -> None:
+    tight = replace(QUESTION, device_bytes=300 * MIB)
+    longest = longest_tokens(tight)
+
+    def fits_at(tokens: int) -> bool:
+        return fits(replace(tight, seq_len=tokens, micro_batch_size=1, global_batch_size=2))
+
+    assert longest > 2048 and fits_at(longest) and not fits_at(longest + 1024)
+    assert longest_tokens(replace(QUESTION, device_bytes=20 * MIB)) == 0
+
+
+@pytest.mark.parametrize("device_mib", [40, 60, 80, 120, 300])
+@pytest.mark.parametrize("host_mib", [440, 450, 470, 600])
+def test_what_is_said_to_fit_gets_a_plan_and_nothing_else_does(device_mib: int, host_mib: int) -> None:
+    question = replace(QUESTION, device_bytes=device_mib * MIB, host_bytes=host_mib * MIB)
+    answer = report(question)
+    assert (answer.plan is not None) == fits(question)
+    assert bool(answer.problem) != (answer.plan is not None)
+    if answer.plan is not None:
+        assert answer.host.total_bytes <= host_mib * MIB
+        assert answer.plan.device_bytes <= device_mib * MIB
+
+
+def test_a_change_that_is_said_to_fit_does() -> None:
+    answer = report(replace(QUESTION, device_bytes=55 * MIB, micro_batch_size=8))
+    assert answer.plan is None and "GiB are missing" in answer.problem
+    fitting = {change.setting: change.fits for change in answer.changes}
+    assert fitting["training.micro_batch_size = 1"]
+    assert report(replace(QUESTION, device_bytes=55 * MIB, micro_batch_size=1)).plan is not None
+    assert 'engine.update = "sync"' not in fitting  # it is that already
+
+
+def test_state_that_the_host_cannot_hold_is_told_in_gib() -> None:
+    answer = report(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
+    assert answer.plan is None
+    assert "16.0 GiB of 10.0 GiB" in answer.problem and "6.0 GiB are missing" in answer.problem
+    assert any("lora.rank" in change.setting and change.fits for change in answer.changes)
+
+
+def test_a_given_plan_is_judged_as_it_is() -> None:
+    given = (Partition((6,), 1, (6,)), 2)
+    answer = report(replace(QUESTION, given=given))
+    assert answer.plan is not None and (answer.plan.partition, answer.plan.rounds) == given
+    assert [change.setting for change in answer.faster] == ["engine.plan left out"]
+    with pytest.raises(InfeasiblePlanError):
+        evaluate_plan(
+            given[0], 2, costs_for(2048, 2, 4), 2, 8, limits=replace(QUESTION, device_bytes=1).limits()
+        )
+
+
+def test_every_faster_change_is_as_much_faster_as_is_said() -> None:
+    answer = report(QUESTION)
+    assert answer.plan is not None
+    gains = {change.setting: change.gain for change in answer.faster}
+    auto = make_plan(costs_for(2048, 2, 4), 2, 8, "sync", "auto", QUESTION.limits())
+    assert gains['engine.rounds = "auto"'] == pytest.approx(1 - auto.step_s / answer.plan.step_s)
+
+
+def test_transfers_count_weights_once_a_round_and_activations_with_every_micro_batch() -> None:
+    costs = Costs(
+        (LayerCost("block", 1.0, 2.0, 1000, 2000, 0, 30), LayerCost("head", 1.0, 2.0, 100, 200, 0, 4))
+    )
+    plan = evaluate_plan(Partition((1,), 1, (1,)), 2, costs, 2, 8)
+    transfers = plan_transfers(plan, costs, pcie_gb_per_s=1e-6, recompute="stage", gradient_share=0.5)
+    # Up: the block twice a round, the head once; its input to the head, its output's gradient to the block.
+    assert transfers.up_bytes == 2 * (2 * 1000 + 100) + 8 * (30 + 30)
+    # Down: both gradients in 16 bits once a round; the block's output, and the gradient of the head's input.
+    assert transfers.down_bytes == 2 * (1000 + 100) + 8 * (30 + 30)
+    assert transfers.up_load == pytest.approx(transfers.up_bytes / (2 * plan.step_s * 1000))
+    # The forward stage moves 1000 bytes up in 4 s, the backward stage 1000 + 4 x 30 in 12 s.
+    assert (transfers.busiest_stage, transfers.busiest_load) == (0, pytest.approx(1000 / 4 / 1000))
+
+
+def test_weights_are_hidden_by_as_many_micro_batches_as_take_as_long() -> None:
+    layer = LayerCost("block", 1.0, 2.0, weight_bytes=6000, boundary_bytes=500)
+    assert micro_batches_to_hide(layer, 1e-6) == pytest.approx(6.0 / (1.0 - 0.5))
+    assert micro_batches_to_hide(replace(layer, boundary_bytes=1000), 1e-6) == float("inf")

@@ -1,0 +1,100 @@
+"""scripts/plan.py on the configs of the paper's runs: as a program once, otherwise as the function it calls."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "plan.py"
+SERVER = ["--device", "rtx4090", "--num-devices", "8", "--host-memory-gib", "800"]
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Plan = Callable[..., Done]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plan_script", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def plan(script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
+    monkeypatch.chdir(ROOT)
+
+    def call(*arguments: str) -> Done:
+        code = script.main(list(arguments))
+        return Done(code, *capsys.readouterr())
+
+    return call
+
+
+def test_it_runs_as_a_program() -> None:
+    command = [sys.executable, str(SCRIPT), "--config", "debug.toml", "--device", "rtx4090"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "each device needs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"), [("qwen3_1_7b", 1.72e9), ("gpt_oss_20b", 20.9e9), ("qwen3_32b", 32.8e9)]
+)
+def test_the_papers_runs_fit_its_server(plan: Plan, config: str, parameters: float) -> None:
+    done = plan("--config", f"{config}.toml", *SERVER)
+    assert done.returncode == 0, done.stderr
+    optimizer_gib = re.search(r"optimizer state +([\d.]+)", done.stdout)
+    assert optimizer_gib is not None
+    assert float(optimizer_gib[1]) == pytest.approx(12 * parameters / 2**30, rel=0.01)
+    for words in ("each device needs", "of 21.60 usable", "tokens/s", "PCIe at 32 GB/s", "longest sequence"):
+        assert words in done.stdout
+
+
+def test_what_does_not_fit_ends_with_exit_code_1_and_what_would_help(plan: Plan) -> None:
+    done = plan("--config", "qwen3_235b_lora.toml", *SERVER)
+    assert done.returncode == 1
+    assert "GiB are missing" in done.stdout and "lora.rank (adapters on frozen weights): fits" in done.stdout
+    assert plan("--config", "qwen3_235b_lora.toml", *SERVER, "--lora-rank", "32").returncode == 0
+
+
+def test_keys_of_the_config_and_cards_by_number_are_taken(plan: Plan) -> None:
+    numbers = ["--device-memory-gib", "0.5", "--device-tflops", "1", "--pcie-gb-per-s", "8"]
+    done = plan("--config", "debug.toml", *numbers, "--training.micro_batch_size", "2")
+    assert done.returncode == 0, done.stderr
+    assert "8 micro-batches" in done.stdout and "PCIe at 8 GB/s" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config", "debug.toml", "--device", "rtx9999"], ["rtx9999", "rtx4090"]),
+        (["--config", "debug.toml"], ["--device-memory-gib"]),
+        (["--config", "none.toml", "--device", "rtx4090"], ["none.toml"]),
+        (
+            ["--config", "debug.toml", "--device", "rtx4090", "--training.stepz", "3"],
+            ["training.stepz", "steps"],
+        ),
+        (["--config", "debug.toml", "--device", "rtx4090", "--lora-rank", "8"], ["llama3/debug"]),
+        (["--config", "debug.toml", "--device", "rtx4090", "--engine.plan", "none.json"], ["none.json"]),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(plan: Plan, arguments: list[str], words: list[str]) -> None:
+    done = plan(*arguments)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
