@@ -20,9 +20,17 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from models import FAMILIES, Family, LoraShape, ModelConfigError, TransformerConfig, add_adapters
+from models import (
+    FAMILIES,
+    Family,
+    LoraShape,
+    ModelConfigError,
+    TransformerConfig,
+    adapter_names,
+    add_adapters,
+)
 from torchround.checkpoint import Checkpointer, CheckpointError
-from torchround.config import Config, ConfigError, ModelTable, Options, parse_command_line, to_toml
+from torchround.config import Config, ConfigError, LoraTable, ModelTable, Options, parse_command_line, to_toml
 from torchround.data import (
     DataError,
     Tokenizer,
@@ -35,7 +43,7 @@ from torchround.data.loader import Loader
 from torchround.dry_run import DryRunError, Hardware, rendered, run_question
 from torchround.engine.build import DeviceChoice, choose_devices, plan_run
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
-from torchround.hf import HFError, PretrainedWeights
+from torchround.hf import HFError, PretrainedWeights, WithAdapters, read_adapters
 from torchround.host_budget import (
     HostMemoryError,
     available_host_bytes,
@@ -70,7 +78,7 @@ class Run:
     validation: Iterable[MicroBatch]
     devices: DeviceChoice
     plan: Plan
-    pretrained: PretrainedWeights | None
+    pretrained: PretrainedWeights | WithAdapters | None
 
     @property
     def host_memory(self) -> HostMemory:
@@ -153,7 +161,7 @@ def build(options: Options) -> Run:
         torch.set_num_threads(config.engine.cpu_threads)
     tokenizer = build_tokenizer(config.tokenizer, config.model.hf_path)
     model = build_model(options, tokenizer.vocab_size)
-    pretrained = find_weights(config.model, model)
+    pretrained = find_weights(config.model, config.lora, model)
     devices = choose_devices(config.engine)
     folder = RunFolder(config.run)
     plan = plan_for(config, folder, model, devices)
@@ -199,15 +207,19 @@ def model_config(options: Options, vocab_size: int) -> tuple[Family[Any], Transf
     return family, model
 
 
-def find_weights(table: ModelTable, model: LayeredModel) -> PretrainedWeights | None:
+def find_weights(
+    table: ModelTable, lora: LoraTable, model: LayeredModel
+) -> PretrainedWeights | WithAdapters | None:
     """The weights in the Hugging Face folder, checked by their headers against the model; none for a flavor."""
     if table.hf_path is None:
         return None
     family, folder = FAMILIES[table.family], Path(table.hf_path).expanduser()
     config = family.config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    return PretrainedWeights(
-        folder, family.hf_names(config), model.stored_shapes(), family.hf_redundant(config)
-    )
+    names, shapes = family.hf_names(config), model.stored_shapes()
+    base = PretrainedWeights(folder, names, shapes, family.hf_redundant(config))
+    if lora.path is None:
+        return base
+    return WithAdapters(base, read_adapters(lora, adapter_names(model, names), shapes))
 
 
 def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Iterable[MicroBatch]]:

@@ -96,3 +96,54 @@ def test_a_fault_in_the_folder_is_one_message_before_anything_is_made(fault, fol
     printed = capsys.readouterr()
     assert expected in printed.err and printed.out == ""
     assert "Traceback" not in printed.err and not (folder / "outputs").exists()
+
+
+LORA = ("--lora.rank=2", "--lora.alpha=4.0", "--lora.path=adapters")
+
+
+def write_adapters(folder: Path) -> dict[str, torch.Tensor]:
+    """As PEFT writes them: of rank 2 on the attention of both blocks."""
+    from safetensors.torch import save_file
+
+    (folder / "adapters").mkdir()
+    kinds = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "use_rslora": False}
+    (folder / "adapters" / "adapter_config.json").write_text(json.dumps(kinds))
+    tensors = {}
+    for index in range(2):
+        for target in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            stem = f"base_model.model.model.layers.{index}.self_attn.{target}.lora_"
+            tensors |= {f"{stem}A.weight": torch.randn(2, 24), f"{stem}B.weight": torch.randn(24, 2)}
+    save_file(tensors, folder / "adapters" / "adapter_model.safetensors")
+    return tensors
+
+
+def test_a_run_starts_from_adapters_in_pefts_format(folder):
+    tensors = write_adapters(folder)
+    assert train.main(["--config", "small.toml", *LORA]) == 0
+    saved = {}
+    for path in (folder / "outputs" / "small" / "checkpoints" / "step-1").glob("*.safetensors"):
+        saved |= load_file(path)
+    stem = "base_model.model.model.layers.1.self_attn.v_proj.lora_"
+    for half in "AB":
+        ours = saved[f"weights/block.1.attention.value.lora_{half.lower()}"]
+        assert torch.equal(ours, tensors[f"{stem}{half}.weight"])
+    released = load_file(folder / "release" / "model.safetensors")
+    assert torch.equal(saved["weights/embedding.weight"], released["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("--lora.rank=3",), "r is 2 instead of 3"),
+        (("--lora.alpha=8.0",), "lora_alpha is 4 instead of 8.0"),
+        (
+            ('--lora.targets=["q_proj"]',),
+            "not part of the model: base_model.model.model.layers.0.self_attn.k_proj",
+        ),
+        (("--lora.path=nowhere",), "adapter_config.json cannot be read"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused(overrides, message, folder, capsys):
+    write_adapters(folder)
+    assert train.main(["--config", "small.toml", *LORA, *overrides]) == 2
+    assert message in capsys.readouterr().err

@@ -21,7 +21,7 @@ from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.host_store import HostStore
 from torchround.engine.results import StepResult
-from torchround.hf import PretrainedWeights
+from torchround.hf import PretrainedWeights, WithAdapters
 from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.measured_plan import PlanByMeasuring
 from torchround.observe import MetricsLogger, open_metrics
@@ -75,7 +75,7 @@ class Trainer:
         validation: Iterable[MicroBatch],
         devices: DeviceChoice,
         plan: Plan,
-        pretrained: PretrainedWeights | None = None,
+        pretrained: PretrainedWeights | WithAdapters | None = None,
     ) -> None:
         self.config = config
         self._folder = folder

@@ -135,6 +135,8 @@ CONFLICTS = [
     ),
     ({"engine.plan": "{forward=[1,1],fused=1,backward=[1]}"}, ["engine.plan"], ["2 layers", "1"]),
     ({"lr_schedule.warmup_steps": "50"}, ["lr_schedule.warmup_steps", "training.steps"], ["50 and 50", "49"]),
+    ({"lora.path": "folder"}, ["lora.path", "lora.rank"], ["folder", "0"]),
+    ({"lora.path": "folder", "lora.rank": "4"}, ["lora.path", "model.hf_path"], ["no folder"]),
     ({"validation.interval_steps": "5"}, ["validation.interval_steps", "validation.sources"], ["no sources"]),
 ]
 

@@ -117,7 +117,7 @@ def test_the_tables_and_keys_that_users_and_scripts_rely_on_are_there() -> None:
         "lr_schedule": {"warmup_steps", "decay", "min_lr_factor"},
         "checkpoint": {"interval_steps", "keep_latest_k", "load_path"},
         "validation": {"interval_steps", "sources", "max_batches"},
-        "lora": {"rank", "alpha", "dropout", "targets"},
+        "lora": {"rank", "alpha", "dropout", "targets", "path"},
         "metrics": {"log_every_steps", "wandb", "wandb_project"},
         "trace": {"steps", "memory"},
     }

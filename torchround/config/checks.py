@@ -13,7 +13,7 @@ Conflict = tuple[tuple[str, ...], str]
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Everything that keeps these tables, each legal by itself, from being run together."""
-    for check in (_model, _tokenizer, _batch, _rounds, _lr_schedule, _validation, _engine):
+    for check in (_model, _tokenizer, _batch, _rounds, _lr_schedule, _validation, _engine, _lora):
         yield from check(config)
 
 
@@ -88,3 +88,16 @@ def _engine(config: Config) -> Iterator[Conflict]:
             "legal: the same number, all layers but the fused ones"
         )
         yield ("engine.plan",), message
+
+
+def _lora(config: Config) -> Iterator[Conflict]:
+    if config.lora.path is None:
+        return
+    if config.lora.rank == 0:
+        yield (
+            ("lora.path", "lora.rank"),
+            f'given "{config.lora.path}" and 0; legal: the rank of those adapters',
+        )
+    elif config.model.hf_path is None:
+        message = f'given "{config.lora.path}" and no folder; legal: the weights that the adapters belong to'
+        yield ("lora.path", "model.hf_path"), message

@@ -250,7 +250,13 @@ class LoraTable(Table):
     """Probability that an input of the adapter is zeroed in training, at least 0 and below 1."""
 
     targets: Annotated[Many[Name], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Names of the linear maps in each block that get an adapter. At least one."""
+    """Names of the linear maps in each block that get an adapter, as Hugging Face names them: `q_proj`, `k_proj`,
+    `v_proj`, `o_proj`, and but for `gpt_oss` `gate_proj`, `up_proj`, `down_proj`, in models with experts of every
+    expert. At least one."""
+
+    path: Name | None = None
+    """Folder with adapters in PEFT's format that a new run starts from, of the same rank and alpha. Needs
+    `model.hf_path`. When left out, adapters begin without effect."""
 
 
 class MetricsTable(Table):

@@ -43,10 +43,10 @@ class StoredTensor:
         return _DTYPES.get(self.dtype_name)
 
 
-def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor by name. Raises `HFError` for files that are missing, truncated or not safetensors."""
+def read_folder(folder: Path, single_file: str = SINGLE_FILE) -> dict[str, StoredTensor]:
+    """Every tensor by name, of `single_file` or of the index's files. Raises `HFError` for files that are missing, truncated or not safetensors."""
     tensors: dict[str, StoredTensor] = {}
-    for path in _files(folder):
+    for path in _files(folder, single_file):
         for name, tensor in read_header(path).items():
             if name in tensors:
                 raise HFError(f"{folder}: {name} is in {tensors[name].path.name} and in {path.name}")
@@ -81,18 +81,18 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path, single_file: str) -> list[Path]:
     index = folder / INDEX_FILE
-    if index.is_file():
+    if index.is_file() and single_file == SINGLE_FILE:
         return [folder / name for name in _indexed_files(index)]
-    single = folder / SINGLE_FILE
+    single = folder / single_file
     if single.is_file():
         return [single]
     if not folder.is_dir():
         raise HFError(f"{folder}: no such folder")
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
     raise HFError(
-        f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there (found: {found}); legal: a folder with "
+        f"{folder}: neither {single_file} nor {INDEX_FILE} is there (found: {found}); legal: a folder with "
         "weights in safetensors format"
     )
 

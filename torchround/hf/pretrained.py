@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchround.hf.errors import HFError
 from torchround.hf.files import PIECE_BYTES, TensorFiles
-from torchround.hf.folder import StoredTensor, read_folder
+from torchround.hf.folder import SINGLE_FILE, StoredTensor, read_folder
 from torchround.hf.mxfp4 import BLOCK, dequantise
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -40,10 +40,11 @@ class PretrainedWeights:
         names: Mapping[str, HFTensors],
         shapes: Mapping[str, Sequence[int]],
         redundant: Collection[str] = (),
+        single_file: str = SINGLE_FILE,
     ) -> None:
         self.folder = Path(folder).expanduser()
         self._names = names
-        self._tensors = read_folder(self.folder)
+        self._tensors = read_folder(self.folder, single_file)
         wanted: dict[str, tuple[int, ...]] = {}
         for name, tensors in names.items():
             wanted.update(_tensor_shapes(tensors, tuple(shapes[name])))
@@ -91,7 +92,7 @@ class PretrainedWeights:
         problems = {kind: found for kind, found in problems.items() if found}
         if problems:
             listed = "".join(f"\n  {kind}: {_some(found)}" for kind, found in problems.items())
-            raise HFError(f"{self.folder}: the weights are not those of the model in config.json{listed}")
+            raise HFError(f"{self.folder}: the weights are not those of this model{listed}")
 
     def _check_one(self, name: str, shape: tuple[int, ...], problems: dict[str, list[str]]) -> None:
         stored = [self._tensors[part] for part in self._stored(name) if part in self._tensors]
