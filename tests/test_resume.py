@@ -106,7 +106,7 @@ def test_after_a_fault_in_a_stage_the_run_goes_on_from_the_last_update_and_equal
     [rescued] = small_runs.saved("faulty")
     assert (call - 1) // 8 - 1 <= rescued <= (call - 1) // 8
     assert small_runs("faulty", *MODES[mode], ALONE) == 0
-    small_runs.assert_same("faulty", "whole", may_lack={rescued - 1, rescued})
+    small_runs.assert_same("faulty", "whole")
 
 
 def test_after_a_fault_outside_the_engine_the_run_goes_on_from_the_last_update(
@@ -124,7 +124,7 @@ def test_after_a_fault_outside_the_engine_the_run_goes_on_from_the_last_update(
     [rescued] = small_runs.saved("faulty")
     assert rescued in (2, 3)
     assert small_runs("faulty") == 0
-    small_runs.assert_same("faulty", "whole", may_lack={3})
+    small_runs.assert_same("faulty", "whole")
 
 
 def test_an_update_that_cannot_be_completed_is_not_saved(

@@ -38,7 +38,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_a_fault(
-    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     obstacle = small_runs.path("run") / "checkpoints"
     obstacle.parent.mkdir(parents=True)
@@ -46,7 +46,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_fault(
     assert small_runs("run") == 1
     message = capsys.readouterr().err
     assert message.startswith("CheckpointError: the checkpoint of step 5 could not be written")
-    assert "Traceback" not in message
+    assert "Traceback" not in message and caplog.text == ""
     assert len(small_runs.steps("run")) == STEPS
 
 

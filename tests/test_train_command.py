@@ -75,7 +75,8 @@ def test_a_second_signal_stops_at_once(small_runs: SmallRuns) -> None:
     started_s = cpu_s(process)
     wait_until(lambda: cpu_s(process) > started_s + 1, process)  # now it is in its first step
     process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGINT)  # a group's signal and a launcher's of its own are one request
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)  # a group's signal and a launcher's of its own are one request
     time.sleep(SAME_REQUEST_S + 0.1)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
