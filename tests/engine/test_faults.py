@@ -221,7 +221,7 @@ def test_a_hang_is_reported_with_what_each_thread_waits_for(monkeypatch):
         return forward(self, hidden, micro_batch)
 
     monkeypatch.setattr(ToyBlock, "forward", stuck)
-    monkeypatch.setattr("torchround.engine.engine.JOIN_S", 0.1)
+    monkeypatch.setattr("torchround.engine.lifecycle.JOIN_S", 0.1)
     engine = toy_engine(marked_model(), toy_store(toy_model()), PARTITION, 2, hang_timeout_s=0.5)
     with pytest.raises(
         PipelineError, match=r"no thread made progress for 0\.5 s .*optimizer waits for gradient"

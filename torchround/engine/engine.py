@@ -9,9 +9,7 @@ The engine stops at the first fault; the call in progress, and each later one, r
 """
 
 import copy
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +21,7 @@ from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
 from torchround.engine.host_memory import HostPool
 from torchround.engine.host_store import HostStore
+from torchround.engine.lifecycle import Lifecycle
 from torchround.engine.observer import Observer
 from torchround.engine.optimizer_worker import CollectGradients, OptimizerWorker, UpdateWeights
 from torchround.engine.ordering import Board, Fact, Ordering
@@ -44,7 +43,6 @@ from torchround.pipeline.schedule import StageTask, evaluation_tasks, step_tasks
 
 # The next step is dispatched while one runs; more would only hold more boundary activations.
 MOST_PASSES_UNDER_WAY = 2
-JOIN_S = 30.0  # a thread inside a layer cannot be interrupted; it is a daemon and ends with the process
 
 
 @dataclass(frozen=True)
@@ -95,29 +93,26 @@ class Engine:
         self._board = Board(observer)
         self._ordering = Ordering(self._board, store.policy.versions)
         self._pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
-        self._failure: PipelineError | None = None
-        self._failure_lock = threading.Lock()
-        self._closed = False
+        self._life = Lifecycle(self._board, self._pool, self.devices)
         self._next_slot = self._next_pass = self._next_job = 0
         self._step = store.step
         self._awaiting_step = False
         self._results: list[StepResult] = []
         store.allocate_gradients(self.settings.rounds)
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
-        self._workers = self._make_workers(model)
-        self._optimizer = OptimizerWorker(
+        workers = self._make_workers(model)
+        optimizer_worker = OptimizerWorker(
             store,
             self._board,
             self._ordering,
             self._pool,
             optimizer,
             self.settings.max_norm,
-            self._fail,
+            self._life.fail,
             num_threads=update_threads(len(self.devices)),
             compiles=self.settings.compile_update,
         )
-        for thread in self._threads():
-            thread.start()
+        self._life.start([*(worker.thread for worker in workers), optimizer_worker.thread])
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Dispatch one training step: loss and gradients of all micro-batches.
@@ -125,7 +120,7 @@ class Engine:
         The loss is divided by the number of non-ignored labels of the whole step. Returns once the tasks are
         handed out; at most two steps are under way at a time. `step` must follow before the next one.
         """
-        with self._call():
+        with self._life.call():
             if self._awaiting_step:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
             self._limit_passes_under_way()
@@ -142,7 +137,7 @@ class Engine:
 
     def step(self, lr: float) -> None:
         """Hand the update with the last `forward_backward`'s gradients to the optimizer worker. Does not wait."""
-        with self._call():
+        with self._life.call():
             if not self._awaiting_step:
                 raise EngineUsageError("step() needs a forward_backward() before it")
             self._post_job(UpdateWeights(self._step, lr))
@@ -151,7 +146,7 @@ class Engine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Dispatch a forward-only pass under the newest weights; its `loss()` waits. Does not wait itself."""
-        with self._call():
+        with self._life.call():
             if self._awaiting_step:
                 raise EngineUsageError("evaluate() was called between forward_backward() and step()")
             self._limit_passes_under_way()
@@ -164,22 +159,22 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until every dispatched step is done and its update is in the host store."""
-        with self._call():
+        with self._life.call():
             for result in self._results:
                 result.wait()
             if self.store.step < self._step:
                 self._wait(Fact("updated", self._step - 1))
 
     def close(self) -> None:
-        """Finish what was dispatched, unless a fault stopped the engine, and end every thread."""
-        if self._closed:
+        """Finish what was dispatched, unless a fault stopped the engine, and end every thread that can end."""
+        if self._life.stopped:
             return
         try:
             self.drain()
         finally:
-            self._stop()
-        if self._failure is not None:
-            raise self._failure
+            self._life.stop()
+        if self._life.failure is not None:
+            raise self._life.failure
 
     def __enter__(self) -> "Engine":  # noqa: PYI034  (typing.Self needs Python 3.11)
         return self
@@ -188,7 +183,7 @@ class Engine:
         if kind is None:
             self.close()
         else:
-            self._stop()
+            self._life.stop()
 
     # Dispatch.
 
@@ -212,7 +207,9 @@ class Engine:
             loss_scale=loss_scale / max(num_labels, 1),
             num_labels=num_labels,
             micro_batches=tuple(
-                host_micro_batch(micro_batch, self._pool, self._board.observer, len(readers[index]))
+                host_micro_batch(
+                    micro_batch, self._pool, self._board.observer, len(readers[index]), self._synchronize
+                )
                 for index, micro_batch in enumerate(micro_batches)
             ),
             handovers=handovers(self.partition),
@@ -222,11 +219,8 @@ class Engine:
         return work
 
     def _dispatch(self, work: Pass, tasks: list[StageTask]) -> None:
-        for task in tasks:
-            for layer in range(task.stage.start, task.stage.stop):
-                for bundle in self.store.layer_bundles(layer):
-                    if self.store.bundles[bundle].trainable:
-                        self._ordering.expect_upload(bundle, work.version, upload_use(task.slot, layer))
+        for bundle, use in self._uploads(tasks):
+            self._ordering.expect_upload(bundle, work.version, use)
         for task in tasks:
             self._board.post(Fact("task", task.slot), Order(task, work, self._contributions(task)))
         self._next_slot += len(tasks)
@@ -258,7 +252,7 @@ class Engine:
     def _limit_passes_under_way(self) -> None:
         """Wait for the pass before the last, and forget what nobody will ask for again."""
         while len(self._results) >= MOST_PASSES_UNDER_WAY:
-            self._results.pop(0).collect()
+            self._collect(self._results.pop(0))
         if self._results:
             oldest = self._results[0]
             self._ordering.retire(oldest.work.version - 1)
@@ -266,6 +260,20 @@ class Engine:
             self._board.retire(("boundary", "boundary gradient", "loss"), oldest.work.index)
             self._board.retire(("task", "done"), oldest.tasks[0].slot)
             self._board.retire(("job",), self._next_job - 2 * MOST_PASSES_UNDER_WAY)  # two jobs a step
+
+    def _collect(self, result: StepResult) -> None:
+        """Wait for a pass. What an evaluation read would else be remembered until the next update."""
+        result.collect()
+        if not result.work.training:
+            self._ordering.finish_uploads(result.work.version, self._uploads(result.tasks))
+
+    def _uploads(self, tasks: list[StageTask]) -> Iterator[tuple[int, int]]:
+        """Bundle and use of each upload that stage tasks make."""
+        for task in tasks:
+            for layer in range(task.stage.start, task.stage.stop):
+                for bundle in self.store.layer_bundles(layer):
+                    if self.store.bundles[bundle].trainable:
+                        yield bundle, upload_use(task.slot, layer)
 
     # Faults and threads.
 
@@ -280,37 +288,26 @@ class Engine:
             num_devices=len(self.devices),
             layerwise_recompute=self.settings.layerwise_recompute,
             accumulate_dtype=self.settings.accumulate_dtype,
-            on_failure=self._fail,
+            on_failure=self._life.fail,
         )
         skeletons = [list(copy.deepcopy(nn.ModuleList(model.layers))) for _ in self.devices]
-        return [Worker(index, device, skeletons[index], setup) for index, device in enumerate(self.devices)]
-
-    def _threads(self) -> list[threading.Thread]:
-        return [*(worker.thread for worker in self._workers), self._optimizer.thread]
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """A call of the user: raises the engine's failure instead of hanging."""
-        if self._failure is not None:
-            self._stop()
-            raise self._failure
-        if self._closed:
-            raise EngineUsageError("the engine is closed")
         try:
-            yield
-        except Stopped:
-            self._stop()
-            if self._failure is None:
-                raise EngineUsageError("the engine was closed during this call") from None
-            raise self._failure from self._failure.__cause__
+            return [
+                Worker(index, device, skeletons[index], setup) for index, device in enumerate(self.devices)
+            ]
+        except BaseException:
+            self._life.stop()  # devices that had room get back what they gave
+            raise
 
     def _wait_in_call(self, fact: Fact) -> object:
-        """What a fact was posted with; a boundary has arrived on the host."""
-        with self._call():
-            value = self._wait(fact)
-            if isinstance(value, Boundary):
-                self._synchronize(value.landed)
-            return value
+        """What a fact was posted with; a boundary has arrived on the host. What is there survives a fault."""
+        with self._life.call(is_there=self._board.ready(fact)):
+            return self._arrived(self._wait(fact))
+
+    def _arrived(self, value: object) -> object:
+        if isinstance(value, Boundary):
+            self._synchronize(value.landed)
+        return value
 
     def _synchronize(self, event: Event) -> None:
         """A failed device first says so where somebody waits for it."""
@@ -319,7 +316,7 @@ class Engine:
         except RuntimeError as error:
             failure = PipelineError(Place("controller"), f"{type(error).__name__}: {error}")
             failure.__cause__ = error
-            self._fail(failure)
+            self._life.fail(failure)
             raise Stopped from error
 
     def _wait(self, fact: Fact) -> object:
@@ -327,37 +324,10 @@ class Engine:
 
     def _report_hang(self) -> None:
         waiting = "; ".join(f"{thread} waits for {fact}" for thread, fact in self._board.waiting().items())
-        self._fail(
+        self._life.fail(
             PipelineError(
                 Place("controller"),
                 f"no thread made progress for {self.settings.hang_timeout_s:g} s ({waiting}; a thread not "
                 "listed is inside a computation). Raise engine.hang_timeout_s if a stage takes that long.",
             )
         )
-
-    def _fail(self, failure: PipelineError) -> None:
-        """Called by any thread: keep the first fault and wake everybody."""
-        with self._failure_lock:
-            if self._failure is None:
-                self._failure = failure
-        self._board.stop()
-
-    def _stop(self) -> None:
-        self._closed = True
-        self._board.stop()
-        for thread in self._threads():
-            if thread is not threading.current_thread():
-                thread.join(JOIN_S)
-        for device in self.devices:
-            self._finish(device)
-        self._pool.close()
-
-    def _finish(self, device: Device) -> None:
-        """Wait until a device is idle, and leave it to others. One that has failed says so again here."""
-        try:
-            device.finish()
-            device.release()
-        except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)
-            failure = PipelineError(Place(f"device {device.name}"), f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._fail(failure)

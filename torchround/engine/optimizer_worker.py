@@ -162,9 +162,8 @@ class OptimizerWorker:
         loss_scale = self._store.loss_scaling.scale_of(job.step)
         norm = math.sqrt(math.fsum(self._squares.values())) / loss_scale
         skipped = not math.isfinite(norm)
-        overcome = None
         if skipped:
-            self._advance_version(job)
+            overcome = self._advance_version(job)
         else:
             overcome = self._apply(job, clip_scale(norm, self._max_norm) / loss_scale)
         self._store.loss_scaling.record(job.step, overflowed=skipped)
@@ -173,8 +172,9 @@ class OptimizerWorker:
         report = UpdateReport(norm, skipped, seconds, tuple(self._bundle_updates), loss_scale)
         self._busy_s, self._bundle_updates = 0.0, []
         if overcome is not None:
-            raise overcome
+            self._fail(overcome)  # first, so that no call ends as if nothing had happened
         self._board.post(Fact("updated", job.step), report)
+        self._board.raise_if_stopped()
 
     def _apply(self, job: UpdateWeights, gradient_scale: float) -> BaseException | None:
         """Update every bundle, in forward order. Returns a fault that a second try overcame."""
@@ -184,10 +184,8 @@ class OptimizerWorker:
         for bundle in self._store.trained:
             self._place = self._place_of(bundle)
             self._ordering.before_update(bundle.index, job.step)
-            try:
-                self._ordering.before_master_write(bundle.index, job.step + 1)
-            except Exception as error:  # noqa: BLE001  (a device that failed reads no more)
-                overcome, failed_place = error, self._place
+            if (fault := self._await_readers(bundle, job)) is not None:
+                overcome, failed_place = fault, self._place
             progress = (UpdateProgress(), UpdateProgress())
             start_s = time.perf_counter()
             try:
@@ -237,18 +235,34 @@ class OptimizerWorker:
                 kernel=kernels.get((gradient.dtype, master.dtype)),
             )
 
-    def _advance_version(self, job: UpdateWeights) -> None:
-        """A skipped update: version `step + 1` equals version `step`, and the gradient is of no more use."""
+    def _advance_version(self, job: UpdateWeights) -> BaseException | None:
+        """A skipped update: version `step + 1` equals version `step`, and the gradient is of no more use.
+
+        Returns a fault that did not keep the new version from being complete.
+        """
         for bundle in self._store.trained:
             self._ordering.gradient_consumed(bundle.index, job.step)
+        overcome: BaseException | None = None
+        self._store.is_consistent = False
         for bundle in self._store.trained:
+            self._place = self._place_of(bundle)
             self._ordering.before_update(bundle.index, job.step)
-            self._ordering.before_master_write(bundle.index, job.step + 1)
+            overcome = self._await_readers(bundle, job) or overcome
             if len(bundle.masters) > 1:
                 target, source = (bundle.masters[(job.step + back) % len(bundle.masters)] for back in (1, 0))
                 self._board.observer.touched(reads=[source], writes=[target])
                 target.copy_(source)
             self._ordering.updated(bundle.index, job.step)
+        self._store.is_consistent = True
+        return overcome
+
+    def _await_readers(self, bundle: Bundle, job: UpdateWeights) -> BaseException | None:
+        """Until nobody reads the version to be overwritten. A device that failed reads no more: its fault."""
+        try:
+            self._ordering.before_master_write(bundle.index, job.step + 1)
+        except Exception as error:  # noqa: BLE001  (reported once the update is whole)
+            return error
+        return None
 
     def _place_of(self, bundle: Bundle) -> Place:
         return Place(

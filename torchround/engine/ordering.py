@@ -81,6 +81,11 @@ class Board:
             for fact in [fact for fact in self._values if fact.kind in forgotten and fact.epoch < below]:
                 del self._values[fact]
 
+    def forget(self, fact: Fact) -> None:
+        """Nobody will wait for this fact again."""
+        with self._lock:
+            self._values.pop(fact, None)
+
     def stop(self) -> None:
         """Wake every waiting thread; each wait for a fact that is not there raises `Stopped` from now on."""
         with self._lock:
@@ -130,6 +135,7 @@ class Ordering:
         self._board = board
         self._versions = versions
         self._uses: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._uses_lock = threading.Lock()
         self._contributions: dict[tuple[int, int], int] = {}
 
     def begin(self, bundles: Sequence[int], step: int) -> None:
@@ -150,7 +156,9 @@ class Ordering:
     def before_master_write(self, bundle: int, version: int) -> None:
         """Rule 1: `version` overwrites an older one only after every upload of that one has finished."""
         overwritten = version - self._versions
-        for use in self._uses.pop((overwritten, bundle), ()):
+        with self._uses_lock:
+            uses = self._uses.pop((overwritten, bundle), [])
+        for use in uses:
             event: Event = self._board.wait(Fact("uploaded", overwritten, (bundle, use)))
             event.synchronize()
 
@@ -164,6 +172,19 @@ class Ordering:
 
     def uploaded(self, bundle: int, version: int, use: int, event: Event) -> None:
         self._board.post(Fact("uploaded", version, (bundle, use)), event)
+
+    def finish_uploads(self, version: int, uploads: Iterable[tuple[int, int]]) -> None:
+        """Wait for uploads `(bundle, use)` that were posted, and forget them: no update has to wait any more."""
+        for bundle, use in uploads:
+            fact = Fact("uploaded", version, (bundle, use))
+            with self._uses_lock:
+                uses = self._uses.get((version, bundle), [])
+                if use not in uses:
+                    continue  # an update is at it already
+                uses.remove(use)
+            event: Event = self._board.wait(fact)
+            event.synchronize()
+            self._board.forget(fact)
 
     def before_gradient_read(self, bundle: int, step: int, contribution: int) -> Any:
         """Rule 3: the optimizer reads a gradient only after its download has finished.

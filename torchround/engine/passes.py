@@ -1,10 +1,11 @@
 """A pass: one batch's trip through the pipeline, and what its caller can ask of it afterwards."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from torchround.engine.device import Event
 from torchround.engine.host_memory import HostPool
 from torchround.engine.observer import Observer
 from torchround.engine.staging import Boundary, Packing, fill
@@ -57,13 +58,22 @@ def kept_boundaries(partition: Partition) -> frozenset[int]:
     return frozenset(start for start in starts if start > 0)
 
 
-def host_micro_batch(micro_batch: MicroBatch, pool: HostPool, observer: Observer, readers: int) -> Boundary:
-    """A micro-batch's integers in one pool buffer, for `readers` devices to upload."""
+def host_micro_batch(
+    micro_batch: MicroBatch,
+    pool: HostPool,
+    observer: Observer,
+    readers: int,
+    synchronize: Callable[[Event], None],
+) -> Boundary:
+    """A micro-batch's integers in one pool buffer, for `readers` devices to upload.
+
+    `synchronize` waits for the device events after which the buffer may be written.
+    """
     tensors = micro_batch.tensors()
     packing = Packing.of(tensors)
     buffer = pool.take(packing.nbytes)
     for event in buffer.busy:
-        event.synchronize()
+        synchronize(event)
     observer.touched(reads=(), writes=[buffer.memory])
     fill(packing.views(buffer.memory), tensors)
     return Boundary(buffer, packing, AlreadyHappened(), readers, micro_batch.dropout_seed)
