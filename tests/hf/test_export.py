@@ -145,3 +145,11 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(releases, tmp_path, 
     assert not output.exists()
     shutil.rmtree(checkpoint)
     assert export_hf.main([str(checkpoint), str(output)]) == 2
+
+
+def test_tensors_longer_than_a_piece_are_read_and_written_whole(releases, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchround.hf.pretrained.PIECE_BYTES", 200)
+    monkeypatch.setattr("torchround.hf.export.PIECE_BYTES", 100)
+    release, output = releases("qwen3 moe"), tmp_path / "exported"
+    assert export_hf.main([str(imported(release, tmp_path)), str(output)]) == 0
+    assert_same_tensors(output, release.folder)
