@@ -49,6 +49,8 @@ class StepTraces:
             write_trace(timeline, f"step {step}", self._folder / f"step-{step}.json")
             if self._memory:
                 torch.cuda.memory._dump_snapshot(str(self._folder / f"step-{step}-memory.pickle"))
-                torch.cuda.memory._record_memory_history(enabled=None)
         except OSError as error:
             logger.warning("the trace of step %d could not be written: %s", step, error)
+        finally:
+            if self._memory:
+                torch.cuda.memory._record_memory_history(enabled=None)

@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from torchround.checkpoint import Checkpointer, CheckpointError, Loaded, load_checkpoint
+from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.config import Config
 from torchround.data import DataError, cut
 from torchround.data.loader import Loader
@@ -27,6 +27,7 @@ from torchround.measured_plan import PlanByMeasuring
 from torchround.observe import MetricsLogger, open_metrics
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
+from torchround.resume import ResumeError, find_checkpoint
 from torchround.run_folder import RunFolder
 from torchround.signals import StopRequest
 from torchround.step_reports import StepReports
@@ -35,10 +36,6 @@ from torchround.step_traces import StepTraces
 logger = logging.getLogger(__name__)
 
 COMPLETE = "the run is complete", 0
-
-
-class ResumeError(Exception):
-    """The run cannot go on from the checkpoint that it found or was given."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,8 @@ class Trainer:
                 end = self._train(engine, stop, planning.until, measured_by=planning)
             if end is not None or planning.until == self.config.training.steps:
                 return end or COMPLETE
-            planning.settle()
+            with self._reports.throughput.excluded():
+                planning.settle()
             say(f"planned again from {self.config.engine.measure_steps} measured steps:\n{planning.settled}")
             self._folder.describe(self.config, planning.settled)
         with self._running_engine(planning.settled) as engine:
@@ -263,7 +261,9 @@ class Trainer:
     def _restore_or_initialize(self) -> dict[str, Any]:
         """Fill the host store and find the position. Returns the checkpoint's state, empty at a start."""
         start_s = time.monotonic()
-        loaded = self._load()
+        loaded = find_checkpoint(
+            self.config, self._checkpointer, self._folder.checkpoints, self.store.named_views()
+        )
         if loaded is None:
             self._initialize()
             self._positions.append(Position(0, 0, self._loader.state_dict()))
@@ -279,7 +279,8 @@ class Trainer:
         self.store.resume(loaded.step, state["applied_updates"], state["loss_scale"])
         self._skipped_steps = state["skipped_steps"]
         self._positions.append(Position(loaded.step, state["tokens"], state["data"]))
-        self._saved_step = loaded.step
+        if loaded.path.parent == self._folder.checkpoints:
+            self._saved_step = loaded.step
         say(f"going on after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
         return state
 
@@ -291,19 +292,6 @@ class Trainer:
         else:
             say(f"{self._folder.path}: a new run; reading its weights from {pretrained.folder}")
             self.store.initialize(self._model, seed, pretrained.load)
-
-    def _load(self) -> Loaded | None:
-        views = self.store.named_views()
-        loaded = self._checkpointer.load_latest(views)
-        load_path = self.config.checkpoint.load_path
-        if loaded is not None or load_path is None:
-            return loaded
-        try:
-            loaded = load_checkpoint(load_path, views)
-        except CheckpointError as error:
-            raise ResumeError(f"checkpoint.load_path: {error}") from error
-        # Another run's page in wandb is not this run's.
-        return replace(loaded, state={**loaded.state, "wandb_run_id": None})
 
     def _open_metrics(self, wandb_run_id: str | None) -> MetricsLogger:
         return open_metrics(
@@ -320,15 +308,16 @@ class Trainer:
     def _running_engine(self, plan: Plan) -> Iterator[Engine]:
         """An engine for the block. After a fault, the state that it left is saved."""
         config = self.config
-        engine = build_engine(
-            self._model,
-            self.store,
-            self._devices,
-            plan,
-            config.engine,
-            config.optimizer,
-            config.training.max_norm,
-        )
+        with self._reports.throughput.excluded():
+            engine = build_engine(
+                self._model,
+                self.store,
+                self._devices,
+                plan,
+                config.engine,
+                config.optimizer,
+                config.training.max_norm,
+            )
         try:
             with engine:
                 yield engine

@@ -14,6 +14,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from torchround.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from torchround.checkpoint.folder import check_contents, check_structure, read_into, write_folder
-from torchround.checkpoint.manifest import Manifest, encode_state, read_manifest
+from torchround.checkpoint.manifest import Manifest, encode_state, read_manifest, read_state
 from torchround.checkpoint.sync import make_folder, sync_folder
 from torchround.checkpoint.tensor_file import plan_files
 
@@ -90,6 +91,13 @@ class Checkpointer:
         if failures:
             listed = "".join(f"\n  {failure}" for failure in failures)
             raise CheckpointError(f"none of the checkpoints in {self.folder} can be used:{listed}")
+        return None
+
+    def newest_state(self) -> dict[str, Any] | None:
+        """The state that was saved last and can be read; its tensors are not looked at."""
+        for step, path in sorted(self._folders().items(), reverse=True):
+            with suppress(DamagedCheckpointError):
+                return read_state(path, read_manifest(path, step))
         return None
 
     def latest_step(self) -> int | None:
