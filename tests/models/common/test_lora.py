@@ -7,7 +7,7 @@ from models import FAMILIES, LoraShape, ModelConfigError, add_adapters
 from models.common.lora import adapter_names, mask_seed
 from tests.engine.toy import assert_same_state, toy_engine, toy_store, train
 from torchround.engine.host_store import HostStore
-from torchround.layer import MicroBatch
+from torchround.layer import MicroBatch, with_dropout_seeds
 from torchround.pipeline.partition import Partition
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -220,3 +220,9 @@ def test_adapter_names_cover_the_adapters_and_nothing_else():
     assert adapters["block.1.attention.key.lora_b"] == f"{prefix}self_attn.k_proj.lora_B.weight"
     assert adapters["block.1.mlp.experts.up_lora_a"][3] == f"{prefix}mlp.experts.3.up_proj.lora_A.weight"
     assert isinstance(toy_store(model), HostStore)
+
+
+def test_every_micro_batch_of_every_step_and_run_has_a_seed_of_its_own(tools):
+    parts = [tools.micro_batch([[4]], 50)] * 5
+    runs = [with_dropout_seeds(parts, seed, step) for seed in range(4) for step in range(6)]
+    assert len({part.dropout_seed for run in runs for part in run}) == 4 * 6 * 5
