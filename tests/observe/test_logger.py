@@ -48,8 +48,10 @@ def test_a_failing_reporter_is_one_warning_and_the_others_go_on(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert stream.getvalue().count("\n") == 3
     assert [entry.getMessage() for entry in caplog.records] == [
-        "reporting to the network failed: ConnectionError: step 1 was not sent; training goes on, "
-        "records may be missing there"
+        (
+            "reporting to the network failed: ConnectionError: step 1 was not sent; training goes on, "
+            "records may be missing there"
+        )
     ]
 
 

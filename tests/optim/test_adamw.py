@@ -1,5 +1,6 @@
 """AdamW against torch.optim and float64, its independence of cuts, and what a failure leaves behind."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -117,7 +118,7 @@ def test_bits_do_not_depend_on_where_the_buffer_is_cut(
     pieces = copy_of(whole)
     update(whole)
     bounds = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         update(tuple(tensor[start:stop] for tensor in pieces))  # type: ignore[arg-type]
     assert same_bits(whole, pieces)
 

@@ -3,6 +3,7 @@
 One C++ compilation per pair of dtypes, kept in Inductor's cache folder like a user's own.
 """
 
+import itertools
 import logging
 import os
 import subprocess
@@ -108,7 +109,7 @@ def test_its_bits_do_not_depend_on_length_cuts_or_threads(
     bounds = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
 
     def pieces() -> None:
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in itertools.pairwise(bounds):
             update(tuple(tensor[start:stop] for tensor in compiled), kernels[dtypes])  # type: ignore[arg-type]
 
     thread_runs(pieces, threads)
@@ -236,7 +237,9 @@ def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(
     path = "" if compiler == "/nonexistent" else os.environ["PATH"]
     environment = {
         **os.environ,
-        **{"CXX": compiler, "PATH": path, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        "CXX": compiler,
+        "PATH": path,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

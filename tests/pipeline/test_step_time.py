@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pipeline.random_costs import costs, partitions
+from torchround.pipeline import step_time
 from torchround.pipeline.costs import Costs, LayerCost, stage_seconds
 from torchround.pipeline.dispatch import dispatch_tasks
 from torchround.pipeline.simulate import simulate
@@ -84,6 +85,27 @@ def test_an_async_step_waits_for_the_update_of_the_step_before_the_last() -> Non
     times = LayerSums(costs).times((), 1, ())
     assert step_seconds(times, 8, 1, 1, "async") == pytest.approx(2.5)
     assert step_seconds(times, 8, 1, 1, "sync") == pytest.approx(5.0)
+
+
+def test_no_step_is_shorter_than_the_update() -> None:
+    """One thread updates: with 10 s for each, more steps in flight do not help."""
+    times = LayerSums(Costs((LayerCost("only", 1.0, 2.0, optimizer_s=10.0),))).times((), 1, ())
+    assert step_seconds(times, 8, 1, 1, "async") == pytest.approx(10.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), costs=costs(), devices=st.integers(1, 6), micro_batches=st.integers(1, 4))
+def test_the_transition_matrix_grows_as_the_steps_that_are_simulated(
+    data: st.DataObject, costs: Costs, devices: int, micro_batches: int
+) -> None:
+    """Waiting until the state repeats, and Karp's theorem without waiting, give one steady state."""
+    times = stage_times(data.draw(partitions(costs.num_layers)), costs)
+    arguments = (times, devices, micro_batches, data.draw(st.integers(1, micro_batches)), "async")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_time, "MAX_WARM_UP_STEPS", 0)
+        from_matrix = step_seconds(*arguments)
+        patch.setattr(step_time, "MAX_WARM_UP_STEPS", 200)
+        assert step_seconds(*arguments) == pytest.approx(from_matrix, rel=1e-9, abs=1e-12)
 
 
 @given(data=st.data(), costs=costs(), recompute=st.sampled_from(["stage", "layer"]))

@@ -68,7 +68,7 @@ class MetricsLogger:
     def _guarded(self, name: str, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (no logger may fail a training step)
             if name not in self._warned:
                 self._warned.add(name)
                 logger.warning(

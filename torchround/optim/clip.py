@@ -42,4 +42,4 @@ def clip_scale(total_norm: float | Tensor, max_norm: float) -> float:
     if max_norm == 0:
         return 1.0
     factor = max_norm / (float(total_norm) + _NORM_EPS)
-    return 1.0 if factor > 1.0 else factor
+    return min(factor, 1.0)
