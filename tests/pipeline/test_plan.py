@@ -61,6 +61,21 @@ def brute_force_s(
     update=UPDATES,
     limits=limits(400, 1500),
 )
+# The partition of the lowest rank is not the fastest: its recomputation waits for its boundary.
+@example(
+    costs=Costs(
+        (
+            LayerCost("layer.0", 5.0, 0.0, activation_bytes=10),
+            LayerCost("layer.1", 5.0, 1.0, activation_bytes=10),
+            LayerCost("head", 0.0, 1.0, activation_bytes=10),
+        ),
+        0.7,
+    ),
+    devices=9,
+    micro_batches=2,
+    update="sync",
+    limits=MemoryLimits(device_bytes=10),
+)
 def test_no_partition_of_a_small_model_is_faster(
     costs: Costs, devices: int, micro_batches: int, update: str, limits: MemoryLimits
 ) -> None:
