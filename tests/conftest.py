@@ -1,6 +1,12 @@
-"""For all tests: those that need a GPU run only where there is one."""
+"""For all tests: one thread inside each operation, and those that need a GPU run only where there is one."""
+
+import os
 
 import pytest
+
+# Read when torch is first imported, here and in the processes that tests start: several of them on two cores would
+# otherwise wait for each other's threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
