@@ -1,14 +1,11 @@
 """Layers -> stages that are bound to devices: PACI's memory-constrained min-max partition (appendix D.5).
 
 The schedules that keep a stage on one device (GPipe, 1F1B, PACI, ...) need contiguous layers split so that
-the slowest stage is as fast as possible. RoundPipe does not: see `partition.py` and `plan.py`.
+the slowest stage is as fast as possible. RoundPipe does not: see `plan.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-
-Score = tuple[int, float]
-WORST: Score = (2**127, float("inf"))
 
 
 class BindError(ValueError):
@@ -40,28 +37,40 @@ def bind_stages(
     static_sums = list(accumulate(memory_bytes, initial=0))
     flight_sums = list(accumulate(in_flight_bytes or [0] * num_layers, initial=0))
 
-    def score(stage: int, start: int, stop: int) -> Score:
+    def overshoot(stage: int, start: int, stop: int) -> float:
         used = static_sums[stop] - static_sums[start]
         used += (num_stages - stage) * (flight_sums[stop] - flight_sums[start])
-        overshoot = 0 if limit_bytes is None else max(0, used - limit_bytes)
-        return overshoot, time_sums[stop] - time_sums[start]
+        return 0 if limit_bytes is None else max(0, used - limit_bytes)
 
-    # best[i]: the first i layers in the stages so far. Overshoot first makes one pass do for both of PACI's:
-    # it is 0 exactly where a split within the limit exists.
-    best = [score(0, 0, stop) if stop else WORST for stop in range(num_layers + 1)]
+    # Two passes, not one over pairs: the best pair of a prefix need not be part of the best pair of the whole.
+    least, _ = _min_max(num_layers, num_stages, overshoot)
+
+    def seconds(stage: int, start: int, stop: int) -> float:
+        allowed = overshoot(stage, start, stop) <= least
+        return time_sums[stop] - time_sums[start] if allowed else float("inf")
+
+    _, bounds = _min_max(num_layers, num_stages, seconds)
+    return tuple(stop - start for start, stop in pairwise(bounds))
+
+
+def _min_max(
+    num_layers: int, num_stages: int, cost: Callable[[int, int, int], float]
+) -> tuple[float, list[int]]:
+    """The least possible largest `cost(stage, start, stop)`, and bounds that reach it (equation 15)."""
+    infinite = float("inf")
+    # best[i]: the first i layers in the stages so far.
+    best = [infinite, *(cost(0, 0, stop) for stop in range(1, num_layers + 1))]
     cuts: list[list[int]] = []
     for stage in range(1, num_stages):
-        before, best, cut = best, [WORST] * (num_layers + 1), [0] * (num_layers + 1)
+        # Without a finite choice any non-empty stages do.
+        before, best, cut = best, [infinite] * (num_layers + 1), [stage] * (num_layers + 1)
         for stop in range(stage + 1, num_layers + 1):
             for start in range(stage, stop):
-                overshoot, seconds = score(stage, start, stop)
-                candidate = max(before[start][0], overshoot), max(before[start][1], seconds)
+                candidate = max(before[start], cost(stage, start, stop))
                 if candidate < best[stop]:
                     best[stop], cut[stop] = candidate, start
         cuts.append(cut)
     bounds = [num_layers]
     for cut in reversed(cuts):
         bounds.append(cut[bounds[-1]])
-    bounds.append(0)
-    bounds.reverse()
-    return tuple(stop - start for start, stop in pairwise(bounds))
+    return best[num_layers], [0, *reversed(bounds)]
