@@ -242,7 +242,7 @@ class bound_to_host:
             setattr(module, name, nn.Parameter(view, requires_grad=False))
 
     def __exit__(self, *_: object) -> None:
-        for path, original in self._originals.items():
+        for path, original in reversed(self._originals.items()):
             module, name = owner_of(self._layer, path)
             setattr(module, name, original)
 
