@@ -1,6 +1,6 @@
 """How close the engine comes to its own simulation: layers that sleep for a known time, all else is real.
 
-    python scripts/bench_schedule.py --devices 8 --microbatches 16 --scale 1
+    python scripts/bench_schedule.py --devices 8 --microbatches 16 --scale 5
 
 Blocks of 4 ms forward and 8 ms backward (12 with recompute) and a head of 2.3 blocks, times `--scale`, on
 devices that hold the activations of `--stage-blocks` blocks, so that a real pipeline is planned. The measured
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument(
         "--stage-blocks", type=float, default=3, help="blocks whose activations fit on a device (head: 2.3)"
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on every layer's time")
+    parser.add_argument("--scale", type=float, default=5.0, help="factor on every layer's time")
     parser.add_argument("--steps", type=int, default=8, help="measured steps; a multiple of the devices")
     parser.add_argument("--update", choices=sorted(POLICIES), default="sync", help="update policy")
     parser.add_argument(
