@@ -40,7 +40,8 @@ def test_each_block_gets_its_own_time(monkeypatch):
         costs = measured_costs(COUNTED, result.reports())
     for index, seconds in sleeps.items():
         assert costs.layers[index].forward_s >= seconds
-    assert max(costs.layers[index].forward_s for index in (0, 1, 3, 5)) < 0.03
+    others = (0, 1, 3, 5)
+    assert max(costs.layers[index].forward_s for index in others) < costs.layers[4].forward_s
 
 
 def test_bytes_names_and_the_heads_proportion_stay_as_counted():

@@ -117,6 +117,53 @@ class Device(ABC):
         """The most device memory held at once so far, as far as the device can tell."""
 
 
+class ForwardingDevice(Device):
+    """Behaves as `inner`: what a device that only watches another one is made of."""
+
+    def __init__(self, inner: Device) -> None:
+        super().__init__()
+        self.name = inner.name
+        self.torch_device = inner.torch_device
+        self.pins_host_memory = inner.pins_host_memory
+        self._inner = inner
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        return self._inner.allocate(nbytes)
+
+    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
+        self._inner.copy(stream, destination, source)
+
+    def run(
+        self,
+        stream: Stream,
+        work: Callable[[], T],
+        reads: Iterable[Tensor] = (),
+        writes: Iterable[Tensor] = (),
+    ) -> T:
+        return self._inner.run(stream, work, reads, writes)
+
+    def record(self, stream: Stream) -> Event:
+        return self._inner.record(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._inner.wait(stream, event)
+
+    def mark(self, stream: Stream) -> Mark:
+        return self._inner.mark(stream)
+
+    def enter_thread(self) -> None:
+        self._inner.enter_thread()
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def release(self) -> None:
+        self._inner.release()
+
+    def peak_bytes(self) -> int:
+        return self._inner.peak_bytes()
+
+
 class _Passed:
     """An event of a device that runs everything at once: always in the past."""
 

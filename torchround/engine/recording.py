@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from torchround.engine.device import Device, Event, Mark, Stream
+from torchround.engine.device import Device, Event, ForwardingDevice, Stream
 
 T = TypeVar("T")
 
@@ -90,19 +90,12 @@ class _RecordedEvent:
         self._log.wait(_this_thread(), self.token)
 
 
-class RecordingDevice(Device):
+class RecordingDevice(ForwardingDevice):
     """Behaves as `inner` and writes to `log`."""
 
     def __init__(self, inner: Device, log: AccessLog) -> None:
-        super().__init__()
-        self.name = inner.name
-        self.torch_device = inner.torch_device
-        self.pins_host_memory = inner.pins_host_memory
-        self._inner = inner
+        super().__init__(inner)
         self._log = log
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        return self._inner.allocate(nbytes)
 
     def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
         self._log.access(self._enqueue(stream), [source], [destination])
@@ -129,21 +122,6 @@ class RecordingDevice(Device):
             self._log.wait(actor, event.token)
             event = event.inner
         self._inner.wait(stream, event)
-
-    def mark(self, stream: Stream) -> Mark:
-        return self._inner.mark(stream)
-
-    def enter_thread(self) -> None:
-        self._inner.enter_thread()
-
-    def finish(self) -> None:
-        self._inner.finish()
-
-    def release(self) -> None:
-        self._inner.release()
-
-    def peak_bytes(self) -> int:
-        return self._inner.peak_bytes()
 
     def _enqueue(self, stream: Stream) -> str:
         """The stream's actor, after everything its host thread did so far."""

@@ -6,14 +6,14 @@ reports anyway, updates in the optimizer's.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
 
-from torchround.engine.device import Device, Event, Mark, Stream
+from torchround.engine.device import Device, ForwardingDevice, Mark, Stream
 from torchround.engine.results import StepResult
 from torchround.pipeline.timeline import HOST, Task, TaskKind, Timeline
 from torchround.pipeline.trace import trace_events
@@ -38,20 +38,13 @@ class Transfer:
     end: Mark
 
 
-class TracingDevice(Device):
+class TracingDevice(ForwardingDevice):
     """Behaves as `inner`, and notes copies while `recording`."""
 
     def __init__(self, inner: Device) -> None:
-        super().__init__()
-        self.name = inner.name
-        self.torch_device = inner.torch_device
-        self.pins_host_memory = inner.pins_host_memory
+        super().__init__(inner)
         self.recording = False
         self.transfers: list[Transfer] = []
-        self._inner = inner
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        return self._inner.allocate(nbytes)
 
     def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
         if not self.recording:
@@ -60,36 +53,6 @@ class TracingDevice(Device):
         start = self._inner.mark(stream)
         self._inner.copy(stream, destination, source)
         self.transfers.append(Transfer(stream, source.nbytes, start, self._inner.mark(stream)))
-
-    def run(
-        self,
-        stream: Stream,
-        work: Callable[[], T],
-        reads: Iterable[Tensor] = (),
-        writes: Iterable[Tensor] = (),
-    ) -> T:
-        return self._inner.run(stream, work, reads, writes)
-
-    def record(self, stream: Stream) -> Event:
-        return self._inner.record(stream)
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        self._inner.wait(stream, event)
-
-    def mark(self, stream: Stream) -> Mark:
-        return self._inner.mark(stream)
-
-    def enter_thread(self) -> None:
-        self._inner.enter_thread()
-
-    def finish(self) -> None:
-        self._inner.finish()
-
-    def release(self) -> None:
-        self._inner.release()
-
-    def peak_bytes(self) -> int:
-        return self._inner.peak_bytes()
 
 
 class Tracer:
