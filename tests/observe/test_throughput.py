@@ -1,5 +1,6 @@
 """Rates over the right interval and the right tokens; memory against the operating system's own figure."""
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,9 @@ def test_host_memory_is_the_kernels_figure_and_grows_with_what_is_used() -> None
         return int(status.split("VmRSS:")[1].split()[0]) / 2**20
 
     before_gib = host_gib()
-    assert before_gib == pytest.approx(kernel_gib(), rel=0.02)
-    used = bytearray(b"\1") * (64 * 2**20)
-    assert 0.05 < host_gib() - before_gib < 0.08
-    assert len(used) == 64 * 2**20
+    assert before_gib == pytest.approx(kernel_gib(), rel=0.05)
+    # A mapping of its own: memory from the allocator may be resident already.
+    with mmap.mmap(-1, 256 * 2**20) as used:
+        for start in range(0, len(used), mmap.PAGESIZE):
+            used[start] = 1
+        assert 0.2 < host_gib() - before_gib < 0.3
