@@ -40,23 +40,25 @@ from torchround.data import (
     build_validation_loader,
 )
 from torchround.data.loader import Loader
-from torchround.dry_run import DryRunError, Hardware, rendered, run_question
 from torchround.engine.build import DeviceChoice, choose_devices, plan_run
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
 from torchround.hf import HFError, PretrainedWeights, WithAdapters, read_adapters
-from torchround.host_budget import (
+from torchround.layer import LayeredModel, MicroBatch
+from torchround.pipeline.host_memory import HostMemory
+from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
+from torchround.pipeline.plan_report import report
+from torchround.run.console import say
+from torchround.run.dry_run import DryRunError, Hardware, rendered, run_question
+from torchround.run.folder import RunFolder, RunFolderError
+from torchround.run.host_budget import (
     HostMemoryError,
     available_host_bytes,
     budget_text,
     check_host_memory,
     host_budget,
 )
-from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.host_memory import HostMemory
-from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
-from torchround.pipeline.plan_report import report
-from torchround.run_folder import RunFolder, RunFolderError
-from torchround.trainer import ResumeError, Trainer, say
+from torchround.run.resume import ResumeError
+from torchround.trainer import Trainer
 
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),

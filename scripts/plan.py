@@ -19,7 +19,6 @@ from rich.console import Console
 
 from models import FAMILIES, ModelConfigError
 from torchround.config import Config, ConfigError, load_config
-from torchround.dry_run import DryRunError, Hardware, rendered, run_question
 from torchround.engine.build import USABLE_CUDA_FRACTION
 from torchround.layer import LayeredModel
 from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_names, find_device
@@ -27,6 +26,7 @@ from torchround.pipeline.memory import GIB
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import PlanError, read_partition
 from torchround.pipeline.plan_report import report
+from torchround.run.dry_run import DryRunError, Hardware, rendered, run_question
 
 WIDTH = 110  # of the tables where the output is no terminal
 

@@ -4,15 +4,13 @@ A step is dispatched before the one before it is reported, so that reporting nev
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from torchround.checkpoint import Checkpointer, CheckpointError
+from torchround.checkpoint import CheckpointError
 from torchround.config import Config
 from torchround.data import DataError, cut
 from torchround.data.loader import Loader
@@ -23,28 +21,20 @@ from torchround.engine.host_store import HostStore
 from torchround.engine.results import StepResult
 from torchround.hf import PretrainedWeights, WithAdapters
 from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
-from torchround.measured_plan import PlanByMeasuring
 from torchround.observe import MetricsLogger, open_metrics
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
-from torchround.resume import ResumeError, find_checkpoint
-from torchround.run_folder import RunFolder
-from torchround.signals import StopRequest
-from torchround.step_reports import StepReports
-from torchround.step_traces import StepTraces
+from torchround.run.checkpoints import Position, RunCheckpoints
+from torchround.run.console import say
+from torchround.run.folder import RunFolder
+from torchround.run.measured_plan import PlanByMeasuring
+from torchround.run.reports import StepReports
+from torchround.run.signals import StopRequest
+from torchround.run.traces import StepTraces
 
 logger = logging.getLogger(__name__)
 
 COMPLETE = "the run is complete", 0
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a run is after `step` steps; with the host store's state, enough to go on from there."""
-
-    step: int
-    tokens: int
-    data: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -82,14 +72,10 @@ class Trainer:
         self._choice = devices
         self._plan = plan
         self._pretrained = pretrained
-        self._checkpointer = Checkpointer(folder.checkpoints, config.checkpoint.keep_latest_k)
+        self._checkpoints = RunCheckpoints(config, folder)
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
         self._metrics = MetricsLogger({})
         self._under_way: deque[Dispatched] = deque()
-        # Where the run was after the newest steps: a fault leaves the host store at one of them.
-        self._positions: deque[Position] = deque(maxlen=4)
-        self._skipped_steps = 0
-        self._saved_step = -1
 
     @cached_property
     def store(self) -> HostStore:
@@ -108,7 +94,7 @@ class Trainer:
     def _reports(self) -> StepReports:
         """The first interval begins when this is first asked for: at the first batch."""
         return StepReports(
-            self._model, self.config.training, self._choice, self._devices, self._skipped_steps
+            self._model, self.config.training, self._choice, self._devices, self._checkpoints.skipped_steps
         )
 
     def run(self) -> int:
@@ -117,15 +103,16 @@ class Trainer:
         Raises `ResumeError`, `RunFolderError`, `CheckpointError`, `DataError` or `PipelineError`; whatever
         could be saved is saved before.
         """
-        newest = self._checkpointer.latest_step()
+        newest = self._checkpoints.latest_step()
         if newest is not None and newest >= self.config.training.steps:
             say(
                 f"{self._folder.path}: the run is complete after {newest} steps; nothing to do "
                 "(a higher training.steps would go on)"
             )
             return 0
-        state = self._restore_or_initialize()
-        self._metrics = self._open_metrics(state.get("wandb_run_id"))
+        if not self._checkpoints.restore(self.store, self._loader):
+            self._initialize()
+        self._metrics = self._open_metrics()
         try:
             with StopRequest() as stop:
                 ended_by, exit_code = self._measure_and_train(stop)
@@ -135,7 +122,7 @@ class Trainer:
             self.store.close()
         self._say_what_was_left_out()
         say(
-            f"{self._folder.path}: saved after step {self._saved_step} of {self.config.training.steps}; "
+            f"{self._folder.path}: saved after step {self._checkpoints.saved_step} of {self.config.training.steps}; "
             f"{ended_by}"
         )
         return exit_code
@@ -189,7 +176,7 @@ class Trainer:
 
     @property
     def _position(self) -> Position:
-        return self._positions[-1]
+        return self._checkpoints.position
 
     def _next_batch(self, engine: Engine) -> MicroBatch | None:
         """The next batch, None at the end of the data."""
@@ -214,7 +201,7 @@ class Trainer:
         position = Position(
             self._position.step + 1, self._position.tokens + result.num_labels, self._loader.state_dict()
         )
-        self._positions.append(position)
+        self._checkpoints.positions.append(position)
         self._under_way.append(Dispatched(result, position, lr))
         if traced:
             self._traces.finish(position.step, result)
@@ -258,32 +245,6 @@ class Trainer:
 
     # Start, checkpoints, end.
 
-    def _restore_or_initialize(self) -> dict[str, Any]:
-        """Fill the host store and find the position. Returns the checkpoint's state, empty at a start."""
-        start_s = time.monotonic()
-        loaded = find_checkpoint(
-            self.config, self._checkpointer, self._folder.checkpoints, self.store.named_views()
-        )
-        if loaded is None:
-            self._initialize()
-            self._positions.append(Position(0, 0, self._loader.state_dict()))
-            return {}
-        state = loaded.state
-        try:
-            self._loader.load_state_dict(state["data"])
-        except DataError as error:
-            raise ResumeError(
-                f"{loaded.path}: {error}. Go on with the data as it was, or give the run on other data a name "
-                "of its own (--run.name NAME)"
-            ) from error
-        self.store.resume(loaded.step, state["applied_updates"], state["loss_scale"])
-        self._skipped_steps = state["skipped_steps"]
-        self._positions.append(Position(loaded.step, state["tokens"], state["data"]))
-        if loaded.path.parent == self._folder.checkpoints:
-            self._saved_step = loaded.step
-        say(f"going on after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
-        return state
-
     def _initialize(self) -> None:
         seed, pretrained = self.config.run.seed, self._pretrained
         if pretrained is None:
@@ -293,16 +254,18 @@ class Trainer:
             say(f"{self._folder.path}: a new run; reading its weights from {pretrained.folder}")
             self.store.initialize(self._model, seed, pretrained.load)
 
-    def _open_metrics(self, wandb_run_id: str | None) -> MetricsLogger:
-        return open_metrics(
+    def _open_metrics(self) -> MetricsLogger:
+        metrics = open_metrics(
             self.config.metrics,
             self._folder.path,
             self.config.run.name,
             self.config.training.steps,
             self.config.model_dump(mode="json"),
             resumed_step=self._position.step,
-            wandb_run_id=wandb_run_id,
+            wandb_run_id=self._checkpoints.wandb_run_id,
         )
+        self._checkpoints.wandb_run_id = metrics.wandb_run_id
+        return metrics
 
     @contextmanager
     def _running_engine(self, plan: Plan) -> Iterator[Engine]:
@@ -325,7 +288,7 @@ class Trainer:
             raise
         except Exception:
             self._report_finished()
-            self._rescue()
+            self._checkpoints.rescue(self.store)
             raise
 
     def _report_finished(self) -> None:
@@ -335,16 +298,6 @@ class Trainer:
             self._report_steps(leave=unfinished)
         except Exception as error:  # noqa: BLE001  (the fault itself is what is raised)
             logger.warning("step %d is missing in the metrics: %s", self._under_way[0].position.step, error)
-
-    def _rescue(self) -> None:
-        """Save the state that a fault left, unless it mixes two weight versions or is saved already."""
-        position = next((p for p in self._positions if p.step == self.store.step), None)
-        if position is None or not self.store.is_consistent or position.step == self._saved_step:
-            return
-        try:
-            self._write_checkpoint(position)
-        except CheckpointError as error:
-            logger.warning("%s", error)
 
     def _save_if_possible(self, engine: Engine) -> None:
         try:
@@ -356,26 +309,6 @@ class Trainer:
         """Save where the run is now. Raises `CheckpointError`."""
         self._report_steps(leave=0)
         engine.drain()
-        if self._position.step != self._saved_step:
+        if self._position.step != self._checkpoints.saved_step:
             with self._reports.throughput.excluded():
-                self._write_checkpoint(self._position)
-
-    def _write_checkpoint(self, position: Position) -> None:
-        start_s = time.monotonic()
-        state = {
-            **asdict(position),
-            "applied_updates": self.store.applied_updates,
-            "skipped_steps": position.step - self.store.applied_updates,
-            "loss_scale": self.store.loss_scale_state(),
-            "wandb_run_id": self._metrics.wandb_run_id,
-            "config": self.config.model_dump(mode="json"),
-        }
-        path = self._checkpointer.save(position.step, self.store.named_views(), state)
-        self._saved_step = position.step
-        say(f"saved {path} ({time.monotonic() - start_s:.1f} s)")
-
-
-def say(line: str) -> None:
-    """A line on the console. That nobody reads it any more, as after `| head`, does not end a run."""
-    with suppress(OSError):
-        print(line, flush=True)
+                self._checkpoints.save(self.store, self._position)
