@@ -1,12 +1,22 @@
-"""For all tests: one thread inside each operation, and those that need a GPU run only where there is one."""
+"""For all tests: one thread inside each operation, Control-C as in a terminal, and a GPU only where there is one."""
 
 import os
+import signal
 
 import pytest
 
 # Read when torch is first imported, here and in the processes that tests start: several of them on two cores would
 # otherwise wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Control-C means to the tests, and to the runs they start, what it means in a terminal.
+
+    A shell that starts a command in the background has it ignored, which processes inherit.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
