@@ -12,6 +12,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from models import FAMILIES
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
-from torchround.engine.host_store import HostStore
+from torchround.engine.host_store import HostStore, owner_of
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.optim import adamw_update_, clip_scale, decays, sum_of_squares
+from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
 
 LR = 1e-4
 MAX_NORM = 1.0
@@ -34,15 +35,11 @@ class PlainLoop:
     """One `nn.Module`, ordinary autograd without recomputation, the same AdamW; everything in one memory."""
 
     def __init__(self, model: LayeredModel, store: HostStore, optimizer: OptimizerTable) -> None:
-        self._layers = nn.ModuleList(model.layers).to_empty(device="cpu")
+        self._layers = model.layers
         self._optimizer = optimizer
-        self._parameters: list[nn.Parameter] = []
-        weights = store.weights()
-        for name, layer in zip(model.names, self._layers, strict=True):
-            for path, parameter in layer.named_parameters():
-                parameter.data.copy_(weights[f"{name}.{path}"])
-                self._parameters.append(parameter)
-        self._moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self._parameters]
+        self._parameters = materialise(model, store.weights())
+        self._decayed = decayed_names(model)
+        self._moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self._parameters.values()]
         self._updates = 0
 
     def step(self, micro_batches: list[MicroBatch]) -> float:
@@ -60,10 +57,10 @@ class PlainLoop:
         return total / num_labels
 
     def _update(self) -> None:
-        squares = (float(sum_of_squares(_gradient(p).reshape(-1))) for p in self._parameters)
+        squares = (float(sum_of_squares(_gradient(p).reshape(-1))) for p in self._parameters.values())
         scale = clip_scale(math.sqrt(math.fsum(squares)), MAX_NORM)
         self._updates += 1
-        for parameter, (first, second) in zip(self._parameters, self._moments, strict=True):
+        for (name, parameter), (first, second) in zip(self._parameters.items(), self._moments, strict=True):
             adamw_update_(
                 parameter.data.view(-1),
                 first.view(-1),
@@ -73,11 +70,24 @@ class PlainLoop:
                 lr=LR,
                 betas=self._optimizer.betas,
                 eps=self._optimizer.eps,
-                weight_decay=self._optimizer.weight_decay if decays(parameter.shape) else 0.0,
+                weight_decay=self._optimizer.weight_decay if name in self._decayed else 0.0,
                 bias_correction_step=self._updates,
                 gradient_scale=scale,
             )
             parameter.grad = None
+
+
+def materialise(model: LayeredModel, weights: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Give the model memory of its own with these weights, by stored name; a tied parameter stays one."""
+    real: dict[nn.Parameter, nn.Parameter] = {}
+    stored: dict[str, nn.Parameter] = {}
+    for name, layer in zip(model.names, model.layers, strict=True):
+        for path, parameter in list(layer.named_parameters()):
+            if parameter not in real:
+                real[parameter] = stored[f"{name}.{path}"] = nn.Parameter(weights[f"{name}.{path}"].clone())
+            module, attribute = owner_of(layer, path)
+            setattr(module, attribute, real[parameter])
+    return stored
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

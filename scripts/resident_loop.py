@@ -4,12 +4,13 @@ Compute weights in the model's dtype, gradients and AdamW state in fp32, ordinar
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.optim import decays
+from torchround.optim import decayed_names
 
 
 class ResidentLoop:
@@ -28,20 +29,17 @@ class ResidentLoop:
         self._leaves: list[dict[str, nn.Parameter]] = []
         self._masters: list[tuple[nn.Parameter, Tensor]] = []
         by_parameter: dict[nn.Parameter, nn.Parameter] = {}
+        decayed = decayed_names(model)
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (0.0, 0.1)]
         for name, layer in zip(model.names, model.layers, strict=True):
             for path, parameter in layer.named_parameters():
                 if parameter not in by_parameter:
-                    by_parameter[parameter] = self._leaf(weights[f"{name}.{path}"], dtype)
+                    stored = f"{name}.{path}"
+                    by_parameter[parameter] = self._leaf(weights[stored], dtype)
+                    groups[stored in decayed]["params"].append(self._masters[-1][1])
             self._leaves.append(
                 {path: by_parameter[parameter] for path, parameter in layer.named_parameters()}
             )
-        groups = [
-            {"params": [master for _, master in self._masters if decays(master.shape)], "weight_decay": 0.1},
-            {
-                "params": [master for _, master in self._masters if not decays(master.shape)],
-                "weight_decay": 0.0,
-            },
-        ]
         self._optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=device.type == "cuda")
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> float:

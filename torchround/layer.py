@@ -1,7 +1,8 @@
 """The layer protocol: all that a model needs to know of torchround, and all that torchround knows of a model.
 
 A model is an ordered list of layers (embedding, blocks, head). Each is an `nn.Module` built on the `meta`
-device that holds parameters but no buffers; the engine binds the parameters to memory it owns.
+device that holds parameters but no buffers; the engine binds the parameters to memory it owns. Weight decay is for
+matrices: a module lists in `undecayed` the names of those parameters of its own that are stacks of vectors.
 
 Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
 """

@@ -18,6 +18,8 @@ from models.common.routing import Routes
 class GptOssExperts(nn.Module):
     """`weight * (down_e(act(gate_up_e(row) + bias_e)) + bias_e)` for each row of expert e."""
 
+    undecayed = ("gate_up_bias", "down_bias")
+
     def __init__(self, hidden_size: int, num_experts: int, ffn_size: int, limit: float, alpha: float) -> None:
         super().__init__()
         self.limit, self.alpha = limit, alpha

@@ -21,7 +21,7 @@ from tests.engine.toy import (
     toy_store,
 )
 from torchround.engine.update_policy import ASYNC, SYNC
-from torchround.optim import adamw_update_, clip_scale, decays, loss_scale, sum_of_squares
+from torchround.optim import adamw_update_, clip_scale, decayed_names, loss_scale, sum_of_squares
 
 PARTITION = PARTITIONS["forward coarser"]
 LR = 1e-2
@@ -41,6 +41,7 @@ class Float16Loop:
     """
 
     def __init__(self, model, weights, delay):
+        self.decayed = decayed_names(model)
         self.module = nn.Sequential(*model.layers).to_empty(device="cpu").half()
         names = [
             f"{name}.{path}"
@@ -110,7 +111,7 @@ class Float16Loop:
                 lr=LR,
                 betas=OPTIMIZER.betas,
                 eps=OPTIMIZER.eps,
-                weight_decay=OPTIMIZER.weight_decay if decays(weight.shape) else 0.0,
+                weight_decay=OPTIMIZER.weight_decay if name in self.decayed else 0.0,
                 bias_correction_step=self.updates,
                 gradient_scale=gradient_scale,
             )

@@ -16,7 +16,7 @@ from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.host_store import HostStore
 from torchround.layer import IGNORED_LABEL, LayeredModel, MicroBatch
-from torchround.optim import adamw_update_, clip_scale, decays, sum_of_squares
+from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
 from torchround.pipeline.partition import Partition
 
 WIDTH, VOCABULARY, BLOCKS = 16, 37, 5
@@ -147,7 +147,7 @@ class PlainLoop:
     def __init__(self, model: LayeredModel, weights: dict[str, Tensor], tied: bool) -> None:
         self.module = nn.Sequential(*(copy.deepcopy(layer) for layer in model.layers))
         self.module.to_empty(device="cpu")
-        self.tied = tied
+        self.tied, self.decayed = tied, decayed_names(model)
         self._name = {
             f"{name}.{path}": parameter
             for name, layer in zip(model.names, self.module, strict=True)
@@ -201,7 +201,7 @@ class PlainLoop:
                 lr=lr,
                 betas=OPTIMIZER.betas,
                 eps=OPTIMIZER.eps,
-                weight_decay=OPTIMIZER.weight_decay if decays(parameter.shape) else 0.0,
+                weight_decay=OPTIMIZER.weight_decay if name in self.decayed else 0.0,
                 bias_correction_step=self.updates,
                 gradient_scale=clip_scale(norm, MAX_NORM),
             )

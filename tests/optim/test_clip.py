@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.optim import clip_scale, decays, sum_of_squares
+from torchround.optim import clip_scale, sum_of_squares
 
 
 @settings(max_examples=25, deadline=None)
@@ -61,8 +61,3 @@ def test_a_large_finite_gradient_has_a_finite_norm_and_others_do_not() -> None:
         flat = torch.zeros(10_000)
         flat[9_999] = bad
         assert not math.isfinite(sum_of_squares(flat).item())
-
-
-def test_matrices_decay_and_vectors_do_not() -> None:
-    assert decays((4, 8)) and decays(torch.Size([2, 3, 4]))
-    assert not decays((8,)) and not decays(())

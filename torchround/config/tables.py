@@ -178,7 +178,7 @@ class TrainingTable(Table):
 
 
 class OptimizerTable(Table):
-    """AdamW, run on the host in float32. Weight decay only on parameters with two or more dimensions."""
+    """AdamW, run on the host in float32. Weight decay only on matrices: no norm, bias or sink."""
 
     lr: PositiveFloat = 3e-4
     """Peak learning rate, reached after `lr_schedule.warmup_steps`. Above 0."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchround.engine.host_memory import HostMemory
 from torchround.engine.update_policy import SYNC, UpdatePolicy
 from torchround.layer import LayeredModel
-from torchround.optim import LossScaling, decays
+from torchround.optim import LossScaling, decayed_names
 
 # 128 elements are 256 bytes in 16 bits: each parameter starts where vector loads and CUDA copies want it, and
 # matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
@@ -266,9 +266,9 @@ def _collect_bundles(model: LayeredModel) -> tuple[list[Bundle], list[list[Bindi
     groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
     for key, (_, parameter) in first.items():
         groups.setdefault((tuple(users[key]), parameter.requires_grad), []).append(key)
-    bundles, place = [], {}
+    bundles, place, decayed = [], {}, decayed_names(model)
     for index, ((layers, trainable), keys) in enumerate(groups.items()):
-        bundle = _lay_out(index, layers, trainable, [first[key] for key in keys])
+        bundle = _lay_out(index, layers, trainable, [first[key] for key in keys], decayed)
         bundles.append(bundle)
         by_name = {parameter.name: parameter for parameter in bundle.parameters}
         place.update({key: (index, by_name[first[key][0]]) for key in keys})
@@ -283,12 +283,16 @@ def _collect_bundles(model: LayeredModel) -> tuple[list[Bundle], list[list[Bindi
 
 
 def _lay_out(
-    index: int, layers: tuple[int, ...], trainable: bool, parameters: list[tuple[str, nn.Parameter]]
+    index: int,
+    layers: tuple[int, ...],
+    trainable: bool,
+    parameters: list[tuple[str, nn.Parameter]],
+    with_decay: frozenset[str],
 ) -> Bundle:
     """Flat places, parameters with weight decay first."""
     placed, start, decayed = [], 0, 0
-    for name, parameter in sorted(parameters, key=lambda item: not decays(item[1].shape)):
+    for name, parameter in sorted(parameters, key=lambda item: item[0] not in with_decay):
         placed.append(FlatParameter(name, start, parameter.shape))
         start = -(-(start + parameter.numel()) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-        decayed = start if decays(parameter.shape) else decayed
+        decayed = start if name in with_decay else decayed
     return Bundle(index, layers, trainable, tuple(placed), start, decayed)

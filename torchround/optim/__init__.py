@@ -4,7 +4,7 @@ from torchround.optim.adamw import UpdateProgress, adamw_update_
 from torchround.optim.clip import clip_scale, sum_of_squares
 from torchround.optim.loss_scale import LossScaling
 from torchround.optim.lr_schedule import LRSchedule
-from torchround.optim.weight_decay import decays
+from torchround.optim.weight_decay import decayed_names
 
 __all__ = [
     "LRSchedule",
@@ -12,6 +12,6 @@ __all__ = [
     "UpdateProgress",
     "adamw_update_",
     "clip_scale",
-    "decays",
+    "decayed_names",
     "sum_of_squares",
 ]

@@ -1,0 +1,44 @@
+"""Weight decay by what a parameter is, not by its number of dimensions, in every family and with adapters."""
+
+import pytest
+
+from models import FAMILIES, LoraShape, add_adapters
+from torchround.engine.host_store import HostStore
+from torchround.optim import decayed_names
+
+CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
+# What a projection is called, last of all; every other parameter shifts or scales.
+MATRICES = {
+    *("embedding.weight", "head.weight", "router.weight"),
+    *("query.weight", "key.weight", "value.weight", "output.weight"),
+    *("gate.weight", "up.weight", "down.weight", "experts.gate", "experts.up", "experts.down"),
+    "experts.gate_up",
+}
+
+
+@pytest.mark.parametrize("name, flavor", CASES, ids=map("-".join, CASES))
+def test_projections_decay_and_no_bias_norm_or_sink_does(name: str, flavor: str) -> None:
+    model = FAMILIES[name].build(FAMILIES[name].config_from_flavor(flavor, num_layers=2))
+    decayed, shapes = decayed_names(model), model.stored_shapes()
+    for parameter in shapes:
+        is_matrix = parameter.split(".", parameter.count(".") - 1)[-1] in MATRICES
+        assert (parameter in decayed) == is_matrix, parameter
+    assert not [p for p in decayed if any(word in p for word in ("bias", "norm", "sinks"))]
+
+
+@pytest.mark.parametrize("name, flavor", CASES, ids=map("-".join, CASES))
+def test_the_store_lays_out_what_decays_first(name: str, flavor: str) -> None:
+    model = FAMILIES[name].build(FAMILIES[name].config_from_flavor(flavor, num_layers=2))
+    decayed = decayed_names(model)
+    for bundle in HostStore(model).bundles:
+        for parameter in bundle.parameters:
+            assert (parameter.start < bundle.decayed) == (parameter.name in decayed), parameter.name
+
+
+def test_adapters_decay() -> None:
+    family = FAMILIES["llama3"]
+    config = family.config_from_flavor("debug", num_layers=1)
+    model = family.build(config)
+    add_adapters(model, family.hf_names(config), LoraShape(2, 4.0, 0.0, ("q_proj", "down_proj")))
+    adapters = {name for name in model.stored_shapes() if "lora_" in name}
+    assert len(adapters) == 4 and adapters < decayed_names(model)
