@@ -40,6 +40,10 @@ class Event(Protocol):
         """Block the calling host thread until the stream has passed this point."""
         ...
 
+    def query(self) -> bool:
+        """Whether the stream has passed this point. A failed device may raise here too."""
+        ...
+
 
 class Mark(Protocol):
     """A point in a stream whose time can be read."""
@@ -169,6 +173,9 @@ class _Passed:
 
     def synchronize(self) -> None:
         pass
+
+    def query(self) -> bool:
+        return True
 
 
 class _HostMark:

@@ -36,6 +36,7 @@ from torchround.engine.passes import (
 from torchround.engine.results import StepResult
 from torchround.engine.slots import upload_use
 from torchround.engine.staging import Boundary
+from torchround.engine.watchdog import Watchdog, WatchedDevice
 from torchround.engine.worker import Worker, WorkerSetup
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition, StageKind
@@ -100,7 +101,8 @@ class Engine:
         self._results: list[StepResult] = []
         store.allocate_gradients(self.settings.rounds)
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
-        workers = self._make_workers(model)
+        watched = [WatchedDevice(device) for device in self.devices]
+        workers = self._make_workers(model, watched)
         optimizer_worker = OptimizerWorker(
             store,
             self._board,
@@ -111,6 +113,14 @@ class Engine:
             self._life.fail,
             num_threads=update_threads(len(self.devices)),
             compiles=self.settings.compile_update,
+        )
+        self._watchdog = Watchdog(
+            self._board,
+            workers,
+            watched,
+            optimizer_worker.thread,
+            self.settings.hang_timeout_s,
+            self._life.fail,
         )
         self._life.start([*(worker.thread for worker in workers), optimizer_worker.thread])
 
@@ -163,7 +173,7 @@ class Engine:
             for result in self._results:
                 result.wait()
             if self.store.step < self._step:
-                self._wait(Fact("updated", self._step - 1))
+                self._watchdog.wait(Fact("updated", self._step - 1))
 
     def close(self) -> None:
         """Finish what was dispatched, unless a fault stopped the engine, and end every thread that can end."""
@@ -265,7 +275,11 @@ class Engine:
         """Wait for a pass. What an evaluation read would else be remembered until the next update."""
         result.collect()
         if not result.work.training:
-            self._ordering.finish_uploads(result.work.version, self._uploads(result.tasks))
+            self._ordering.finish_uploads(
+                result.work.version,
+                self._uploads(result.tasks),
+                lambda fact: self._synchronize(self._watchdog.wait(fact)),
+            )
 
     def _uploads(self, tasks: list[StageTask]) -> Iterator[tuple[int, int]]:
         """Bundle and use of each upload that stage tasks make."""
@@ -277,7 +291,7 @@ class Engine:
 
     # Faults and threads.
 
-    def _make_workers(self, model: LayeredModel) -> list[Worker]:
+    def _make_workers(self, model: LayeredModel, devices: Sequence[WatchedDevice]) -> list[Worker]:
         setup = WorkerSetup(
             store=self.store,
             board=self._board,
@@ -292,17 +306,18 @@ class Engine:
         )
         skeletons = [list(copy.deepcopy(nn.ModuleList(model.layers))) for _ in self.devices]
         try:
-            return [
-                Worker(index, device, skeletons[index], setup) for index, device in enumerate(self.devices)
-            ]
+            workers = [Worker(index, device, skeletons[index], setup) for index, device in enumerate(devices)]
         except BaseException:
             self._life.stop()  # devices that had room get back what they gave
             raise
+        for worker, device in zip(workers, devices, strict=True):
+            device.position = worker.position
+        return workers
 
     def _wait_in_call(self, fact: Fact) -> object:
         """What a fact was posted with; a boundary has arrived on the host. What is there survives a fault."""
         with self._life.call(is_there=self._board.ready(fact)):
-            return self._arrived(self._wait(fact))
+            return self._arrived(self._watchdog.wait(fact))
 
     def _arrived(self, value: object) -> object:
         if isinstance(value, Boundary):
@@ -312,22 +327,9 @@ class Engine:
     def _synchronize(self, event: Event) -> None:
         """A failed device first says so where somebody waits for it."""
         try:
-            event.synchronize()
+            self._watchdog.synchronize(event)
         except RuntimeError as error:
             failure = PipelineError(Place("controller"), f"{type(error).__name__}: {error}")
             failure.__cause__ = error
             self._life.fail(failure)
             raise Stopped from error
-
-    def _wait(self, fact: Fact) -> object:
-        return self._board.wait(fact, self._report_hang, self.settings.hang_timeout_s)
-
-    def _report_hang(self) -> None:
-        waiting = "; ".join(f"{thread} waits for {fact}" for thread, fact in self._board.waiting().items())
-        self._life.fail(
-            PipelineError(
-                Place("controller"),
-                f"no thread made progress for {self.settings.hang_timeout_s:g} s ({waiting}; a thread not "
-                "listed is inside a computation). Raise engine.hang_timeout_s if a stage takes that long.",
-            )
-        )

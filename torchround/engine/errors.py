@@ -1,5 +1,6 @@
 """Named errors of the engine: what a caller may catch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -47,6 +48,18 @@ class PipelineError(EngineError):
         super().__init__(f"{place}: {problem}")
         self.place = place
         self.store_is_consistent = store_is_consistent
+
+
+class HangError(PipelineError):
+    """Nothing in the engine moved for `timeout_s`. `report`: what each thread and device queue waits for."""
+
+    def __init__(self, timeout_s: float, report: Sequence[str]) -> None:
+        problem = (
+            f"nothing moved for {timeout_s:g} s. Raise engine.hang_timeout_s if a stage takes that long for one "
+            "micro-batch, or the optimizer for one layer. What each thread waits for:"
+        )
+        super().__init__(Place("controller"), "\n  ".join([problem, *report]))
+        self.report = tuple(report)
 
 
 class Stopped(BaseException):

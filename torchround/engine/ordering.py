@@ -7,7 +7,8 @@ An optional observer sees every hand-over; the race checker rebuilds the happens
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torchround.engine.device import Event
@@ -23,7 +24,25 @@ class Fact(NamedTuple):
     key: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.kind}[{self.epoch}]{list(self.key)}"
+        """In words, for reports."""
+        return WORDS[self.kind].format(self.epoch, *self.key)
+
+
+# Of each kind of fact; {0} is its epoch, {1} and {2} are its key.
+WORDS = {
+    "task": "stage slot {0} to be handed out",
+    "done": "stage slot {0} to be enqueued",
+    "boundary": "the input of layer {1} for micro-batch {2} of pass {0}",
+    "boundary gradient": "the gradient of layer {1}'s input for micro-batch {2} of pass {0}",
+    "loss": "the loss of micro-batch {1} of pass {0}",
+    "job": "job {0} of the optimizer",
+    "updated": "the update of step {0}",
+    "weights": "version {0} of bundle {1} (ordering rule 2 or 5)",
+    "uploaded": "upload {2} of version {0} of bundle {1} (ordering rule 1)",
+    "gradient landed": "part {2} of step {0}'s gradient of bundle {1} (ordering rule 3)",
+    "gradient consumed": "the optimizer to be done with step {0}'s gradient of bundle {1} (ordering rule 4)",
+    "part consumed": "the optimizer to have added part {2} of step {0}'s gradient of bundle {1} (ordering rule 4)",
+}
 
 
 class Board:
@@ -34,30 +53,30 @@ class Board:
         self._lock = threading.Lock()
         self._values: dict[Fact, Any] = {}
         self._wakers: dict[Fact, list[threading.Event]] = defaultdict(list)
-        self._waiting: dict[str, Fact] = {}
-        self._posts = 0
+        self._waiting: dict[str, str] = {}
+        self.posts = 0
         self._stopped = False
 
     def post(self, fact: Fact, value: Any = None) -> None:
         self.observer.posted(fact)
         with self._lock:
             self._values[fact] = value
-            self._posts += 1
+            self.posts += 1
             wakers = self._wakers.pop(fact, ())
         for waker in wakers:
             waker.set()
 
-    def wait(self, fact: Fact, on_silence: Callable[[], None] | None = None, silence_s: float = 0.0) -> Any:
+    def wait(self, fact: Fact, look: Callable[[], None] | None = None, every_s: float = 0.0) -> Any:
         """The fact's value, once it is posted. Raises `Stopped` when the engine stopped.
 
-        `on_silence` is called each time nobody posted anything for `silence_s` while this call waited.
+        `look` is called every `every_s` while this call waits.
         """
         waker = self._waker_unless_posted(fact)
         if waker is not None:
-            thread = threading.current_thread().name
-            self._waiting[thread] = fact
-            self._sleep(waker, on_silence, silence_s)
-            self._waiting.pop(thread, None)
+            with self._waits(f"waits for {fact}"):
+                while not waker.wait(every_s if look else None):
+                    assert look is not None, "a wait without limit ended without its fact"
+                    look()
         with self._lock:
             if fact not in self._values:
                 raise Stopped
@@ -70,8 +89,13 @@ class Board:
         with self._lock:
             return fact in self._values
 
-    def waiting(self) -> dict[str, Fact]:
-        """Which fact each waiting thread waits for."""
+    def synchronize(self, event: Event, fact: Fact) -> None:
+        """Wait until the device has done what `fact` says was enqueued."""
+        with self._waits(f"waits for a device to finish {fact}"):
+            event.synchronize()
+
+    def waiting(self) -> dict[str, str]:
+        """What each waiting thread waits for, by its name."""
         return dict(self._waiting)
 
     def retire(self, kinds: Iterable[str], below: int) -> None:
@@ -98,7 +122,7 @@ class Board:
     def note_progress(self) -> None:
         """Something moves although nothing is posted: not a hang."""
         with self._lock:
-            self._posts += 1
+            self.posts += 1
 
     def raise_if_stopped(self) -> None:
         if self._stopped:
@@ -114,15 +138,14 @@ class Board:
             self._wakers[fact].append(waker)
             return waker
 
-    def _sleep(self, waker: threading.Event, on_silence: Callable[[], None] | None, silence_s: float) -> None:
-        if on_silence is None:
-            waker.wait()
-            return
-        posts = self._posts
-        while not waker.wait(silence_s):
-            if self._posts == posts:
-                on_silence()
-            posts = self._posts
+    @contextmanager
+    def _waits(self, what: str) -> Iterator[None]:
+        thread = threading.current_thread().name
+        self._waiting[thread] = what
+        try:
+            yield
+        finally:
+            self._waiting.pop(thread, None)
 
 
 class Ordering:
@@ -159,8 +182,8 @@ class Ordering:
         with self._uses_lock:
             uses = self._uses.pop((overwritten, bundle), [])
         for use in uses:
-            event: Event = self._board.wait(Fact("uploaded", overwritten, (bundle, use)))
-            event.synchronize()
+            fact = Fact("uploaded", overwritten, (bundle, use))
+            self._board.synchronize(self._board.wait(fact), fact)
 
     def before_upload(self, bundle: int, version: int) -> None:
         """Rule 2: an upload of `version` starts only after that version is complete."""
@@ -173,8 +196,13 @@ class Ordering:
     def uploaded(self, bundle: int, version: int, use: int, event: Event) -> None:
         self._board.post(Fact("uploaded", version, (bundle, use)), event)
 
-    def finish_uploads(self, version: int, uploads: Iterable[tuple[int, int]]) -> None:
-        """Wait for uploads `(bundle, use)` that were posted, and forget them: no update has to wait any more."""
+    def finish_uploads(
+        self, version: int, uploads: Iterable[tuple[int, int]], wait: Callable[[Fact], Any]
+    ) -> None:
+        """Wait for uploads `(bundle, use)` that were posted, and forget them: no update has to wait any more.
+
+        `wait` also waits for the event that the fact is posted with.
+        """
         for bundle, use in uploads:
             fact = Fact("uploaded", version, (bundle, use))
             with self._uses_lock:
@@ -182,8 +210,7 @@ class Ordering:
                 if use not in uses:
                     continue  # an update is at it already
                 uses.remove(use)
-            event: Event = self._board.wait(fact)
-            event.synchronize()
+            wait(fact)
             self._board.forget(fact)
 
     def before_gradient_read(self, bundle: int, step: int, contribution: int) -> Any:
@@ -191,23 +218,31 @@ class Ordering:
 
         Returns what `gradient_landed` was given.
         """
-        event, landing = self._board.wait(Fact("gradient landed", step, (bundle, contribution)))
-        event.synchronize()
+        fact = Fact("gradient landed", step, (bundle, contribution))
+        event, landing = self._board.wait(fact)
+        self._board.synchronize(event, fact)
         return landing
 
-    def before_gradient_write(self, bundle: int, step: int) -> None:
-        """Rule 4: a download writes a gradient only after the optimizer consumed the previous step's."""
-        self._board.wait(Fact("gradient consumed", step - 1, (bundle,)))
+    def before_gradient_write(self, bundle: int, step: int, previous_part: int) -> None:
+        """Rule 4: a download writes a gradient only after the optimizer consumed the one before it.
 
-    def may_write_gradient(self, bundle: int, step: int) -> bool:
+        `previous_part` is the part that the round before made, negative in a step's first round.
+        """
+        self._board.wait(_consumed(bundle, step, previous_part))
+
+    def may_write_gradient(self, bundle: int, step: int, previous_part: int) -> bool:
         """Whether `before_gradient_write` would return at once."""
-        return self._board.ready(Fact("gradient consumed", step - 1, (bundle,)))
+        return self._board.ready(_consumed(bundle, step, previous_part))
 
     def gradient_landed(self, bundle: int, step: int, contribution: int, event: Event, landing: Any) -> None:
         self._board.post(Fact("gradient landed", step, (bundle, contribution)), (event, landing))
 
     def contributions(self, bundle: int, step: int) -> int:
         return self._contributions[step, bundle]
+
+    def part_consumed(self, bundle: int, step: int, part: int) -> None:
+        """A part of a gradient is in its sum."""
+        self._board.post(Fact("part consumed", step, (bundle, part)))
 
     def before_update(self, bundle: int, step: int) -> None:
         """Rule 5: update `step + 1` of a bundle starts only after update `step` of it is complete."""
@@ -224,4 +259,10 @@ class Ordering:
 
     def retire(self, below: int) -> None:
         """Forget versions and steps that nobody will ask for again."""
-        self._board.retire(("weights", "uploaded", "gradient landed", "gradient consumed"), below)
+        self._board.retire(("weights", "uploaded", "gradient landed", "gradient consumed", "part consumed"), below)
+
+
+def _consumed(bundle: int, step: int, previous_part: int) -> Fact:
+    if previous_part < 0:
+        return Fact("gradient consumed", step - 1, (bundle,))
+    return Fact("part consumed", step, (bundle, previous_part))

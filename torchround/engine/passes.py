@@ -76,7 +76,7 @@ def host_micro_batch(
         synchronize(event)
     observer.touched(reads=(), writes=[buffer.memory])
     fill(packing.views(buffer.memory), tensors)
-    return Boundary(buffer, packing, AlreadyHappened(), readers, micro_batch.dropout_seed)
+    return Boundary(buffer, packing, AlreadyHappened(), readers, micro_batch.facts())
 
 
 class AlreadyHappened:
@@ -99,4 +99,7 @@ def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
                     f"micro-batch {index}: {name} is {tensor.dtype} {tuple(tensor.shape)}; "
                     f"expected int64 [B, T] like tokens {tuple(micro_batch.tokens.shape)}"
                 )
+    bounds = {micro_batch.max_documents for micro_batch in micro_batches}
+    if len(bounds) > 1:
+        return f"max_documents is a fact of the whole batch, but its micro-batches have {sorted(map(str, bounds))}"
     return None

@@ -89,6 +89,9 @@ class _RecordedEvent:
         self.inner.synchronize()
         self._log.wait(_this_thread(), self.token)
 
+    def query(self) -> bool:
+        return self.inner.query()  # orders nothing: whoever goes on from here synchronizes
+
 
 class RecordingDevice(ForwardingDevice):
     """Behaves as `inner` and writes to `log`."""

@@ -36,6 +36,8 @@ from torchround.pipeline.partition import Stage, StageKind
 from torchround.pipeline.timeline import TaskKind
 
 T = TypeVar("T")
+# Stage task and micro-batch; None between stage tasks, and between micro-batches.
+Position = tuple[Order | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Worker:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (whatever a layer raises must reach the caller)
-            failure = PipelineError(self._place(), f"{type(error).__name__}: {error}")
+            failure = PipelineError(self.place(self.position()), f"{type(error).__name__}: {error}")
             failure.__cause__ = error
             self._setup.on_failure(failure)
 
@@ -298,12 +300,17 @@ class Worker:
             self._layouts[layers] = StageLayout(self._store, layers)
         return self._layouts[layers]
 
-    def _place(self) -> Place:
-        if self._order is None:
+    def position(self) -> Position:
+        """Where this worker is now; `place` says it in words."""
+        return self._order, self._micro_batch
+
+    def place(self, position: Position) -> Place:
+        order, micro_batch = position
+        if order is None:
             return Place(f"device {self._device.name}")
-        stage = self._order.task.stage
+        stage = order.task.stage
         names = self._setup.layer_names[stage.start : stage.stop]
-        return Place(f"device {self._device.name}", stage.kind.value, names, self._micro_batch)
+        return Place(f"device {self._device.name}", stage.kind.value, names, micro_batch)
 
 
 _STAGES = {
