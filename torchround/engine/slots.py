@@ -214,8 +214,8 @@ class GradientDownload:
         return self._part == len(self._layout.gradients)
 
     def _may_download(self) -> bool:
-        bundle = self._store.bundles[self._layout.gradients[self._part].bundle]
-        return bundle.adds_up or self._ordering.may_write_gradient(bundle.index, self._step)
+        part = self._layout.gradients[self._part]
+        return self._ordering.may_write_gradient(part.bundle, self._step, self._previous_part(part))
 
     def _enqueue(self, numel: int) -> int:
         part = self._layout.gradients[self._part]
@@ -234,16 +234,23 @@ class GradientDownload:
         return stop - start
 
     def _open_landing(self, part: Part) -> tuple[Tensor, object]:
-        """Where a part goes: the store's gradient when it is the whole sum, else a buffer of its own."""
+        """Where a part goes: the store's gradient when it is the whole sum, else a buffer of its own.
+
+        Of such buffers there is one for each use of a bundle: rule 4 holds the next round's part back.
+        """
         bundle = self._store.bundles[part.bundle]
         assert bundle.gradient is not None, f"bundle {part.bundle} has no gradient buffer"
+        self._ordering.before_gradient_write(part.bundle, self._step, self._previous_part(part))
         if not bundle.adds_up:
-            self._ordering.before_gradient_write(part.bundle, self._step)
             return bundle.gradient, None
         buffer = self._pool.take(part.numel * self._store.gradient_dtype.itemsize)
         for event in buffer.busy:
             self._device.wait(Stream.GRADIENT_DOWNLOAD, event)
         return buffer.memory.view(self._store.gradient_dtype), buffer
+
+    def _previous_part(self, part: Part) -> int:
+        """What the round before made of the same sum, negative in the first round."""
+        return self._contribution[part.layer, part.bundle] - len(self._store.bundles[part.bundle].layers)
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         if self._rounding is None:
