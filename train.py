@@ -47,6 +47,7 @@ from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_memory import HostMemory
 from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
 from torchround.pipeline.plan_report import report
+from torchround.run.bad_steps import BadStepsError
 from torchround.run.console import say
 from torchround.run.dry_run import DryRunError, Hardware, rendered, run_question
 from torchround.run.folder import RunFolder, RunFolderError
@@ -64,7 +65,7 @@ MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
     *(DryRunError, HostMemoryError, PlanError, RunFolderError, ResumeError, HFError),
 )
-FAULTS = (CheckpointError, DataError, EngineError)
+FAULTS = (BadStepsError, CheckpointError, DataError, EngineError)
 
 REPORT_WIDTH = 110  # of a dry run's tables where the output is no terminal
 

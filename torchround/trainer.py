@@ -24,6 +24,7 @@ from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
+from torchround.run.bad_steps import BadSteps
 from torchround.run.checkpoints import Position, RunCheckpoints
 from torchround.run.console import say
 from torchround.run.folder import RunFolder
@@ -74,6 +75,7 @@ class Trainer:
         self._pretrained = pretrained
         self._checkpoints = RunCheckpoints(config, folder)
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
+        self._bad_steps = BadSteps(config.training)
         self._metrics = MetricsLogger({})
         self._under_way: deque[Dispatched] = deque()
 
@@ -100,7 +102,7 @@ class Trainer:
     def run(self) -> int:
         """Train to the end, or until a signal. Returns the exit code of the process.
 
-        Raises `ResumeError`, `RunFolderError`, `CheckpointError`, `DataError` or `PipelineError`; whatever
+        Raises `ResumeError`, `RunFolderError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`; whatever
         could be saved is saved before.
         """
         newest = self._checkpoints.latest_step()
@@ -151,7 +153,7 @@ class Trainer:
     ) -> tuple[str, int] | None:
         """The loop, up to step `until`. Returns why it ended before, and the exit code that says so."""
         end = None
-        while self._position.step < until:
+        while self._position.step < until and self._bad_steps.error is None:
             if stop.requested:
                 end = "run the same command to go on", stop.exit_code
                 break
@@ -168,8 +170,11 @@ class Trainer:
             if self._is_due(self.config.checkpoint.interval_steps):
                 self._save_if_possible(engine)
         self._report_steps(leave=0)
-        if end is not None or until == self.config.training.steps:
+        bad = self._bad_steps.error
+        if end is not None or bad is not None or until == self.config.training.steps:
             self._save(engine)
+        if bad is not None:
+            raise bad
         return end
 
     # One step.
@@ -212,6 +217,8 @@ class Trainer:
         while len(self._under_way) > leave:
             done = self._under_way[0]
             self._reports.add(done.position.step, done.result)
+            tokens_before = done.position.tokens - done.result.num_labels
+            self._bad_steps.add(done.position.step, tokens_before, done.result)
             if self._should_log(done.position.step) or validation_loss is not None:
                 self._metrics.log(
                     self._reports.record(done.position.step, done.position.tokens, done.lr, validation_loss)

@@ -176,6 +176,22 @@ class TrainingTable(Table):
     """Largest global gradient norm; a larger gradient is scaled down to it. 0 switches clipping off (the norm
     is still measured)."""
 
+    on_spike: Literal["off", "skip", "stop"] = "off"
+    """What a step does whose loss or gradient norm is far above those of the steps before it. `skip`: its update is
+    left out. `stop`: left out, and the run ends with exit code 1 after a checkpoint. Updates with a loss or a gradient
+    that is not finite are always left out. See docs/faults.md."""
+
+    spike_factor: PositiveFloat = 10.0
+    """Far above: more than this many median absolute deviations above the median of the last `spike_window` good
+    steps. A deviation counts as at least 1 % of the median. Above 0."""
+
+    spike_window: Annotated[int, Field(ge=10, le=1000)] = 100
+    """Good steps that a spike is measured by, 10 to 1000. Nothing is a spike before there were as many."""
+
+    max_skipped_steps: PositiveInt = 10
+    """Bad steps in a row (spikes, or a loss or gradient that is not finite; not what `float16` overflows in while its
+    loss scale can still fall) after which the run ends with exit code 1, a diagnosis, and a checkpoint. At least 1."""
+
 
 class OptimizerTable(Table):
     """AdamW, run on the host in float32. Weight decay only on matrices: no norm, bias or sink."""

@@ -15,6 +15,7 @@ from torchround.engine.errors import EngineUsageError
 from torchround.engine.host_store import HostStore
 from torchround.engine.update_policy import POLICIES
 from torchround.layer import LayeredModel
+from torchround.optim import SpikeBounds
 from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
 from torchround.pipeline.devices import ASSUMED_DEVICE, DeviceSpec, find_device
 from torchround.pipeline.memory import MemoryLimits
@@ -149,12 +150,14 @@ def build_store(
 ) -> HostStore:
     """The host store that the tables ask for, without initial weights."""
     dtype = DTYPES[training.dtype]
+    factor = 0.0 if training.on_spike == "off" else training.spike_factor
     return HostStore(
         model,
         dtype,
         policy=POLICIES[engine.update],
         pinned=devices.kind == "cuda",
         gradient_dtype=dtype if engine.grad_dtype == "auto" else DTYPES[engine.grad_dtype],
+        spikes=SpikeBounds(factor, training.spike_window),
     )
 
 

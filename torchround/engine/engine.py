@@ -141,7 +141,8 @@ class Engine:
             work = self._begin_pass(micro_batches, tasks, training=True)
             self._expect_gradients(rounds)
             self._dispatch(work, tasks)
-            self._post_job(CollectGradients(self._step))
+            losses = tuple(Fact("loss", work.index, (m,)) for m in range(len(work.micro_batches)))
+            self._post_job(CollectGradients(self._step, losses, work.num_labels))
             self._awaiting_step = True
             return self._track(work, tasks)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchround.engine.host_memory import HostMemory
 from torchround.engine.update_policy import SYNC, UpdatePolicy
 from torchround.layer import LayeredModel
-from torchround.optim import LossScaling, decayed_names
+from torchround.optim import LossScaling, SpikeBounds, decayed_names
 
 # 128 elements are 256 bytes in 16 bits: each parameter starts where vector loads and CUDA copies want it, and
 # matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
@@ -81,7 +81,7 @@ class HostStore:
     `dtype` is that of the master weights and of all computation. `policy` says how many weight versions are
     kept. `step` counts steps whose update is complete, skipped ones included;
     `applied_updates` leaves the skipped ones out and drives the bias correction. `loss_scaling` is dynamic in
-    float16.
+    float16. `spikes` says which updates are left out because their step is far off the ones before.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class HostStore:
         policy: UpdatePolicy = SYNC,
         pinned: bool = False,
         gradient_dtype: torch.dtype | None = None,
+        spikes: SpikeBounds | None = None,
     ) -> None:
         self.layer_names = model.names
         self.dtype = dtype
@@ -101,6 +102,7 @@ class HostStore:
         self.applied_updates = 0
         self.is_consistent = True
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
+        self.spikes = spikes or SpikeBounds()
         self._memory = HostMemory(pinned)
         self.bundles, self.bindings = _collect_bundles(model)
         for bundle in self.bundles:
@@ -134,8 +136,16 @@ class HostStore:
             for master in bundle.masters:
                 master.copy_(bundle.authority)
 
-    def resume(self, step: int, applied_updates: int, loss_scale: Mapping[str, Any] | None = None) -> None:
-        """Continue at `step`; call after reading a checkpoint into `named_views`. `loss_scale` is `loss_scale_state`'s.
+    def resume(
+        self,
+        step: int,
+        applied_updates: int,
+        loss_scale: Mapping[str, Any] | None = None,
+        spikes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Continue at `step`; call after reading a checkpoint into `named_views`.
+
+        `loss_scale` is `loss_scale_state`'s, `spikes` that of `spikes.state_dict`.
 
         The older masters it holds move to the place of their version; the newest are derived anew.
         """
@@ -147,6 +157,7 @@ class HostStore:
         self.applied_updates = applied_updates
         self.is_consistent = True
         self.loss_scaling.load_state_dict(step, loss_scale or {})
+        self.spikes.load_state_dict(spikes or {})
 
     def loss_scale_state(self) -> dict[str, Any]:
         """What `resume` needs of the loss scale, JSON-able; empty but in float16. Between steps, after a drain."""

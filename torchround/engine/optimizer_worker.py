@@ -17,6 +17,8 @@ from torchround.engine.errors import PipelineError, Place, Stopped
 from torchround.engine.host_memory import HostBuffer, HostPool
 from torchround.engine.host_store import Bundle, HostStore
 from torchround.engine.ordering import Board, Fact, Ordering
+from torchround.engine.passes import read_loss
+from torchround.engine.staging import Boundary
 from torchround.optim import UpdateProgress, adamw_update_, clip_scale, sum_of_squares
 from torchround.optim.adamw import UpdateKernel
 from torchround.optim.kernel_compiler import Dtypes, get_kernels
@@ -24,9 +26,11 @@ from torchround.optim.kernel_compiler import Dtypes, get_kernels
 
 @dataclass(frozen=True)
 class CollectGradients:
-    """Job: add up a step's gradient as its parts land, and its norm."""
+    """Job: add up a step's gradient as its parts land, and its norm. `losses` are its micro-batches'."""
 
     step: int
+    losses: tuple[Fact, ...]
+    num_labels: int
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class UpdateReport:
     """What an update did. `seconds` is the time the optimizer was busy on this step.
 
     `grad_norm` is that of the unscaled gradient, before clipping; `loss_scale` what this step's loss was
-    multiplied by (1 but in float16).
+    multiplied by (1 but in float16). `fault` says why the update was skipped; an overflow under a loss scale that
+    can still fall is none. `not_finite` are the micro-batches whose loss is not.
     """
 
     grad_norm: float
@@ -59,6 +64,8 @@ class UpdateReport:
     seconds: float
     bundles: tuple[BundleUpdate, ...] = ()
     loss_scale: float = 1.0
+    fault: str = ""
+    not_finite: tuple[int, ...] = ()
 
 
 class OptimizerWorker:
@@ -87,6 +94,8 @@ class OptimizerWorker:
         self._compiles = compiles
         self._kernels: Mapping[Dtypes, UpdateKernel] = {}
         self._squares: dict[int, float] = {}
+        self._losses: list[float] = []
+        self._num_labels = 0
         self._busy_s = 0.0
         self._bundle_updates: list[BundleUpdate] = []
         self._place = Place("optimizer worker")
@@ -135,6 +144,13 @@ class OptimizerWorker:
                 self._add_up(bundle, landings)
             self._squares[bundle.index] = self._norm_squared(bundle)
             self._busy_s += time.perf_counter() - start
+        self._losses = [self._loss_sum(fact) for fact in job.losses]
+        self._num_labels = job.num_labels
+
+    def _loss_sum(self, fact: Fact) -> float:
+        boundary = self._board.wait(fact)
+        assert isinstance(boundary, Boundary), f"{fact} is {boundary!r}"
+        return read_loss(boundary, self._pool)
 
     def _add_up(self, bundle: Bundle, landings: list[HostBuffer]) -> None:
         """Sum the parts in their fixed order, in fp32, and give their buffers back."""
@@ -161,20 +177,34 @@ class OptimizerWorker:
         start = time.perf_counter()
         loss_scale = self._store.loss_scaling.scale_of(job.step)
         norm = math.sqrt(math.fsum(self._squares.values())) / loss_scale
-        skipped = not math.isfinite(norm)
+        loss = sum(self._losses) / max(self._num_labels, 1)
+        fault, overflowed = self._fault(loss, norm, loss_scale), not math.isfinite(norm)
+        skipped = overflowed or bool(fault)
         if skipped:
             overcome = self._advance_version(job)
         else:
             overcome = self._apply(job, clip_scale(norm, self._max_norm) / loss_scale)
-        self._store.loss_scaling.record(job.step, overflowed=skipped)
+            self._store.spikes.record(loss, norm)
+        self._store.loss_scaling.record(job.step, overflowed)
         self._store.step = job.step + 1
         seconds = self._busy_s + time.perf_counter() - start
-        report = UpdateReport(norm, skipped, seconds, tuple(self._bundle_updates), loss_scale)
+        not_finite = tuple(index for index, loss in enumerate(self._losses) if not math.isfinite(loss))
+        report = UpdateReport(
+            norm, skipped, seconds, tuple(self._bundle_updates), loss_scale, fault, not_finite
+        )
         self._busy_s, self._bundle_updates = 0.0, []
         if overcome is not None:
             self._fail(overcome)  # first, so that no call ends as if nothing had happened
         self._board.post(Fact("updated", job.step), report)
         self._board.raise_if_stopped()
+
+    def _fault(self, loss: float, norm: float, loss_scale: float) -> str:
+        """Why the update is skipped. Empty also where it overflowed under a loss scale that a lower one replaces."""
+        if not math.isfinite(loss):
+            return "the loss is not finite"
+        if not math.isfinite(norm):
+            return "" if self._store.loss_scaling.can_fall(loss_scale) else "the gradient is not finite"
+        return str(self._store.spikes.spike(loss, norm) or "")
 
     def _apply(self, job: UpdateWeights, gradient_scale: float) -> BaseException | None:
         """Update every bundle, in forward order. Returns a fault that a second try overcame."""

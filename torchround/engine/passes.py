@@ -86,6 +86,15 @@ class AlreadyHappened:
         pass
 
 
+def read_loss(boundary: Boundary, pool: HostPool) -> float:
+    """The sum of a micro-batch's token losses, as one of the boundary's readers; waits until it is on the host."""
+    boundary.landed.synchronize()
+    [loss_sum] = boundary.packing.views(boundary.memory)
+    value = float(loss_sum)
+    boundary.read(AlreadyHappened(), pool)
+    return value
+
+
 def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
     """What is wrong with the micro-batches of a pass, or None."""
     if not micro_batches:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torchround.engine.host_memory import HostPool
 from torchround.engine.optimizer_worker import UpdateReport
 from torchround.engine.ordering import Fact
-from torchround.engine.passes import AlreadyHappened, Pass
+from torchround.engine.passes import Pass, read_loss
 from torchround.engine.reports import DeviceTimes, SlotReport, times_by_device
 from torchround.engine.staging import Boundary
 from torchround.pipeline.schedule import StageTask
@@ -70,8 +70,4 @@ class StepResult:
     def _loss_sum(self, index: int) -> float:
         boundary = self._wait(Fact("loss", self.work.index, (index,)))
         assert isinstance(boundary, Boundary), f"loss of micro-batch {index} is {boundary!r}"
-        boundary.landed.synchronize()
-        [loss_sum] = boundary.packing.views(boundary.memory)
-        value = float(loss_sum)
-        boundary.read(AlreadyHappened(), self._pool)
-        return value
+        return read_loss(boundary, self._pool)

@@ -203,7 +203,9 @@ class Worker:
             writes=shared[1:],
         )
         self._traffic.release(staged)
-        self._traffic.send(Fact("loss", work.index, (m,)), loss, readers=1)
+        self._traffic.send(
+            Fact("loss", work.index, (m,)), loss, readers=2
+        )  # the caller, the optimizer worker
         self._send_gradients(work, stage, m, gradients)
 
     def _backward_stage(self, order: Order, layers: list[nn.Module], m: int, shared: list[Tensor]) -> None:

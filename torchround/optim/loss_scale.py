@@ -50,6 +50,10 @@ class LossScaling:
         """The factor on step `step`'s loss."""
         return self._after[step - DELAY_STEPS].scale
 
+    def can_fall(self, scale: float) -> bool:
+        """Whether an overflow under `scale` is answered by a lower one: a step as usual, not a fault."""
+        return self.dynamic and scale > LOWEST_SCALE
+
     def record(self, step: int, overflowed: bool) -> None:
         """Whether step `step`'s gradient was not finite."""
         before = self._after[step - 1]

@@ -72,7 +72,7 @@ class RunCheckpoints:
                 f"{loaded.path}: {error}. Go on with the data as it was, or give the run on other data a name "
                 "of its own (--run.name NAME)"
             ) from error
-        store.resume(loaded.step, state["applied_updates"], state["loss_scale"])
+        store.resume(loaded.step, state["applied_updates"], state["loss_scale"], state.get("spikes"))
         self.skipped_steps = state["skipped_steps"]
         self.wandb_run_id = state.get("wandb_run_id")
         self.positions.append(Position(loaded.step, state["tokens"], state["data"]))
@@ -89,6 +89,7 @@ class RunCheckpoints:
             "applied_updates": store.applied_updates,
             "skipped_steps": position.step - store.applied_updates,
             "loss_scale": store.loss_scale_state(),
+            "spikes": store.spikes.state_dict(),
             "wandb_run_id": self.wandb_run_id,
             "config": self._config.model_dump(mode="json"),
         }

@@ -1,6 +1,5 @@
 """From finished steps to the records of a run: what was learnt, how fast, and on which share of the devices."""
 
-import logging
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -10,8 +9,6 @@ from torchround.engine.device import GIB, Device
 from torchround.engine.results import StepResult
 from torchround.layer import LayeredModel
 from torchround.observe import StepRecord, Throughput, host_gib, mfu, train_flops_per_token
-
-logger = logging.getLogger(__name__)
 
 
 class StepReports:
@@ -47,12 +44,6 @@ class StepReports:
         self._optimizer_s += update.seconds
         self._skipped_steps += update.skipped
         self.throughput.count(result.num_labels)
-        if update.skipped:
-            logger.warning(
-                "step %d: the gradient is not finite (loss scale %g); its update is skipped",
-                step,
-                update.loss_scale,
-            )
 
     def record(self, step: int, tokens: int, lr: float, validation_loss: float | None) -> StepRecord:
         """Of the step added last, with means over the steps since the last record."""

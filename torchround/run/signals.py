@@ -6,15 +6,18 @@ import time
 from contextlib import suppress
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A scheduler's or a person's request, Control-C, a scheduler's warning ahead of its deadline, a terminal that closed.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A cluster's scheduler signals torchrun and this process, and torchrun hands its own on: one request, not two.
 SAME_REQUEST_S = 2.0
 
 
 class StopRequest:
-    """Within the block, SIGTERM and SIGINT ask for a stop after the step.
+    """Within the block, each of `STOP_SIGNALS` asks for a stop after the step.
 
-    Another one, `SAME_REQUEST_S` or more after the first, ends the process as if nobody had caught it.
+    Another one, `SAME_REQUEST_S` or more after the first, ends the process as if nobody had caught it. A signal that
+    was ignored when the process started stays ignored: `nohup` and shells that start a job in the background
+    mean that.
     """
 
     def __init__(self) -> None:
@@ -33,7 +36,8 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":  # noqa: PYI034  (typing.Self needs Python 3.11)
         for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._ask)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,0 +1,158 @@
+"""Steps that learn nothing: what is left out, what stays as it was, and when a run ends. In this process."""
+
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.small_run import ASYNC, SmallRuns, before_step, interrupt, small_runs, with_model
+from torchround.layer import LayeredModel
+
+__all__ = ["small_runs"]
+
+MICRO_BATCHES = 4
+STEPS = 15
+LONG = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1", "--checkpoint.keep_latest_k=0"]
+SPIKES = ["--training.on_spike=skip", "--training.spike_window=10", *LONG]
+SPIKE = (
+    13  # the first steps have no bound, the next ones run with a window that the interruption went through
+)
+
+
+class Steeper(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by `factor`."""
+
+    @staticmethod
+    def forward(ctx, loss, factor):
+        ctx.factor = factor
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+def change_loss(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor, int], torch.Tensor], first_step: int = 1
+) -> None:
+    """`change(loss, step)` of every micro-batch; the first step from now on is `first_step`."""
+
+    def wrap(model: LayeredModel) -> None:
+        kind, calls = type(model.layers[-1]), [0]
+        forward = kind.forward
+
+        def changed(self, hidden, micro_batch):
+            step = first_step + calls[0] // MICRO_BATCHES
+            calls[0] += 1
+            return change(forward(self, hidden, micro_batch), step)
+
+        monkeypatch.setattr(kind, "forward", changed)
+
+    with_model(monkeypatch, wrap)
+
+
+SPIKING = {
+    "loss": lambda loss, step: loss * 3 if step == SPIKE else loss,
+    "gradient norm": lambda loss, step: Steeper.apply(loss, 100.0 if step == SPIKE else 1.0),
+}
+
+
+@pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
+@pytest.mark.parametrize("kind", SPIKING)
+def test_a_spike_leaves_all_state_as_it_was_and_the_run_goes_on(
+    small_runs: SmallRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    mode: list[str],
+) -> None:
+    change_loss(monkeypatch, SPIKING[kind])
+    assert small_runs("run", *SPIKES, *mode) == 0
+    [warning] = [record.getMessage() for record in caplog.records if "bad_steps" in record.name]
+    assert warning.startswith(f"step {SPIKE}: the {kind} ") and "its update is skipped" in warning
+    before, after = (small_runs.state("run", step) for step in (SPIKE - 1, SPIKE))
+    for name in (name for name in before if not name.startswith("master_1_old/")):
+        assert torch.equal(before[name], after[name]), name
+    later = small_runs.state("run", SPIKE + 1)
+    assert any(not torch.equal(after[name], later[name]) for name in after)
+    assert [line["skipped_steps"] for line in small_runs.steps("run")][SPIKE - 2 :] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
+def test_interrupted_around_a_spike_and_resumed_it_equals_an_uninterrupted_run(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, mode: list[str]
+) -> None:
+    """That the spike is found shows that the window went through the checkpoint."""
+    with monkeypatch.context() as patch:
+        change_loss(patch, SPIKING["loss"])
+        assert small_runs("whole", *SPIKES, *mode) == 0
+    for stop in (SPIKE - 2, SPIKE):
+        with monkeypatch.context() as patch:
+            change_loss(patch, SPIKING["loss"])
+            before_step(patch, stop, interrupt)
+            assert small_runs(f"stopped-{stop}", *SPIKES, *mode) == 128 + signal.SIGTERM
+        with monkeypatch.context() as patch:
+            change_loss(patch, SPIKING["loss"], first_step=stop + 1)
+            assert small_runs(f"stopped-{stop}", *SPIKES, *mode, "--engine.num_devices=3") == 0
+        small_runs.assert_same(f"stopped-{stop}", "whole", STEPS)
+
+
+def test_a_spike_may_end_the_run_with_a_diagnosis_and_the_same_command_goes_on(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stops = [*SPIKES, "--training.on_spike=stop"]
+    with monkeypatch.context() as patch:
+        change_loss(patch, SPIKING["loss"])
+        assert small_runs("run", *stops) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(
+        'BadStepsError: a spike (training.on_spike = "stop"); the last good one: step 12.'
+    )
+    assert f"\n  step {SPIKE}: the loss " in message and "its data begins after" in message
+    assert "Traceback" not in message
+    assert small_runs.saved("run")[-1] == SPIKE
+    assert small_runs.saved_state("run", SPIKE)["applied_updates"] == SPIKE - 1
+    assert small_runs("run", *stops) == 0
+
+
+@pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
+def test_bad_steps_in_a_row_end_the_run_with_the_state_after_the_last_good_one(
+    small_runs: SmallRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mode: list[str],
+) -> None:
+    three = ["--training.max_skipped_steps=3", "--training.steps=9", "--checkpoint.interval_steps=4", *mode]
+    with monkeypatch.context() as patch:
+        change_loss(patch, lambda loss, step: loss * float("nan") if step not in (1, 2, 4) else loss)
+        assert small_runs("run", *three, "--checkpoint.keep_latest_k=0") == 1
+    message = capsys.readouterr().err
+    assert "3 bad steps in a row (training.max_skipped_steps = 3); the last good one: step 4." in message
+    told = [line.split(":")[0] for line in message.splitlines() if line.startswith("  step")]
+    assert told == ["  step 5", "  step 6", "  step 7"]
+    assert "the loss is not finite, micro-batches 0, 1, 2, 3; loss nan, gradient norm nan" in message
+    assert small_runs.saved("run") == [4, 8]  # a step was under way when the third one was known
+    last_good, saved = small_runs.state("run", 4), small_runs.state("run", 8)
+    for name in (name for name in saved if not name.startswith("master_1_old/")):
+        assert torch.equal(saved[name], last_good[name]), name
+    assert small_runs("run", *three) == 0
+
+
+def test_float16_overflows_that_a_lower_loss_scale_cures_are_no_bad_steps(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    change_loss(monkeypatch, lambda loss, step: Steeper.apply(loss, 2.0**9))
+    assert small_runs("run", "--training.dtype=float16", "--training.max_skipped_steps=1", *LONG) == 0
+    skipped = small_runs.steps("run")[-1]["skipped_steps"]
+    assert 1 < skipped < STEPS and caplog.text.count("overflows float16") == skipped
+
+
+def test_a_long_row_of_bad_steps_is_told_by_its_ends(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_loss(monkeypatch, lambda loss, step: loss * float("inf"))
+    assert small_runs("run", "--training.max_skipped_steps=14", f"--training.steps={STEPS}") == 1
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
+    assert [line.split(":")[0] for line in told[4:7]] == ["  step 5", "  (4 more)", "  step 10"]
+    assert len(told) == 11
