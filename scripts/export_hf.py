@@ -93,7 +93,8 @@ def export(options: argparse.Namespace) -> None:
     if options.adapters:
         if not adapters:
             raise HFError(f"{options.checkpoint} has no adapters: its run had lora.rank = 0")
-        write_adapters(options.output, unstack(adapters, stored, lambda name: torch.float32), lora, base)
+        content = peft_config(lora, adapters, names, None if base is None else str(base))
+        write_adapters(options.output, unstack(adapters, stored, lambda name: torch.float32), content)
         return
     dtype_of = tensor_dtypes(options.dtype, run["training"]["dtype"], family, model, base)
     content["dtype"] = options.dtype or content.get(
@@ -116,15 +117,12 @@ def export(options: argparse.Namespace) -> None:
     print(f"{options.output}: {', '.join(['config.json', *files, *copied])}")
 
 
-def write_adapters(
-    output: Path, tensors: Iterable[ExportedTensor], lora: dict[str, Any], base: Path | None
-) -> None:
+def write_adapters(output: Path, tensors: Iterable[ExportedTensor], content: dict[str, Any]) -> None:
     """A PEFT folder."""
     unfinished = output.with_name(output.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     write_tensors(unfinished, tensors, sys.maxsize, "adapter_model.safetensors")
-    content = peft_config(lora, None if base is None else str(base))
     (unfinished / "adapter_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     unfinished.rename(output)
     print(f"{output}: adapter_config.json, adapter_model.safetensors")

@@ -1,9 +1,9 @@
-"""SwiGLU experts over rows sorted by expert, as one grouped product or a loop.
+"""SwiGLU experts over rows sorted by expert, as one grouped product or a loop; and low-rank adapters on stacks of them.
 
 A row's routing weight is applied before the projection down, where rows are narrow: then no expert output
 has to be kept for the backward.
 
-Shapes: R rows sorted by expert, E experts, D model width, F expert width.
+Shapes: R rows sorted by expert, E experts, D model width, F expert width; of an adapter A inputs, Z outputs, r rank.
 """
 
 from itertools import pairwise
@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.common.initialise import init_linear_
+from models.common.lora import Adapter, LoraShape
 from models.common.routing import Routes
 
 
 class SwiGLUExperts(nn.Module):
     """`down_e(silu(gate_e(row)) * up_e(row) * weight)` for each row of expert e."""
+
+    adaptable: tuple[str, ...] = ("gate", "up", "down")
 
     def __init__(self, hidden_size: int, num_experts: int, ffn_size: int) -> None:
         super().__init__()
@@ -46,6 +49,63 @@ class SwiGLUExperts(nn.Module):
     def row_elements(self) -> int:
         """Gate, up, and their product."""
         return 3 * self.gate.shape[1]
+
+    def with_adapters(self, lora: LoraShape, place: int, adapted: tuple[str, ...]) -> "LoraExperts":
+        return LoraExperts(self, lora, place, adapted)
+
+
+class ExpertAdapter(Adapter):
+    """Adapters on the parameters `adapted` of a stack of experts, each expert its own.
+
+    Comes before the experts' class among the bases. On CUDA a rank that 8 does not divide takes the loop over
+    experts.
+    """
+
+    adapted: tuple[str, ...]
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """`[E, A, r]` and `[E, r, Z]`, made of the parameters `<name>_lora_a` and `<name>_lora_b`."""
+        raise NotImplementedError
+
+    def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
+        """Rows times their expert's matrix and adapter."""
+        plain: Tensor = super().product(name, rows, routes)  # type: ignore[misc]
+        if name not in self.adapted:
+            return plain
+        inward, outward = self.factors(name)
+        dropped = self.drop(rows, use=1 + self.adapted.index(name))
+        low = grouped_product(dropped, inward, routes.ends)
+        return plain + grouped_product(low, outward, routes.ends) * self.lora.scale
+
+    def row_flops(self) -> float:
+        flops: float = super().row_flops()  # type: ignore[misc]
+        return flops + sum(2.0 * (a[0].numel() + b[0].numel()) for a, b in map(self.factors, self.adapted))
+
+    def row_elements(self) -> int:
+        """And what each A gives; with dropout, its input and the mask."""
+        elements: int = super().row_elements()  # type: ignore[misc]
+        inputs = sum(self.factors(name)[0].shape[1] + 1 for name in self.adapted) if self.lora.dropout else 0
+        return elements + len(self.adapted) * self.lora.rank + inputs
+
+
+class LoraExperts(ExpertAdapter, SwiGLUExperts):
+    """SwiGLU experts, frozen, with adapters `<name>_lora_a [E, r, A]`, `<name>_lora_b [E, Z, r]`."""
+
+    def __init__(self, base: SwiGLUExperts, lora: LoraShape, place: int, adapted: tuple[str, ...]) -> None:
+        num_experts, ffn_size, hidden_size = base.gate.shape
+        super().__init__(hidden_size, num_experts, ffn_size)
+        self.gate, self.up, self.down = base.gate, base.up, base.down
+        self.lora, self.place, self.seed, self.adapted = lora, place, None, adapted
+        for name in adapted:
+            _, outputs, inputs = getattr(base, name).shape
+            a = torch.empty(num_experts, lora.rank, inputs, device="meta")
+            b = torch.empty(num_experts, outputs, lora.rank, device="meta")
+            setattr(self, f"{name}_lora_a", nn.Parameter(a))
+            setattr(self, f"{name}_lora_b", nn.Parameter(b))
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+        return a.transpose(1, 2), b.transpose(1, 2)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -1,24 +1,22 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on frozen weights: linear layers, and stacks of experts.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on frozen weights.
 
 A frozen `W x` becomes `W x + (alpha / rank) B (A drop(x))`. The wrapped module keeps its place and its parameters'
 names, so that everything that knows those (Hugging Face names, costs) stays as it is. A begins random, B at zero.
 
-Shapes: R rows, A inputs, Z outputs, r rank, E experts.
+Linear layers get theirs here, stacks of experts where they are defined. Shapes: A inputs, Z outputs, r rank.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.common.errors import ModelConfigError
-from models.common.experts import SwiGLUExperts, grouped_product
 from models.common.family import HFNames, HFTensors
-from models.common.routing import Routes
 from torchround.layer import LayeredModel, MicroBatch
 
 PEFT_PREFIX = "base_model.model."
@@ -106,44 +104,16 @@ class LoraLinear(nn.Linear, Adapter):
         return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_b) * self.lora.scale
 
 
-class LoraExperts(SwiGLUExperts, Adapter):
-    """SwiGLU experts, frozen, with adapters `<name>_lora_a [E, r, A]`, `<name>_lora_b [E, Z, r]` on some of the three.
+@runtime_checkable
+class AdaptableExperts(Protocol):
+    """A stack of experts whose parameters `adaptable` may get adapters."""
 
-    Each expert's adapter is its own. On CUDA a rank that 8 does not divide takes the loop over experts.
-    """
+    @property
+    def adaptable(self) -> tuple[str, ...]: ...
 
-    def __init__(self, base: SwiGLUExperts, lora: LoraShape, place: int, adapted: tuple[str, ...]) -> None:
-        num_experts, ffn_size, hidden_size = base.gate.shape
-        super().__init__(hidden_size, num_experts, ffn_size)
-        self.gate, self.up, self.down = base.gate, base.up, base.down
-        self.lora, self.place, self.seed, self.adapted = lora, place, None, adapted
-        for name in adapted:
-            _, outputs, inputs = getattr(base, name).shape
-            a = torch.empty(num_experts, lora.rank, inputs, device="meta")
-            b = torch.empty(num_experts, outputs, lora.rank, device="meta")
-            setattr(self, f"{name}_lora_a", nn.Parameter(a))
-            setattr(self, f"{name}_lora_b", nn.Parameter(b))
-
-    def row_flops(self) -> float:
-        return super().row_flops() + sum(2.0 * (a.numel() + b.numel()) for a, b in self._pairs())
-
-    def row_elements(self) -> int:
-        """And what each A gives; with dropout, its input and the mask."""
-        inputs = sum(a.shape[-1] + 1 for a, _ in self._pairs()) if self.lora.dropout else 0
-        return super().row_elements() + len(self.adapted) * self.lora.rank + inputs
-
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """A and B of one expert."""
-        return [(getattr(self, f"{n}_lora_a")[0], getattr(self, f"{n}_lora_b")[0]) for n in self.adapted]
-
-    def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
-        plain = super().product(name, rows, routes)
-        if name not in self.adapted:
-            return plain
-        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
-        dropped = self.drop(rows, use=1 + self.adapted.index(name))
-        low = grouped_product(dropped, a.transpose(1, 2), routes.ends)
-        return plain + grouped_product(low, b.transpose(1, 2), routes.ends) * self.lora.scale
+    def with_adapters(self, lora: LoraShape, place: int, adapted: tuple[str, ...]) -> nn.Module:
+        """The same experts, their parameters included, with adapters on `adapted`; an `Adapter`."""
+        ...
 
 
 def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
@@ -157,11 +127,11 @@ def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
     for number, (layer_index, path, parts) in enumerate(places):
         layer = model.layers[layer_index]
         base = layer.get_submodule(path)
-        adapter = LoraLinear(base, lora, number) if isinstance(base, nn.Linear) else None
-        if isinstance(base, SwiGLUExperts):
-            adapter = LoraExperts(base, lora, number, parts)  # type: ignore[assignment]
-        assert adapter is not None, f"{path} was found to be a module that takes adapters"
-        layer.set_submodule(path, adapter)
+        if isinstance(base, nn.Linear):
+            layer.set_submodule(path, LoraLinear(base, lora, number))
+            continue
+        assert isinstance(base, AdaptableExperts), f"{path} was found to be a module that takes adapters"
+        layer.set_submodule(path, base.with_adapters(lora, number, parts))
     if lora.dropout:
         for layer_index in {index for index, _, _ in places}:
             model.layers[layer_index].register_forward_pre_hook(_hand_out_seed)
@@ -170,7 +140,7 @@ def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
 def adapted_modules(
     model: LayeredModel, names: HFNames, lora: LoraShape
 ) -> list[tuple[int, str, tuple[str, ...]]]:
-    """Layer, path of the module, and which of its weights (experts have three) the targets name."""
+    """Layer, path of the module, and which of its weights (experts have several) the targets name."""
     found: dict[tuple[int, str], list[str]] = {}
     known: set[str] = set()
     for index, (layer_name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
@@ -192,47 +162,73 @@ def adapted_modules(
 def adapter_names(model: LayeredModel, names: HFNames) -> HFNames:
     """Each adapter's parameters and the tensors that PEFT's files hold them in."""
     adapters: HFNames = {}
-    for name in model.stored_shapes():
-        for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-            if name.endswith(ours):
-                # "<path>.lora_a" belongs to "<path>.weight", "<path>.gate_lora_a" to "<path>.gate"
-                stem = name.removesuffix(ours)
-                base = names[stem.removesuffix("_") if stem.endswith("_") else f"{stem}weight"]
-                adapters[name] = _renamed(base, theirs)
+    for layer_name, layer in zip(model.names, model.layers, strict=True):
+        for path, module in layer.named_modules():
+            if isinstance(module, Adapter):
+                adapters |= _module_names(module, f"{layer_name}.{path}.", names)
     return adapters
+
+
+def _module_names(module: Adapter, prefix: str, names: HFNames) -> HFNames:
+    """PEFT wraps a linear layer once; a module of stacked parameters once for each that has an adapter, the first
+    one innermost, and an inner wrapper is its outer one's `base_layer`."""
+    found: HFNames = {}
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    stems = [name.removesuffix("lora_a") for name in own if name.endswith("lora_a")]
+    for index, stem in enumerate(stems):
+        base = names[prefix + _adapted_name(stem)]
+        wrappers = "base_layer." * (len(stems) - 1 - index) if _is_stacked(base) else ""
+        for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
+            found[f"{prefix}{stem}{ours}"] = _renamed(base, wrappers + theirs)
+    return found
 
 
 def adapter_pairs(adapters: HFNames) -> dict[str, tuple[str, str]]:
     """Each adapted parameter and its A and B, from the keys of `adapter_names`."""
-    pairs = {}
-    for a in adapters:
-        if a.endswith("lora_a"):
-            stem = a.removesuffix("lora_a")
-            adapted = stem.removesuffix("_") if stem.endswith("_") else f"{stem}weight"
-            pairs[adapted] = (a, f"{stem}lora_b")
-    return pairs
+    stems = [name.removesuffix("lora_a") for name in adapters if name.endswith("lora_a")]
+    return {_adapted_name(stem): (f"{stem}lora_a", f"{stem}lora_b") for stem in stems}
 
 
-def peft_config(lora: Mapping[str, Any], base: str | None) -> dict[str, Any]:
-    """The content of `adapter_config.json`."""
+def _adapted_name(stem: str) -> str:
+    """`<path>.lora_a` belongs to `<path>.weight`, `<path>.gate_lora_a` to `<path>.gate`."""
+    return stem.removesuffix("_") if stem.endswith("_") else f"{stem}weight"
+
+
+def peft_config(
+    lora: Mapping[str, Any], adapters: HFNames, names: HFNames, base: str | None
+) -> dict[str, Any]:
+    """The content of `adapter_config.json`. PEFT names linear layers by their last part, and stacked parameters by
+    their path in a block; on experts it refuses dropout, which is for training alone."""
+    bases = [names[adapted] for adapted in adapter_pairs(adapters)]
+    parameters = sorted({str(base).split(".", 3)[3] for base in bases if _is_stacked(base)})
+    has_experts = bool(parameters) or any(isinstance(base, tuple) for base in bases)
+    modules = [
+        target for target in lora["targets"] if not any(name.endswith(f".{target}") for name in parameters)
+    ]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora["rank"],
         "lora_alpha": lora["alpha"],
-        "lora_dropout": lora["dropout"],
-        "target_modules": list(lora["targets"]),
+        "lora_dropout": 0.0 if has_experts else lora["dropout"],
+        "target_modules": modules,
+        **({"target_parameters": parameters} if parameters else {}),
         "bias": "none",
         "inference_mode": True,
     }
 
 
+def _is_stacked(tensors: HFTensors) -> bool:
+    """Whether a file holds all experts in one tensor, which is then no linear layer's."""
+    return isinstance(tensors, str) and not tensors.endswith(_WEIGHT)
+
+
 def _adaptable(module: nn.Module) -> Iterator[str]:
     if isinstance(module, nn.Linear):
         yield "weight"
-    elif isinstance(module, SwiGLUExperts):
-        yield from ("gate", "up", "down")
+    elif isinstance(module, AdaptableExperts):
+        yield from module.adaptable
 
 
 def _module_name(tensor: str) -> str:
@@ -241,7 +237,8 @@ def _module_name(tensor: str) -> str:
 
 def _renamed(tensors: HFTensors, kind: str) -> HFTensors:
     def one(tensor: str) -> str:
-        return f"{PEFT_PREFIX}{_module_name(tensor)}.{kind}{_WEIGHT}"
+        module = tensor.rpartition(".")[0]  # a linear layer's `.weight`, or the name of a stacked parameter
+        return f"{PEFT_PREFIX}{module}.{kind}{_WEIGHT}"
 
     return one(tensors) if isinstance(tensors, str) else tuple(map(one, tensors))
 

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.common.experts import grouped_product
+from models.common.experts import ExpertAdapter, grouped_product
 from models.common.initialise import init_linear_
 from models.common.lookup import lookup, lookup_gradient
+from models.common.lora import LoraShape
 from models.common.routing import Routes
 
 
 class GptOssExperts(nn.Module):
     """`weight * (down_e(act(gate_up_e(row) + bias_e)) + bias_e)` for each row of expert e."""
 
+    adaptable: tuple[str, ...] = ("gate_up", "down")
     undecayed = ("gate_up_bias", "down_bias")
 
     def __init__(self, hidden_size: int, num_experts: int, ffn_size: int, limit: float, alpha: float) -> None:
@@ -30,11 +32,15 @@ class GptOssExperts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size, device="meta"))
 
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-        gate_up = grouped_product(rows, self.gate_up, routes.ends)  # [R, 2 F]
+        gate_up = self.product("gate_up", rows, routes)  # [R, 2 F]
         gate_up = gate_up + lookup(self.gate_up_bias, routes.experts)
         product = _ClampedSwiGLU.apply(gate_up, weights, self.limit, self.alpha)  # [R, F]
-        mixed = grouped_product(product, self.down, routes.ends)
+        mixed = self.product("down", product, routes)
         return mixed + _WeightedLookup.apply(self.down_bias, routes.experts, weights)
+
+    def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
+        """Rows times their expert's `gate_up` or `down`."""
+        return grouped_product(rows, getattr(self, name), routes.ends)
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
         init_linear_(self.gate_up, generator)
@@ -49,6 +55,34 @@ class GptOssExperts(nn.Module):
     def row_elements(self) -> int:
         """Gates and values together, and their product."""
         return 3 * self.down.shape[1]
+
+    def with_adapters(self, lora: LoraShape, place: int, adapted: tuple[str, ...]) -> "LoraGptOssExperts":
+        return LoraGptOssExperts(self, lora, place, adapted)
+
+
+class LoraGptOssExperts(ExpertAdapter, GptOssExperts):
+    """The experts, frozen, with adapters of PEFT's shapes: `<name>_lora_a [E r, A]`, `<name>_lora_b [Z, r E]`.
+
+    A's rows go expert by expert, B's columns rank by rank. Biases have none.
+    """
+
+    def __init__(self, base: GptOssExperts, lora: LoraShape, place: int, adapted: tuple[str, ...]) -> None:
+        num_experts, ffn_size, hidden_size = base.down.shape
+        super().__init__(hidden_size, num_experts, ffn_size, base.limit, base.alpha)
+        for name, parameter in base.named_parameters():
+            setattr(self, name, parameter)
+        self.lora, self.place, self.seed, self.adapted = lora, place, None, adapted
+        for name in adapted:
+            _, inputs, outputs = getattr(base, name).shape
+            a = torch.empty(num_experts * lora.rank, inputs, device="meta")
+            b = torch.empty(outputs, lora.rank * num_experts, device="meta")
+            setattr(self, f"{name}_lora_a", nn.Parameter(a))
+            setattr(self, f"{name}_lora_b", nn.Parameter(b))
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        a = getattr(self, f"{name}_lora_a").unflatten(0, (-1, self.lora.rank))  # [E, r, A]
+        b = getattr(self, f"{name}_lora_b").unflatten(1, (self.lora.rank, -1))  # [Z, r, E]
+        return a.transpose(1, 2), b.permute(2, 1, 0).contiguous()
 
 
 class _ClampedSwiGLU(torch.autograd.Function):

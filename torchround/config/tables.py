@@ -267,8 +267,8 @@ class LoraTable(Table):
 
     targets: Annotated[Many[Name], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Names of the linear maps in each block that get an adapter, as Hugging Face names them: `q_proj`, `k_proj`,
-    `v_proj`, `o_proj`, and but for `gpt_oss` `gate_proj`, `up_proj`, `down_proj`, in models with experts of every
-    expert. At least one."""
+    `v_proj`, `o_proj`, `gate_proj`, `up_proj`, `down_proj`, for `gpt_oss` `gate_up_proj` in place of two; in models
+    with experts every expert gets its own. At least one."""
 
     path: Name | None = None
     """Folder with adapters in PEFT's format that a new run starts from, of the same rank and alpha. Needs

@@ -64,6 +64,22 @@ class MergedTensor(ExportedTensor):
             yield merged.to(self.dtype)
 
 
+@dataclass(frozen=True)
+class MergedExperts(MergedTensor):
+    """`source [E, A, Z]`, to each expert added its part of `a [E r, A]` and `b [Z, r E]`, as PEFT stacks them."""
+
+    def pieces(self, files: TensorFiles) -> Iterator[Tensor]:
+        num_experts, rows, columns = self.source.shape
+        a = _read_whole(files, self.a).float().unflatten(0, (num_experts, -1))  # [E, r, A]
+        b = _read_whole(files, self.b).float().unflatten(1, (-1, num_experts))  # [Z, r, E]
+        stored, expert_bytes = self.source.dtype, self.source.nbytes // num_experts
+        assert stored is not None, f"{self.source.name} is {self.source.dtype_name}"
+        for expert in range(num_experts):
+            piece = files.read(self.source, expert * expert_bytes, expert_bytes).view(stored)
+            merged = piece.view(rows, columns).float().addmm_(a[expert].T, b[..., expert].T, alpha=self.scale)
+            yield merged.to(self.dtype)
+
+
 def merge_adapters(
     tensors: Iterable[ExportedTensor],
     adapters: Mapping[str, tuple[ExportedTensor, ExportedTensor]],
@@ -75,7 +91,8 @@ def merge_adapters(
             yield tensor
             continue
         a, b = (adapter.source for adapter in adapters[tensor.name])
-        yield MergedTensor(tensor.name, tensor.source, tensor.dtype, a, b, scale)
+        kind = MergedExperts if len(tensor.source.shape) == 3 else MergedTensor
+        yield kind(tensor.name, tensor.source, tensor.dtype, a, b, scale)
 
 
 def _read_whole(files: TensorFiles, tensor: StoredTensor) -> Tensor:

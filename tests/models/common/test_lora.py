@@ -6,7 +6,6 @@ import torch
 from models import FAMILIES, LoraShape, ModelConfigError, add_adapters
 from models.common.lora import adapter_names, mask_seed
 from tests.engine.toy import assert_same_state, toy_engine, toy_store, train
-from torchround.engine.host_store import HostStore
 from torchround.layer import MicroBatch, with_dropout_seeds
 from torchround.pipeline.partition import Partition
 
@@ -16,7 +15,8 @@ CASES = [
     ("llama3", "debug", ATTENTION + MLP),
     ("qwen3", "debug_moe", ATTENTION + MLP),
     ("qwen3", "debug_moe", ("q_proj", "down_proj")),
-    ("gpt_oss", "debug", ATTENTION),
+    ("gpt_oss", "debug", (*ATTENTION, "gate_up_proj", "down_proj")),
+    ("gpt_oss", "debug", ("v_proj", "down_proj")),
 ]
 RANK, ALPHA = 4, 12.0
 
@@ -33,11 +33,21 @@ def build(name, flavor, targets, dropout=0.0, **fields):
 def merge(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The dense weights: a small loop of plain products, matrix by matrix."""
     merged = {name: w.clone() for name, w in weights.items() if "lora_" not in name}
-    for name, a in weights.items():
+    for name in weights:
         if name.endswith("lora_a"):
-            b = weights[name[:-1] + "b"]
-            merged[base_of(name)] += ALPHA / RANK * (b @ a)
+            a, b, base = halves(weights[name], weights[name[:-1] + "b"], merged[base_of(name)])
+            base += ALPHA / RANK * (b @ a)
     return merged
+
+
+def halves(a, b, base):
+    """A `[.., r, A]`, B `[.., Z, r]` and the weight `[.., Z, A]`, views. GPT-OSS holds the experts of all three
+    another way round: PEFT's for A and B, inputs first for the weight."""
+    if a.ndim == base.ndim:
+        return a, b, base
+    num_experts = len(base)
+    stacked_b = b.view(-1, RANK, num_experts).permute(2, 0, 1)
+    return a.view(num_experts, RANK, -1), stacked_b, base.mT
 
 
 def base_of(adapter: str) -> str:
@@ -74,9 +84,11 @@ def test_loss_and_gradients_are_those_of_the_merged_dense_model(name, flavor, ta
     adapters = [key for key in mine if key.endswith("lora_a")]
     assert len(adapters) == 2 * len(targets)
     for key in adapters:
-        a, b, grad = mine[key], mine[key[:-1] + "b"], dense[base_of(key)].grad
-        assert_close_in_norm(a.grad, ALPHA / RANK * b.detach().mT @ grad, key)
-        assert_close_in_norm(b.grad, ALPHA / RANK * grad @ a.detach().mT, key)
+        pair, base = (mine[key], mine[key[:-1] + "b"]), dense[base_of(key)]
+        a, b, _ = halves(*(parameter.detach() for parameter in pair), base.detach())
+        grad_a, grad_b, grad = halves(*(parameter.grad for parameter in pair), base.grad)
+        assert_close_in_norm(grad_a, ALPHA / RANK * b.mT @ grad, key)
+        assert_close_in_norm(grad_b, ALPHA / RANK * grad @ a.mT, key)
     assert all(p.grad is None for key, p in mine.items() if "lora_" not in key)
 
 
@@ -197,10 +209,11 @@ def test_evaluation_is_without_dropout(tools):
     assert losses[0] == losses[1]
 
 
-def test_matrix_products_of_adapters_are_counted_as_torch_counts_them(tools):
+@pytest.mark.parametrize("name, flavor, targets", CASES)
+def test_matrix_products_of_adapters_are_counted_as_torch_counts_them(name, flavor, targets, tools):
     from torch.utils.flop_counter import FlopCounterMode
 
-    plain, adapted, _ = build("qwen3", "debug_moe", ATTENTION + MLP)
+    plain, adapted, _ = build(name, flavor, targets)
     batch, counted, claimed = tools.micro_batch([[48], [48]], 50), [], []
     for model in (plain, adapted):
         tools.materialise(model)
@@ -212,14 +225,18 @@ def test_matrix_products_of_adapters_are_counted_as_torch_counts_them(tools):
     assert claimed[1] - claimed[0] == counted[1] - counted[0] > 0
 
 
-def test_adapter_names_cover_the_adapters_and_nothing_else():
+@pytest.mark.parametrize("name, flavor, targets", CASES)
+def test_adapter_names_cover_the_adapters_and_nothing_else(name, flavor, targets):
+    _, model, names = build(name, flavor, targets)
+    assert adapter_names(model, names).keys() == {key for key in model.stored_shapes() if "lora_" in key}
+
+
+def test_adapters_have_the_names_of_pefts_files():
     _, model, names = build("qwen3", "debug_moe", ATTENTION + MLP)
     adapters = adapter_names(model, names)
-    assert adapters.keys() == {key for key in model.stored_shapes() if "lora_" in key}
     prefix = "base_model.model.model.layers.1."
     assert adapters["block.1.attention.key.lora_b"] == f"{prefix}self_attn.k_proj.lora_B.weight"
     assert adapters["block.1.mlp.experts.up_lora_a"][3] == f"{prefix}mlp.experts.3.up_proj.lora_A.weight"
-    assert isinstance(toy_store(model), HostStore)
 
 
 def test_every_micro_batch_of_every_step_and_run_has_a_seed_of_its_own(tools):

@@ -1,0 +1,159 @@
+"""Adapters against the package peft: its model has our logits and gradients, and either reads what the other wrote.
+
+Its Qwen3-MoE has gate and up fused (transformers 5): on loading, peft makes one adapter of twice the rank of the two,
+so their gradients are its gradients' parts.
+"""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn import functional as F
+
+from models import LoraShape, adapter_names, add_adapters
+from scripts import export_hf
+from torchround.checkpoint import Checkpointer
+from torchround.config import LoraTable
+from torchround.engine.host_store import HostStore
+from torchround.hf import PretrainedWeights, WithAdapters, read_adapters
+
+RANK, ALPHA = 3, 12.0
+ATTENTION, MLP = ("q_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+STACKED = ("gate_up_proj", "down_proj")
+CASES = [
+    ("llama3", ATTENTION + MLP),
+    ("llama3 tied", ("k_proj",)),
+    ("qwen3", ATTENTION + MLP),
+    ("qwen3 moe", ATTENTION + MLP),
+    ("gpt_oss", ATTENTION + STACKED),
+    ("gpt_oss", STACKED[1:]),
+]
+
+
+def adapted(release, targets, read=None):
+    """Our model with the release's weights and adapters: random ones, or those that `read(names, shapes)` reads."""
+    model, names = release.family.build(release.config), release.family.hf_names(release.config)
+    add_adapters(model, names, LoraShape(RANK, ALPHA, 0.0, targets))
+    shapes = model.stored_shapes()
+    weights = PretrainedWeights(release.folder, names, shapes, release.family.hf_redundant(release.config))
+    if read is not None:
+        weights = WithAdapters(weights, read(adapter_names(model, names), shapes))
+    store = HostStore(model)
+    store.initialize(model, 0, weights.load)
+    if read is None:
+        generator = torch.Generator().manual_seed(2)
+        for name, view in store.weights().items():
+            if name.endswith("lora_b"):
+                view.normal_(std=0.1, generator=generator)
+    return SimpleNamespace(model=model, store=store, names=names)
+
+
+def filled(ours, tools):
+    """The model with the store's weights in memory of its own; only adapters take gradients."""
+    model = tools.materialise(copy.deepcopy(ours.model))
+    for name, parameter in tools.stored_parameters(model).items():
+        parameter.data.copy_(ours.store.weights()[name])
+        parameter.requires_grad_("lora_" in name)
+    return model
+
+
+def exported(ours, release, targets, folder):
+    run = {
+        "model": {"family": release.family.name, "flavor": None, "hf_path": str(release.folder)},
+        "training": {"dtype": "float32"},
+        "tokenizer": {"path": None},
+        "lora": {"rank": RANK, "alpha": ALPHA, "dropout": 0.1, "targets": targets},
+    }
+    checkpoint = Checkpointer(folder / "checkpoints").save(1, ours.store.named_views(), {"config": run})
+    assert export_hf.main([str(checkpoint), str(folder / "adapters"), "--adapters"]) == 0
+    return checkpoint, folder / "adapters"
+
+
+def loss_of(logits, batch):
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+
+
+@pytest.fixture(params=CASES, ids=[f"{kind} {targets[-1]}" for kind, targets in CASES])
+def case(request, releases):
+    """A release whose `theirs` is in fp32 and nobody else's: peft changes the model it is given."""
+    kind, targets = request.param
+    release = releases(kind)
+    theirs = type(release.theirs).from_pretrained(release.folder).float().eval()
+    return SimpleNamespace(**{**vars(release), "theirs": theirs, "kind": kind}), targets
+
+
+def test_peft_loads_our_adapters_and_has_our_logits_and_gradients(case, tmp_path, tools):
+    release, targets = case
+    ours = adapted(release, targets)
+    model, batch = filled(ours, tools), tools.micro_batch([[21]], 61)
+    _, folder = exported(ours, release, targets, tmp_path)
+    theirs = PeftModel.from_pretrained(release.theirs, folder, is_trainable=True).eval()
+    logits = theirs(batch.tokens).logits
+    torch.testing.assert_close(tools.all_logits(model, batch), logits, rtol=0, atol=1e-5)
+    tools.loss_sum(model, batch).backward()
+    loss_of(logits, batch).backward()
+    expected = {
+        name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if "lora_" in name
+    }
+    assert not [name for name, p in theirs.named_parameters() if "lora_" not in name and p.grad is not None]
+    parameters, compared = tools.stored_parameters(model), set()
+    for name, tensors in adapter_names(ours.model, ours.names).items():
+        theirs_name, gradient = peft_gradient(name, tensors, expected)
+        error = (parameters[name].grad - gradient).norm() / gradient.norm()
+        assert error < 1e-4, f"{name}: relative error {error}"
+        compared.add(theirs_name)
+    assert compared == expected.keys()
+
+
+def peft_gradient(name, tensors, gradients):
+    """peft's name and gradient for our adapter, which it may have fused with others."""
+    if isinstance(tensors, str):
+        return tensors, gradients[tensors]
+    part = name.rpartition(".")[2].split("_")[0]  # of Qwen3's experts: gate, up or down
+    wrapper = "experts." if part == "down" else "experts.base_layer."
+    key = f"{tensors[0].partition('experts.')[0]}{wrapper}lora_{name[-1].upper()}.weight"
+    gradient, num_experts = gradients[key], len(tensors)
+    if name.endswith("a"):
+        stacked = gradient.unflatten(0, (num_experts, -1))  # [E, r or 2 r, A]
+        return key, stacked if part == "down" else stacked.chunk(2, dim=1)[part == "up"]
+    stacked = gradient.unflatten(1, (-1, num_experts)).permute(2, 0, 1)  # [E, Z, r]
+    if part == "down":
+        return key, stacked
+    return key, stacked.chunk(2, dim=1)[part == "up"].chunk(2, dim=2)[part == "up"]
+
+
+def test_we_read_what_peft_wrote_and_have_its_logits(case, tmp_path, tools):
+    release, targets = case
+    if release.kind == "qwen3 moe":
+        targets = ATTENTION  # peft writes adapters on experts fused, see below
+    stacked = [
+        f"mlp.experts.{target}" for target in targets if release.kind == "gpt_oss" and target in STACKED
+    ]
+    linear = [target for target in targets if f"mlp.experts.{target}" not in stacked]
+    config = LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=linear, target_parameters=stacked, init_lora_weights=False
+    )
+    theirs = get_peft_model(release.theirs, config).eval()
+    theirs.save_pretrained(tmp_path / "adapters")
+    table = LoraTable(rank=RANK, alpha=ALPHA, targets=targets, path=str(tmp_path / "adapters"))
+    ours = adapted(release, targets, lambda names, shapes: read_adapters(table, names, shapes))
+    batch = tools.micro_batch([[21]], 61)
+    with torch.no_grad():
+        expected = theirs(batch.tokens).logits
+        torch.testing.assert_close(
+            tools.all_logits(filled(ours, tools), batch), expected, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_merged_export_has_pefts_merged_weights(case, tmp_path):
+    release, targets = case
+    checkpoint, folder = exported(adapted(release, targets), release, targets, tmp_path)
+    merged = tmp_path / "merged"
+    assert export_hf.main([str(checkpoint), str(merged), "--dtype=float32"]) == 0
+    expected = PeftModel.from_pretrained(release.theirs, folder).merge_and_unload().state_dict()
+    loaded = type(release.theirs).from_pretrained(merged, dtype=torch.float32).state_dict()
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(loaded[name], tensor, rtol=1e-5, atol=1e-6)
