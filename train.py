@@ -151,7 +151,9 @@ def dry_run(options: Options) -> int:
         given = plan.partition, plan.rounds
     except InfeasiblePlanError:
         given = None  # the report says why, and what helps
-    hardware = Hardware(devices.count, devices.spec, devices.memory_bytes, available_host_bytes())
+    hardware = Hardware(
+        devices.count, devices.spec, devices.memory_bytes, available_host_bytes(), devices.kind
+    )
     answer = report(run_question(config, model, hardware, given))
     Console(width=None if sys.stdout.isatty() else REPORT_WIDTH).print(rendered(answer), highlight=False)
     return 0 if answer.plan is not None else 2

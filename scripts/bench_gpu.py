@@ -71,7 +71,11 @@ class Shape:
         positions = torch.arange(tokens).expand(size, -1).contiguous()
         return [
             MicroBatch(
-                drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, torch.zeros_like(positions)
+                drawn[:, :-1].contiguous(),
+                drawn[:, 1:].contiguous(),
+                positions,
+                torch.zeros_like(positions),
+                max_documents=1,
             )
             for drawn in (
                 torch.randint(self.vocab_size, (size, tokens + 1), generator=generator)
@@ -224,7 +228,7 @@ class Bench:
         """Each layer's own times, from the first steps, with one layer a stage; and the first loss."""
         table = self._table("sync", 1).model_copy(update={"update": store.policy.name})
         choice = choose_devices(table)
-        counted = model_costs(self.shape.model, self.shape.training, table, choice.spec)
+        counted = model_costs(self.shape.model, self.shape.training, table, choice)
         partition = one_layer_a_stage(counted.num_layers)
         plan = evaluate_plan(partition, 1, counted, 1, self.options.micro_batches, store.policy.name)
         results = []

@@ -105,7 +105,11 @@ def random_step(training: TrainingTable, vocab_size: int, generator: torch.Gener
         )
         micro_batches.append(
             MicroBatch(
-                drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, torch.zeros_like(positions)
+                drawn[:, :-1].contiguous(),
+                drawn[:, 1:].contiguous(),
+                positions,
+                torch.zeros_like(positions),
+                max_documents=1,
             )
         )
     return micro_batches

@@ -47,7 +47,7 @@ class ResidentLoop:
         num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for host in micro_batches:
-            micro_batch = MicroBatch(*(tensor.to(self._device) for tensor in host.tensors()))
+            micro_batch = host.with_tensors(tensor.to(self._device) for tensor in host.tensors())
             hidden: Tensor | None = None
             for layer, leaves in zip(self._layers, self._leaves, strict=True):
                 hidden = torch.func.functional_call(layer, leaves, (hidden, micro_batch))

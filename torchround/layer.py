@@ -7,9 +7,9 @@ matrices: a module lists in `undecayed` the names of those parameters of its own
 Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,11 @@ class MicroBatch:
     `positions` restart at 0 with each document. `document_ids` are equal exactly where two tokens of a
     sequence belong to the same document; attention never crosses them.
 
+    What the host knows besides goes along as plain numbers, so that no layer has to ask a device for it:
     `dropout_seed` is the one number that masks are made from, equal whenever the same micro-batch of a step runs
-    again; None is no dropout.
+    again; None is no dropout. `max_documents` bounds the documents of a sequence, each in one piece; it is a fact of
+    the whole batch (`most_documents`), so that what a layer chooses by it does not depend on how the batch was cut.
+    None: nobody counted.
     """
 
     tokens: Tensor
@@ -36,14 +39,38 @@ class MicroBatch:
     positions: Tensor
     document_ids: Tensor
     dropout_seed: int | None = field(default=None, kw_only=True)
+    max_documents: int | None = field(default=None, kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors in field order, as the engine packs and uploads them."""
         return (self.tokens, self.labels, self.positions, self.document_ids)
 
+    def facts(self) -> dict[str, Any]:
+        """What goes along with the tensors, by field name."""
+        return {"dropout_seed": self.dropout_seed, "max_documents": self.max_documents}
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> "MicroBatch":
+        """The same facts with other tensors, in field order: elsewhere, or some of the sequences."""
+        return MicroBatch(*tensors, **self.facts())
+
     def num_labels(self) -> int:
         """Labels that count towards the loss; summed over a step they are the loss divisor."""
         return int((self.labels != IGNORED_LABEL).sum())
+
+
+def most_documents(document_ids: Tensor) -> int | None:
+    """A bound on the documents of each sequence, `MicroBatch.max_documents`; None where a document comes back.
+
+    1, else the next power of 4: the size of a device's list of documents depends on it, and code that is compiled
+    for one size should serve most batches of a data set. Reads the tensor, so it is for the host.
+    """
+    changes = document_ids[:, 1:] - document_ids[:, :-1]
+    if (changes < 0).any():
+        return None
+    most, bound = 1 + int((changes != 0).sum(dim=1).max()), 1
+    while bound < most:
+        bound *= 4
+    return bound
 
 
 def with_dropout_seeds(micro_batches: Sequence[MicroBatch], seed: int, step: int) -> list[MicroBatch]:
@@ -81,8 +108,11 @@ class Layer(Protocol):
         """Fill the layer's own parameters in place from `generator`. Tied ones are filled by their first user."""
         ...
 
-    def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
-        """Cost for a micro-batch of `batch` sequences of `tokens` tokens in a dtype of `element_bytes`."""
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
+        """Cost for a micro-batch of `batch` sequences of `tokens` tokens in a dtype of `element_bytes`.
+
+        `device` is the kind that it runs on, `cuda` or `cpu`: what a layer keeps may depend on the kernels there.
+        """
         ...
 
 

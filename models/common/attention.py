@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, D model width, H heads, K kv heads, C channels of
 import torch
 from torch import Tensor, nn
 
-from models.common.attend import attend
+from models.common.attend import Kernel, attend, choose_kernel
 from models.common.config import TransformerConfig
 from models.common.initialise import init_linear_
 from models.common.norm import RMSNorm
@@ -50,7 +50,8 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         cos, sin = rotation(self.rope, self.head_dim, micro_batch.positions)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        mixed = attend(query, key, value, micro_batch.document_ids, self.window, self.sinks)  # [B, T, H, C]
+        documents = (micro_batch.document_ids, micro_batch.max_documents)
+        mixed = attend(query, key, value, *documents, self.window, self.sinks)  # [B, T, H, C]
         return self.output(mixed.flatten(2))
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
@@ -76,22 +77,29 @@ class Attention(nn.Module):
         pairs = batch * tokens * tokens
         return 2.0 * batch * tokens * projections + 4.0 * pairs * self.num_heads * self.head_dim
 
-    def activation_bytes(self, batch: int, tokens: int, element_bytes: int) -> int:
+    def activation_bytes(self, batch: int, tokens: int, element_bytes: int, device: str) -> int:
         """Kept besides the input: query, key, value, mixed heads; in fp32 the RoPE tables and log-sum-exp.
 
-        And the mask of packed documents, `T` elements per token, which appendix B.1 does not know.
+        And where packed documents need it a mask, `T` elements per token, which appendix B.1 does not know.
         """
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        per_token = (heads * self.head_dim + tokens) * element_bytes + 4 * (self.head_dim + self.num_heads)
+        mask = tokens if self._needs_mask(tokens, element_bytes, device) else 0
+        per_token = (heads * self.head_dim + mask) * element_bytes + 4 * (self.head_dim + self.num_heads)
         if self.query_norm is not None:  # its inputs, and a scale per head
             per_token += (self.num_heads + self.num_kv_heads) * (self.head_dim * element_bytes + 4)
         return batch * tokens * per_token
 
-    def workspace_bytes(self, batch: int, tokens: int, element_bytes: int) -> int:
+    def workspace_bytes(self, batch: int, tokens: int, element_bytes: int, device: str) -> int:
         """Either rotation in fp32 with the mask in the making, or the gradients of all heads."""
-        making_mask = batch * tokens * tokens * 3
+        masked = self._needs_mask(tokens, element_bytes, device)
+        making_mask = batch * tokens * tokens * 3 if masked else 0
         rotating = 4 * 4 * batch * tokens * self.num_heads * self.head_dim
         gradients = (
             batch * tokens * (3 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * element_bytes
         )
         return max(making_mask + rotating, gradients)
+
+    def _needs_mask(self, tokens: int, element_bytes: int, device: str) -> bool:
+        """Of a batch of packed documents, which every batch may be."""
+        dtype = torch.float32 if element_bytes == 4 else torch.bfloat16
+        return choose_kernel(device, dtype, self.head_dim, tokens, 2, self.window) is Kernel.MASK

@@ -46,7 +46,7 @@ class Embedding(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         init_embedding_(self.weight, generator)
 
-    def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
         elements = batch * tokens * self.weight.shape[1]
         # Scratch: fp32 gradients of the output and of the table, before that is added to the layer's own.
         scratch = 4 * (elements + self.weight.numel())
@@ -84,29 +84,28 @@ class Block(nn.Module):
     def _adapters(self) -> list[Adapter]:
         return [module for module in self.modules() if isinstance(module, Adapter)]
 
-    def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
         """RoundPipe appendix B: FLOPs of equation 2, kept activations of equation 1 and small fp32 tables."""
         num_tokens, width = batch * tokens, self.attention_norm.weight.numel()
         flops = self.attention.forward_flops(batch, tokens) + self.mlp.forward_flops(num_tokens)
         # Inputs of two norms and of the two sets of linear layers behind them; two fp32 scales per token.
         kept = 4 * num_tokens * width * element_bytes + 2 * 4 * num_tokens
-        kept += self.attention.activation_bytes(batch, tokens, element_bytes)
+        kept += self.attention.activation_bytes(batch, tokens, element_bytes, device)
         kept += self.mlp.activation_bytes(num_tokens, element_bytes)
         for adapter in self._adapters():
             flops += adapter.adapter_flops(num_tokens)
             kept += adapter.adapter_bytes(num_tokens, element_bytes)
-        return LayerWork(
-            flops, kept, num_tokens * width * element_bytes, self._workspace(batch, tokens, element_bytes)
-        )
+        scratch = self._workspace(batch, tokens, element_bytes, device)
+        return LayerWork(flops, kept, num_tokens * width * element_bytes, scratch)
 
-    def _workspace(self, batch: int, tokens: int, element_bytes: int) -> int:
+    def _workspace(self, batch: int, tokens: int, element_bytes: int, device: str) -> int:
         """Scratch of the hungriest part, and one weight's gradient on its way into an fp32 one.
 
         An estimate from above: with the kept activations, 1 to 1.5 times the measured peak on small models.
         """
         num_tokens, width = batch * tokens, self.attention_norm.weight.numel()
         norm_bytes = 4 * 4 * num_tokens * width  # input, gradient, normed, inner, all fp32
-        attention_bytes = self.attention.workspace_bytes(batch, tokens, element_bytes)
+        attention_bytes = self.attention.workspace_bytes(batch, tokens, element_bytes, device)
         mlp_bytes = self.mlp.workspace_bytes(num_tokens, element_bytes)
         largest = max(parameter.numel() for parameter in self.parameters())
         gradient_bytes = largest * (4 if element_bytes == 4 else 4 + element_bytes)
@@ -136,7 +135,7 @@ class Head(nn.Module):
         if not self.tied:
             init_linear_(self.weight, generator)
 
-    def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
         num_tokens, (vocab, width) = batch * tokens, self.weight.shape
         # Norm input, normed input, and the gradient that the loss keeps for it.
         kept = 3 * num_tokens * width * element_bytes + 4 * num_tokens

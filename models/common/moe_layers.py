@@ -32,8 +32,8 @@ class MoEBlock(Block):
         mixed, load = cast(MoE, self.mlp).forward_with_load(x)
         return stream + mixed, sum(loads, start=load)
 
-    def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
-        work = super().work(batch, tokens, element_bytes)
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
+        work = super().work(batch, tokens, element_bytes, device)
         load_bytes = batch * 2 * self.moe.num_experts * 4 if self.moe.balance_coefficient else 0
         return replace(work, boundary_bytes=work.boundary_bytes + load_bytes)
 

@@ -24,6 +24,17 @@ def attend_with_sinks(
     return _SinkAttention.apply(query, key, value, sinks, mask)
 
 
+def add_sinks(log_sums: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left of each output, and the log-sum-exp with the sink in it; all fp32, `scores` broadcast to them."""
+    with_sinks = torch.logaddexp(log_sums, scores)
+    return (log_sums - with_sinks).exp(), with_sinks
+
+
+def sink_gradient(moved: Tensor, log_sums: Tensor, scores: Tensor) -> Tensor:
+    """Each query's part of a sink's gradient. `moved` is its gradient times output, `log_sums` has the sink in it."""
+    return -((scores - log_sums).exp() * moved)
+
+
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -31,16 +42,16 @@ class _SinkAttention(torch.autograd.Function):
     ) -> Tensor:
         plain, plain_sums = _forward_kernel(query, key, value, mask)
         scores = sinks.float()[:, None]  # [H, 1]
-        log_sums = torch.logaddexp(plain_sums[..., : query.shape[2]], scores)  # [B, H, T] fp32
-        output = plain * (plain_sums[..., : query.shape[2]] - log_sums).exp()[..., None].to(plain.dtype)
+        share, log_sums = add_sinks(plain_sums[..., : query.shape[2]], scores)  # [B, H, T] fp32
+        output = plain * share[..., None].to(plain.dtype)
         ctx.save_for_backward(query, key, value, sinks, mask, output, log_sums)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         query, key, value, sinks, mask, output, log_sums = ctx.saved_tensors
-        shares = (sinks.float()[:, None] - log_sums).exp()  # the sink's part of each softmax, [B, H, T]
-        grad_sinks = -(shares * (grads[0].float() * output).sum(dim=-1)).sum(dim=(0, 2))
+        moved = (grads[0].float() * output).sum(dim=-1)  # [B, H, T]
+        grad_sinks = sink_gradient(moved, log_sums, sinks.float()[:, None]).sum(dim=(0, 2))
         gradients = _backward_kernel(grads[0], query, key, value, output, log_sums, mask)
         return *gradients, grad_sinks, None
 

@@ -54,3 +54,25 @@ def test_a_token_that_pads_and_also_ends_documents_is_counted_where_it_ends_one(
     """Each row: a document of two tokens, the second of them the padding's; then padding, or none."""
     assert num_tokens(row([5, 9, 9, 9], [9, -100, -100, -100], [0, 0, 1, 1]), pad_id=9) == 2
     assert num_tokens(row([4, 9, 5, 9], [9, -100, 9, -100], [0, 0, 1, 1]), pad_id=9) == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=20), min_size=1, max_size=9),
+    size=st.integers(1, 9),
+)
+def test_what_is_known_of_documents_is_a_bound_that_does_not_depend_on_the_cut(
+    lengths: list[list[int]], size: int
+) -> None:
+    tokens = max(map(sum, lengths))
+    rows = [[n for n, length in enumerate(row) for _ in range(length)] for row in lengths]
+    ids = torch.tensor([[*row, *[row[-1]] * (tokens - len(row))] for row in rows])
+    batch = MicroBatch(ids, ids, ids, ids)
+    bounds = {part.max_documents for part in cut(batch, size)}
+    most = max(map(len, lengths))
+    assert bounds == {next(bound for bound in (1, 4, 16, 64) if bound >= most)}
+
+
+def test_nothing_is_said_of_documents_that_come_in_several_pieces() -> None:
+    ids = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
+    assert [part.max_documents for part in cut(MicroBatch(ids, ids, ids, ids), 1)] == [None, None]

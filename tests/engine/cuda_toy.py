@@ -46,7 +46,9 @@ class DeviceLoop(PlainLoop):
         leaves = {name: self._leaf(parameter) for name, parameter in self._name.items()}
         total = 0.0
         for micro_batch in micro_batches:
-            hidden = self._loss(MicroBatch(*(t.to(self._device) for t in micro_batch.tensors())), leaves)
+            hidden = self._loss(
+                micro_batch.with_tensors(t.to(self._device) for t in micro_batch.tensors()), leaves
+            )
             hidden.backward(torch.full_like(hidden, 1.0 / labels))
             total += hidden.item()
         rounded = {name: leaf.grad.to(self._dtype).cpu() for name, leaf in leaves.items()}

@@ -4,6 +4,8 @@ import gc
 import threading
 import weakref
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -100,6 +102,12 @@ def test_a_micro_batch_of_a_wrong_type_is_named(engine):
     wrong = MicroBatch(first.tokens, first.labels.to(torch.int32), first.positions, first.document_ids)
     with pytest.raises(EngineUsageError, match=r"micro-batch 1: labels is torch.int32 \(3, 8\)"):
         engine.forward_backward([first, wrong])
+
+
+def test_micro_batches_that_disagree_about_their_batch_are_refused(engine):
+    first, second, *_ = BATCHES[0]
+    with pytest.raises(EngineUsageError, match=r"max_documents is a fact of the whole batch.*'1', 'None'"):
+        engine.forward_backward([replace(first, max_documents=1), second])
 
 
 def test_a_refused_call_leaves_the_engine_usable(engine):

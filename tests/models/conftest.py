@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from torchround.layer import IGNORED_LABEL, Hidden, LayeredModel, MicroBatch
+from torchround.layer import IGNORED_LABEL, Hidden, LayeredModel, MicroBatch, most_documents
 
 
 def materialise(
@@ -54,7 +54,8 @@ def micro_batch(documents: list[list[int]], vocab_size: int, seed: int = 0) -> M
             labels = torch.cat((tokens[1:], torch.tensor([IGNORED_LABEL])))
             parts.append((tokens, labels, torch.arange(length), torch.full((length,), index)))
         rows.append([torch.cat(column) for column in zip(*parts, strict=True)])
-    return MicroBatch(*(torch.stack(column) for column in zip(*rows, strict=True)))
+    columns = [torch.stack(column) for column in zip(*rows, strict=True)]
+    return MicroBatch(*columns, max_documents=most_documents(columns[3]))
 
 
 def load_hf_weights(model: LayeredModel, names: dict, theirs: nn.Module) -> None:

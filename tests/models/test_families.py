@@ -136,7 +136,7 @@ def test_matrix_products_are_counted_as_torch_counts_them(small, tools):
         counter = FlopCounterMode(display=False)
         with counter, torch.no_grad():
             hidden = layer(hidden, batch)
-        work = layer.work(2, 48, 4)
+        work = layer.work(2, 48, 4, "cpu")
         counted = counter.get_total_flops()
         if name == "block.0":
             # torch does not count its CPU attention kernel: scores and mixing, 2 FLOPs a multiply-add.
@@ -156,7 +156,7 @@ def test_activation_bytes_are_within_two_percent_of_what_is_kept(small, tools, d
     hidden = None
     for name, layer in zip(model.names[:-1], model.layers[:-1], strict=True):
         kept, output = kept_bytes(layer, hidden, batch)
-        work = layer.work(2, 96, dtype.itemsize)
+        work = layer.work(2, 96, dtype.itemsize, "cpu")
         assert work.boundary_bytes == sum(t.numel() * t.element_size() for t in as_tuple(output))
         if name == "block.0" and documents == [[96], [96]] and layer.attention.window is None:
             kept += 2 * 96 * 96 * dtype.itemsize  # the estimate allows for a mask of packed documents
@@ -196,7 +196,7 @@ def test_peak_of_a_layer_is_at_most_the_estimate_and_at_least_half_of_it(small, 
         def run(layer=layer, hidden=hidden, gradients=gradients):
             torch.autograd.backward(as_tuple(layer(hidden, batch)), gradients)
 
-        work = layer.work(4, 256, dtype.itemsize)
+        work = layer.work(4, 256, dtype.itemsize, "cpu")
         estimate, peak = work.activation_bytes + work.workspace_bytes, tools.measure_peak_bytes(run)
         assert 0.5 * estimate < peak < 1.01 * estimate, f"{name}: {peak} of {estimate}"
         hidden = output

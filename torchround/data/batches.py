@@ -1,6 +1,7 @@
 """Rows of packed tokens to the batch of a step, and that batch to its micro-batches."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -10,7 +11,7 @@ from torchdata.nodes import BaseNode
 
 from torchround.data.errors import DataError
 from torchround.data.packing import PackedSequence
-from torchround.layer import IGNORED_LABEL, MicroBatch
+from torchround.layer import IGNORED_LABEL, MicroBatch, most_documents
 from torchround.pipeline.schedule import split_evenly
 
 
@@ -61,13 +62,17 @@ def stack(rows: Sequence[PackedSequence]) -> MicroBatch:
 def cut(batch: MicroBatch, micro_batch_size: int) -> list[MicroBatch]:
     """The G sequences of `batch` as M = ceil(G / micro_batch_size) micro-batches, in order.
 
-    Where G does not divide evenly the first ones hold one sequence more (PACI appendix B). They are views.
+    Where G does not divide evenly the first ones hold one sequence more (PACI appendix B). They are views, and
+    know how many documents a sequence of the whole batch has at most.
     """
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
     sequences = batch.tokens.shape[0]
     parts = split_evenly(sequences, -(-sequences // micro_batch_size))
-    return [MicroBatch(*(tensor[part.start : part.stop] for tensor in batch.tensors())) for part in parts]
+    whole = replace(batch, max_documents=most_documents(batch.document_ids))
+    return [
+        whole.with_tensors(tensor[part.start : part.stop] for tensor in batch.tensors()) for part in parts
+    ]
 
 
 def num_tokens(batch: MicroBatch, pad_id: int) -> int:

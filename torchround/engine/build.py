@@ -70,14 +70,17 @@ def choose_devices(table: EngineTable) -> DeviceChoice:
 
 
 def model_costs(
-    model: LayeredModel, training: TrainingTable, engine: EngineTable, spec: DeviceSpec | None
+    model: LayeredModel, training: TrainingTable, engine: EngineTable, devices: DeviceChoice
 ) -> Costs:
     """Costs of the longest micro-batch, counted from shapes; measured ones replace them later."""
     dtype = DTYPES[training.dtype]
     micro_batch = -(-training.global_batch_size // _num_micro_batches(training))
     return costs_from_work(
         model.names,
-        [layer.work(micro_batch, training.seq_len, dtype.itemsize) for layer in model.layers],  # type: ignore[operator]
+        [
+            layer.work(micro_batch, training.seq_len, dtype.itemsize, devices.kind)  # type: ignore[operator]
+            for layer in model.layers
+        ],
         [
             LayerParameters(
                 sum(parameter.numel() for parameter in layer.parameters()),
@@ -85,7 +88,7 @@ def model_costs(
             )
             for layer in model.layers
         ],
-        spec or ASSUMED_DEVICE,
+        devices.spec or ASSUMED_DEVICE,
         dtype=training.dtype,
         element_bytes=dtype.itemsize,
         accumulate_bytes=DTYPES[engine.accumulate_dtype].itemsize,
@@ -103,7 +106,7 @@ def plan_run(
 
     `kept_rounds` are those that a run which goes on had before; they stand for `rounds = "auto"`.
     """
-    costs = model_costs(model, training, engine, devices.spec)
+    costs = model_costs(model, training, engine, devices)
     if engine.plan is None:
         rounds = kept_rounds if kept_rounds and engine.rounds == "auto" else engine.rounds or 1
         return make_plan(

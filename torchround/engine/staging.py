@@ -5,8 +5,9 @@ it. A boundary activation lives in a pool buffer from the stage that made it to 
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def fill(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 class Boundary:
     """Tensors between two stages, on the host: valid after `landed`, given back by the last of its readers.
 
-    `dropout_seed` goes with a micro-batch's integers.
+    `facts` go with a micro-batch's integers (`MicroBatch.facts`).
     """
 
     def __init__(
@@ -77,10 +78,10 @@ class Boundary:
         packing: Packing,
         landed: Event,
         readers: int,
-        dropout_seed: int | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.packing = packing
-        self.dropout_seed = dropout_seed
+        self.facts = facts or {}
         self.landed = landed
         self.memory = buffer.memory
         self._buffer = buffer

@@ -36,7 +36,7 @@ class Traffic:
                 self._outgrown.append(entry)
             entry = RingEntry(self._device.allocate(boundary.memory.numel()))
         entry.released = self._stage_end
-        micro_batch = MicroBatch(*self._upload(boundary, entry), dropout_seed=boundary.dropout_seed)
+        micro_batch = MicroBatch(*self._upload(boundary, entry), **boundary.facts)
         self._integers[position] = (boundary, entry, micro_batch)
         return micro_batch, entry
 

@@ -32,12 +32,14 @@ class DryRunError(ValueError):
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices to plan for. `spec` is None where the card is not known; limits in bytes, None for no limit."""
+    """Devices to plan for, of `kind` `cuda` or `cpu`. `spec` is None where the card is not known; limits in bytes,
+    None for no limit."""
 
     num_devices: int
     spec: DeviceSpec | None
     device_bytes: int | None
     host_bytes: int | None
+    kind: str = "cuda"
 
 
 def run_question(
@@ -55,7 +57,7 @@ def run_question(
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
         return costs_from_work(
             model.names,
-            [layer.work(sequences, tokens, element_bytes) for layer in model.layers],  # type: ignore[operator]
+            [layer.work(sequences, tokens, element_bytes, hardware.kind) for layer in model.layers],  # type: ignore[operator]
             layers,
             hardware.spec or ASSUMED_DEVICE,
             dtype=training.dtype,

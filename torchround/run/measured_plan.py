@@ -30,7 +30,7 @@ class PlanByMeasuring:
     ) -> None:
         self._config = config
         self._devices = devices
-        self._costs = model_costs(model, config.training, config.engine, devices.spec)
+        self._costs = model_costs(model, config.training, config.engine, devices)
         self._measured: list[StepResult] = []
         self.settled = counted
         self.until = first_step
