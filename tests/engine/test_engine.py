@@ -3,7 +3,6 @@
 import gc
 import threading
 import weakref
-
 from dataclasses import replace
 
 import pytest
