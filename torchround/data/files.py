@@ -89,8 +89,9 @@ def line_starts(path: Path) -> Ids:
     for block in _blocks(path):
         starts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (offset + 1))
         offset += len(block)
-    joined = np.concatenate(starts)
-    return joined[joined < offset]
+    if len(starts[-1]) and starts[-1][-1] == offset:
+        starts[-1] = starts[-1][:-1]
+    return np.concatenate(starts)
 
 
 def read_line(path: Path | str, start_byte: int) -> bytes:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from torchround.config import SourceTable
-from torchround.data.documents import Content, Document, Ids, Place
+from torchround.data.documents import Content, Document, Place
 from torchround.data.errors import DataError
 from torchround.data.files import (
     PIECE_SIZE,
@@ -108,7 +109,7 @@ class FileIndex:
         ]
         counts = [1 if starts is None else len(starts) for starts in self._line_starts]
         self._ends = np.array(list(accumulate(counts)), dtype=np.int64)
-        self._shuffled: tuple[str, Ids] = "", np.empty(0, dtype=np.int64)
+        self._shuffled: tuple[str, npt.NDArray[np.integer]] = "", np.empty(0, dtype=np.int64)
 
     def first_place(self) -> Place:
         """Document 0."""
@@ -238,8 +239,8 @@ def size_of(record: object) -> int:
     return 8
 
 
-def shuffled(count: int, key: str) -> Ids:
-    """`range(count)` in an order fixed by `key`, the same with any version of any library.
+def shuffled(count: int, key: str) -> npt.NDArray[np.integer]:
+    """`range(count)` in an order fixed by `key`, the same with any version of any library; 4 bytes a number.
 
     The numbers are sorted by a hash of them (SplitMix64, Steele et al. 2014, which has no collisions).
     """
@@ -252,4 +253,4 @@ def shuffled(count: int, key: str) -> Ids:
     mixed ^= mixed >> np.uint64(27)
     mixed *= np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
-    return np.argsort(mixed, kind="stable")
+    return np.argsort(mixed, kind="stable").astype(np.uint32 if count < 2**32 else np.int64)
