@@ -85,6 +85,23 @@ def test_a_second_signal_stops_at_once(small_runs: SmallRuns) -> None:
     assert errors == "SIGINT: finishing the step and saving; once more stops at once\n"
 
 
+def test_torchrun_restarts_a_worker_that_was_killed_and_the_run_equals_an_uninterrupted_one(
+    small_runs: SmallRuns,
+) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=2", "--monitor-interval=0.1")
+    often = ["--training.steps=40", "--checkpoint.interval_steps=1", "--lr_schedule.decay=none"]
+    process = small_runs.start("run", *often, launcher=launcher)
+    wait_until(has_logged(small_runs, "run", 2), process)
+    [worker] = psutil.Process(process.pid).children()
+    worker.kill()
+    printed, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert printed.count("going on after step") == 1 and printed.count("the run is complete") == 1
+    assert [line["step"] for line in small_runs.steps("run")] == list(range(1, 41))
+    assert small_runs("whole", *DEBUG, *often) == 0
+    small_runs.assert_same("run", "whole", step=40)
+
+
 def test_torchrun_hands_a_signal_on_and_wandb_is_rejoined_afterwards(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +111,7 @@ def test_torchrun_hands_a_signal_on_and_wandb_is_rejoined_afterwards(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launcher = ("-m", "torch.distributed.run", f"--master-port={port}")
+    launcher = ("-m", "torch.distributed.run", f"--master-port={port}", "--max-restarts=2")
     process = small_runs.start("run", *ENDLESS, "--metrics.wandb=offline", launcher=launcher)
     wait_until(has_logged(small_runs, "run", 2), process)
     process.send_signal(signal.SIGTERM)
@@ -103,6 +120,7 @@ def test_torchrun_hands_a_signal_on_and_wandb_is_rejoined_afterwards(
     assert list(small_runs.losses("run")) == list(range(1, saved + 1))
     assert "SIGTERM: finishing the step and saving" in errors and "reporting to wandb failed" not in errors
     assert "run the same command to go on" in printed.splitlines()[-1]
+    assert process.returncode == 1 and "going on after step" not in printed  # stopped, not restarted
 
     one_more = [*ENDLESS, f"--training.steps={saved + 1}"]
     process = small_runs.start("run", *one_more, "--metrics.wandb=offline")

@@ -24,6 +24,7 @@ from tests.small_run import (
 from torchround.config import load_config
 from torchround.layer import LayeredModel
 from torchround.pipeline.plan import Plan
+from torchround.run.signals import STOP_SIGNALS
 
 __all__ = ["small_runs"]
 
@@ -152,10 +153,36 @@ def test_control_c_before_the_first_step_is_no_traceback(
 def test_signals_mean_again_what_they_meant_before(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     before_step(monkeypatch, 2, interrupt)
     assert small_runs("run") == 128 + signal.SIGTERM
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_each_stop_signal_saves_after_the_step_and_has_an_exit_code_of_its_own(
+    small_runs: SmallRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    before_step(monkeypatch, 2, partial(interrupt, number))
+    assert small_runs("run") == 128 + number
+    assert small_runs.saved("run") == [2]
+    assert capfd.readouterr().err.startswith(f"{number.name}: finishing the step and saving")
+
+
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a job that a shell started in the background (SIGINT), or with nohup (SIGHUP)."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        before_step(monkeypatch, 2, partial(interrupt, signal.SIGINT))
+        assert small_runs("run") == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(small_runs.steps("run")) == STEPS
 
 
 # Data.
