@@ -4,6 +4,7 @@ import logging
 import mmap
 import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,18 @@ def test_keep_latest_k_keeps_the_newest(tmp_path: Path, keep: int, left: list[in
     checkpointer = Checkpointer(tmp_path, keep_latest_k=keep)
     for step in (1, 2, 3, 4):
         checkpointer.save(step, random_state(step), STATE)
+    assert names_in(tmp_path) == {f"step-{step}" for step in left}
+
+
+@pytest.mark.parametrize(
+    ("latest", "every", "left"), [(1, 3, [3, 6, 8]), (2, 4, [4, 7, 8]), (0, 3, range(1, 9)), (1, 100, [8])]
+)
+def test_every_nth_step_is_kept_besides_the_newest(
+    tmp_path: Path, latest: int, every: int, left: Iterable[int]
+) -> None:
+    checkpointer = Checkpointer(tmp_path, keep_latest_k=latest, keep_every_n_steps=every)
+    for step in range(1, 9):
+        checkpointer.save(step, {"w": torch.zeros(1)}, {})
     assert names_in(tmp_path) == {f"step-{step}" for step in left}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 import zlib
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +20,7 @@ from torchround.checkpoint import (
     Checkpointer,
     CheckpointError,
     DamagedCheckpointError,
+    ForeignCheckpointError,
     load_checkpoint,
     verify_checkpoint,
 )
@@ -51,16 +54,25 @@ def flip_last_byte(path: Path) -> None:
 def forge_manifest(folder: Path, change: Callable[[dict], None]) -> None:
     """Alter the manifest and make it consistent again, as someone who knows the format would."""
     content = json.loads((folder / "manifest.json").read_text())
-    del content["crc32"]
+    del content["xxh3_128"]
     change(content)
-    content["crc32"] = zlib.crc32(json.dumps(content).encode())
+    content["xxh3_128"] = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
     (folder / "manifest.json").write_text(json.dumps(content, indent=1))
 
 
 def forge_tensors(folder: Path, content: bytes) -> None:
     (folder / TENSORS).write_bytes(content)
-    record = {"size_bytes": len(content), "crc32": zlib.crc32(content)}
+    record = {"size_bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
     forge_manifest(folder, lambda manifest: manifest["files"].update({TENSORS: record}))
+
+
+def replace_by_link(path: Path) -> None:
+    path.symlink_to(path.rename(path.parent.parent / "elsewhere"))
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 def header(entries: object, data_bytes: int = 0) -> bytes:
@@ -89,7 +101,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "manifest a list": (
         lambda path: (path / "manifest.json").write_text("[1]"),
-        "format \\[1\\] is not the format 1",
+        "manifest.json is not a JSON object",
     ),
     "manifest nested": (
         lambda path: (path / "manifest.json").write_text("[" * 10**5),
@@ -97,9 +109,43 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "state altered": (lambda path: flip_last_byte(path / "state.json"), "state.json has checksum"),
     "tensor altered": (lambda path: flip_last_byte(path / TENSORS), f"{TENSORS} has checksum"),
-    "newer format": (
-        lambda path: forge_manifest(path, lambda manifest: manifest.update(format=2)),
-        "format 2 is not the format 1",
+    "unknown format": (
+        lambda path: forge_manifest(path, lambda manifest: manifest.update(format=0)),
+        "manifest.json was altered",
+    ),
+    "newer format, not whole": (
+        lambda path: (path / "manifest.json").write_text(
+            (path / "manifest.json").read_text().replace('"format": 2', '"format": 3')
+        ),
+        "manifest.json was altered",
+    ),
+    "a link in place of a file": (
+        lambda path: replace_by_link(path / TENSORS),
+        f"{TENSORS} is not an ordinary",
+    ),
+    "a manifest that is a link": (
+        lambda path: replace_by_link(path / "manifest.json"),
+        "manifest.json cannot be read",
+    ),
+    "a pipe in place of a file": (
+        lambda path: replace_by_pipe(path / "state.json"),
+        "state.json is not an ordinary",
+    ),
+    "a manifest that is a pipe": (
+        lambda path: replace_by_pipe(path / "manifest.json"),
+        "manifest.json cannot be read: not an ordinary",
+    ),
+    "a huge manifest": (
+        lambda path: os.truncate(path / "manifest.json", 2**40),
+        "more than the 16777216 that it may",
+    ),
+    "negative size": (
+        lambda path: forge_manifest(path, lambda m: m["files"][TENSORS].update(size_bytes=-1)),
+        "manifest.json was altered",
+    ),
+    "size that is no number": (
+        lambda path: forge_manifest(path, lambda m: m["files"][TENSORS].update(size_bytes=1e9)),
+        "manifest.json was altered",
     ),
     "another step": (
         lambda path: forge_manifest(path, lambda manifest: manifest.update(step=9)),
@@ -107,7 +153,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a path out of the folder": (
         lambda path: forge_manifest(
-            path, lambda m: m["files"].update({"../x": {"size_bytes": 0, "crc32": 0}})
+            path, lambda m: m["files"].update({"../x": {"size_bytes": 0, "xxh3_128": ""}})
         ),
         "strange file '../x'",
     ),
@@ -138,9 +184,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: forge_tensors(path, one_tensor([2**62, 2**62], [0, 8])),
         "w is at \\[0, 8\\]",
     ),
-    "another model": (
-        lambda path: forge_tensors(path, one_tensor([2], [0, 8])),
-        "3 tensors are not this model's",
+    "sizes below zero": (
+        lambda path: forge_tensors(path, one_tensor([-1, -2], [0, 8])),
+        f"header of {TENSORS} is damaged",
     ),
 }
 
@@ -172,6 +218,69 @@ def test_all_but_altered_tensor_bytes_is_found_before_a_tensor_is_touched(tmp_pa
     assert all(torch.equal(target[name], tensor) for name, tensor in state_of(7).items())
 
 
+FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "of a newer version": (
+        lambda path: forge_manifest(path, lambda manifest: manifest.update(format=3, ranks=[1])),
+        "it has format 3, and this version reads up to format 2",
+    ),
+    "of another model": (
+        lambda path: forge_tensors(path, one_tensor([2], [0, 8])),
+        "3 tensors are not this model's: weights/block.0.w is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_whole_checkpoint_that_is_not_ours_is_refused_and_not_passed_over(
+    tmp_path: Path, kind: str
+) -> None:
+    change, words = FOREIGN[kind]
+    checkpointer = two_checkpoints(tmp_path)
+    change(tmp_path / "step-2")
+    target = state_of(7)
+    with pytest.raises(ForeignCheckpointError, match=f"{tmp_path}/step-2: {words}"):
+        checkpointer.load_latest(target)
+    assert all(torch.equal(target[name], tensor) for name, tensor in state_of(7).items())
+    assert checkpointer.latest_step() == 2  # it counts, so nothing older is taken for the newest
+
+
+def in_format_1(path: Path) -> None:
+    """Turn a checkpoint into one as earlier versions wrote them: CRC-32 in the place of XXH3."""
+    content = json.loads((path / "manifest.json").read_text())
+    files = {
+        name: {"size_bytes": record["size_bytes"], "crc32": zlib.crc32((path / name).read_bytes())}
+        for name, record in content["files"].items()
+    }
+    old = {"format": 1, "step": content["step"], "files": files}
+    old["crc32"] = zlib.crc32(json.dumps(old).encode())
+    (path / "manifest.json").write_text(json.dumps(old, indent=1))
+
+
+def test_a_checkpoint_with_the_checksums_of_earlier_versions_is_read_and_checked(tmp_path: Path) -> None:
+    checkpointer = two_checkpoints(tmp_path)
+    in_format_1(tmp_path / "step-2")
+    target = state_of(0)
+    loaded = checkpointer.load_latest(target)
+    assert loaded is not None and loaded.step == 2 and loaded.state == {"step": 2}
+    assert all(torch.equal(target[name], tensor) for name, tensor in state_of(2).items())
+    flip_last_byte(tmp_path / "step-2" / TENSORS)
+    with pytest.raises(DamagedCheckpointError, match=f"{TENSORS} has checksum"):
+        verify_checkpoint(tmp_path / "step-2")
+
+
+def test_what_is_optional_may_be_missing_on_either_side_and_all_of_the_rest_is_filled(tmp_path: Path) -> None:
+    old = {"master/w": torch.full((5,), 3.0).bfloat16(), **state_of(4), "master/v": torch.ones(3)}
+    path = Checkpointer(tmp_path).save(4, old, {})
+    target = {**state_of(0), "other/w": torch.full((2,), 9.0)}
+    loaded = load_checkpoint(path, target, lambda name: name.startswith(("master/", "other/")))
+    assert loaded.filled == state_of(0).keys()
+    assert all(torch.equal(target[name], tensor) for name, tensor in state_of(4).items())
+    assert target["other/w"].eq(9.0).all()
+    flip_last_byte(path / TENSORS)  # a byte of a tensor that is not read into anything
+    with pytest.raises(DamagedCheckpointError, match=f"{TENSORS} has checksum"):
+        load_checkpoint(path, target, lambda name: name.startswith(("master/", "other/")))
+
+
 def test_when_none_can_be_used_the_error_names_all(tmp_path: Path) -> None:
     checkpointer = two_checkpoints(tmp_path)
     (tmp_path / "step-1" / "state.json").unlink()
@@ -199,10 +308,11 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
 def test_another_models_checkpoint_is_refused_with_the_tensors_that_differ(
     tmp_path: Path, change: dict[str, Tensor | None], words: str
 ) -> None:
-    path = Checkpointer(tmp_path).save(1, state_of(1), {})
+    path = Checkpointer(tmp_path).save(1, state_of(1), {"step": 1})
     target = {name: tensor for name, tensor in {**state_of(0), **change}.items() if tensor is not None}
-    with pytest.raises(DamagedCheckpointError, match=words):
+    with pytest.raises(ForeignCheckpointError, match=words) as error:
         load_checkpoint(path, target)
+    assert error.value.state == {"step": 1}
     assert all(not tensor.any() for name, tensor in target.items() if name != "exp_avg/block.0.w")
 
 
@@ -224,7 +334,7 @@ def test_any_altered_bit_and_any_cut_is_detected_and_the_file_named(
     altered = bytes([content[position] ^ (1 << bit)])
     path.write_bytes(content[:position] + (b"" if cut else altered + content[position + 1 :]))
     try:
-        with pytest.raises(DamagedCheckpointError, match=f"{path.name}|format .* is not the format 1"):
+        with pytest.raises(DamagedCheckpointError, match=path.name):
             load_checkpoint(whole_checkpoint, state_of(0))
         with pytest.raises(DamagedCheckpointError):
             verify_checkpoint(whole_checkpoint)

@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from torchround.checkpoint.checksum import Xxh3
 from torchround.checkpoint.tensor_file import (
     DTYPE_NAMES,
     plan_files,
@@ -16,6 +17,7 @@ from torchround.checkpoint.tensor_file import (
     read_tensor_file,
     write_tensor_file,
 )
+from torchround.checkpoint.watch import Alone
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +33,7 @@ def one_of_each_dtype() -> dict[str, torch.Tensor]:
 def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
     tensors = one_of_each_dtype()
     (file,) = plan_files(tensors)
-    write_tensor_file(tmp_path / file.name, file)
+    write_tensor_file(tmp_path / file.name, file, Alone())
     theirs = safetensors.torch.load_file(tmp_path / file.name)
     assert theirs.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -45,7 +47,7 @@ def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     assert read_header(tmp_path / "theirs") == layout
-    read_tensor_file(tmp_path / "theirs", target)
+    read_tensor_file(tmp_path / "theirs", target, Xxh3())
     assert all(torch.equal(target[name].float(), tensor.float()) for name, tensor in tensors.items())
 
 
@@ -59,10 +61,10 @@ def test_tensors_are_spread_over_files_in_order() -> None:
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
     (file,) = plan_files({"w": torch.zeros(100)})
-    write_tensor_file(tmp_path / "file", file)
+    write_tensor_file(tmp_path / "file", file, Alone())
     os.truncate(tmp_path / "file", file.size_bytes - 3)
     with pytest.raises(ValueError, match="ends 3 bytes before"):
-        read_tensor_file(tmp_path / "file", {"w": torch.zeros(100)})
+        read_tensor_file(tmp_path / "file", {"w": torch.zeros(100)}, Xxh3())
 
 
 def test_saving_and_loading_take_no_second_copy_of_the_state(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Checkpoints: written straight from the training state and read back into it, never half there."""
 
 from torchround.checkpoint.checkpointer import Checkpointer, Loaded, load_checkpoint, verify_checkpoint
-from torchround.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from torchround.checkpoint.errors import CheckpointError, DamagedCheckpointError, ForeignCheckpointError
 
 __all__ = [
     "CheckpointError",
     "Checkpointer",
     "DamagedCheckpointError",
+    "ForeignCheckpointError",
     "Loaded",
     "load_checkpoint",
     "verify_checkpoint",

@@ -13,78 +13,109 @@ moment leaves complete checkpoints and leftovers, which the next save removes. N
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from torchround.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from torchround.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    ForeignCheckpointError,
+)
 from torchround.checkpoint.folder import check_contents, check_structure, read_into, write_folder
-from torchround.checkpoint.manifest import Manifest, encode_state, read_manifest, read_state
+from torchround.checkpoint.manifest import Manifest, encode_state, read_manifest
 from torchround.checkpoint.sync import make_folder, sync_folder
 from torchround.checkpoint.tensor_file import plan_files
+from torchround.checkpoint.watch import Alone, SaveWatch
 
 logger = logging.getLogger(__name__)
 
 _FOLDER_NAME = re.compile(r"step-(0|[1-9]\d*)(\.tmp|\.trash|\.replaced)?")
 
 
+def _none_is_optional(name: str) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Loaded:
-    """What a load found besides the tensors: the step, and the state as it was given to `save`."""
+    """What a load found besides the tensors: the step, and the state as it was given to `save`.
+
+    `filled` are the names of the tensors that it holds; optional ones may not be among them.
+    """
 
     step: int
     state: dict[str, Any]
     path: Path
+    filled: frozenset[str]
 
 
 class Checkpointer:
-    """Saves to and loads from `folder`, keeping the newest `keep_latest_k` complete checkpoints (0: all)."""
+    """Saves to and loads from `folder`, keeping the newest `keep_latest_k` complete checkpoints (0: all).
 
-    def __init__(self, folder: Path | str, keep_latest_k: int = 0) -> None:
-        if keep_latest_k < 0:
-            raise ValueError(f"keep_latest_k is at least 0, got {keep_latest_k}")
+    Those whose step `keep_every_n_steps` divides are kept besides (0: none).
+    """
+
+    def __init__(self, folder: Path | str, keep_latest_k: int = 0, keep_every_n_steps: int = 0) -> None:
+        if keep_latest_k < 0 or keep_every_n_steps < 0:
+            raise ValueError(
+                f"keep_latest_k and keep_every_n_steps are at least 0, got {keep_latest_k} and {keep_every_n_steps}"
+            )
         self.folder = Path(folder)
         self.keep_latest_k = keep_latest_k
+        self.keep_every_n_steps = keep_every_n_steps
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        watch: SaveWatch | None = None,
+    ) -> Path:
         """Write `tensors` and the JSON-able `state` as `step-N`, then delete the ones too many.
 
         Tensors are contiguous CPU tensors of any dtype; their bytes go from where they are to the file, so
-        nothing may write to them until this returns. Raises `ValueError` before anything is written if a
-        tensor or the state cannot be stored, `CheckpointError` if the disk fails; the checkpoints that were
-        there are then still there.
+        nothing may write to one before `watch` is told that it was read. Raises `ValueError` before anything is
+        written if a tensor or the state cannot be stored, `CheckpointError` if the disk fails; the checkpoints that
+        were there are then still there. What `watch` raises leaves the unfinished folder to the next save.
         """
+        watch = watch or Alone()
         files = plan_files(tensors)
         state_json = encode_state(state)
         try:
             make_folder(self.folder)
             self._clear_leftovers()
             self._require_space(sum(file.size_bytes for file in files) + len(state_json))
-            path = self._publish(step, write_folder(self._named(step, ".tmp"), step, files, state_json))
+            written = write_folder(self._named(step, ".tmp"), step, files, state_json, watch)
+            watch.before_publishing()
+            path = self._publish(step, written)
         except OSError as error:
             shutil.rmtree(self._named(step, ".tmp"), ignore_errors=True)
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}; "
                 "earlier checkpoints are untouched"
             ) from error
-        self._prune(newest=step)
+        self.delete(self.superfluous(newest=step))
         return path
 
-    def load_latest(self, tensors: Mapping[str, Tensor]) -> Loaded | None:
+    def load_latest(
+        self, tensors: Mapping[str, Tensor], optional: Callable[[str], bool] = _none_is_optional
+    ) -> Loaded | None:
         """Fill `tensors` in place from the newest checkpoint that can be used; `None` if there is none.
 
-        A damaged one is named in a warning and the one before it is tried, which overwrites every tensor.
-        Raises `CheckpointError` if there are checkpoints and none can be used; the tensors may then hold
-        parts of several and must not be trained on.
+        Tensors of a name that is `optional` may be missing in the checkpoint, or be left out of it. A damaged
+        checkpoint is named in a warning and the one before it is tried, which overwrites every tensor. Raises
+        `ForeignCheckpointError` where the newest whole one is of another model or a newer version, and
+        `CheckpointError` if there are checkpoints and none can be used; the tensors may then hold parts of several
+        and must not be trained on.
         """
         failures: list[str] = []
-        for step, path in sorted(self._folders().items(), reverse=True):
+        for step, path in reversed(self.checkpoints().items()):
             try:
-                return _load(path, read_manifest(path, step), tensors)
+                return _load(path, read_manifest(path, step), tensors, optional)
             except DamagedCheckpointError as error:
                 failures.append(str(error))
                 logger.warning("%s; trying the checkpoint before step %d", error, step)
@@ -93,49 +124,45 @@ class Checkpointer:
             raise CheckpointError(f"none of the checkpoints in {self.folder} can be used:{listed}")
         return None
 
-    def newest_state(self) -> dict[str, Any] | None:
-        """The state that was saved last and can be read; its tensors are not looked at."""
-        for step, path in sorted(self._folders().items(), reverse=True):
-            with suppress(DamagedCheckpointError):
-                return read_state(path, read_manifest(path, step))
-        return None
-
     def latest_step(self) -> int | None:
         """The newest complete checkpoint's step."""
         return max(self.complete_steps(), default=None)
 
     def complete_steps(self) -> list[int]:
         """Steps of the checkpoints whose files are all there at full size, rising. Contents are not read."""
-        return sorted(step for step, path in self._folders().items() if _is_complete(path, step))
+        return [step for step, path in self.checkpoints().items() if _is_complete(path, step)]
 
-    def _publish(self, step: int, written: Path) -> Path:
-        path = self._named(step)
-        replaced = self._named(step, ".replaced")
-        if path.exists():
-            path.rename(replaced)
-        written.rename(path)
-        sync_folder(self.folder)
-        if replaced.exists():
-            self._delete([replaced])
-        return path
+    def superfluous(self, newest: int | None = None) -> list[Path]:
+        """What is older than the k-th newest complete checkpoint and not kept for its step.
 
-    def _prune(self, newest: int) -> None:
-        """Delete all that is older than the k-th newest complete checkpoint, never the one just saved."""
+        `newest` counts as the newest whatever others there are, and is never among them.
+        """
         if self.keep_latest_k == 0:
-            return
-        complete = [step for step in self.complete_steps() if step != newest]
-        kept = [newest, *reversed(complete)][: self.keep_latest_k]
-        self._delete(path for step, path in self._folders().items() if step < min(kept))
+            return []
+        complete = self.complete_steps()
+        latest = sorted({*complete} - {newest}, reverse=True)
+        if newest is not None:
+            latest.insert(0, newest)
+        oldest = min(latest[: self.keep_latest_k], default=0)
+        kept = {step for step in complete if self.keep_every_n_steps and step % self.keep_every_n_steps == 0}
+        return [path for step, path in self.checkpoints().items() if step < oldest and step not in kept]
 
-    def _clear_leftovers(self) -> None:
-        """Remove what a killed save or deletion left; put a checkpoint back whose replacement never came."""
-        for entry, step, suffix in self._entries():
-            if suffix == ".replaced" and not self._named(step).exists():
-                entry.rename(self._named(step))
-            elif suffix:
-                self._delete([entry])
+    def leftovers(self) -> list[Path]:
+        """What killed saves and deletions left, all of it to be deleted."""
+        return [
+            path for path, step, suffix in self._entries() if suffix and not self._stands_for(step, suffix)
+        ]
 
-    def _delete(self, paths: Iterable[Path]) -> None:
+    def checkpoints(self) -> dict[int, Path]:
+        """Step -> folder of everything that is listed as a checkpoint, complete or damaged; steps rising."""
+        found = {
+            step: path
+            for path, step, suffix in self._entries()
+            if suffix is None or self._stands_for(step, suffix)
+        }
+        return dict(sorted(found.items()))
+
+    def delete(self, paths: Iterable[Path]) -> None:
         """A folder that cannot be deleted costs space, not the run: it is left with a warning."""
         for path in list(paths):
             try:
@@ -147,19 +174,33 @@ class Checkpointer:
                     "could not delete the old checkpoint %s: %s; it goes on using space", path, error
                 )
 
+    def _publish(self, step: int, written: Path) -> Path:
+        path = self._named(step)
+        replaced = self._named(step, ".replaced")
+        if path.exists():
+            path.rename(replaced)
+        written.rename(path)
+        sync_folder(self.folder)
+        if replaced.exists():
+            self.delete([replaced])
+        return path
+
+    def _clear_leftovers(self) -> None:
+        """Remove what a killed save or deletion left; put a checkpoint back whose replacement never came."""
+        for entry, step, suffix in self._entries():
+            if self._stands_for(step, suffix):
+                entry.rename(self._named(step))
+        self.delete(self.leftovers())
+
     def _require_space(self, size_bytes: int) -> None:
         free_bytes = shutil.disk_usage(self.folder).free
         if size_bytes > free_bytes:
             needed, free = size_bytes / 2**30, free_bytes / 2**30
             raise OSError(f"it needs {needed:.2f} GiB and {free:.2f} GiB are free")
 
-    def _folders(self) -> dict[int, Path]:
-        """Step -> folder of everything listed as a checkpoint, complete or damaged."""
-        found: dict[int, Path] = {}
-        for path, step, suffix in self._entries():
-            if suffix is None or (suffix == ".replaced" and not self._named(step).exists()):
-                found[step] = path
-        return found
+    def _stands_for(self, step: int, suffix: str | None) -> bool:
+        """Whether a folder of this suffix is all that is left of step `step`."""
+        return suffix == ".replaced" and not self._named(step).exists()
 
     def _entries(self) -> list[tuple[Path, int, str | None]]:
         """(path, step, suffix) of the folders in `folder` that are ours; others are left alone."""
@@ -176,32 +217,38 @@ class Checkpointer:
         return self.folder / f"step-{step}{suffix}"
 
 
-def load_checkpoint(path: Path | str, tensors: Mapping[str, Tensor]) -> Loaded:
-    """Fill `tensors` in place from the one checkpoint at `path`, or raise `DamagedCheckpointError`.
+def load_checkpoint(
+    path: Path | str, tensors: Mapping[str, Tensor], optional: Callable[[str], bool] = _none_is_optional
+) -> Loaded:
+    """Fill `tensors` in place from the one checkpoint at `path`, but for `optional` ones that it does not hold.
 
     Everything but the tensors' bytes is checked before the first one is written: files, sizes, state, and the
     name, dtype and shape of every tensor. The bytes are checked as they are read, so that they are read once:
-    after an error about a checksum, and only then, `tensors` are partly overwritten.
+    after an error about a checksum, and only then, `tensors` are partly overwritten. Raises
+    `DamagedCheckpointError` or `ForeignCheckpointError`.
     """
     path = Path(path)
-    return _load(path, read_manifest(path), tensors)
+    return _load(path, read_manifest(path), tensors, optional)
 
 
-def verify_checkpoint(path: Path | str) -> int:
+def verify_checkpoint(path: Path | str, advance: Callable[[int], object] = lambda nbytes: None) -> int:
     """Check every byte of the checkpoint at `path` against its checksums. Returns its step.
 
-    Raises `DamagedCheckpointError`. Reads the whole folder once and needs no model and no memory for one.
+    Raises `DamagedCheckpointError` or `ForeignCheckpointError`. Reads the whole folder once and needs no model and no
+    memory for one; `advance` is told how many bytes were read, piece by piece.
     """
     path = Path(path)
     manifest = read_manifest(path)
-    check_contents(path, manifest)
+    check_contents(path, manifest, advance)
     return manifest.step
 
 
-def _load(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Loaded:
-    state = check_structure(path, manifest, tensors)
+def _load(
+    path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], optional: Callable[[str], bool]
+) -> Loaded:
+    state, stored = check_structure(path, manifest, tensors, optional)
     read_into(path, manifest, tensors)
-    return Loaded(manifest.step, state, path)
+    return Loaded(manifest.step, state, path, frozenset(stored))
 
 
 def _is_complete(path: Path, step: int) -> bool:
@@ -209,4 +256,6 @@ def _is_complete(path: Path, step: int) -> bool:
         read_manifest(path, step)
     except DamagedCheckpointError:
         return False
+    except ForeignCheckpointError:
+        return True  # whole, as far as this version can tell
     return True

@@ -1,6 +1,8 @@
 """What can go wrong with a checkpoint, with its path in the message."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 class CheckpointError(Exception):
@@ -8,7 +10,20 @@ class CheckpointError(Exception):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The checkpoint in `folder` cannot be used: something is missing, altered or of another model."""
+    """The checkpoint in `folder` cannot be used: something is missing or altered. An older one may do."""
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(f"checkpoint {folder}: {reason}")
+
+
+class ForeignCheckpointError(CheckpointError):
+    """The checkpoint in `folder` is whole, and of another model or written by a newer version of this program.
+
+    `state` is what was saved with it, empty where that cannot be read. Going on from an older one instead would
+    lose work without a word, so nobody does.
+    """
+
+    def __init__(self, folder: Path, reason: str, state: Mapping[str, Any] | None = None) -> None:
+        super().__init__(f"checkpoint {folder}: {reason}")
+        self.folder = folder
+        self.state = dict(state or {})

@@ -5,52 +5,57 @@ step-N/state.json                     all that is not a tensor
 step-N/manifest.json                  sizes and checksums of the files above
 """
 
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchround.checkpoint.errors import DamagedCheckpointError
+from torchround.checkpoint.checksum import Xxh3, checksum_of
+from torchround.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
 from torchround.checkpoint.manifest import (
     MANIFEST_FILE,
     STATE_FILE,
     FileRecord,
     Manifest,
-    check_crc,
+    check_file,
     read_state,
 )
 from torchround.checkpoint.sync import sync_folder, write_synced
 from torchround.checkpoint.tensor_file import (
     TensorFile,
-    crc_of_file,
+    checksum_file,
     read_header,
     read_tensor_file,
     write_tensor_file,
 )
+from torchround.checkpoint.watch import SaveWatch
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-def write_folder(path: Path, step: int, files: list[TensorFile], state_json: bytes) -> Path:
+def write_folder(path: Path, step: int, files: list[TensorFile], state_json: bytes, watch: SaveWatch) -> Path:
     """Create the folder `path` with everything in it on the disk. After an `OSError` a part may be there."""
     path.mkdir()
     records = {}
     for file in files:
-        records[file.name] = FileRecord(file.size_bytes, write_tensor_file(path / file.name, file))
+        records[file.name] = FileRecord(file.size_bytes, write_tensor_file(path / file.name, file, watch))
     write_synced(path / STATE_FILE, state_json)
-    records[STATE_FILE] = FileRecord(len(state_json), zlib.crc32(state_json))
+    records[STATE_FILE] = FileRecord(len(state_json), checksum_of(Xxh3, state_json))
     write_synced(path / MANIFEST_FILE, Manifest(step, records).encode())
     sync_folder(path)
     return path
 
 
-def check_structure(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Check state and headers, and that the folder holds exactly `tensors`. Returns the state.
+def check_structure(
+    path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], optional: Callable[[str], bool]
+) -> tuple[dict[str, Any], set[str]]:
+    """Check state and headers, and that the folder holds `tensors` and nothing else; `optional` ones may be missing
+    on either side. Returns the state and the names that are stored.
 
-    Raises `DamagedCheckpointError` with the tensors that are missing, too many, or of another dtype or shape.
+    Raises `DamagedCheckpointError`, and `ForeignCheckpointError` with the tensors that are missing, too many, or of
+    another dtype or shape where every byte is as it was written.
     """
     state = read_state(path, manifest)
     stored: Layout = {}
@@ -63,44 +68,48 @@ def check_structure(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor
             raise DamagedCheckpointError(path, f"{repeated} is in {name} and in a file before it")
         stored.update(header)
     wanted: Layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    differences = _differences(stored, wanted)
+    differences = _differences(stored, wanted, optional)
     if differences:
         check_contents(path, manifest)  # an altered byte of a header is not another model
         shown = "; ".join(differences[:5]) + ("; .." if len(differences) > 5 else "")
-        raise DamagedCheckpointError(path, f"{len(differences)} tensors are not this model's: {shown}")
-    return state
+        raise ForeignCheckpointError(path, f"{len(differences)} tensors are not this model's: {shown}", state)
+    return state, stored.keys() & tensors.keys()
 
 
-def check_contents(path: Path, manifest: Manifest) -> None:
+def check_contents(
+    path: Path, manifest: Manifest, advance: Callable[[int], object] = lambda nbytes: None
+) -> None:
     """Compare every file's checksum, reading the files and nothing into tensors."""
     for name in manifest.files:
+        checksum = manifest.checksum_kind()
         try:
-            crc32 = crc_of_file(path / name)
+            checksum_file(path / name, checksum, advance)
         except OSError as error:
             raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from error
-        check_crc(path, name, manifest, crc32)
+        check_file(path, name, manifest, checksum.value())
 
 
 def read_into(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     """Read every tensor's bytes into place, each file's checksum compared once it is read."""
     for name in _tensor_files(manifest):
+        checksum = manifest.checksum_kind()
         try:
-            crc32 = read_tensor_file(path / name, tensors)
+            read_tensor_file(path / name, tensors, checksum)
         except (OSError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from error
-        check_crc(path, name, manifest, crc32)
+        check_file(path, name, manifest, checksum.value())
 
 
 def _tensor_files(manifest: Manifest) -> list[str]:
     return [name for name in manifest.files if name != STATE_FILE]
 
 
-def _differences(stored: Layout, wanted: Layout) -> list[str]:
+def _differences(stored: Layout, wanted: Layout, optional: Callable[[str], bool]) -> list[str]:
     def show(entry: tuple[torch.dtype, tuple[int, ...]]) -> str:
         return f"{str(entry[0]).removeprefix('torch.')} {list(entry[1])}"
 
-    missing = [f"{name} is missing" for name in wanted if name not in stored]
-    extra = [f"{name} is not part of it" for name in stored if name not in wanted]
+    missing = [f"{name} is missing" for name in wanted if name not in stored and not optional(name)]
+    extra = [f"{name} is not part of it" for name in stored if name not in wanted and not optional(name)]
     changed = [
         f"{name} is {show(stored[name])} instead of {show(wanted[name])}"
         for name in wanted

@@ -8,14 +8,17 @@ here open with the library, and nothing in them is ever executed, unlike a pickl
 import json
 import math
 import os
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
+
+from torchround.checkpoint.checksum import Checksum, Xxh3
+from torchround.checkpoint.sync import open_regular
+from torchround.checkpoint.watch import SaveWatch
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -36,10 +39,10 @@ DTYPE_NAMES = {
 FILE_BYTES = 2**30
 
 # Read or written and checksummed at once, while the bytes are in the cache.
-_PIECE_BYTES = 2**22
+_PIECE_BYTES = 2**21
 _LENGTH_BYTES = 8
-# The safetensors library's own limit.
-_MAX_HEADER_BYTES = 100_000_000
+# Some 80,000 tensors; the safetensors library reads up to 100 MB. JSON takes several times its size in memory.
+_MAX_HEADER_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -74,21 +77,25 @@ def plan_files(tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> l
     return [_plan_file(f"tensors-{index:05d}.safetensors", group) for index, group in enumerate(groups)]
 
 
-def write_tensor_file(path: Path, file: TensorFile) -> int:
-    """Write `file` as the new file `path`, synced to the disk. Returns its CRC-32."""
+def write_tensor_file(path: Path, file: TensorFile, watch: SaveWatch) -> int | str:
+    """Write `file` as the new file `path`, synced to the disk. Returns its checksum."""
+    checksum = Xxh3()
     with open(path, "xb", buffering=0) as out:
-        crc32 = _write(out, memoryview(file.header), 0)
-        for tensor in file.tensors.values():
-            crc32 = _write(out, memory_of(tensor), crc32)
+        _write(out, memoryview(file.header), checksum, watch)
+        for name, tensor in file.tensors.items():
+            watch.reading(tensor)
+            _write(out, memory_of(tensor), checksum, watch)
+            watch.finished_reading(name)
         os.fsync(out.fileno())
-    return crc32
+    watch.may_go_on()
+    return checksum.value()
 
 
 def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Name -> (dtype, shape) in file order. Raises `ValueError` if they do not fill the file exactly."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        left_bytes = path.stat().st_size - _LENGTH_BYTES
+        left_bytes = os.fstat(file.fileno()).st_size - _LENGTH_BYTES
         if not 0 < header_bytes <= min(left_bytes, _MAX_HEADER_BYTES):
             raise ValueError(f"its header would take {header_bytes} of {left_bytes} bytes")
         header = json.loads(file.read(header_bytes))
@@ -97,7 +104,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     found = {}
     end = 0
     for name, entry in header.items():
-        dtype, shape = dtypes[entry["dtype"]], tuple(int(size) for size in entry["shape"])
+        dtype, shape = dtypes[entry["dtype"]], _shape(entry["shape"])
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         if entry["data_offsets"] != [begin, end]:
             raise ValueError(f"{name} is at {entry['data_offsets']} instead of {[begin, end]}")
@@ -107,29 +114,34 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return found
 
 
-def read_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    """Read the file's bytes into the tensors that its header names. Returns the CRC-32 of the whole file.
+def read_tensor_file(path: Path, tensors: Mapping[str, Tensor], checksum: Checksum) -> None:
+    """Read the file's bytes into the tensors that its header names; all of the file goes into `checksum`.
 
-    The header has been checked against `tensors`. Raises `ValueError` if the file ends early.
+    The header has been checked against `tensors`, which may leave some out. Raises `ValueError` if the file ends
+    early.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         length = file.read(_LENGTH_BYTES)
         header = file.read(int.from_bytes(length, "little"))
-        crc32 = zlib.crc32(header, zlib.crc32(length))
-        names = json.loads(header)
-        names.pop("__metadata__", None)
-        for name in names:
-            crc32 = _read(file, memory_of(tensors[name]), crc32)
-    return crc32
+        checksum.update(length + header)
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            if name in tensors:
+                _read(file, memory_of(tensors[name]), checksum)
+            else:
+                begin, end = entry["data_offsets"]
+                _pass_by(file, end - begin, checksum)
 
 
-def crc_of_file(path: Path) -> int:
-    """CRC-32 of a file of any size, read in pieces."""
-    crc32 = 0
-    with open(path, "rb", buffering=0) as file:
+def checksum_file(
+    path: Path, checksum: Checksum, advance: Callable[[int], object] = lambda nbytes: None
+) -> None:
+    """Put a file of any size into `checksum`, piece by piece; `advance` is told of each piece's bytes."""
+    with open_regular(path) as file:
         while piece := file.read(_PIECE_BYTES):
-            crc32 = zlib.crc32(piece, crc32)
-    return crc32
+            checksum.update(piece)
+            advance(len(piece))
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -154,6 +166,12 @@ def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
     return TensorFile(name, ordered, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
 
 
+def _shape(sizes: list[object]) -> tuple[int, ...]:
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"{sizes} is no shape")
+    return tuple(sizes)  # type: ignore[arg-type]
+
+
 def _require_plain(name: str, tensor: Tensor) -> None:
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in DTYPE_NAMES:
         raise ValueError(
@@ -167,15 +185,15 @@ def _pieces(memory: memoryview) -> Iterator[memoryview]:
         yield memory[start : start + _PIECE_BYTES]
 
 
-def _write(out: BinaryIO, memory: memoryview, crc32: int) -> int:
+def _write(out: BinaryIO, memory: memoryview, checksum: Checksum, watch: SaveWatch) -> None:
     for piece in _pieces(memory):
-        crc32 = zlib.crc32(piece, crc32)
+        watch.may_go_on()
+        checksum.update(piece)
         while piece:
             piece = piece[out.write(piece) :]
-    return crc32
 
 
-def _read(file: BinaryIO, memory: memoryview, crc32: int) -> int:
+def _read(file: BinaryIO, memory: memoryview, checksum: Checksum) -> None:
     for piece in _pieces(memory):
         rest = piece
         while rest:
@@ -183,5 +201,11 @@ def _read(file: BinaryIO, memory: memoryview, crc32: int) -> int:
             if not num_read:
                 raise ValueError(f"it ends {len(rest)} bytes before a tensor does")
             rest = rest[num_read:]
-        crc32 = zlib.crc32(piece, crc32)
-    return crc32
+        checksum.update(piece)
+
+
+def _pass_by(file: BinaryIO, nbytes: int, checksum: Checksum) -> None:
+    scratch = memoryview(bytearray(min(nbytes, _PIECE_BYTES)))
+    while nbytes:
+        _read(file, scratch[: min(nbytes, _PIECE_BYTES)], checksum)
+        nbytes -= min(nbytes, _PIECE_BYTES)

@@ -228,11 +228,16 @@ class CheckpointTable(Table):
     """When the run is saved, how much is kept, and where it starts from. A run always saves at its end."""
 
     interval_steps: NonNegativeInt = 500
-    """Steps between checkpoints; 0 saves only at the end and on SIGTERM or SIGINT. A checkpoint is 12 bytes
-    per trained parameter on disk (async: 14) and stops training while it is written."""
+    """Steps between checkpoints; 0 saves only at the end and on a signal. A checkpoint is 12 bytes per trained
+    parameter on disk (async: 14). It is written beside training, which waits only where a step is shorter than the
+    writing."""
 
     keep_latest_k: NonNegativeInt = 2
     """Complete checkpoints that are kept, the newest ones; 0 keeps all."""
+
+    keep_every_n_steps: NonNegativeInt = 0
+    """Checkpoints of steps that this divides are kept for ever, besides the newest ones; 0 keeps none for their step.
+    A multiple of `interval_steps`, or few of its multiples will ever be saved."""
 
     load_path: Name | None = None
     """Folder of a checkpoint to start from when the run's own folder holds none. When left out, weights are

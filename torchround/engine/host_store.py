@@ -21,6 +21,9 @@ from torchround.optim import LossScaling, SpikeBounds, decayed_names
 # matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
 ALIGNMENT_ELEMENTS = 128
 
+# How the names of master weights older than the newest begin in a checkpoint.
+OLDER_MASTERS = "master_"
+
 
 @dataclass(frozen=True)
 class FlatParameter:
@@ -142,22 +145,33 @@ class HostStore:
         applied_updates: int,
         loss_scale: Mapping[str, Any] | None = None,
         spikes: Mapping[str, Any] | None = None,
+        holds_older_masters: bool = True,
     ) -> None:
         """Continue at `step`; call after reading a checkpoint into `named_views`.
 
-        `loss_scale` is `loss_scale_state`'s, `spikes` that of `spikes.state_dict`.
-
-        The older masters it holds move to the place of their version; the newest are derived anew.
+        `loss_scale` is `loss_scale_state`'s, `spikes` that of `spikes.state_dict`. The older masters that the
+        checkpoint holds move to the place of their version, and the newest are derived anew; without, all of them
+        are: the next step of `async` then reads the newest weights, as its first one does.
         """
-        for bundle in self.bundles:
+        for bundle in self.trained:
             turn = (step - self.step) % len(bundle.masters)
             bundle.masters = bundle.masters[-turn:] + bundle.masters[:-turn]
-            bundle.masters[step % len(bundle.masters)].copy_(bundle.authority)
+            anew = [bundle.masters[step % len(bundle.masters)]] if holds_older_masters else bundle.masters
+            for master in anew:
+                master.copy_(bundle.authority)
         self.step = step
         self.applied_updates = applied_updates
         self.is_consistent = True
         self.loss_scaling.load_state_dict(step, loss_scale or {})
         self.spikes.load_state_dict(spikes or {})
+
+    def resume_state(self) -> dict[str, Any]:
+        """What `resume` needs besides the views and the step, JSON-able and no longer changing. Between steps."""
+        return {
+            "applied_updates": self.applied_updates,
+            "loss_scale": self.loss_scale_state(),
+            "spikes": self.spikes.state_dict(),
+        }
 
     def loss_scale_state(self) -> dict[str, Any]:
         """What `resume` needs of the loss scale, JSON-able; empty but in float16. Between steps, after a drain."""
@@ -181,19 +195,27 @@ class HostStore:
         return {parameter.name: parameter.view(bundle.authority) for bundle, parameter in self._parameters()}
 
     def named_views(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, as views that it is written from and read into.
+        """What a checkpoint holds, as views that it is written from and read into, bundle by bundle.
 
         Only between steps, after `Engine.drain`: with several versions, the older masters are part of it.
         """
-        views = {f"weights/{name}": view for name, view in self.weights().items()}
-        for bundle, parameter in self._parameters():
-            if bundle.exp_avg is not None and bundle.exp_avg_sq is not None:
-                views[f"exp_avg/{parameter.name}"] = parameter.view(bundle.exp_avg)
-                views[f"exp_avg_sq/{parameter.name}"] = parameter.view(bundle.exp_avg_sq)
-            for age in range(1, len(bundle.masters)):
-                older = bundle.masters[(self.step - age) % len(bundle.masters)]
-                views[f"master_{age}_old/{parameter.name}"] = parameter.view(older)
+        views: dict[str, Tensor] = {}
+        for bundle in self.bundles:
+            views |= self.bundle_views(bundle, self.step)
         return views
+
+    def bundle_views(self, bundle: Bundle, step: int) -> dict[str, Tensor]:
+        """A bundle's part of the checkpoint after `step` steps."""
+        kinds = {"weights": bundle.authority}
+        if bundle.exp_avg is not None and bundle.exp_avg_sq is not None:
+            kinds |= {"exp_avg": bundle.exp_avg, "exp_avg_sq": bundle.exp_avg_sq}
+        for age in range(1, len(bundle.masters)):
+            kinds[f"{OLDER_MASTERS}{age}_old"] = bundle.masters[(step - age) % len(bundle.masters)]
+        return {
+            f"{kind}/{parameter.name}": parameter.view(flat)
+            for kind, flat in kinds.items()
+            for parameter in bundle.parameters
+        }
 
     def layer_bundles(self, layer: int) -> list[int]:
         """Bundles that a layer uses, in the order in which they lie in a weight slot."""

@@ -10,7 +10,7 @@ from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.config import Config
 from torchround.data import DataError
 from torchround.data.loader import Loader
-from torchround.engine.host_store import HostStore
+from torchround.engine.host_store import OLDER_MASTERS, HostStore
 from torchround.run.console import say
 from torchround.run.folder import RunFolder
 from torchround.run.resume import ResumeError, find_checkpoint
@@ -37,7 +37,8 @@ class RunCheckpoints:
     def __init__(self, config: Config, folder: RunFolder) -> None:
         self._config = config
         self._folder = folder
-        self._checkpointer = Checkpointer(folder.checkpoints, config.checkpoint.keep_latest_k)
+        table = config.checkpoint
+        self._checkpointer = Checkpointer(folder.checkpoints, table.keep_latest_k, table.keep_every_n_steps)
         self.positions: deque[Position] = deque(maxlen=4)
         self.wandb_run_id: str | None = None
         self.skipped_steps = 0
@@ -58,9 +59,8 @@ class RunCheckpoints:
         Raises `ResumeError` and `CheckpointError`.
         """
         start_s = time.monotonic()
-        loaded = find_checkpoint(
-            self._config, self._checkpointer, self._folder.checkpoints, store.named_views()
-        )
+        views = store.named_views()
+        loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_master)
         if loaded is None:
             self.positions.append(Position(0, 0, loader.state_dict()))
             return False
@@ -72,7 +72,17 @@ class RunCheckpoints:
                 f"{loaded.path}: {error}. Go on with the data as it was, or give the run on other data a name "
                 "of its own (--run.name NAME)"
             ) from error
-        store.resume(loaded.step, state["applied_updates"], state["loss_scale"], state.get("spikes"))
+        holds_older_masters = all(name in loaded.filled for name in views if _is_older_master(name))
+        try:
+            store.resume(
+                loaded.step,
+                state["applied_updates"],
+                state["loss_scale"],
+                state.get("spikes"),
+                holds_older_masters,
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ResumeError(f"{loaded.path}: its state is not that of a run: {error!r}") from error
         self.skipped_steps = state["skipped_steps"]
         self.wandb_run_id = state.get("wandb_run_id")
         self.positions.append(Position(loaded.step, state["tokens"], state["data"]))
@@ -86,10 +96,8 @@ class RunCheckpoints:
         start_s = time.monotonic()
         state = {
             **asdict(position),
-            "applied_updates": store.applied_updates,
+            **store.resume_state(),
             "skipped_steps": position.step - store.applied_updates,
-            "loss_scale": store.loss_scale_state(),
-            "spikes": store.spikes.state_dict(),
             "wandb_run_id": self.wandb_run_id,
             "config": self._config.model_dump(mode="json"),
         }
@@ -106,3 +114,8 @@ class RunCheckpoints:
             self.save(store, position)
         except CheckpointError as error:
             logger.warning("%s", error)
+
+
+def _is_older_master(name: str) -> bool:
+    """What only `async` needs, and `sync` neither saves nor wants."""
+    return name.startswith(OLDER_MASTERS)

@@ -1,13 +1,46 @@
-"""Which checkpoint a run goes on from, and whether it can."""
+"""Which checkpoint a run goes on from, whether it can, and what of its settings has changed since."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from torchround.checkpoint import Checkpointer, CheckpointError, Loaded, load_checkpoint
+from torchround.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    ForeignCheckpointError,
+    Loaded,
+    load_checkpoint,
+)
 from torchround.config import Config
+
+logger = logging.getLogger(__name__)
+
+# What decides losses, but for the data and the seed, which the loader checks. Empty: every key of the table.
+TELLING_KEYS: Mapping[str, tuple[str, ...]] = {
+    "training": (
+        *("steps", "seq_len", "global_batch_size", "micro_batch_size", "dtype", "max_norm"),
+        *("on_spike", "spike_factor", "spike_window"),
+    ),
+    "engine": ("update", "rounds", "grad_dtype", "accumulate_dtype"),
+    "optimizer": (),
+    "lr_schedule": (),
+    "lora": ("alpha", "dropout"),
+}
+# What makes a model another one.
+MODEL_KEYS: Mapping[str, tuple[str, ...]] = {"model": ("family", "flavor"), "lora": ("rank", "targets")}
+
+# What a state holds, and as what.
+STATE_TYPES: Mapping[str, type] = {
+    "tokens": int,
+    "data": dict,
+    "applied_updates": int,
+    "skipped_steps": int,
+    "loss_scale": dict,
+    "config": dict,
+}
 
 
 class ResumeError(Exception):
@@ -15,22 +48,37 @@ class ResumeError(Exception):
 
 
 def find_checkpoint(
-    config: Config, checkpointer: Checkpointer, folder: Path, views: Mapping[str, Tensor]
+    config: Config, checkpointer: Checkpointer, views: Mapping[str, Tensor], optional: Callable[[str], bool]
 ) -> Loaded | None:
     """Fill `views` from the run's newest checkpoint, else from `checkpoint.load_path`; None where there is neither.
 
-    Raises `ResumeError` for a checkpoint of another kind of run, `CheckpointError` for damaged ones.
+    `optional` says by name what may be missing. One warning tells which settings have changed. Raises `ResumeError`
+    for a checkpoint of another kind of run, `CheckpointError` for damaged ones.
     """
-    _refuse_other_update(config, checkpointer, folder)
-    loaded = checkpointer.load_latest(views)
-    if loaded is not None or config.checkpoint.load_path is None:
-        return loaded
-    return _given_checkpoint(config, config.checkpoint.load_path, views)
-
-
-def _given_checkpoint(config: Config, path: str, views: Mapping[str, Tensor]) -> Loaded:
     try:
-        loaded = load_checkpoint(path, views)
+        loaded = checkpointer.load_latest(views, optional)
+        if loaded is None and config.checkpoint.load_path is not None:
+            loaded = _given_checkpoint(config, config.checkpoint.load_path, views, optional)
+    except ForeignCheckpointError as error:
+        differing = _changes(error.state, config, MODEL_KEYS)
+        told = f" ({', '.join(differing)})" if differing else ""
+        raise ResumeError(
+            f"{error}{told}. Go on with what it was made with, or give the run a name of its own (--run.name NAME)"
+        ) from error
+    if loaded is not None:
+        _check_state(loaded)
+        _refuse_another_model(loaded, config)
+        _tell_changes(loaded, config)
+    return loaded
+
+
+def _given_checkpoint(
+    config: Config, path: str, views: Mapping[str, Tensor], optional: Callable[[str], bool]
+) -> Loaded:
+    try:
+        loaded = load_checkpoint(path, views, optional)
+    except ForeignCheckpointError:
+        raise
     except CheckpointError as error:
         raise ResumeError(f"checkpoint.load_path: {error}") from error
     if loaded.step >= config.training.steps:
@@ -42,13 +90,37 @@ def _given_checkpoint(config: Config, path: str, views: Mapping[str, Tensor]) ->
     return replace(loaded, state={**loaded.state, "wandb_run_id": None})
 
 
-def _refuse_other_update(config: Config, checkpointer: Checkpointer, folder: Path) -> None:
-    """A checkpoint of `async` holds the weights before the newest, one of `sync` does not."""
-    state = checkpointer.newest_state()
-    update = config.engine.update if state is None else state["config"]["engine"]["update"]
-    if update != config.engine.update:
+def _check_state(loaded: Loaded) -> None:
+    for key, kind in STATE_TYPES.items():
+        if not isinstance(loaded.state.get(key), kind):
+            raise ResumeError(
+                f"{loaded.path}: its state is not that of a run: {key} is {loaded.state.get(key)!r}"
+            )
+
+
+def _refuse_another_model(loaded: Loaded, config: Config) -> None:
+    """Two models may have tensors of the same names and shapes."""
+    if differing := list(_changes(loaded.state, config, MODEL_KEYS)):
         raise ResumeError(
-            f"{folder}: these checkpoints are of a run with engine.update = {update!r}, now it is "
-            f"{config.engine.update!r}; go on with the former, or give the run a name of its own "
-            "(--run.name NAME)"
+            f"{loaded.path} is of another model ({', '.join(differing)}). Go on with the former, or give the run a "
+            "name of its own (--run.name NAME)"
         )
+
+
+def _tell_changes(loaded: Loaded, config: Config) -> None:
+    if changes := list(_changes(loaded.state, config, TELLING_KEYS)):
+        logger.warning("%s was made with other settings; from now on %s", loaded.path, ", ".join(changes))
+
+
+def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """`table.key old -> new` of each key that the state's configuration has and that is another one now."""
+    before, now = state.get("config"), config.model_dump(mode="json")
+    changes = []
+    for table, names in keys.items():
+        old = before.get(table) if isinstance(before, dict) else None
+        if not isinstance(old, dict):
+            continue
+        for name in names or now[table]:
+            if name in old and old[name] != now[table][name]:
+                changes.append(f"{table}.{name} {old[name]!r} -> {now[table][name]!r}")
+    return changes
