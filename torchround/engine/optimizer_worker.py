@@ -290,6 +290,8 @@ class OptimizerWorker:
         """Until nobody reads the version to be overwritten. A device that failed reads no more: its fault."""
         try:
             self._ordering.before_master_write(bundle.index, job.step + 1)
+        except Stopped:
+            return None  # what the devices of an engine that has stopped still read is used by nobody
         except Exception as error:  # noqa: BLE001  (reported once the update is whole)
             return error
         return None
