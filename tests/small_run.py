@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import torchround.trainer
 import train
-from models import FAMILIES
+from models import FAMILIES, Family
 from torchround.layer import LayeredModel
 
 ROOT = Path(__file__).parents[1]
@@ -129,15 +129,19 @@ class SmallRuns:
         )
 
 
-@pytest.fixture
-def small_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs in `tmp_path`, with the model family `small`."""
+def small_family() -> Family[Any]:
+    """Llama 3 of three blocks, 16 wide."""
     family = FAMILIES["llama3"]
     untied = family.config_from_flavor(
         "debug", num_layers=3, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=32
     )
-    flavors = {"untied": untied, "tied": replace(untied, tied_embeddings=True)}
-    monkeypatch.setattr(train, "FAMILIES", {**FAMILIES, "small": replace(family, flavors=flavors)})
+    return replace(family, flavors={"untied": untied, "tied": replace(untied, tied_embeddings=True)})
+
+
+@pytest.fixture
+def small_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs in `tmp_path`, with the model family `small`."""
+    monkeypatch.setattr(train, "FAMILIES", {**FAMILIES, "small": small_family()})
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     yield SmallRuns(tmp_path)

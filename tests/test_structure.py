@@ -78,7 +78,8 @@ def test_tests_mirror_the_tree_and_are_no_packages() -> None:
         folder = path.parent.relative_to(ROOT / "tests")
         if path.name == "__init__.py":
             yield "tests are no packages"
-        if not any((ROOT / part / folder).is_dir() for part in (".", "torchround", "models")):
+        mirrored = any((ROOT / part / folder).is_dir() for part in (".", "torchround", "models"))
+        if not mirrored and folder.name != "faults":  # what breaks a whole run mirrors no room
             yield f"there is no {folder} to mirror"
 
     assert offences(files("tests"), rule) == []
