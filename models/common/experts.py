@@ -112,10 +112,9 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """`[R, A] x [E, A, Z] -> [R, Z]`: each expert's rows times its matrix; experts may have no rows."""
     if _has_grouped_kernel(rows, weights):
         return F.grouped_mm(rows, weights, offs=ends)
-    bounds = [0, *ends.tolist()]  # on a CUDA device this waits for it
-    # unbind, not indexing: its backward writes the matrices' gradients once instead of E times.
-    parts = zip(pairwise(bounds), weights.unbind(0), strict=True)
-    return torch.cat([rows[start:stop] @ weight for (start, stop), weight in parts])
+    if torch.compiler.is_compiling():
+        return _OpaqueLoop.apply(rows, weights, ends)
+    return _multiply_rows(rows, weights, ends)
 
 
 def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
@@ -124,6 +123,52 @@ def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
         return False
     aligned = all(size % 8 == 0 for size in weights.shape[1:])
     return aligned and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
+def _multiply_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    bounds = [0, *ends.tolist()]  # on a CUDA device this waits for it
+    # unbind, not indexing: its backward writes the matrices' gradients once instead of E times.
+    parts = zip(pairwise(bounds), weights.unbind(0), strict=True)
+    return torch.cat([rows[start:stop] @ weight for (start, stop), weight in parts])
+
+
+class _OpaqueLoop(torch.autograd.Function):
+    """The loop for a compiler, which cannot know how many rows an expert has: operations that it calls as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, ends)
+        return _loop_over_rows(rows, weights, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weights, ends = ctx.saved_tensors
+        wants_rows, wants_weights, _ = ctx.needs_input_grad
+        grad_rows = _loop_over_rows(grads[0], weights.transpose(1, 2), ends) if wants_rows else None
+        grad_weights = _loop_over_matrices(rows, grads[0], ends) if wants_weights else None
+        return grad_rows, grad_weights, None
+
+
+@torch.library.custom_op("torchround::loop_over_rows", mutates_args=())
+def _loop_over_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return _multiply_rows(rows, weights, ends)
+
+
+@_loop_over_rows.register_fake
+def _loop_over_rows_shape(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty((rows.shape[0], weights.shape[2]))
+
+
+@torch.library.custom_op("torchround::loop_over_matrices", mutates_args=())
+def _loop_over_matrices(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """`[R, A] x [R, Z] -> [E, A, Z]`: each matrix's gradient, zero for an expert without rows."""
+    bounds = pairwise([0, *ends.tolist()])
+    return torch.stack([rows[start:stop].T @ grad[start:stop] for start, stop in bounds])
+
+
+@_loop_over_matrices.register_fake
+def _loop_over_matrices_shape(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty((ends.shape[0], rows.shape[1], grad.shape[1]))
 
 
 class _WeightedSwiGLU(torch.autograd.Function):

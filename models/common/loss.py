@@ -30,6 +30,8 @@ def token_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     `hidden` is `[N, D]`, `weight` `[V, D]` of the same dtype, `labels` `[N]` int64. May be differentiated
     once, with respect to `hidden` and `weight`.
     """
+    if torch.compiler.is_compiling():
+        return _OpaqueLoss.apply(hidden, weight, labels)
     if (
         hidden.device.type == "cpu"
         and hidden.dtype == torch.float32
@@ -70,17 +72,9 @@ def loss_workspace_bytes(num_tokens: int, vocab_size: int, width: int, element_b
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, grad_enabled: bool) -> Tensor:
-        wants_hidden, wants_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
-        ctx.grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # fp32, because chunks are added up; autograd casts to what the leaf's gradient wants.
-        ctx.grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
-        step = chunk_tokens(weight.shape[0])
-        for start in range(0, len(labels), step):
-            rows = slice(start, start + step)
-            grad_rows = ctx.grad_hidden[rows] if wants_hidden else None
-            losses[rows] = _run_chunk(hidden[rows], weight, labels[rows], grad_rows, ctx.grad_weight)
-        return losses.sum()
+        wants = tuple(grad_enabled and needed for needed in ctx.needs_input_grad[:2])
+        loss, ctx.grad_hidden, ctx.grad_weight = _loss_and_gradients(hidden, weight, labels, *wants)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -90,6 +84,59 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.grad_hidden = ctx.grad_weight = None
         grad_hidden, grad_weight = (None if grad is None else grad.mul_(grads[0]) for grad in found)
         return grad_hidden, grad_weight, None, None
+
+
+class _OpaqueLoss(torch.autograd.Function):
+    """The same for a compiler, which would keep the logits of all chunks: one operation that it calls as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        wants = ctx.needs_input_grad[:2]
+        loss, *gradients = _opaque_loss(hidden, weight, labels, *wants)
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        grad_hidden, grad_weight = (
+            found * grads[0] if wanted else None
+            for found, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        )
+        return grad_hidden, grad_weight, None
+
+
+@torch.library.custom_op("torchround::loss_and_gradients", mutates_args=())
+def _opaque_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, wants_hidden: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, *gradients = _loss_and_gradients(hidden, weight, labels, wants_hidden, wants_weight)
+    return loss, *(loss.new_empty(0) if found is None else found for found in gradients)  # type: ignore[return-value]
+
+
+@_opaque_loss.register_fake
+def _opaque_loss_shapes(
+    hidden: Tensor, weight: Tensor, labels: Tensor, wants_hidden: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = hidden.new_empty((), dtype=torch.float32)
+    grad_hidden = torch.empty_like(hidden) if wants_hidden else loss.new_empty(0)
+    grad_weight = torch.empty_like(weight, dtype=torch.float32) if wants_weight else loss.new_empty(0)
+    return loss, grad_hidden, grad_weight
+
+
+def _loss_and_gradients(
+    hidden: Tensor, weight: Tensor, labels: Tensor, wants_hidden: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Loss `[]`, its gradients for `hidden [N, D]` and, in fp32, for `weight [V, D]`."""
+    grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+    # fp32, because chunks are added up; autograd casts to what the leaf's gradient wants.
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+    losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+    step = chunk_tokens(weight.shape[0])
+    for start in range(0, len(labels), step):
+        rows = slice(start, start + step)
+        grad_rows = grad_hidden[rows] if grad_hidden is not None else None
+        losses[rows] = _run_chunk(hidden[rows], weight, labels[rows], grad_rows, grad_weight)
+    return losses.sum(), grad_hidden, grad_weight
 
 
 def _run_chunk(
