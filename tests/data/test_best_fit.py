@@ -154,11 +154,12 @@ def test_long_documents_are_counted() -> None:
     assert packer.state_dict()["so_far"]["long"] == 2
 
 
-def test_an_error_comes_after_the_documents_before_it_and_ends_the_data() -> None:
+def test_an_error_comes_in_place_of_its_group_and_ends_the_data() -> None:
+    """Four sequences of eight a group: the first group is whole, the error falls into the second."""
     error = DataError("broken")
-    rows = pack([*pieces_of(numbered([3, 4])), error, *pieces_of(numbered([9]))], 8)
+    rows = pack([*pieces_of(numbered([8] * 4)), error, *pieces_of(numbered([3]))], 8)
     assert rows[-1] is error
-    assert len(unpacked(rows[:-1])) == 2
+    assert len(unpacked(rows[:-1])) == 3  # the fourth waits for the second group
 
 
 def test_a_document_that_a_bad_record_broke_off_ends_where_the_next_one_starts() -> None:

@@ -3,7 +3,7 @@
 import gzip
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.reading import TEMPLATE, content, documents
 from torchround.config import DataTable, SourceTable, TokenizerTable, ValidationTable
 from torchround.data import (
     DataError,
@@ -26,16 +27,6 @@ from torchround.data import (
 )
 from torchround.data import best_fit as best_fit_module
 from torchround.data import sources as sources_module
-from torchround.layer import IGNORED_LABEL, MicroBatch
-
-TEMPLATE = """\
-{%- for message in messages %}
-{{- "<|bos|>" + message.role + ":" + message.content + "<|eos|>" }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- "<|bos|>assistant:" }}
-{%- endif %}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -90,24 +81,6 @@ def make_chat_loader(chats: Path, chat_tokenizer: Tokenizer) -> Make:
         )
 
     return make
-
-
-def content(batches: Iterable[MicroBatch]) -> list[list[Any]]:
-    return [[tensor.tolist() for tensor in batch.tensors()] for batch in batches]
-
-
-def documents(batches: Iterable[MicroBatch], tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """Text and learnt text of every document, padding aside."""
-    found = []
-    for batch in batches:
-        for tokens, labels, _, ids in zip(*batch.tensors(), strict=True):
-            for number in ids.unique():
-                inside = ids == number
-                learnt = labels[inside][labels[inside] != IGNORED_LABEL]
-                text = tokenizer.decode(tokens[inside].tolist())
-                if not text.startswith("<|pad|>"):
-                    found.append((text, tokenizer.decode(learnt.tolist())))
-    return found
 
 
 def test_three_shapes_of_conversations_are_whole_and_learnt_from_the_assistants_first_letter_to_its_end(
@@ -202,79 +175,6 @@ def test_token_ids_are_used_as_they_are_and_must_be_in_the_vocabulary(
         DataError, match=r"x.jsonl, line 2: token ids from 259 to 259; the vocabulary has 0 to 258"
     ):
         list(build_loader(data, tokenizer, 6, 1, 0))
-
-
-GOOD = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}'
-BAD = [
-    ("broken", r"line 2: not valid JSON"),
-    ("[]", r"line 2: a JSON list, not an object"),
-    ('{"text": "x"}', r"line 2: no field 'messages' or 'conversations'; fields: text"),
-    ('{"messages": []}', r"line 2: the messages are not a list with at least one message"),
-    ('{"messages": ["x"]}', r"line 2: message 0 is a str, not an object"),
-    ('{"messages": [{"content": "x"}]}', r"line 2: message 0 has no role; fields: content"),
-    (
-        '{"messages": [{"role": "user", "content": 7}]}',
-        r"line 2: message 0 \(user\): the content is a int, not a string",
-    ),
-    ('{"messages": [{"role": "user", "content": "x"}]}', r"line 2: no message of the assistant; roles: user"),
-    (GOOD.replace("]}", '], "tools": "{"}'), r"line 2: field 'tools' is not valid JSON"),
-    (GOOD.replace('"user"', '"stranger"'), r"line 2: error in the chat template: .*no stranger here"),
-    (GOOD.encode().replace(b'"q"', b'"\xff"'), r"line 2: not valid UTF-8 \(byte 0xff"),
-]
-
-
-@pytest.mark.parametrize(("bad", "message"), BAD)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_record_stops_the_run_or_is_skipped_and_counted_with_file_and_line(
-    tmp_path: Path, bad: str | bytes, message: str, workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    template = tmp_path / "template.jinja"
-    refusal = "{% if messages[0].role == 'stranger' %}{{ raise_exception('no stranger here') }}{% endif %}"
-    template.write_text(refusal + TEMPLATE)
-    tokenizer = build_tokenizer(TokenizerTable(name="bytes", chat_template=str(template)))
-    line = bad if isinstance(bad, bytes) else bad.encode()
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b"\n".join([GOOD.encode(), line, GOOD.encode()]))
-    data = DataTable(
-        sources=(SourceTable(path=str(path), content="messages"),),
-        epochs=1,
-        shuffle=False,
-        num_workers=workers,
-    )
-    with pytest.raises(DataError, match=f"x.jsonl, {message}"):
-        list(build_loader(data, tokenizer, 64, 8, 0))
-    loader = build_loader(data.model_copy(update={"on_bad_record": "skip"}), tokenizer, 64, 8, 0)
-    assert len(documents(loader, tokenizer)) == 2
-    assert loader.counts().bad_records == 1
-    assert "x.jsonl, line 2: " in caplog.text
-
-
-def test_where_every_record_is_bad_skipping_ends_with_an_error_that_says_so(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    (tmp_path / "x.jsonl").write_text("broken\nbroken\n")
-    data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.jsonl")),), on_bad_record="skip")
-    with pytest.raises(
-        DataError, match="none of its documents holds any text; 2 records were skipped as bad"
-    ):
-        next(build_loader(data, tokenizer, 64, 1, 0))
-
-
-def test_a_truncated_archive_is_skipped_behind_what_it_still_gives(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    lines = "\n".join(json.dumps({"text": f"{number} {number**9}"}) for number in range(2000))
-    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:-2000])
-    data = DataTable(
-        sources=(SourceTable(path=str(tmp_path / "x.jsonl.gz")),),
-        on_bad_record="skip",
-        epochs=1,
-        shuffle=False,
-    )
-    loader = build_loader(data, tokenizer, 512, 8, 0)
-    texts = [text for text, _ in documents(loader, tokenizer)]
-    assert texts[0].startswith("<|bos|>0 0<|eos|>") and len(texts) > 100
-    assert loader.counts().bad_records == 1
 
 
 @pytest.fixture(scope="module")

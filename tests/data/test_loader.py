@@ -6,7 +6,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.reading import content
 from torchround.config import DataTable, SourceTable, ValidationTable
 from torchround.data import DataError, Loader, Tokenizer, build_loader, build_validation_loader
-from torchround.layer import IGNORED_LABEL, MicroBatch
+from torchround.layer import IGNORED_LABEL
 
 MakeLoader = Callable[..., Loader]
-
-
-def content(batches: Iterable[MicroBatch]) -> list[list[Any]]:
-    return [[tensor.tolist() for tensor in batch.tensors()] for batch in batches]
 
 
 def take(loader: Loader, count: int) -> list[list[Any]]:

@@ -138,6 +138,11 @@ class DataTable(Table):
     in the chat template) does: `stop` ends the run after a checkpoint, `skip` leaves it out, counts it, and warns
     with file and line."""
 
+    on_changed_files: Literal["stop", "go_on"] = "stop"
+    """What a run does that is resumed on files of another size or number. `stop`: nothing, exit code 2. `go_on`: it
+    goes on at the same document numbers, as after a bad record was repaired in place; it is needed once. Where
+    documents were added or taken out, the rest of the epoch has another order."""
+
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the documents that is never trained on, at least 0 and below 1; `validation` without sources uses
     it. A document's own content decides, so that copies of it are held out too."""

@@ -6,6 +6,7 @@ with many short documents nearly the fewest). The emptiest sequence of a group i
 wait for the next group. Sequences leave in a hashed order, since packing sorts them by length.
 
 The state is where the group began and how many of its sequences have left: a resumed run packs the group again.
+Nothing of a group leaves before all of its documents are read, so a record at fault stops a run where its group began.
 """
 
 from bisect import bisect_left, insort
@@ -37,7 +38,8 @@ class WholeDocument:
 class BestFitPacker(BaseNode[PackedSequence | DataError]):
     """Token pieces in, sequences of whole documents out. `long_documents`: `cut`, `skip` or `split`.
 
-    An error is handed on as the last item, after the sequences of the documents before it.
+    An error is handed on as the last item, in place of the group that it falls into: without the record at fault,
+    the group would be packed in another way, and what had left of it could not be told from the rest.
     """
 
     def __init__(
@@ -79,12 +81,11 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         while True:
             if self._rows is None:
                 self._rows = self._pack_group()
+                if self._error is not None:
+                    return self._error
             if self._left < len(self._rows):
                 self._left += 1
                 return self._row(self._rows[self._left - 1])
-            if self._error is not None and not self._ended:
-                self._ended = True
-                return self._error
             if self._ended:
                 raise StopIteration
             self._waiting = self._next_waiting
@@ -103,10 +104,13 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
 
     def _pack_group(self) -> list[list[WholeDocument]]:
         documents = self._gather()
+        if self._error is not None:
+            self._ended = True
+            return []
         rows = best_fit([len(document.tokens) for document in documents], self._seq_len)
         packed = [[documents[index] for index in row] for row in rows]
         self._next_waiting = []
-        if not self._ended and self._error is None:
+        if not self._ended:
             self._next_waiting = self._take_emptiest(packed)
         order = shuffled(len(packed), f"best fit/{self._group}").tolist()
         return [packed[index] for index in order]

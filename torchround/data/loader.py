@@ -4,8 +4,10 @@ The nodes are: read, tokenise, pack, batch, and, with workers, prefetch.
 """
 
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,9 @@ from torchround.data.tokenising import Tokenising
 from torchround.data.tokenizer import Tokenizer
 from torchround.layer import MicroBatch
 
+logger = logging.getLogger(__name__)
 PREFETCHED_BATCHES = 2
+REPAIRED = "where a record was repaired, --data.on_changed_files go_on keeps the place"
 
 
 def build_loader(
@@ -120,20 +124,24 @@ class Loader(Iterator[MicroBatch]):
         Beside a few integers it holds the tokens that are read but not yet in a batch: less than one sequence and
         one piece of text (64 Ki characters), or with whole documents less than one sequence.
         """
-        return {"data": self._data_identity(), "position": _plain(self._position)}
+        return {"data": self._identity, "position": _plain(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. `num_workers`, the batch size and the sequence length may have changed.
 
         Raises `DataError` where the files, weights, seed, shuffling or tokenizer are not the ones that the
-        position was saved with: it would mean other documents.
+        position was saved with: it would mean other documents. Other files alone are a warning with
+        `data.on_changed_files = "go_on"`.
         """
-        saved, current = state["data"], self._data_identity()
-        changed = [
-            f"{key} was {saved.get(key)}, is {now}" for key, now in current.items() if saved.get(key) != now
-        ]
-        if changed:
-            raise DataError(f"the saved data position is of other data: {'; '.join(changed)}")
+        saved, current = state["data"], self._identity
+        changed = {key: now for key, now in current.items() if saved.get(key) != now}
+        text = "; ".join(f"{key} was {saved.get(key)}, is {now}" for key, now in changed.items())
+        only_files = changed.keys() == {"sources"} and len(saved["sources"]) == len(current["sources"])
+        if only_files and self._data.on_changed_files == "go_on":
+            logger.warning("going on at the same document numbers in changed files: %s", text)
+        elif changed:
+            hint = f"; {REPAIRED}" if only_files else ""
+            raise DataError(f"the saved data position is of other data: {text}{hint}")
         self.close()
         self._position = state["position"]
 
@@ -180,7 +188,9 @@ class Loader(Iterator[MicroBatch]):
         snapshot: dict[str, Any] = state["snapshot"]
         return snapshot
 
-    def _data_identity(self) -> dict[str, Any]:
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What fixes the batches that follow a position, all of it fixed when the sources are opened."""
         identity = {
             "seed": self._order.seed,
             "shuffle": self._data.shuffle,
@@ -189,7 +199,6 @@ class Loader(Iterator[MicroBatch]):
             "weights": [table.weight for table in self._data.sources],
             "weight_by": self._data.weight_by,
             "validation_fraction": self._data.validation_fraction,
-            "on_bad_record": self._data.on_bad_record,
             "packing": "best_fit" if self._packs_whole else "contiguous",
         }
         if any(table.content in CONVERSATIONS for table in self._data.sources):

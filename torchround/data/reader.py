@@ -20,6 +20,7 @@ from torchround.data.sources import Source
 
 logger = logging.getLogger(__name__)
 WARNINGS_SHOWN = 10
+TWO_WAYS_ON = 'repair it, or leave such records out with data.on_bad_record = "skip"'
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Reader(BaseNode[Piece]):
             content, next_offset = self._sources[number].read(document, offset)
         except DataError as error:
             if not self._order.skip_bad:
-                raise
+                raise DataError(f"{error} ({TWO_WAYS_ON})") from error
             self._skip_bad(progress, error)
             next_offset = None
         if content is None or not len(content) or (offset == 0 and not self._is_wanted(content)):

@@ -1,0 +1,149 @@
+"""Records that cannot be used: the run stops or goes on without them, and file and line are told."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.reading import TEMPLATE, content, documents
+from torchround.config import DataTable, SourceTable, TokenizerTable
+from torchround.data import DataError, Loader, Tokenizer, build_loader, build_tokenizer
+from torchround.data import best_fit as best_fit_module
+from torchround.layer import MicroBatch
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best_fit_module, "GROUP_SEQUENCES", 5)
+
+
+def until_it_stops(loader: Loader, message: str) -> list[MicroBatch]:
+    """The batches before the error."""
+    batches: list[MicroBatch] = []
+    with pytest.raises(DataError, match=message):
+        batches.extend(loader)
+    return batches
+
+
+GOOD = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}'
+BAD = [
+    ("broken", r"line 2: not valid JSON"),
+    ("[]", r"line 2: a JSON list, not an object"),
+    ('{"text": "x"}', r"line 2: no field 'messages' or 'conversations'; fields: text"),
+    ('{"messages": []}', r"line 2: the messages are not a list with at least one message"),
+    ('{"messages": ["x"]}', r"line 2: message 0 is a str, not an object"),
+    ('{"messages": [{"content": "x"}]}', r"line 2: message 0 has no role; fields: content"),
+    (
+        '{"messages": [{"role": "user", "content": 7}]}',
+        r"line 2: message 0 \(user\): the content is a int, not a string",
+    ),
+    ('{"messages": [{"role": "user", "content": "x"}]}', r"line 2: no message of the assistant; roles: user"),
+    (GOOD.replace("]}", '], "tools": "{"}'), r"line 2: field 'tools' is not valid JSON"),
+    (GOOD.replace('"user"', '"stranger"'), r"line 2: error in the chat template: .*no stranger here"),
+    (GOOD.encode().replace(b'"q"', b'"\xff"'), r"line 2: not valid UTF-8 \(byte 0xff"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_record_stops_the_run_or_is_skipped_and_counted_with_file_and_line(
+    tmp_path: Path, bad: str | bytes, message: str, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = tmp_path / "template.jinja"
+    refusal = "{% if messages[0].role == 'stranger' %}{{ raise_exception('no stranger here') }}{% endif %}"
+    template.write_text(refusal + TEMPLATE)
+    tokenizer = build_tokenizer(TokenizerTable(name="bytes", chat_template=str(template)))
+    line = bad if isinstance(bad, bytes) else bad.encode()
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\n".join([GOOD.encode(), line, GOOD.encode()]))
+    data = DataTable(
+        sources=(SourceTable(path=str(path), content="messages"),),
+        epochs=1,
+        shuffle=False,
+        num_workers=workers,
+    )
+    with pytest.raises(DataError, match=f"x.jsonl, {message}"):
+        list(build_loader(data, tokenizer, 64, 8, 0))
+    loader = build_loader(data.model_copy(update={"on_bad_record": "skip"}), tokenizer, 64, 8, 0)
+    assert len(documents(loader, tokenizer)) == 2
+    assert loader.counts().bad_records == 1
+    assert "x.jsonl, line 2: " in caplog.text
+
+
+@settings(max_examples=15, deadline=None)
+@given(bad=st.integers(0, 59), workers=st.integers(0, 2), packing=st.sampled_from(["contiguous", "best_fit"]))
+def test_a_run_that_a_bad_record_stopped_goes_on_without_it_as_if_it_had_been_left_out_from_the_start(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, bad: int, workers: int, packing: str
+) -> None:
+    path = tmp_path_factory.mktemp("bad") / "x.jsonl"
+    lines = [json.dumps({"text": f"record {n} " * (n % 13)}) for n in range(60)]
+    path.write_text("\n".join([*lines[:bad], "broken", *lines[bad + 1 :]]))
+    keys = {
+        "sources": (SourceTable(path=str(path)),),
+        "epochs": 2,
+        "packing": packing,
+        "num_workers": workers,
+    }
+    stopping, skipping = DataTable(**keys), DataTable(**keys, on_bad_record="skip")
+    loader = build_loader(stopping, tokenizer, 64, 2, 5)
+    batches = until_it_stops(loader, rf"line {bad + 1}: not valid JSON.*data.on_bad_record = \"skip\"")
+    resumed = build_loader(skipping, tokenizer, 64, 2, 5)
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert content([*batches, *resumed]) == content(build_loader(skipping, tokenizer, 64, 2, 5))
+
+
+def test_after_a_repair_that_changed_a_files_size_a_run_goes_on_where_it_was_when_told_to(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "x.jsonl"
+    lines = [json.dumps({"text": f"record {n} " * 5}) for n in range(60)]
+    path.write_text("\n".join(lines))
+    data = DataTable(sources=(SourceTable(path=str(path)),), epochs=1)
+    whole = content(build_loader(data, tokenizer, 64, 2, 0))
+    path.write_text("\n".join([*lines[:40], lines[40][:-3], *lines[41:]]))
+    loader = build_loader(data, tokenizer, 64, 2, 0)
+    batches = until_it_stops(loader, "line 41")
+    path.write_text("\n".join(lines))
+    with pytest.raises(
+        DataError, match="other data: sources was .*--data.on_changed_files go_on keeps the place"
+    ):
+        build_loader(data, tokenizer, 64, 2, 0).load_state_dict(loader.state_dict())
+    going_on = build_loader(data.model_copy(update={"on_changed_files": "go_on"}), tokenizer, 64, 2, 0)
+    going_on.load_state_dict(loader.state_dict())
+    assert "in changed files: sources was ['60 documents" in caplog.text
+    assert content([*batches, *going_on]) == whole
+    with pytest.raises(DataError, match="other data: seed was 0, is 1"):
+        build_loader(
+            data.model_copy(update={"on_changed_files": "go_on"}), tokenizer, 64, 2, 1
+        ).load_state_dict(loader.state_dict())
+
+
+def test_where_every_record_is_bad_skipping_ends_with_an_error_that_says_so(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    (tmp_path / "x.jsonl").write_text("broken\nbroken\n")
+    data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.jsonl")),), on_bad_record="skip")
+    with pytest.raises(
+        DataError, match="none of its documents holds any text; 2 records were skipped as bad"
+    ):
+        next(build_loader(data, tokenizer, 64, 1, 0))
+
+
+def test_a_truncated_archive_is_skipped_behind_what_it_still_gives(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    lines = "\n".join(json.dumps({"text": f"{number} {number**9}"}) for number in range(2000))
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:-2000])
+    data = DataTable(
+        sources=(SourceTable(path=str(tmp_path / "x.jsonl.gz")),),
+        on_bad_record="skip",
+        epochs=1,
+        shuffle=False,
+    )
+    loader = build_loader(data, tokenizer, 512, 8, 0)
+    texts = [text for text, _ in documents(loader, tokenizer)]
+    assert texts[0].startswith("<|bos|>0 0<|eos|>") and len(texts) > 100
+    assert loader.counts().bad_records == 1
