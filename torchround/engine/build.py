@@ -1,12 +1,13 @@
 """From config tables to devices, a plan and an engine: what train.py and scripts put together."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.device import GIB, CpuDevice, CudaDevice, Device
@@ -149,9 +150,13 @@ def replan(
 
 
 def build_store(
-    model: LayeredModel, training: TrainingTable, engine: EngineTable, devices: DeviceChoice
+    model: LayeredModel,
+    training: TrainingTable,
+    engine: EngineTable,
+    devices: DeviceChoice,
+    mapped: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> HostStore:
-    """The host store that the tables ask for, without initial weights."""
+    """The host store that the tables ask for, without initial weights. `mapped` as in `HostStore`."""
     dtype = DTYPES[training.dtype]
     factor = 0.0 if training.on_spike == "off" else training.spike_factor
     return HostStore(
@@ -161,6 +166,7 @@ def build_store(
         pinned=devices.kind == "cuda",
         gradient_dtype=dtype if engine.grad_dtype == "auto" else DTYPES[engine.grad_dtype],
         spikes=SpikeBounds(factor, training.spike_window),
+        mapped=mapped,
     )
 
 

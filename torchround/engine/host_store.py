@@ -5,7 +5,7 @@ frozen ones, and each parameter that several layers share (tied). An upload is t
 update one pass over flat memory, and a checkpoint a set of named views (DESIGN section 4).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,13 +41,22 @@ class FlatParameter:
         return flat[self.start : self.stop].view(self.shape)
 
 
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive elements of a bundle, from element `start` on, flat in memory of their own."""
+
+    start: int
+    memory: Tensor
+
+
 @dataclass
 class Bundle:
     """Parameters with common flat buffers. `layers` use it, in model order; more than one means tied.
 
     Elements `[0, decayed)` belong to parameters with weight decay. Frozen bundles have a master only.
     `masters[v % len(masters)]` holds version `v`. A gradient that `adds_up` comes in several parts, from rounds
-    or from the layers that share the bundle, and is summed in fp32 on the host.
+    or from the layers that share the bundle, and is summed in fp32 on the host. A frozen bundle whose weights stay in
+    mapped files has `segments` instead of a master: they are only read.
     """
 
     index: int
@@ -57,6 +66,7 @@ class Bundle:
     numel: int
     decayed: int
     masters: list[Tensor] = field(default_factory=list)
+    segments: tuple[Segment, ...] = ()
     adds_up: bool = False
     gradient: Tensor | None = None
     weight: Tensor | None = None
@@ -67,6 +77,15 @@ class Bundle:
     def authority(self) -> Tensor:
         """Where the bundle's values are decided: fp32 weights, or the master of a frozen bundle."""
         return self.masters[0] if self.weight is None else self.weight
+
+    def sources(self, version: int, start: int, stop: int) -> Iterator[Segment]:
+        """Where elements `[start, stop)` of a version are uploaded from; in gaps between segments is nothing."""
+        if not self.segments:
+            yield Segment(start, self.masters[version % len(self.masters)][start:stop])
+        for segment in self.segments:
+            first, last = max(start, segment.start), min(stop, segment.start + segment.memory.numel())
+            if first < last:
+                yield Segment(first, segment.memory[first - segment.start : last - segment.start])
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,9 @@ class HostStore:
     kept. `step` counts steps whose update is complete, skipped ones included;
     `applied_updates` leaves the skipped ones out and drives the bias correction. `loss_scaling` is dynamic in
     float16. `spikes` says which updates are left out because their step is far off the ones before.
+
+    `mapped` are frozen parameters that stay where they are: by name, flat tensors of `dtype` that hold them one after
+    the other. They are neither among `weights` nor in checkpoints.
     """
 
     def __init__(
@@ -96,6 +118,7 @@ class HostStore:
         pinned: bool = False,
         gradient_dtype: torch.dtype | None = None,
         spikes: SpikeBounds | None = None,
+        mapped: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> None:
         self.layer_names = model.names
         self.dtype = dtype
@@ -107,9 +130,12 @@ class HostStore:
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
         self.spikes = spikes or SpikeBounds()
         self._memory = HostMemory(pinned)
-        self.bundles, self.bindings = _collect_bundles(model)
+        self.bundles, self.bindings = _collect_bundles(model, mapped or {})
         for bundle in self.bundles:
-            self._allocate(bundle)
+            if bundle.parameters[0].name in (mapped or {}):
+                bundle.segments = tuple(_segments(bundle, mapped or {}, dtype))
+            else:
+                self._allocate(bundle)
 
     def initialize(
         self,
@@ -192,7 +218,7 @@ class HostStore:
 
     def weights(self) -> dict[str, Tensor]:
         """The authoritative values by name: fp32 where trained, the master's dtype where frozen. Views."""
-        return {parameter.name: parameter.view(bundle.authority) for bundle, parameter in self._parameters()}
+        return {parameter.name: parameter.view(bundle.authority) for bundle, parameter in self._held()}
 
     def named_views(self) -> dict[str, Tensor]:
         """What a checkpoint holds, as views that it is written from and read into, bundle by bundle.
@@ -205,7 +231,9 @@ class HostStore:
         return views
 
     def bundle_views(self, bundle: Bundle, step: int) -> dict[str, Tensor]:
-        """A bundle's part of the checkpoint after `step` steps."""
+        """A bundle's part of the checkpoint after `step` steps: nothing of what stays in mapped files."""
+        if bundle.segments:
+            return {}
         kinds = {"weights": bundle.authority}
         if bundle.exp_avg is not None and bundle.exp_avg_sq is not None:
             kinds |= {"exp_avg": bundle.exp_avg, "exp_avg_sq": bundle.exp_avg_sq}
@@ -222,7 +250,7 @@ class HostStore:
         return list(dict.fromkeys(binding.bundle for binding in self.bindings[layer]))
 
     def num_parameters(self) -> int:
-        return sum(parameter.shape.numel() for _, parameter in self._parameters())
+        return sum(parameter.shape.numel() for bundle in self.bundles for parameter in bundle.parameters)
 
     def nbytes(self) -> int:
         """Host memory the store holds."""
@@ -232,14 +260,15 @@ class HostStore:
         """Undo page-locking. The buffers live on as long as somebody refers to them."""
         self._memory.close()
 
-    def _parameters(self) -> Iterator[tuple[Bundle, FlatParameter]]:
+    def _held(self) -> Iterator[tuple[Bundle, FlatParameter]]:
+        """All but what stays in files."""
         for bundle in self.bundles:
-            for parameter in bundle.parameters:
-                yield bundle, parameter
+            if not bundle.segments:
+                yield from ((bundle, parameter) for parameter in bundle.parameters)
 
     def _fills(self, layer: int) -> set[int]:
         """Bundles whose first user is `layer`: the ones it initialises."""
-        return {bundle.index for bundle in self.bundles if bundle.layers[0] == layer}
+        return {bundle.index for bundle in self.bundles if bundle.layers[0] == layer and not bundle.segments}
 
     def _allocate(self, bundle: Bundle) -> None:
         versions = self.policy.versions if bundle.trainable else 1
@@ -286,8 +315,10 @@ def owner_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
     return layer.get_submodule(prefix), name
 
 
-def _collect_bundles(model: LayeredModel) -> tuple[list[Bundle], list[list[Binding]]]:
-    """Group parameters by (who uses them, trainable), in order of first use."""
+def _collect_bundles(
+    model: LayeredModel, mapped: Mapping[str, object]
+) -> tuple[list[Bundle], list[list[Binding]]]:
+    """Group parameters by (who uses them, trainable, mapped), in order of first use."""
     users: dict[int, list[int]] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
     for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
@@ -296,11 +327,11 @@ def _collect_bundles(model: LayeredModel) -> tuple[list[Bundle], list[list[Bindi
             if index not in users[id(parameter)]:
                 users[id(parameter)].append(index)
             first.setdefault(id(parameter), (f"{name}.{path}", parameter))
-    groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
-    for key, (_, parameter) in first.items():
-        groups.setdefault((tuple(users[key]), parameter.requires_grad), []).append(key)
+    groups: dict[tuple[tuple[int, ...], bool, bool], list[int]] = {}
+    for key, (name, parameter) in first.items():
+        groups.setdefault((tuple(users[key]), parameter.requires_grad, name in mapped), []).append(key)
     bundles, place, decayed = [], {}, decayed_names(model)
-    for index, ((layers, trainable), keys) in enumerate(groups.items()):
+    for index, ((layers, trainable, _), keys) in enumerate(groups.items()):
         bundle = _lay_out(index, layers, trainable, [first[key] for key in keys], decayed)
         bundles.append(bundle)
         by_name = {parameter.name: parameter for parameter in bundle.parameters}
@@ -329,3 +360,18 @@ def _lay_out(
         start = -(-(start + parameter.numel()) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
         decayed = start if name in with_decay else decayed
     return Bundle(index, layers, trainable, tuple(placed), start, decayed)
+
+
+def _segments(
+    bundle: Bundle, mapped: Mapping[str, Sequence[Tensor]], dtype: torch.dtype
+) -> Iterator[Segment]:
+    assert not bundle.trainable, f"{bundle.parameters[0].name} is trained, so it cannot stay in a file"
+    for parameter in bundle.parameters:
+        start = parameter.start
+        for memory in mapped[parameter.name]:
+            assert memory.ndim == 1 and memory.dtype == dtype, (
+                f"{parameter.name}: {memory.dtype}, not {dtype}"
+            )
+            yield Segment(start, memory)
+            start += memory.numel()
+        assert start == parameter.stop, f"{parameter.name}: {start - parameter.start} elements are mapped"

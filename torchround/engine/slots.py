@@ -143,10 +143,9 @@ class WeightUpload:
             self._ordering.before_upload(bundle.index, self._version)
             self.waited_s += time.perf_counter() - start_s
         start, stop = self._done_elements, min(self._done_elements + numel, part.numel)
-        master = bundle.masters[self._version % len(bundle.masters)]
-        self._device.copy(
-            Stream.WEIGHT_UPLOAD, self.slot.memory[part.start + start : part.start + stop], master[start:stop]
-        )
+        for source in bundle.sources(self._version, start, stop):
+            target = self.slot.memory[part.start + source.start :][: source.memory.numel()]
+            self._device.copy(Stream.WEIGHT_UPLOAD, target, source.memory)
         self._done_elements = stop
         if stop == part.numel:
             self._part, self._done_elements = self._part + 1, 0

@@ -1,9 +1,10 @@
 """LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from torchround.config import LoraTable
@@ -46,6 +47,10 @@ class WithAdapters:
     def __init__(self, base: PretrainedWeights, adapters: PretrainedWeights) -> None:
         self.folder = base.folder
         self._parts = base, adapters
+
+    def map_tensors(self, parameters: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
+        """Parameters of the base, as `PretrainedWeights.map_tensors`."""
+        return self._parts[0].map_tensors(parameters, dtype)
 
     def load(self, views: Mapping[str, Tensor]) -> None:
         """Fill the views of base and adapters."""

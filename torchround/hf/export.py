@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchround.checkpoint.tensor_file import DTYPE_NAMES, memory_of
+from torchround.hf.errors import HFError
 from torchround.hf.files import PIECE_BYTES, TensorFiles
 from torchround.hf.folder import INDEX_FILE, SINGLE_FILE, StoredTensor
 from torchround.hf.pretrained import HFTensors
@@ -104,9 +105,22 @@ def unstack(
     names: Mapping[str, HFTensors],
     stored: Mapping[str, StoredTensor],
     dtype_of: Callable[[str], torch.dtype],
+    base: Mapping[str, StoredTensor] | None = None,
 ) -> Iterator[ExportedTensor]:
-    """Every Hugging Face tensor of parameters `stored` by name; a parameter of several is cut into them."""
+    """Every Hugging Face tensor of parameters `stored` by name; a parameter of several is cut into them.
+
+    What is not stored was mapped from the `base`, whose tensors these are by their own names. Raises `HFError` where
+    there is none.
+    """
     for parameter, tensors in names.items():
+        if parameter not in stored:
+            if base is None:
+                raise HFError(
+                    f"{parameter} is not in the checkpoint, and there is no base folder to take it from"
+                )
+            for name in (tensors,) if isinstance(tensors, str) else tensors:
+                yield ExportedTensor(name, base[name], dtype_of(name))
+            continue
         source = stored[parameter]
         if isinstance(tensors, str):
             yield ExportedTensor(tensors, source, dtype_of(tensors))

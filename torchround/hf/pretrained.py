@@ -16,6 +16,7 @@ from torch import Tensor
 from torchround.hf.errors import HFError
 from torchround.hf.files import PIECE_BYTES, TensorFiles
 from torchround.hf.folder import SINGLE_FILE, StoredTensor, read_folder
+from torchround.hf.mapping import MappedFiles, can_map
 from torchround.hf.mxfp4 import BLOCK, dequantise
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -49,21 +50,51 @@ class PretrainedWeights:
         for name, tensors in names.items():
             wanted.update(_tensor_shapes(tensors, tuple(shapes[name])))
         self._check(wanted, set(redundant))
-        self.total_bytes = sum(self._tensors[part].nbytes for name in wanted for part in self._stored(name))
+        self._mapped: frozenset[str] = frozenset()
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the files, what `load` reads."""
+        return sum(
+            self._tensors[part].nbytes
+            for name, tensors in self._names.items()
+            for tensor in _names_in(tensors)
+            for part in self._stored(tensor)
+            if name not in self._mapped
+        )
 
     def load(self, views: Mapping[str, Tensor]) -> None:
-        """Fill the views of all parameters that have tensors here; a progress bar on a terminal."""
+        """Fill the views of all parameters that have tensors here, but mapped ones; a progress bar on a terminal."""
         with _progress(self.folder, self.total_bytes) as advance, TensorFiles() as files:
             for name, tensors in self._names.items():
+                if name in self._mapped:
+                    continue
                 for tensor, view in _parts(tensors, views[name]):
                     self._read(files, tensor, view)
                     advance(sum(self._tensors[part].nbytes for part in self._stored(tensor)))
+
+    def map_tensors(self, parameters: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
+        """Map those of the parameters that the files hold as numbers of `dtype`, and read none of them.
+
+        Each is flat tensors that make it up one after the other, read-only. From then on `load` leaves them alone.
+        """
+        files, mapped = MappedFiles(), {}
+        for name in parameters:
+            stored = [self._tensors[part] for part in _names_in(self._names[name]) if part in self._tensors]
+            if len(stored) == len(_names_in(self._names[name])) and all(can_map(t, dtype) for t in stored):
+                mapped[name] = tuple(map(files.flat, stored))
+        self._mapped = frozenset(mapped)
+        return mapped
+
+    def stored_tensors(self) -> Mapping[str, StoredTensor]:
+        """Every tensor of the folder by its name there."""
+        return self._tensors
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The type of each tensor as the folder has it; bfloat16 where it is MXFP4."""
         found = {}
         for tensors in self._names.values():
-            for name in (tensors,) if isinstance(tensors, str) else tensors:
+            for name in _names_in(tensors):
                 stored = self._tensors.get(name)
                 found[name] = (stored.dtype if stored else None) or torch.bfloat16
         return found
@@ -128,6 +159,10 @@ def _read_mxfp4(files: TensorFiles, blocks: StoredTensor, scales: StoredTensor, 
         shared = files.read(scales, expert * scale_bytes, scale_bytes).view(scales.shape[1:]).clone()
         packed = files.read(blocks, expert * block_bytes, block_bytes).view(blocks.shape[1:])
         matrix.copy_(dequantise(packed, shared).T)
+
+
+def _names_in(tensors: HFTensors) -> tuple[str, ...]:
+    return (tensors,) if isinstance(tensors, str) else tensors
 
 
 def _parts(tensors: HFTensors, view: Tensor) -> Iterator[Part]:
