@@ -89,7 +89,7 @@ def test_nothing_is_allocated_after_the_second_step(workers, policy):
                 [device.num_allocations for device in engine.devices],
                 torch.cuda.memory_stats()["num_device_alloc"],
                 torch.cuda.memory_reserved(),
-                engine._pool.allocated_bytes,
+                engine.pool.allocated_bytes,
                 store.nbytes(),
             )
 

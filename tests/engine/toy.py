@@ -15,7 +15,7 @@ from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.host_store import HostStore
-from torchround.layer import IGNORED_LABEL, LayeredModel, MicroBatch
+from torchround.layer import IGNORED_LABEL, LayeredModel, LayerWork, MicroBatch
 from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
 from torchround.pipeline.partition import Partition
 
@@ -32,7 +32,12 @@ PARTITIONS = {
 }
 
 
-class ToyEmbedding(nn.Module):
+class ToyLayer(nn.Module):
+    def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
+        return LayerWork(0.0, 0, batch * tokens * WIDTH * element_bytes)
+
+
+class ToyEmbedding(ToyLayer):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH, device="meta"))
@@ -44,7 +49,7 @@ class ToyEmbedding(nn.Module):
         self.weight.normal_(generator=generator)
 
 
-class ToyBlock(nn.Module):
+class ToyBlock(ToyLayer):
     """A gated residual block; `before_forward` lets a test plant a fault."""
 
     def __init__(self) -> None:

@@ -34,6 +34,7 @@ from torchround.engine.passes import (
     kept_boundaries,
 )
 from torchround.engine.results import StepResult
+from torchround.engine.reserve import Footprint, Reserve
 from torchround.engine.slots import upload_use
 from torchround.engine.staging import Boundary
 from torchround.engine.watchdog import Watchdog, WatchedDevice
@@ -93,9 +94,9 @@ class Engine:
         self.devices = list(devices)
         self._board = Board(observer)
         self._ordering = Ordering(self._board, store.policy.versions)
-        self._pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
-        self._life = Lifecycle(self._board, self._pool, self.devices)
-        self._next_slot = self._next_pass = self._next_job = 0
+        self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
+        self._life = Lifecycle(self._board, self.pool, self.devices)
+        self._next_slot = self._next_pass = self._next_job = self._next_save = 0
         self._step = store.step
         self._awaiting_step = False
         self._results: list[StepResult] = []
@@ -105,9 +106,10 @@ class Engine:
         workers = self._make_workers(model, watched)
         optimizer_worker = OptimizerWorker(
             store,
+        self._reserve = Reserve(model, store, self.pool, len(self.devices))
             self._board,
             self._ordering,
-            self._pool,
+            self.pool,
             optimizer,
             self.settings.max_norm,
             self._life.fail,
@@ -214,12 +216,12 @@ class Engine:
             index=self._next_pass,
             training=training,
             step=self._step,
-            version=self.store.policy.version_read(self._step) if training else self._step,
+            version=version,
             loss_scale=loss_scale / max(num_labels, 1),
             num_labels=num_labels,
             micro_batches=tuple(
                 host_micro_batch(
-                    micro_batch, self._pool, self._board.observer, len(readers[index]), self._synchronize
+                    micro_batch, self.pool, self._board.observer, len(readers[index]), self._synchronize
                 )
                 for index, micro_batch in enumerate(micro_batches)
             ),
@@ -236,6 +238,9 @@ class Engine:
             self._board.post(Fact("task", task.slot), Order(task, work, self._contributions(task)))
         self._next_slot += len(tasks)
 
+        version = self.store.policy.version_read(self._step) if training else self._step
+        footprint = Footprint.of(tasks, micro_batches, training, self._step, version)
+        sizes = self._reserve.cover(footprint, self._results[-1].work.footprint if self._results else None)
     def _expect_gradients(self, rounds: int) -> None:
         for bundle in self.store.trained:
             self._ordering.expect_gradient(bundle.index, self._step, rounds * len(bundle.layers))
@@ -252,11 +257,15 @@ class Engine:
         return parts
 
     def _post_job(self, job: CollectGradients | UpdateWeights) -> None:
+            footprint=footprint,
+            sizes=sizes,
         self._board.post(Fact("job", self._next_job), job)
+        if self._next_pass == 0:
+            self._board.post(Fact("sizes", 0), sizes)
         self._next_job += 1
 
     def _track(self, work: Pass, tasks: list[StageTask]) -> StepResult:
-        result = StepResult(work, tasks, self._pool, self._wait_in_call)
+        result = StepResult(work, tasks, self.pool, self._wait_in_call)
         self._results.append(result)
         return result
 
@@ -297,7 +306,7 @@ class Engine:
             store=self.store,
             board=self._board,
             ordering=self._ordering,
-            pool=self._pool,
+            pool=self.pool,
             layer_names=model.names,
             stages=self.partition.stages(),
             num_devices=len(self.devices),

@@ -12,7 +12,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
@@ -26,6 +27,7 @@ from torchround.engine.observer import Observer
 REGISTRATION_BYTES = 64 * GIB  # one registration of 512 GiB or more fails and leaves an error behind
 FILL_BYTES = 64 * 2**20  # one thread's piece when a new buffer is filled
 MOST_FILL_THREADS = 16
+PAGE_BYTES = 4096  # pool buffers start and end at a page
 
 
 class PinningWarning(UserWarning):
@@ -70,6 +72,7 @@ class HostMemory:
 
     def __init__(self, pinned: bool, locker: PageLocker | None = None) -> None:
         self.allocated_bytes = 0
+        self.num_allocations = 0
         self._pinned = pinned
         self._locker = locker or CudaPageLocker()
         self._lock = threading.Lock()
@@ -79,6 +82,7 @@ class HostMemory:
         """A zeroed uint8 buffer of exactly `nbytes`; `for_devices` asks for page-locked memory."""
         with self._lock:
             self.allocated_bytes += nbytes
+            self.num_allocations += nbytes > 0
         if not (self._pinned and for_devices) or nbytes == 0:
             return torch.zeros(nbytes, dtype=torch.uint8)
         mapping = _map(nbytes)
@@ -151,15 +155,19 @@ def _fill(buffer: Tensor) -> None:
 
 
 class HostBuffer:
-    """A pool buffer and the device events after which its bytes may be overwritten."""
+    """A pool buffer and the device events after which its bytes may be overwritten.
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
+    `memory` is as much of `space` as was asked for.
+    """
+
+    def __init__(self, space: Tensor) -> None:
+        self.space = space
+        self.memory = space
         self.busy: list[Event] = []
 
 
 class HostPool:
-    """Host buffers by exact size, reused in turn, so that a steady run allocates nothing.
+    """Host buffers by size in pages, reused in turn, so that a steady run allocates nothing.
 
     A taker must make its writing stream wait for `HostBuffer.busy` first; what the giving thread did itself is
     in the past.
@@ -170,28 +178,68 @@ class HostPool:
         self._observer = observer
         self._lock = threading.Lock()
         self._free: dict[int, list[HostBuffer]] = defaultdict(list)
+        self._owned: Counter[int] = Counter()
+        self.reserved_bytes = 0
 
     @property
     def allocated_bytes(self) -> int:
-        """Everything ever taken from the system; constant once the run is steady."""
+        """Everything ever taken from the system: `reserved_bytes`, and what was taken in need."""
         return self._memory.allocated_bytes
 
+    @property
+    def num_allocations(self) -> int:
+        """How often something was taken from the system."""
+        return self._memory.num_allocations
+
+    def reserve(self, counts: Mapping[int, int]) -> None:
+        """From now on there are at least so many buffers, by their bytes. One allocation for all that are missing."""
+        wanted: Counter[int] = Counter()
+        for nbytes, number in counts.items():
+            wanted[_whole_pages(nbytes)] += number
+        missing = wanted - self._owned
+        space = self._memory.allocate(
+            sum(size * number for size, number in missing.items()), for_devices=True
+        )
+        self.reserved_bytes += space.numel()
+        sizes = [size for size, number in missing.items() for _ in range(number)]
+        for size, part in zip(sizes, space.split(sizes) if sizes else (), strict=True):
+            self._add(size)
+            self.give(HostBuffer(part), busy=[])
+
     def take(self, nbytes: int) -> HostBuffer:
-        with self._lock:
-            if self._free[nbytes]:
-                buffer = self._free[nbytes].pop()
-                self._observer.waited(buffer)
-                return buffer
-        return HostBuffer(self._memory.allocate(nbytes, for_devices=True))
+        """A buffer of `nbytes`: a free one, else a new one, which page-locks memory in the middle of a step."""
+        size = _whole_pages(nbytes)
+        buffer = self._take_free(size)
+        if buffer is None:
+            self._add(size)
+            buffer = HostBuffer(self._memory.allocate(size, for_devices=True))
+        buffer.memory = buffer.space[:nbytes]
+        return buffer
 
     def give(self, buffer: HostBuffer, busy: list[Event]) -> None:
         """Return a buffer; `busy` are the events of the last reads of it."""
         buffer.busy = busy
         self._observer.posted(buffer)
         with self._lock:
-            self._free[buffer.memory.numel()].append(buffer)
+            self._free[buffer.space.numel()].append(buffer)
 
     def close(self) -> None:
         with self._lock:
             self._memory.close()
             self._free.clear()
+
+    def _take_free(self, size: int) -> HostBuffer | None:
+        with self._lock:
+            if not self._free[size]:
+                return None
+            buffer = self._free[size].pop()
+            self._observer.waited(buffer)
+            return buffer
+
+    def _add(self, size: int) -> None:
+        with self._lock:
+            self._owned[size] += 1
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -5,10 +5,11 @@ finished but not undone: an update that failed in the middle is completed before
 host store holds a whole number of updates (DESIGN section 8).
 """
 
+import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torchround.config import OptimizerTable
@@ -132,40 +133,50 @@ class OptimizerWorker:
         self._board.note_progress()
 
     def _collect(self, job: CollectGradients) -> None:
-        """Deepest layers first: the order in which gradients land."""
-        for bundle in reversed(self._store.trained):
+        """Round by round, and in each the deepest layers first: the order in which gradients land."""
+        for bundle, parts in self._landing_order(job.step):
             self._place = self._place_of(bundle)
-            landings = [
-                self._ordering.before_gradient_read(bundle.index, job.step, part)
-                for part in range(self._ordering.contributions(bundle.index, job.step))
-            ]
+            landings = [self._ordering.before_gradient_read(bundle.index, job.step, part) for part in parts]
             start = time.perf_counter()
             if bundle.adds_up:
-                self._add_up(bundle, landings)
-            self._squares[bundle.index] = self._norm_squared(bundle)
+                self._add_up(bundle, job.step, parts, landings)
+            if parts.stop == self._ordering.contributions(bundle.index, job.step):
+                self._squares[bundle.index] = self._norm_squared(bundle)
             self._busy_s += time.perf_counter() - start
         self._losses = [self._loss_sum(fact) for fact in job.losses]
         self._num_labels = job.num_labels
 
+        # Last: devices that wait until a part of a gradient is consumed get no further with later losses.
     def _loss_sum(self, fact: Fact) -> float:
         boundary = self._board.wait(fact)
         assert isinstance(boundary, Boundary), f"{fact} is {boundary!r}"
         return read_loss(boundary, self._pool)
 
-    def _add_up(self, bundle: Bundle, landings: list[HostBuffer]) -> None:
-        """Sum the parts in their fixed order, in fp32, and give their buffers back."""
+    def _landing_order(self, step: int) -> Iterator[tuple[Bundle, range]]:
+        """Bundles, and which parts of their gradient one round makes."""
+        for round_index in itertools.count():
+            for bundle in reversed(self._store.trained):
+                uses = len(bundle.layers)
+                parts = range(round_index * uses, (round_index + 1) * uses)
+                if parts.stop > self._ordering.contributions(bundle.index, step):
+                    return
+                yield bundle, parts
+
+    def _add_up(self, bundle: Bundle, step: int, parts: range, landings: list[HostBuffer]) -> None:
+        """Add parts to the sum in their fixed order, in fp32, and give their buffers back."""
         assert bundle.gradient is not None, f"bundle {bundle.index} has no gradient buffer"
-        for position, buffer in enumerate(landings):
-            part = buffer.memory.view(self._store.gradient_dtype)
+        for part, buffer in zip(parts, landings, strict=True):
+            landed = buffer.memory.view(self._store.gradient_dtype)
             self._board.observer.touched(reads=[buffer.memory], writes=[bundle.gradient])
-            if position == 0:
-                bundle.gradient.copy_(part)
+            if part == 0:
+                bundle.gradient.copy_(landed)
             else:
-                bundle.gradient.add_(part)
+                bundle.gradient.add_(landed)
             self._pool.give(buffer, busy=[])
 
     def _norm_squared(self, bundle: Bundle) -> float:
         """Added parameter by parameter in a fixed order, so that it does not depend on the layout."""
+            self._ordering.part_consumed(bundle.index, step, part)
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         self._board.observer.touched(reads=[gradient], writes=())

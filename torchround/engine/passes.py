@@ -8,6 +8,7 @@ import torch
 from torchround.engine.device import Event
 from torchround.engine.host_memory import HostPool
 from torchround.engine.observer import Observer
+from torchround.engine.reserve import Footprint, StagingSizes
 from torchround.engine.staging import Boundary, Packing, fill
 from torchround.layer import MicroBatch
 from torchround.pipeline.partition import Partition, StageKind
@@ -20,7 +21,8 @@ class Pass:
 
     `step` counts the training steps before it; `version` is the weight version it reads. `loss_scale`
     multiplies the loss before the backward pass. `handovers` and `kept` are the layers whose input a forward
-    or fused stage, a backward stage takes from the host.
+    or fused stage, a backward stage takes from the host. `sizes` is what its devices need space for, `footprint`
+    what decides that.
     """
 
     index: int
@@ -32,6 +34,8 @@ class Pass:
     micro_batches: tuple[Boundary, ...]
     handovers: frozenset[int]
     kept: frozenset[int]
+    footprint: Footprint
+    sizes: StagingSizes
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Packing:
         ranges, start = [], 0
         for tensor in tensors:
             ranges.append((start, start + tensor.nbytes))
-            start += _aligned(tensor.nbytes)
+            start += aligned(tensor.nbytes)
         return Packing(
             tuple(tensor.shape for tensor in tensors),
             tuple(tensor.dtype for tensor in tensors),
@@ -127,16 +127,25 @@ class Ring:
         self._outgrown: list[RingEntry] = []
         self._turn = 0
 
+    def reserve(self, nbytes: int) -> None:
+        """Nothing up to `nbytes` will have to be allocated later."""
+        for turn in range(len(self._entries)):
+            self._entry(turn, nbytes)
+
     def next(self, nbytes: int) -> RingEntry:
         """The least recently used entry, of at least `nbytes`. The writer must wait for `released`."""
         self._turn = (self._turn + 1) % len(self._entries)
-        entry = self._entries[self._turn]
+        return self._entry(self._turn, nbytes)
+
+    def _entry(self, turn: int, nbytes: int) -> RingEntry:
+        entry = self._entries[turn]
         if entry is None or entry.memory.numel() < nbytes:
             if entry is not None:
                 self._outgrown.append(entry)
-            entry = self._entries[self._turn] = RingEntry(self._device.allocate(nbytes))
+            entry = self._entries[turn] = RingEntry(self._device.allocate(nbytes))
         return entry
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """What a tensor takes up in a packing."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -5,7 +5,17 @@ from torch import Tensor
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.host_memory import HostPool
 from torchround.engine.ordering import Board, Fact
-from torchround.engine.staging import Boundary, Packing, Ring, RingEntry, as_hidden, as_tuple, fill
+from torchround.engine.reserve import LOSS_BYTES, StagingSizes
+from torchround.engine.staging import (
+    Boundary,
+    Packing,
+    Ring,
+    RingEntry,
+    aligned,
+    as_hidden,
+    as_tuple,
+    fill,
+)
 from torchround.layer import Hidden, MicroBatch
 
 
@@ -17,28 +27,48 @@ class Traffic:
         self._board = board
         self._pool = pool
         self._hidden_in, self._gradients_in, self._out = Ring(device), Ring(device), Ring(device)
-        self._integers: dict[int, tuple[Boundary, RingEntry, MicroBatch]] = {}
+        # By place in the round: space for a micro-batch's integers, and the one whose are there.
+        self._integers: dict[int, RingEntry] = {}
+        self._micro_batches: dict[int, tuple[Boundary, MicroBatch]] = {}
+        self._prepared: set[StagingSizes] = set()
         # Buffers that became too small, kept because another stream may still read them.
         self._outgrown: list[RingEntry] = []
         self._stage_end: Event | None = None
+
+    def prepare(self, sizes: StagingSizes) -> None:
+        """Allocate now what the passes of these sizes would else allocate at different times."""
+        if sizes in self._prepared:
+            return
+        self._prepared.add(sizes)
+        for position in range(sizes.micro_batches):
+            self._integer_space(position, sizes.integer_bytes)
+        if sizes.boundary_bytes:
+            self._hidden_in.reserve(sizes.boundary_bytes)
+            if sizes.training:
+                self._gradients_in.reserve(sizes.boundary_bytes)
+        self._out.reserve(max(sizes.boundary_bytes, aligned(LOSS_BYTES)))
 
     def bring_micro_batch(self, boundary: Boundary, position: int) -> tuple[MicroBatch, RingEntry]:
         """A micro-batch's integers, uploaded once per round and kept for its other stages on this device.
 
         `position` is the micro-batch's place in its round.
         """
-        cached = self._integers.get(position)
+        entry = self._integer_space(position, boundary.memory.numel())
+        cached = self._micro_batches.get(position)
         if cached is not None and cached[0] is boundary:
-            return cached[2], cached[1]
-        entry = None if cached is None else cached[1]
-        if entry is None or entry.memory.numel() < boundary.memory.numel():
-            if entry is not None:
-                self._outgrown.append(entry)
-            entry = RingEntry(self._device.allocate(boundary.memory.numel()))
+            return cached[1], entry
         entry.released = self._stage_end
         micro_batch = MicroBatch(*self._upload(boundary, entry), **boundary.facts)
-        self._integers[position] = (boundary, entry, micro_batch)
+        self._micro_batches[position] = (boundary, micro_batch)
         return micro_batch, entry
+
+    def _integer_space(self, position: int, nbytes: int) -> RingEntry:
+        entry = self._integers.get(position)
+        if entry is None or entry.memory.numel() < nbytes:
+            if entry is not None:
+                self._outgrown.append(entry)
+            entry = self._integers[position] = RingEntry(self._device.allocate(nbytes))
+        return entry
 
     def end_stage(self) -> None:
         """All computation of a stage is enqueued."""

@@ -98,6 +98,7 @@ class Worker:
     def _main(self) -> None:
         try:
             self._device.enter_thread()
+            self._traffic.prepare(self._await(Fact("sizes", 0)))
             while True:
                 order: Order = self._await(Fact("task", self._next_slot))
                 self._run(order)
@@ -112,6 +113,7 @@ class Worker:
     def _run(self, order: Order) -> None:
         """One stage slot: weights in, every micro-batch, gradients out."""
         self._order = order
+        self._traffic.prepare(order.work.sizes)
         upload = self._upload or self._start_upload(order)
         self._upload = None
         if upload.blocked:

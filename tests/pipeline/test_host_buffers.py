@@ -1,0 +1,141 @@
+"""The pool's size against every order in which devices could get on: never too small, and never larger."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.host_buffers import HeldPass, boundary_pool_bytes, held_cuts, most_buffers
+from torchround.pipeline.memory import host_activation_bytes
+from torchround.pipeline.partition import Partition, Stage, StageKind
+from torchround.pipeline.schedule import evaluation_tasks, step_tasks
+
+FORWARD, FUSED, BACKWARD = StageKind.FORWARD, StageKind.FUSED, StageKind.BACKWARD
+
+
+def most_alive(passes, num_devices, ahead):
+    """By trying every order of single micro-batches: most boundaries alive at once.
+
+    `passes` are lists of stage tasks. A device takes its slots in order, a slot its micro-batches; a micro-batch
+    needs the stage before it; only `ahead` stages of a pass may begin before the pass before it is done.
+    """
+    tasks = [(number, task) for number, tasks in enumerate(passes) for task in tasks]
+    first = {number: next(i for i, (n, _) in enumerate(tasks) if n == number) for number, _ in tasks}
+    kept = [{t.stage.start for t in of_pass if t.stage.kind is BACKWARD} - {0} for of_pass in passes]
+    last_layer = max(task.stage.stop for _, task in tasks)
+
+    def may_run(state, i):
+        number, task = tasks[i]
+        if state[i] == len(task.micro_batches):
+            return False
+        mine = (j for j in range(i) if tasks[j][1].device == task.device)
+        if any(state[j] < len(tasks[j][1].micro_batches) for j in mine):
+            return False
+        if task.stage_index and state[i - 1] <= state[i]:
+            return False
+        waits = number and task.stage_index >= ahead
+        return not waits or all(state[j] == len(tasks[j][1].micro_batches) for j in range(first[number]))
+
+    def run(alive, i, done):
+        number, task = tasks[i]
+        stage, m = task.stage, task.micro_batches[done]
+        readers = Counter(dict(alive))
+        if stage.start > 0:
+            readers[number, "input", stage.start, m] -= 1
+        if stage.kind is BACKWARD:
+            readers[number, "gradient", stage.stop, m] -= 1
+        if stage.kind is FORWARD:
+            for cut in range(stage.start + 1, min(stage.stop, last_layer - 1) + 1):
+                readers[number, "input", cut, m] += (cut in kept[number]) + (cut == stage.stop)
+        elif stage.start > 0:
+            readers[number, "gradient", stage.start, m] += 1
+        assert all(count >= 0 for count in readers.values())
+        return frozenset((key, count) for key, count in readers.items() if count)
+
+    start = (0,) * len(tasks)
+    seen, found, most = {start: frozenset()}, [start], 0
+    while found:
+        state = found.pop()
+        most = max(most, len(seen[state]))
+        for i in range(len(tasks)):
+            if may_run(state, i):
+                after = (*state[:i], state[i] + 1, *state[i + 1 :])
+                if after not in seen:
+                    seen[after] = run(seen[state], i, state[i])
+                    found.append(after)
+    return most
+
+
+def planned(stages, sizes, ahead, num_devices):
+    held = HeldPass(tuple(stages), sizes, ahead)
+    return most_buffers([held, held], num_devices, lambda cut, size: 1)[1]
+
+
+PARTITIONS = [
+    Partition((), 3, ()),
+    Partition((2,), 1, (2,)),
+    Partition((1, 1), 1, (2,)),
+    Partition((2,), 1, (1, 1)),
+    Partition((1, 1), 1, (1, 1)),
+    Partition((3,), 1, (1, 2)),
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(PARTITIONS),
+    st.integers(1, 3),
+    st.sampled_from([(1, 2), (2, 1), (3, 1), (3, 2)]),
+    st.integers(0, 3),
+)
+def test_it_is_what_the_worst_order_of_the_devices_needs(partition, num_devices, batches, ahead):
+    num_micro_batches, rounds = batches
+    rounds = min(rounds, num_micro_batches)
+    one = step_tasks(partition, num_micro_batches, rounds, num_devices)
+    two = step_tasks(partition, num_micro_batches, rounds, num_devices, len(one))
+    sizes = tuple({0: len(task.micro_batches)} for task in one if task.stage_index == 0)
+    needed = most_alive([one, two], num_devices, ahead)
+    bound = planned(partition.stages(), sizes, min(ahead, len(partition.stages())), num_devices)
+    assert bound == needed
+
+
+def test_a_forward_only_pass_holds_one_boundary_for_each_micro_batch():
+    partition = Partition((1, 1), 1, (2,))
+    tasks = evaluation_tasks(partition, 4, 2)
+    assert most_alive([tasks], 2, 0) == 4
+    held = HeldPass(tuple(task.stage for task in tasks), ({0: 4},), 0)
+    assert most_buffers([held], 2, lambda cut, size: 1) == {1: 4}
+
+
+def test_what_a_micro_batch_holds_grows_to_the_fused_stage_and_shrinks_after_it():
+    # Backward stages start at 4, 2 and 0: the inputs of layers 4 and 2 wait for them.
+    stages = Partition((3, 3), 1, (2, 2, 2)).stages()
+    assert [(stage.kind, stage.start) for stage in stages][2:] == [
+        (FUSED, 6),
+        (BACKWARD, 4),
+        (BACKWARD, 2),
+        (BACKWARD, 0),
+    ]
+    assert held_cuts(stages) == [[], [2, 3], [2, 4, 6], [2, 4, 6], [2, 4], [2], []]
+    assert held_cuts((Stage(FORWARD, 0, 2), Stage(FORWARD, 2, 3))) == [[], [2], []]
+
+
+def test_uneven_micro_batches_and_boundaries_get_buffers_of_their_own():
+    """Two of size 3 and one of size 2; the input of layer 1 is twice as large as that of layer 2."""
+    stages = Partition((1, 1), 1, (2,)).stages()
+    held = HeldPass(stages, ({3: 2, 2: 1},), 0)
+    buffers = most_buffers([held], 2, lambda cut, size: 10 * cut * size)
+    assert buffers == {30: 2, 60: 2, 20: 1, 40: 1}
+
+
+@pytest.mark.parametrize("update", ["sync", "async"])
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_the_planner_counts_no_less_than_what_is_allocated(update, rounds, num_devices):
+    """Its search uses a simpler count, which must stay on the safe side."""
+    costs = Costs(tuple(LayerCost(str(index), 1.0, 2.0, boundary_bytes=8 + index) for index in range(7)))
+    for partition in (Partition((3, 3), 1, (1, 1, 2, 2)), Partition((1, 2, 2), 2, (4, 1))):
+        arguments = (partition, costs, num_devices, 5, rounds, update)
+        assert 0 < boundary_pool_bytes(*arguments) <= host_activation_bytes(*arguments)

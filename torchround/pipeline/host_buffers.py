@@ -1,0 +1,136 @@
+"""How many boundaries wait on the host at once, at the most: what the pool of host buffers is sized by.
+
+A micro-batch holds the boundaries that are kept for its backward stages and the one it is on its way with. For each
+stage slot that may be the first one unfinished, this counts how far every round can be by then. Which device is how
+fast does not matter, so the pool is never too small; in small cases tried out in full it is exact.
+
+Shapes: N devices, S stages of a pass.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchround.pipeline.costs import Costs
+from torchround.pipeline.partition import Partition, Stage, StageKind
+from torchround.pipeline.schedule import split_evenly
+
+
+@dataclass(frozen=True)
+class HeldPass:
+    """A pass as far as its boundaries go.
+
+    `rounds`: how many micro-batches of each size a round has; what a size is, is the caller's business.
+    `ahead`: how many of its stages may begin before the pass before it is finished.
+    """
+
+    stages: tuple[Stage, ...]
+    rounds: tuple[Mapping[int, int], ...]
+    ahead: int
+
+
+def held_cuts(stages: Sequence[Stage]) -> list[list[int]]:
+    """By stages passed, 0 to S: the layers whose input, or its gradient, a micro-batch has on the host."""
+    kept = {stage.start for stage in stages if stage.kind is StageKind.BACKWARD} - {0}
+    held: list[list[int]] = [[]]
+    waiting: set[int] = set()
+    for stage in stages:
+        if stage.kind is StageKind.FORWARD:
+            waiting |= {cut for cut in kept if stage.start < cut <= stage.stop}
+            under_way = stage.stop
+        else:
+            waiting.discard(stage.start)
+            under_way = stage.start
+        is_new = under_way not in waiting and stage is not stages[-1]
+        held.append(sorted([*waiting, *([under_way] if is_new else [])]))
+    return held
+
+
+def most_buffers(
+    passes: Sequence[HeldPass], num_devices: int, bytes_of: Callable[[int, int], int]
+) -> Counter[int]:
+    """Buffers by bytes that passes which follow each other hold at once, at the most.
+
+    `bytes_of(cut, size)`: of the input of layer `cut`, for a micro-batch of a size.
+    """
+    most: Counter[int] = Counter()
+    tables = [_Table(held, bytes_of) for held in passes]
+    for window in _windows(passes, num_devices):
+        needed: Counter[int] = Counter()
+        for index, round_index, fewest, furthest in window:
+            for size, number in passes[index].rounds[round_index].items():
+                for nbytes, buffers in tables[index].most(size, fewest, furthest).items():
+                    needed[nbytes] += number * buffers
+        most |= needed
+    return most
+
+
+def boundary_pool_bytes(
+    partition: Partition, costs: Costs, num_devices: int, num_micro_batches: int, rounds: int, update: str
+) -> int:
+    """What the pool allocates for boundaries, all micro-batches taken to be as long as the costs'."""
+    stages = partition.stages()
+    sizes = tuple({0: len(part)} for part in split_evenly(num_micro_batches, rounds))
+    held = HeldPass(stages, sizes, ahead=len(stages) if update == "async" else 0)
+    buffers = most_buffers([held, held], num_devices, lambda cut, _: costs.layers[cut - 1].boundary_bytes)
+    return sum(nbytes * number for nbytes, number in buffers.items())
+
+
+class _Table:
+    """What a micro-batch of a pass holds, by size and by bytes of a buffer."""
+
+    def __init__(self, held: HeldPass, bytes_of: Callable[[int, int], int]) -> None:
+        cuts = held_cuts(held.stages)
+        sizes = {size for round_sizes in held.rounds for size in round_sizes}
+        self._counts = {
+            size: [Counter(bytes_of(cut, size) for cut in passed) for passed in cuts] for size in sizes
+        }
+
+    def most(self, size: int, fewest: int, furthest: int) -> Counter[int]:
+        """After at least `fewest` and at most `furthest` stages, of each kind of buffer on its own."""
+        most: Counter[int] = Counter()
+        for counts in self._counts[size][fewest : furthest + 1]:
+            most |= counts
+        return most
+
+
+def _windows(passes: Sequence[HeldPass], num_devices: int) -> Iterator[list[tuple[int, int, int, int]]]:
+    """For each slot that may be the first one unfinished: the rounds begun, as (pass, round, fewest, furthest)."""
+    slots = [
+        (index, number, stage)
+        for index, held in enumerate(passes)
+        for number in range(len(held.rounds))
+        for stage in range(len(held.stages))
+    ]
+    for position, (index, number, finished) in enumerate(slots):
+        furthest = {(index, number): finished + 1}
+        for slot in _reachable(passes, slots, position, num_devices):
+            begun_index, begun_number, stage = slots[slot]
+            furthest[begun_index, begun_number] = stage + 1
+        yield [
+            (*begun, finished if begun == (index, number) else 0, passed)
+            for begun, passed in furthest.items()
+        ]
+
+
+def _reachable(
+    passes: Sequence[HeldPass], slots: Sequence[tuple[int, int, int]], position: int, num_devices: int
+) -> Iterator[int]:
+    """The slots after `position` that can begin before it has ended.
+
+    A slot begins after the end of the one before it on its device and the beginning of the stage before it, and ends
+    after the end of both; a round's first stage needs no other, so a device may run ahead with those of many rounds.
+    """
+    unended = {position}
+    not_begun: set[int] = set()
+    for slot in range(position + 1, len(slots)):
+        index, _, stage = slots[slot]
+        too_early = index != slots[position][0] and stage >= passes[index].ahead
+        if too_early or slot - num_devices in unended or (stage and slot - 1 in not_begun):
+            not_begun.add(slot)
+            if all(slot - back in not_begun for back in range(num_devices)):
+                return
+        else:
+            yield slot
+        if slot in not_begun or (stage and slot - 1 in unended):
+            unended.add(slot)
