@@ -101,12 +101,12 @@ class Engine:
         self._awaiting_step = False
         self._results: list[StepResult] = []
         store.allocate_gradients(self.settings.rounds)
+        self._reserve = Reserve(model, store, self.pool, len(self.devices))
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
         watched = [WatchedDevice(device) for device in self.devices]
         workers = self._make_workers(model, watched)
         optimizer_worker = OptimizerWorker(
             store,
-        self._reserve = Reserve(model, store, self.pool, len(self.devices))
             self._board,
             self._ordering,
             self.pool,
@@ -211,6 +211,9 @@ class Engine:
             for index in task.micro_batches:
                 readers.setdefault(index, set()).add(task.device)
         num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
+        version = self.store.policy.version_read(self._step) if training else self._step
+        footprint = Footprint.of(tasks, micro_batches, training, self._step, version)
+        sizes = self._reserve.cover(footprint, self._results[-1].work.footprint if self._results else None)
         loss_scale = self.store.loss_scaling.scale_of(self._step) if training else 1.0
         work = Pass(
             index=self._next_pass,
@@ -227,7 +230,11 @@ class Engine:
             ),
             handovers=handovers(self.partition),
             kept=kept_boundaries(self.partition) if training else frozenset(),
+            footprint=footprint,
+            sizes=sizes,
         )
+        if self._next_pass == 0:
+            self._board.post(Fact("sizes", 0), sizes)
         self._next_pass += 1
         return work
 
@@ -238,9 +245,6 @@ class Engine:
             self._board.post(Fact("task", task.slot), Order(task, work, self._contributions(task)))
         self._next_slot += len(tasks)
 
-        version = self.store.policy.version_read(self._step) if training else self._step
-        footprint = Footprint.of(tasks, micro_batches, training, self._step, version)
-        sizes = self._reserve.cover(footprint, self._results[-1].work.footprint if self._results else None)
     def _expect_gradients(self, rounds: int) -> None:
         for bundle in self.store.trained:
             self._ordering.expect_gradient(bundle.index, self._step, rounds * len(bundle.layers))
@@ -257,11 +261,7 @@ class Engine:
         return parts
 
     def _post_job(self, job: CollectGradients | UpdateWeights) -> None:
-            footprint=footprint,
-            sizes=sizes,
         self._board.post(Fact("job", self._next_job), job)
-        if self._next_pass == 0:
-            self._board.post(Fact("sizes", 0), sizes)
         self._next_job += 1
 
     def _track(self, work: Pass, tasks: list[StageTask]) -> StepResult:

@@ -143,10 +143,10 @@ class OptimizerWorker:
             if parts.stop == self._ordering.contributions(bundle.index, job.step):
                 self._squares[bundle.index] = self._norm_squared(bundle)
             self._busy_s += time.perf_counter() - start
+        # Last: devices that wait until a part of a gradient is consumed get no further with later losses.
         self._losses = [self._loss_sum(fact) for fact in job.losses]
         self._num_labels = job.num_labels
 
-        # Last: devices that wait until a part of a gradient is consumed get no further with later losses.
     def _loss_sum(self, fact: Fact) -> float:
         boundary = self._board.wait(fact)
         assert isinstance(boundary, Boundary), f"{fact} is {boundary!r}"
@@ -173,10 +173,10 @@ class OptimizerWorker:
             else:
                 bundle.gradient.add_(landed)
             self._pool.give(buffer, busy=[])
+            self._ordering.part_consumed(bundle.index, step, part)
 
     def _norm_squared(self, bundle: Bundle) -> float:
         """Added parameter by parameter in a fixed order, so that it does not depend on the layout."""
-            self._ordering.part_consumed(bundle.index, step, part)
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
         self._board.observer.touched(reads=[gradient], writes=())

@@ -30,9 +30,9 @@ class Fact(NamedTuple):
 
 # Of each kind of fact; {0} is its epoch, {1} and {2} are its key.
 WORDS = {
+    "sizes": "the first pass",
     "task": "stage slot {0} to be handed out",
     "done": "stage slot {0} to be enqueued",
-    "sizes": "the first pass",
     "boundary": "the input of layer {1} for micro-batch {2} of pass {0}",
     "boundary gradient": "the gradient of layer {1}'s input for micro-batch {2} of pass {0}",
     "loss": "the loss of micro-batch {1} of pass {0}",
