@@ -89,6 +89,9 @@ class AlreadyHappened:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 def read_loss(boundary: Boundary, pool: HostPool) -> float:
     """The sum of a micro-batch's token losses, as one of the boundary's readers; waits until it is on the host."""
