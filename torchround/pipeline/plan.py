@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torchround.pipeline.costs import Costs, stage_seconds
+from torchround.pipeline.host_buffers import boundary_pool_bytes
 from torchround.pipeline.infeasible import InfeasiblePlanError, why_infeasible
 from torchround.pipeline.lower_bound import lower_bound_s
 from torchround.pipeline.memory import (
     GIB,
     MemoryLimits,
     device_memory,
-    host_activation_bytes,
     stage_compute_bytes,
     stage_gradient_bytes,
     stage_weight_bytes,
@@ -252,7 +252,7 @@ def _plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
         bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
         lower_bound_s=bound_s,
         device_bytes=device_memory(partition, costs, -(-micro_batches // rounds), limits).total_bytes,
-        host_activation_bytes=host_activation_bytes(
+        host_activation_bytes=boundary_pool_bytes(
             partition, costs, devices, micro_batches, rounds, problem.update
         ),
         stages=stages,
