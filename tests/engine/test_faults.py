@@ -211,28 +211,6 @@ def test_training_goes_on_with_a_new_engine_from_the_state_a_fault_left(monkeypa
     assert_same_state(store.named_views(), state_after(4))
 
 
-def test_a_hang_is_reported_with_what_each_thread_waits_for(monkeypatch):
-    release = threading.Event()
-    forward = ToyBlock.forward
-
-    def stuck(self, hidden, micro_batch):
-        if self.position == 4:
-            release.wait(60)
-        return forward(self, hidden, micro_batch)
-
-    monkeypatch.setattr(ToyBlock, "forward", stuck)
-    monkeypatch.setattr("torchround.engine.lifecycle.JOIN_S", 0.1)
-    engine = toy_engine(marked_model(), toy_store(toy_model()), PARTITION, 2, hang_timeout_s=0.5)
-    with pytest.raises(
-        PipelineError, match=r"no thread made progress for 0\.5 s .*optimizer waits for gradient"
-    ):
-        train(engine, BATCHES)
-    release.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("torchround"):
-            thread.join()
-
-
 def test_a_device_that_is_too_small_is_named_before_anything_runs():
     model = toy_model()
     with pytest.raises(DeviceMemoryError, match=r"cpu:0 has 0\.000 GiB"):
