@@ -1,8 +1,11 @@
 """What a run does besides training: its files, its end, its data, its validation. In this process."""
 
+import hashlib
 import itertools
+import json
 import signal
 import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -22,7 +25,9 @@ from tests.small_run import (
     write_text,
 )
 from torchround.config import load_config
-from torchround.layer import LayeredModel
+from torchround.engine.engine import Engine
+from torchround.engine.results import StepResult
+from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.plan import Plan
 from torchround.run.signals import STOP_SIGNALS
 
@@ -264,6 +269,53 @@ def test_the_step_before_a_validation_counts_in_full_and_the_validation_not_at_a
     steps_s = [line["step_s"] for line in small_runs.steps("run")]
     assert min(steps_s) > 0.1
     assert elapsed_s - sum(steps_s) > 2 * 10 * 4 * 0.03  # two validations of ten batches
+
+
+def test_validation_without_a_label_logs_no_loss_and_warns_once(
+    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
+) -> None:
+    (small_runs.folder / "held-out.jsonl").write_text('{"tokens": [1]}\n{"tokens": [2]}\n')
+    source = '--validation.sources=[{ path = "held-out.jsonl", content = "tokens" }]'
+    assert small_runs("run", source, "--validation.interval_steps=2") == 0
+    assert not any("validation_loss" in line for line in small_runs.steps("run"))
+    assert caplog.text.count("hold no label") == 1
+
+
+def test_a_share_that_is_held_out_is_validated_and_never_trained_on(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the content of every document that a device computes, in two passes over the data and with a resume."""
+    trained, validated = set[str](), set[str]()
+    evaluate, forward_backward = Engine.evaluate, Engine.forward_backward
+
+    def watched(run: Callable[..., StepResult], seen: set[str]) -> Callable[..., StepResult]:
+        def call(engine: Engine, micro_batches: Sequence[MicroBatch]) -> StepResult:
+            for batch in micro_batches:
+                seen.update(hashes_of_documents(batch))
+            return run(engine, micro_batches)
+
+        return call
+
+    monkeypatch.setattr(Engine, "evaluate", watched(evaluate, validated))
+    monkeypatch.setattr(Engine, "forward_backward", watched(forward_backward, trained))
+    overrides = ["--data.validation_fraction=0.2", "--validation.interval_steps=4", "--data.epochs=2"]
+    overrides += ["--training.seq_len=256", "--data.packing=best_fit", "--validation.max_batches=100"]
+    assert small_runs("run", *overrides, "--training.steps=4") == 0
+    assert small_runs("run", *overrides, "--training.steps=1000") == 0
+    texts = {json.loads(line)["text"] for line in (small_runs.folder / "text.jsonl").read_text().splitlines()}
+    assert not trained & validated
+    assert len(validated) > 10 and trained | validated == {
+        hashlib.sha256(bytes(text.encode())).hexdigest() for text in texts
+    }
+
+
+def hashes_of_documents(batch: MicroBatch) -> Iterator[str]:
+    """Of the text of each document, whose tokens are its bytes between BOS and EOS; padding is none."""
+    for tokens, ids in zip(batch.tokens, batch.document_ids, strict=True):
+        for number in ids.unique():
+            content = [token for token in tokens[ids == number].tolist() if token < 256]
+            if content:
+                yield hashlib.sha256(bytes(content)).hexdigest()
 
 
 def test_the_validation_loss_is_that_of_the_newest_weights(

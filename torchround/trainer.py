@@ -32,6 +32,7 @@ from torchround.run.measured_plan import PlanByMeasuring
 from torchround.run.reports import StepReports
 from torchround.run.signals import StopRequest
 from torchround.run.traces import StepTraces
+from torchround.run.validation import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Trainer:
         self._folder = folder
         self._model = model
         self._loader = loader
-        self._validation = validation
+        self._validation = Validation(validation, config.training.micro_batch_size)
         self._choice = devices
         self._plan = plan
         self._pretrained = pretrained
@@ -225,16 +226,10 @@ class Trainer:
                 )
             self._under_way.popleft()
 
-    def _validate(self, engine: Engine) -> float:
-        """Mean loss per label over the validation batches, under the newest weights."""
+    def _validate(self, engine: Engine) -> float | None:
         engine.drain()  # the step under way counts as training time
         with self._reports.throughput.excluded():
-            results = [
-                engine.evaluate(cut(batch, self.config.training.micro_batch_size))
-                for batch in self._validation
-            ]
-            loss_sum = sum(result.loss() * result.num_labels for result in results)
-        return loss_sum / max(sum(result.num_labels for result in results), 1)
+            return self._validation.loss(engine)
 
     def _is_due(self, interval_steps: int) -> bool:
         return interval_steps > 0 and self._position.step % interval_steps == 0

@@ -27,7 +27,7 @@ def test_a_line_in_a_log_is_plain_text_with_all_that_is_known() -> None:
     report.log(record(12, mfu=0.4125, device_peak_gib=10.123, skipped_steps=2, validation_loss=3.5))
     assert stream.getvalue() == (
         "step   12/1000 | loss 3.2500 | grad norm 0.875 | lr 3.00e-04 | 12,346 tokens/s | MFU 41.2 % | "
-        "device 10.12 GiB | host 1.50 GiB | validation loss 3.5000 | skipped 2 | ETA 32 min 56 s\n"
+        "device 10.12 GiB | host 1.50 GiB | validation loss 3.5000 | perplexity 33.12 | skipped 2 | ETA 32 min 56 s\n"
     )
 
 

@@ -46,15 +46,17 @@ def test_a_record_is_one_object_with_the_documented_keys(tmp_path: Path) -> None
     )
     assert list(first) == documented.split(", ")
     assert first["mfu"] == 0.5 and first["device_peak_gib"] is None and first["tokens"] == 4096
-    assert second == {**first, "step": 2, "mfu": None, "validation_loss": 2.5}
+    validated = {"validation_loss": 2.5, "validation_perplexity": pytest.approx(12.182, abs=1e-3)}
+    assert second == {**first, "step": 2, "mfu": None, **validated}
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.log(record(1, loss=float("nan"), grad_norm=float("inf")))
+    file.log(record(1, loss=float("nan"), grad_norm=float("inf"), validation_loss=1000.0))
     file.close()
     assert steps_in(tmp_path / "metrics.jsonl") == [1]
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] is None
+    written = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert written["loss"] is None and written["validation_perplexity"] is None
 
 
 def test_a_resume_drops_the_later_steps_and_goes_on_without_repeating_one(tmp_path: Path) -> None:

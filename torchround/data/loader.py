@@ -59,7 +59,7 @@ def build_validation_loader(
     """The first `validation.max_batches` batches of one unshuffled pass, the same each time.
 
     Without sources of its own: a pass over what `data.validation_fraction` holds out. Documents are treated as
-    `data` says, the defaults where it is not given. Raises `DataError`.
+    `data` says, the defaults where it is not given. Reads the first batch. Raises `DataError`.
     """
     data = data or DataTable(sources=validation.sources)
     held_out = 0.0 if validation.sources else data.validation_fraction
@@ -75,7 +75,9 @@ def build_validation_loader(
         }
     )
     loader = Loader(treated, tokenizer, seq_len, global_batch_size, 0, validation=bool(held_out))
-    return ValidationLoader(loader, validation.max_batches)
+    found = ValidationLoader(loader, validation.max_batches)
+    next(iter(found))  # what is wrong with it should show now, and not after so many steps
+    return found
 
 
 class Loader(Iterator[MicroBatch]):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
-from torchround.observe.record import StepRecord
+from torchround.observe.record import StepRecord, perplexity
 
 # Logged lines over which the time per step is taken for the time that is left.
 _ETA_LINES = 20
@@ -63,6 +63,7 @@ def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[str]
     parts.append(f"host {record.host_gib:.2f} GiB")
     if record.validation_loss is not None:
         parts.append(f"validation loss {record.validation_loss:.4f}")
+        parts.append(f"perplexity {perplexity(record.validation_loss):.4g}")
     if record.skipped_steps:
         parts.append(f"skipped {record.skipped_steps}")
     parts.append(f"ETA {duration(left_s)}")

@@ -31,7 +31,7 @@ class StepRecord:
     validation_loss: float | None = None
 
     def as_dict(self) -> dict[str, float | int | None]:
-        """The keys and values to store. `validation_loss` is there only for a step that was validated.
+        """The keys and values to store. Those of a validation are there only for a step that was validated.
 
         What is not finite becomes `None`, JSON's null: a NaN is no JSON, and one such line would keep strict
         readers from the whole file.
@@ -39,7 +39,14 @@ class StepRecord:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.validation_loss is None:
             del values["validation_loss"]
+        else:
+            values["validation_perplexity"] = perplexity(self.validation_loss)
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
+
+
+def perplexity(loss: float) -> float:
+    """`exp(loss)`, the number of tokens that are equally likely at such a mean loss; infinite above 1e300."""
+    return math.exp(loss) if loss < 690 else math.inf
