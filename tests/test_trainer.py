@@ -15,6 +15,7 @@ import train
 from tests.small_run import (
     ASYNC,
     STEPS,
+    TWO_ROUNDS,
     SmallRuns,
     before_forward,
     before_step,
@@ -49,6 +50,7 @@ KEYS = [
     "device_peak_gib",
     "host_gib",
     "skipped_steps",
+    "engine",
 ]
 
 
@@ -71,6 +73,24 @@ def test_metrics_have_exactly_the_documented_keys_and_add_up(small_runs: SmallRu
     assert all(0 < tokens <= 7 * 16 for tokens in counted)
     per_second = [line["tokens_per_s"] * line["step_s"] for line in steps[1:]]
     assert per_second == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("overrides", [[], [ASYNC, TWO_ROUNDS]], ids=["sync", "async, two rounds"])
+def test_metrics_tell_where_device_time_went_and_that_nothing_is_allocated_after_the_first_steps(
+    small_runs: SmallRuns, overrides: list[str]
+) -> None:
+    assert small_runs("run", *overrides) == 0
+    lines = small_runs.steps("run")
+    for line in lines:
+        told = line["engine"]
+        assert all(len(value) == 2 for value in told.values() if isinstance(value, list))
+        assert line["bubble"] == pytest.approx(1 - sum(told["busy_s"]) / (2 * line["step_s"]))
+        assert told["optimizer_exposed_s"] == pytest.approx(sum(told["optimizer_wait_s"]) / 2)
+        assert 0 < told["host_pool_gib"] < line["host_gib"] <= told["host_peak_gib"] + 0.01
+        assert min(*told["busy_s"], *told["uploaded_gib"], *told["downloaded_gib"]) > 0
+    first, later = lines[0]["engine"], [line["engine"] for line in lines[2:]]
+    assert first["device_allocations"] > 0 and first["host_allocations"] > 0
+    assert [told["device_allocations"] + told["host_allocations"] for told in later] == [0, 0, 0]
 
 
 def test_metrics_go_on_after_a_resume_without_repeating_steps(

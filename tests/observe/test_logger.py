@@ -104,7 +104,7 @@ WANDB_PROGRAM = """
 import os, sys
 from pathlib import Path
 import psutil
-from tests.observe.records import record
+from tests.observe.records import ENGINE, record
 from torchround.config import MetricsTable
 from torchround.observe import open_metrics
 
@@ -113,7 +113,7 @@ folder, mode, resumed_step, run_id = Path(sys.argv[1]), sys.argv[2], int(sys.arg
 table = MetricsTable(wandb=mode, wandb_project="tests")
 metrics = open_metrics(table, folder, "a run", 10, {"training": {"steps": 10}}, resumed_step, run_id)
 for step in range(resumed_step + 1, resumed_step + 4):
-    metrics.log(record(step, loss=float(step)))
+    metrics.log(record(step, loss=float(step), engine=ENGINE))
     if mode == "offline" and "KILL_WANDB" in os.environ:
         for process in psutil.Process().children(recursive=True):
             process.kill()
@@ -177,6 +177,8 @@ def test_wandb_works_offline_and_is_rejoined_after_a_resume(tmp_path: Path) -> N
     records = logged_by_wandb(tmp_path, first["run id"])
     assert [entry["step"] for entry in records] == [1, 2, 3, 3, 4, 5]
     assert all(entry["loss"] == entry["step"] and "mfu" not in entry for entry in records)
+    curves = {"engine/busy_s/0": 0.25, "engine/busy_s/1": 0.5, "engine/host_peak_gib": 8.0}
+    assert all(curves.items() <= entry.items() for entry in records)
 
 
 def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path) -> None:

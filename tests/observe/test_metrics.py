@@ -2,16 +2,18 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.full_disk import files_limited_to
-from tests.observe.records import record
-from torchround.observe import MetricsFile
+from tests.observe.records import ENGINE, record
+from torchround.observe import EngineRecord, MetricsFile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +50,23 @@ def test_a_record_is_one_object_with_the_documented_keys(tmp_path: Path) -> None
     assert first["mfu"] == 0.5 and first["device_peak_gib"] is None and first["tokens"] == 4096
     validated = {"validation_loss": 2.5, "validation_perplexity": pytest.approx(12.182, abs=1e-3)}
     assert second == {**first, "step": 2, "mfu": None, **validated}
+
+
+def test_what_the_engine_did_is_an_object_of_its_own(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.log(record(1, engine=ENGINE))
+    file.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert list(line)[-1] == "engine" and line["engine"].keys() == asdict(ENGINE).keys()
+    assert line["engine"]["uploaded_gib"] == [1.5, 1.5] and line["engine"]["host_allocations"] == 0
+
+
+def test_what_the_engine_tells_is_documented_key_by_key() -> None:
+    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"\| key of `engine` \|.*\n\|[-|]+\n((?:\|.*\n)+)", page)
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [
+        field.name for field in fields(EngineRecord)
+    ]
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from torchround.pipeline.schedule import StageTask
 
 
 class StepResult:
-    """A pass's loss and device time and, of a training step, its update."""
+    """A pass's loss and device time and, of a training step, its update. `pool` is its engine's."""
 
     def __init__(
         self, work: Pass, tasks: list[StageTask], pool: HostPool, wait: Callable[[Fact], object]
     ) -> None:
         self.work = work
         self.tasks = tasks
-        self._pool = pool
+        self.pool = pool
         self._wait = wait
         self._loss: float | None = None
         self._update: UpdateReport | None = None
@@ -70,4 +70,4 @@ class StepResult:
     def _loss_sum(self, index: int) -> float:
         boundary = self._wait(Fact("loss", self.work.index, (index,)))
         assert isinstance(boundary, Boundary), f"loss of micro-batch {index} is {boundary!r}"
-        return read_loss(boundary, self._pool)
+        return read_loss(boundary, self.pool)

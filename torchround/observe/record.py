@@ -1,7 +1,10 @@
 """What is reported of a logged step: one object of `metrics.jsonl`, one console line."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torchround.observe.engine_record import EngineRecord
 
 
 @dataclass(frozen=True)
@@ -12,6 +15,7 @@ class StepRecord:
     began; padding and masked tokens are not among them. `loss` is the mean over the step's labels,
     `grad_norm` the norm before clipping, `bubble` and `mfu` fractions of 1, GiB are 2^30 bytes. `None` is a
     value that is not known here (`mfu` of a device whose peak is not, `device_peak_gib` without a device).
+    `engine` tells more about the devices; a record without it has no such key.
     """
 
     step: int
@@ -29,8 +33,9 @@ class StepRecord:
     host_gib: float
     skipped_steps: int
     validation_loss: float | None = None
+    engine: EngineRecord | None = None
 
-    def as_dict(self) -> dict[str, float | int | None]:
+    def as_dict(self) -> dict[str, Any]:
         """The keys and values to store. Those of a validation are there only for a step that was validated.
 
         What is not finite becomes `None`, JSON's null: a NaN is no JSON, and one such line would keep strict
@@ -41,6 +46,10 @@ class StepRecord:
             del values["validation_loss"]
         else:
             values["validation_perplexity"] = perplexity(self.validation_loss)
+        if self.engine is None:
+            del values["engine"]
+        else:
+            values["engine"] = asdict(self.engine)
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()

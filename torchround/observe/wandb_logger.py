@@ -1,6 +1,6 @@
 """Weights & Biases. The library is imported when a logger is made, so a run without it never pays for it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,9 +45,22 @@ class WandbLogger:
         self.run_id = str(self._run.id)
 
     def log(self, record: StepRecord) -> None:
-        """Hand the record over; sending it is the library's business, in its own process."""
-        self._run.log({name: value for name, value in record.as_dict().items() if value is not None})
+        """Hand the record over; sending it is the library's business, in its own process.
+
+        What is told of each device is a curve of its own: `engine/busy_s/0`.
+        """
+        self._run.log({name: value for name, value in _curves("", record.as_dict()) if value is not None})
 
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def _curves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Single numbers by path: the library draws neither lists nor objects."""
+    if not isinstance(value, (Mapping, tuple)):
+        yield name, value
+        return
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, part in parts:
+        yield from _curves(f"{name}/{key}" if name else str(key), part)

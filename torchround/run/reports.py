@@ -9,6 +9,7 @@ from torchround.engine.device import GIB, Device
 from torchround.engine.results import StepResult
 from torchround.layer import LayeredModel
 from torchround.observe import StepRecord, Throughput, host_gib, mfu, train_flops_per_token
+from torchround.run.engine_totals import EngineTotals
 
 
 class StepReports:
@@ -31,8 +32,7 @@ class StepReports:
         self._choice = choice
         self._devices = devices
         self._skipped_steps = skipped_steps
-        self._busy_s = 0.0
-        self._optimizer_s = 0.0
+        self._engine = EngineTotals(devices)
         self._grad_norm = 0.0
         self._loss = 0.0
 
@@ -40,8 +40,7 @@ class StepReports:
         """Wait for a step and its update, and count them."""
         update = result.update()
         self._loss, self._grad_norm = result.loss(), update.grad_norm
-        self._busy_s += sum(times.busy_s for times in result.device_times(len(self._devices)))
-        self._optimizer_s += update.seconds
+        self._engine.add(result)
         self._skipped_steps += update.skipped
         self.throughput.count(result.num_labels)
 
@@ -49,7 +48,7 @@ class StepReports:
         """Of the step added last, with means over the steps since the last record."""
         interval = self.throughput.report()
         devices_s = len(self._devices) * interval.step_s * interval.num_steps
-        record = StepRecord(
+        return StepRecord(
             step=step,
             loss=self._loss,
             grad_norm=self._grad_norm,
@@ -59,15 +58,14 @@ class StepReports:
             mfu=self._mfu(interval.tokens_per_s),
             step_s=interval.step_s,
             data_s=interval.data_s,
-            optimizer_s=self._optimizer_s / interval.num_steps,
-            bubble=1 - self._busy_s / devices_s if devices_s > 0 else None,
+            optimizer_s=self._engine.optimizer_s / interval.num_steps,
+            bubble=1 - self._engine.busy_s / devices_s if devices_s > 0 else None,
             device_peak_gib=max(device.peak_bytes() for device in self._devices) / GIB,
             host_gib=host_gib(),
             skipped_steps=self._skipped_steps,
             validation_loss=validation_loss,
+            engine=self._engine.record(interval.num_steps),
         )
-        self._busy_s = self._optimizer_s = 0.0
-        return record
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         """None where the card's peak is not known: a guess would be a wrong figure."""
