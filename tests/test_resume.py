@@ -4,6 +4,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import torchround.engine.build
 import torchround.engine.optimizer_worker
@@ -18,7 +19,9 @@ from tests.small_run import (
     before_step,
     interrupt,
     small_runs,
+    write_text,
 )
+from torchround.engine.host_store import HostStore
 
 __all__ = ["small_runs"]
 
@@ -180,6 +183,54 @@ def test_a_new_run_may_start_from_a_checkpoint_of_another(
     assert small_runs.losses("branch") == {5: small_runs.losses("whole")[5]}
     assert small_runs("branch", ASYNC, load, "--training.steps=6") == 0  # its own checkpoint comes first
     assert list(small_runs.losses("branch")) == [5, 6]
+
+
+def test_a_new_stage_begins_at_step_0_on_other_data_with_the_weights_of_a_checkpoint_and_nothing_else_of_it(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert small_runs("first", ASYNC) == 0
+    write_text(small_runs.folder / "other.jsonl", lines=200, seed=1)
+    stage = [
+        "--checkpoint.load=weights",
+        f"--checkpoint.load_path={small_runs.path('first')}/checkpoints/step-5",
+    ]
+    stage += ['--data.sources=[{ path = "other.jsonl" }]', "--run.seed=1"]
+    begun_with: list[dict[str, torch.Tensor]] = []
+
+    def look(store: HostStore) -> None:
+        refresh(store)
+        begun_with.append({name: view.clone() for name, view in store.named_views().items()})
+
+    refresh = HostStore.refresh_masters
+    with monkeypatch.context() as patch:
+        patch.setattr(HostStore, "refresh_masters", look)
+        before_step(patch, 2, interrupt)
+        assert small_runs("second", *stage) == 128 + signal.SIGTERM
+    assert small_runs("second", *stage) == 0  # goes on from its own checkpoint
+    assert list(small_runs.losses("second")) == [1, 2, 3, 4, 5]
+    first, [begun] = small_runs.state("first"), begun_with
+    assert {name for name in begun if name.startswith("weights/")} == {
+        n for n in first if n.startswith("weights/")
+    }
+    for name, view in begun.items():
+        moment = not name.startswith("weights/")
+        assert not view.any() if moment else torch.equal(view, first[name])
+
+
+@pytest.mark.parametrize(
+    ("folder", "overrides", "message"),
+    [
+        ("nowhere", [], "checkpoint.load_path: checkpoint nowhere: manifest.json cannot be read"),
+        ("outputs/first/checkpoints/step-5", [TIED], "model.flavor 'untied' -> 'tied'"),
+    ],
+)
+def test_weights_that_do_not_fit_are_a_mistake(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], folder: str, overrides: list[str], message: str
+) -> None:
+    assert small_runs("first") == 0
+    load = ["--checkpoint.load=weights", f"--checkpoint.load_path={folder}"]
+    assert small_runs("second", *load, *overrides) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_resumed_run_rejoins_its_page_in_wandb_and_a_branch_does_not(

@@ -248,7 +248,7 @@ class Trainer:
     # Start, checkpoints, end.
 
     def _initialize(self) -> None:
-        seed, pretrained = self.config.run.seed, self._pretrained
+        seed, pretrained = self.config.run.seed, self._checkpoints.starting_weights() or self._pretrained
         if pretrained is None:
             say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
             self.store.initialize(self._model, seed)

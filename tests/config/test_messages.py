@@ -137,6 +137,7 @@ CONFLICTS = [
     ({"lr_schedule.warmup_steps": "50"}, ["lr_schedule.warmup_steps", "training.steps"], ["50 and 50", "49"]),
     ({"lora.path": "folder"}, ["lora.path", "lora.rank"], ["folder", "0"]),
     ({"lora.path": "folder", "lora.rank": "4"}, ["lora.path", "model.hf_path"], ["no folder"]),
+    ({"checkpoint.load": '"weights"'}, ["checkpoint.load", "checkpoint.load_path"], ["no folder"]),
     ({"validation.interval_steps": "5"}, ["validation.interval_steps", "validation.sources"], ["no sources"]),
 ]
 

@@ -13,7 +13,7 @@ Conflict = tuple[tuple[str, ...], str]
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Everything that keeps these tables, each legal by itself, from being run together."""
-    for check in (_model, _tokenizer, _batch, _rounds, _lr_schedule, _validation, _engine, _lora):
+    for check in (_model, _tokenizer, _batch, _rounds, _lr_schedule, _validation, _checkpoint, _engine, _lora):
         yield from check(config)
 
 
@@ -78,6 +78,14 @@ def _validation(config: Config) -> Iterator[Conflict]:
             "or a data.validation_fraction above 0, or an interval of 0 for off"
         )
         yield ("validation.interval_steps", "validation.sources", "data.validation_fraction"), message
+
+
+def _checkpoint(config: Config) -> Iterator[Conflict]:
+    if config.checkpoint.load == "weights" and config.checkpoint.load_path is None:
+        yield (
+            ("checkpoint.load", "checkpoint.load_path"),
+            'given "weights" and no folder; legal: the folder of the checkpoint that holds them',
+        )
 
 
 def _engine(config: Config) -> Iterator[Conflict]:

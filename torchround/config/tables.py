@@ -248,6 +248,10 @@ class CheckpointTable(Table):
     """Folder of a checkpoint to start from when the run's own folder holds none. When left out, weights are
     initialised from `run.seed`."""
 
+    load: Literal["all", "weights"] = "all"
+    """What of `load_path` is used. `all`: the run goes on from there, in the same data. `weights`: a new stage, which
+    begins at step 0 with those weights, a fresh optimizer and any data, as fine-tuning after pre-training does."""
+
 
 class ValidationTable(Table):
     """Loss on text that is not trained on, measured forward only."""

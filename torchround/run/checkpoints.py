@@ -13,7 +13,7 @@ from torchround.data.loader import Loader
 from torchround.engine.host_store import OLDER_MASTERS, HostStore
 from torchround.run.console import say
 from torchround.run.folder import RunFolder
-from torchround.run.resume import ResumeError, find_checkpoint
+from torchround.run.resume import ResumeError, StartingWeights, find_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ class RunCheckpoints:
             loader.load_state_dict(state["data"])
         except DataError as error:
             raise ResumeError(
-                f"{loaded.path}: {error}. Go on with the data as it was, or give the run on other data a name "
-                "of its own (--run.name NAME)"
+                f"{loaded.path}: {error}. Go on with the data as it was, or begin a run of another name on other data "
+                f"with these weights: --run.name NAME --checkpoint.load weights --checkpoint.load_path {loaded.path}"
             ) from error
         holds_older_masters = all(name in loaded.filled for name in views if _is_older_master(name))
         try:
@@ -90,6 +90,10 @@ class RunCheckpoints:
             self.saved_step = loaded.step
         say(f"going on after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
         return True
+
+    def starting_weights(self) -> StartingWeights | None:
+        """Those of another run that a new one begins with, where it is asked to."""
+        return StartingWeights(self._config) if self._config.checkpoint.load == "weights" else None
 
     def save(self, store: HostStore, position: Position) -> None:
         """Write the store's state, which is that after `position`. Raises `CheckpointError`."""

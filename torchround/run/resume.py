@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,8 @@ from torchround.checkpoint import (
 from torchround.config import Config
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS = "weights/"  # what the host store's views of weights begin with
 
 # What decides losses, but for the data and the seed, which the loader checks. Empty: every key of the table.
 TELLING_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -52,24 +55,52 @@ def find_checkpoint(
 ) -> Loaded | None:
     """Fill `views` from the run's newest checkpoint, else from `checkpoint.load_path`; None where there is neither.
 
+    None too where `checkpoint.load` asks for its weights only, which are `StartingWeights`.
+
     `optional` says by name what may be missing. One warning tells which settings have changed. Raises `ResumeError`
     for a checkpoint of another kind of run, `CheckpointError` for damaged ones.
     """
     try:
         loaded = checkpointer.load_latest(views, optional)
-        if loaded is None and config.checkpoint.load_path is not None:
+        if loaded is None and config.checkpoint.load_path is not None and config.checkpoint.load == "all":
             loaded = _given_checkpoint(config, config.checkpoint.load_path, views, optional)
     except ForeignCheckpointError as error:
-        differing = _changes(error.state, config, MODEL_KEYS)
-        told = f" ({', '.join(differing)})" if differing else ""
         raise ResumeError(
-            f"{error}{told}. Go on with what it was made with, or give the run a name of its own (--run.name NAME)"
+            f"{error}{_told_difference(error, config)}. Go on with what it was made with, or give the run a name of "
+            "its own (--run.name NAME)"
         ) from error
     if loaded is not None:
         _check_state(loaded)
         _refuse_another_model(loaded, config)
         _tell_changes(loaded, config)
     return loaded
+
+
+@dataclass(frozen=True)
+class StartingWeights:
+    """The weights in `checkpoint.load_path` and nothing else of it, for a run that begins at step 0."""
+
+    config: Config
+
+    @property
+    def folder(self) -> Path:
+        assert self.config.checkpoint.load_path is not None, "the config checks ask for a folder"
+        return Path(self.config.checkpoint.load_path)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Fill `weights`, which are named as in `HostStore.weights`. Raises `ResumeError`."""
+        views = {f"{WEIGHTS}{name}": view for name, view in weights.items()}
+        try:
+            loaded = load_checkpoint(self.folder, views, lambda name: not name.startswith(WEIGHTS))
+        except CheckpointError as error:
+            told = _told_difference(error, self.config) if isinstance(error, ForeignCheckpointError) else ""
+            raise ResumeError(f"checkpoint.load_path: {error}{told}") from error
+        _refuse_another_model(loaded, self.config)
+
+
+def _told_difference(error: ForeignCheckpointError, config: Config) -> str:
+    differing = _changes(error.state, config, MODEL_KEYS)
+    return f" ({', '.join(differing)})" if differing else ""
 
 
 def _given_checkpoint(
@@ -84,7 +115,8 @@ def _given_checkpoint(
     if loaded.step >= config.training.steps:
         raise ResumeError(
             f"checkpoint.load_path: {path} is after step {loaded.step}, and training.steps is "
-            f"{config.training.steps}; legal: more steps"
+            f'{config.training.steps}; legal: more steps, or checkpoint.load = "weights" to begin at step 0 with its '
+            "weights"
         )
     # Another run's page in wandb is not this run's.
     return replace(loaded, state={**loaded.state, "wandb_run_id": None})
