@@ -1,16 +1,24 @@
 """What forked children do (`zygote.py`): train as `train.py` does, with something planted that goes wrong."""
 
+import itertools
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
+
+import torchround.trainer
 import train
 from models import FAMILIES
+from tests.faults.disks import Disk
 from tests.small_run import SMALL, small_family, write_text
+from torchround.checkpoint import Checkpointer, verify_checkpoint
 
 CHECKPOINT_EVENTS = {
     *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir"),
@@ -67,3 +75,56 @@ def kill_after(delay_s: float) -> None:
     if delay_s == 0:
         kill()
     threading.Thread(target=kill, daemon=True).start()
+
+
+def trains_while_the_disk_is(trouble: str, from_step: int, to_step: int, arguments: list[str]) -> int:
+    """A run whose disk is `full`, `filling` (full once a save has begun) or `read-only` during some of its steps.
+
+    Prints by which means. What the run left is copied to `kept/`, since its disk may end with this process.
+    """
+    disk = Disk(Path("outputs"), Path("outputs/run/checkpoints"))
+    print(f"this disk is {disk.kind}", flush=True)
+    with pytest.MonkeyPatch.context() as patch:
+        at_steps(patch, {from_step: disk.troubles[trouble], to_step: lambda: restore(disk)})
+        code = trains(["--run.name=run", *arguments])
+    shutil.copytree("outputs", "kept")
+    return code
+
+
+def restore(disk: "Disk") -> None:
+    """Check what was saved before, while nothing can be written, and only then end the trouble."""
+    newest = Checkpointer(disk.checkpoints).latest_step()
+    verified = verify_checkpoint(disk.checkpoints / f"step-{newest}")
+    print(f"verified step {verified} in trouble", flush=True)
+    disk.end_trouble()
+
+
+def at_steps(patch: pytest.MonkeyPatch, actions: Mapping[int, Callable[[], None]]) -> None:
+    """Do something in the main thread while a step, counted from where the run starts, is dispatched."""
+    cut, calls = torchround.trainer.cut, itertools.count(1)
+
+    def counting(batch, size):
+        actions.get(next(calls), lambda: None)()
+        return cut(batch, size)
+
+    patch.setattr(torchround.trainer, "cut", counting)
+
+
+def hangs(where: str, step: int, arguments: list[str]) -> int:
+    """A run whose `step`-th step, or the save after it, never ends."""
+
+    def hang() -> None:
+        print("hanging", flush=True)
+        while True:
+            time.sleep(0.01)
+
+    def hook(name: str, details: tuple[object, ...]) -> None:
+        if name == "open" and f"step-{step}.tmp/state" in str(details[0]):
+            hang()
+
+    if where == "save":
+        sys.addaudithook(hook)
+        return trains(arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        at_steps(patch, {step: hang})
+        return trains(arguments)

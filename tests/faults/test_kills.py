@@ -4,24 +4,17 @@ import random
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.zygote import Child, Zygote, zygote_in
+from tests.faults.zygote import Child, Zygote
 from tests.small_run import ASYNC, SmallRuns
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 
 KILLS = 25  # for each way to train
 STEPS = 25
 OFTEN = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1"]
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with zygote_in(tmp_path_factory.mktemp("children")) as zygote:
-        yield zygote
 
 
 def killed(zygote: Zygote, folder: Path, arguments: list[str], moment: random.Random) -> Child:

@@ -1,0 +1,74 @@
+"""Signals at random moments of a run, also while it saves, and a second one: real processes, real signals."""
+
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.zygote import Zygote
+from tests.small_run import ASYNC, SmallRuns
+from torchround.checkpoint import verify_checkpoint
+from torchround.run.signals import SAME_REQUEST_S, STOP_SIGNALS
+
+SIGNALS = 12  # for each way to train
+STEPS = 25
+OFTEN = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1"]
+
+
+@pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
+def test_stopped_at_random_moments_the_run_says_so_is_saved_there_and_equals_an_uninterrupted_one(
+    zygote: Zygote, tmp_path: Path, mode: list[str]
+) -> None:
+    runs, moment, sent, number = SmallRuns(tmp_path), random.Random(2), 0, 0
+    whole = zygote.run("trains", ["--run.name=whole", *OFTEN, *mode], folder=tmp_path)
+    assert whole.wait() == 0, whole.text()
+    while sent < SIGNALS:
+        number += 1
+        sent += stop_until_complete(zygote, runs, f"run-{number}", mode, moment, SIGNALS - sent)
+        runs.assert_same(f"run-{number}", "whole", step=STEPS)
+
+
+def stop_until_complete(
+    zygote: Zygote, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
+) -> int:
+    """A run that is stopped and started again until it is complete; how often it was stopped."""
+    arguments, stops, last_step = [f"--run.name={name}", *OFTEN, *mode], 0, 0
+    while True:
+        child = zygote.start("trains", arguments, folder=runs.folder)
+        number = moment.choice(STOP_SIGNALS)
+        if stops < at_most:
+            child.wait_until(lambda text: "\nstep " in text)
+            time.sleep(moment.uniform(0, 0.1))
+            child.send(number)
+        child.wait()
+        [(saved, end)] = re.findall(r"saved after step (\d+) of \d+; (.*)$", child.text(), re.MULTILINE)
+        assert int(saved) > last_step
+        assert verify_checkpoint(runs.path(name) / "checkpoints" / f"step-{saved}") == int(saved)
+        if end == "the run is complete":  # a signal may still have come on its way out
+            return stops
+        assert end == "run the same command to go on" and child.wait() == 128 + number, child.text()
+        last_step, stops = int(saved), stops + 1
+
+
+@pytest.mark.parametrize("while_saving", [False, True], ids=["in a step", "in a save"])
+def test_a_second_signal_ends_the_run_at_once_and_what_was_saved_before_is_good(
+    zygote: Zygote, tmp_path: Path, while_saving: bool
+) -> None:
+    """Step 3, or the save after it, takes for ever."""
+    runs, number = SmallRuns(tmp_path), signal.SIGTERM
+    arguments = ["--run.name=run", *OFTEN]
+    child = zygote.start("hangs", "save" if while_saving else "step", 3, arguments, folder=tmp_path)
+    child.wait_until(lambda text: "hanging" in text)
+    child.send(number)
+    child.wait_until(lambda text: "once more stops at once" in text)
+    time.sleep(SAME_REQUEST_S + 0.1)
+    child.send(number)
+    assert child.wait() == -number, child.text()
+    whole = zygote.run("trains", ["--run.name=whole", *OFTEN], folder=tmp_path)
+    resumed = zygote.run("trains", arguments, folder=tmp_path)
+    assert (whole.wait(), resumed.wait()) == (0, 0), resumed.text()
+    assert "going on after step 2 " in resumed.text()
+    runs.assert_same("run", "whole", step=STEPS)
