@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from torchround.data import (
     build_validation_loader,
 )
 from torchround.data.loader import Loader
-from torchround.engine.build import DeviceChoice, choose_devices, plan_run
+from torchround.engine.build import DTYPES, DeviceChoice, choose_devices, plan_run
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
 from torchround.hf import HFError, PretrainedWeights, WithAdapters, read_adapters
 from torchround.layer import LayeredModel, MicroBatch
@@ -58,6 +58,7 @@ from torchround.run.host_budget import (
     check_host_memory,
     host_budget,
 )
+from torchround.run.mapped_base import Mapped, map_base, mapped_text
 from torchround.run.resume import ResumeError
 from torchround.trainer import Trainer
 
@@ -82,10 +83,12 @@ class Run:
     devices: DeviceChoice
     plan: Plan
     pretrained: PretrainedWeights | WithAdapters | None
+    mapped: Mapped
 
     @property
     def host_memory(self) -> HostMemory:
-        return host_budget(self.model, self.config.training, self.config.engine, self.plan.rounds)
+        config = self.config
+        return host_budget(self.model, config.training, config.engine, self.plan.rounds, self.mapped)
 
     def describe(self) -> str:
         """The run for its user: what is trained, on what, and how."""
@@ -99,9 +102,14 @@ class Run:
             f"data     {sources}: {batch}",
             f"devices  {self.devices.count} x {self.devices.kind}",
             f"host     {budget_text(self.host_memory)}",
+            *(f"mapped   {line}" for line in self._mapped_lines()),
             str(self.plan),
         ]
         return "\n".join(lines)
+
+    def _mapped_lines(self) -> Iterator[str]:
+        if self.config.lora.map_base:
+            yield mapped_text(self.mapped, self.model, DTYPES[self.config.training.dtype])
 
 
 def main(arguments: list[str]) -> int:
@@ -171,7 +179,11 @@ def build(options: Options) -> Run:
     folder = RunFolder(config.run)
     plan = plan_for(config, folder, model, devices)
     loader, validation = build_loaders(options, tokenizer)
-    return Run(config, folder, model, loader, validation, devices, plan, pretrained)
+    mapped: Mapped = {}
+    if config.lora.map_base:
+        assert pretrained is not None, "the config checks ask for model.hf_path"
+        mapped = map_base(pretrained, model, DTYPES[config.training.dtype])
+    return Run(config, folder, model, loader, validation, devices, plan, pretrained, mapped)
 
 
 def build_model(options: Options, vocab_size: int) -> LayeredModel:

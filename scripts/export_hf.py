@@ -13,7 +13,9 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from models.common.family import HFNames
 from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.hf import HFError, PretrainedWeights
+from torchround.hf.adapters import CONFIG_FILE, TENSOR_FILE
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
 from torchround.hf.folder import StoredTensor, read_header
 
@@ -46,100 +49,152 @@ COPIED = (
 )
 
 
+@dataclass(frozen=True)
+class Export:
+    """What to write, and where. `base` and `tokenizer` are folders that have moved since the run; `dtype` is a name in
+    `DTYPES`, None for the type that each tensor has in the base."""
+
+    checkpoint: Path
+    output: Path
+    base: Path | None = None
+    adapters: bool = False
+    tokenizer: Path | None = None
+    dtype: str | None = None
+    max_shard_gb: float = SHARD_BYTES / 1e9
+
+
 def main(arguments: list[str]) -> int:
     """Export, and return the exit code."""
-    options = parse(arguments)
+    request = Export(**vars(parser().parse_args(arguments)))
     try:
-        export(options)
+        print(export(request))
     except (HFError, CheckpointError, ModelConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The options are the fields of `Export`."""
+    result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, help="folder step-N of a run's checkpoints")
-    parser.add_argument("output", type=Path, help="new folder")
-    parser.add_argument("--base", type=Path, help="model.hf_path, if it has moved since")
-    parser.add_argument("--adapters", action="store_true", help="LoRA adapters alone, in PEFT's format")
-    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer files (default: the run's)")
-    parser.add_argument("--dtype", choices=DTYPES, help="type of every tensor")
-    parser.add_argument("--max-shard-gb", type=float, default=SHARD_BYTES / 1e9, help="10^9 bytes per file")
-    return parser.parse_args(arguments)
+    add = result.add_argument
+    add("checkpoint", type=Path, help="folder step-N of a run's checkpoints")
+    add("output", type=Path, help="new folder")
+    add("--base", type=Path, help="model.hf_path, if it has moved since")
+    add("--adapters", action="store_true", help="LoRA adapters alone, in PEFT's format")
+    add("--tokenizer", type=Path, help="folder of the tokenizer files (default: the run's)")
+    add("--dtype", choices=DTYPES, help="type of every tensor")
+    add("--max-shard-gb", type=float, default=SHARD_BYTES / 1e9, help="10^9 bytes per file")
+    return result
 
 
-def export(options: argparse.Namespace) -> None:
-    """Write the folder. Raises `HFError`, `CheckpointError`, `ModelConfigError` or `OSError`."""
-    if options.output.exists():
-        raise HFError(f"{options.output} is there already; legal: a new folder")
-    verify_checkpoint(options.checkpoint)
-    run = read_state(options.checkpoint, read_manifest(options.checkpoint))["config"]
-    stored = checkpoint_weights(options.checkpoint)
-    base = options.base or run["model"]["hf_path"]
-    base = None if base is None else Path(base).expanduser()
-    family = FAMILIES[run["model"]["family"]]
-    content = config_content(family, run["model"], base, stored)
-    model = family.config_from_hf(content)
-    names = family.hf_names(model)
-    lora, adapters = run["lora"], {}
-    if lora["rank"]:
-        built = family.build(model)
-        shape = LoraShape(lora["rank"], lora["alpha"], lora["dropout"], tuple(lora["targets"]))
-        add_adapters(built, names, shape)
-        adapters = adapter_names(built, names)
-    if options.adapters:
-        if not adapters:
-            raise HFError(f"{options.checkpoint} has no adapters: its run had lora.rank = 0")
-        content = peft_config(lora, adapters, names, None if base is None else str(base))
-        write_adapters(options.output, unstack(adapters, stored, lambda name: torch.float32), content)
-        return
-    dtype_of = tensor_dtypes(options.dtype, run["training"]["dtype"], family, model, base)
-    content["dtype"] = options.dtype or content.get(
+def export(request: Export) -> str:
+    """Write the folder. Returns a line that tells what is in it.
+
+    Raises `HFError`, `CheckpointError`, `ModelConfigError` or `OSError`, and then leaves no folder of that name.
+    """
+    if request.output.exists():
+        raise HFError(f"{request.output} is there already; legal: a new folder")
+    verify_checkpoint(request.checkpoint)
+    run = read_state(request.checkpoint, read_manifest(request.checkpoint))["config"]
+    trained = Trained(request, run)
+    if request.adapters:
+        if not trained.adapters:
+            raise HFError(f"{request.checkpoint} has no adapters: its run had lora.rank = 0")
+        return write_adapters(request.output, trained)
+    content = trained.content
+    content["dtype"] = request.dtype or content.get(
         "dtype", content.get("torch_dtype", run["training"]["dtype"])
     )
     content.pop("torch_dtype", None)
+    with new_folder(request.output) as folder:
+        files = write_tensors(folder, trained.tensors(), int(request.max_shard_gb * 1e9))
+        write_json(folder / "config.json", content)
+        tokenizer = request.tokenizer or run["tokenizer"]["path"] or trained.base
+        copied = copy_files(Path(tokenizer).expanduser(), folder) if tokenizer else []
+    return f"{request.output}: {', '.join(['config.json', *files, *copied])}"
 
-    unfinished = options.output.with_name(options.output.name + ".tmp")
+
+class Trained:
+    """A checkpoint's weights as Hugging Face tensors, and the `config.json` that is theirs.
+
+    Weights that the run mapped from its base are not in the checkpoint and come from there.
+    """
+
+    def __init__(self, request: Export, run: dict[str, Any]) -> None:
+        base = request.base or run["model"]["hf_path"]
+        self.base = None if base is None else Path(base).expanduser()
+        self.lora = run["lora"]
+        self.stored = checkpoint_weights(request.checkpoint)
+        family = FAMILIES[run["model"]["family"]]
+        self.content = config_content(family, run["model"], self.base, self.stored)
+        config = family.config_from_hf(self.content)
+        self.names = family.hf_names(config)
+        model = family.build(config)
+        shapes, redundant = model.stored_shapes(), family.hf_redundant(config)
+        self.adapters: HFNames = {}
+        if self.lora["rank"]:
+            shape = LoraShape(
+                *(self.lora[key] for key in ("rank", "alpha", "dropout")), tuple(self.lora["targets"])
+            )
+            add_adapters(model, self.names, shape)
+            self.adapters = adapter_names(model, self.names)
+        self._dtype = request.dtype or run["training"]["dtype"]
+        self._released: PretrainedWeights | None = None
+        asks_base = request.dtype is None or not self.names.keys() <= self.stored.keys()
+        if self.base is not None and asks_base and not request.adapters:
+            self._released = PretrainedWeights(self.base, self.names, shapes, redundant)
+        keeps_types = request.dtype is None and self._released is not None
+        self._dtypes = self._released.dtypes() if keeps_types and self._released else {}
+
+    def tensors(self) -> Iterator[ExportedTensor]:
+        """All weights, with adapters merged."""
+        tensors = self._unstacked(self.names)
+        if not self.adapters:
+            return iter(tensors)
+        return merge_adapters(tensors, self._pairs(), self.lora["alpha"] / self.lora["rank"])
+
+    def adapter_tensors(self) -> Iterable[ExportedTensor]:
+        """The adapters alone, in fp32."""
+        return unstack(self.adapters, self.stored, lambda name: torch.float32)
+
+    def _unstacked(self, names: HFNames) -> Iterable[ExportedTensor]:
+        in_base = self._released.stored_tensors() if self._released else None
+        return unstack(names, self.stored, lambda name: self._dtypes.get(name, DTYPES[self._dtype]), in_base)
+
+    def _pairs(self) -> dict[str, tuple[ExportedTensor, ExportedTensor]]:
+        """Hugging Face tensor to the A and B that are added to it."""
+        pairs = {}
+        for adapted, halves in adapter_pairs(self.adapters).items():
+            theirs = self._unstacked({adapted: self.names[adapted]})
+            a, b = (self._unstacked({half: self.adapters[half]}) for half in halves)
+            pairs |= {tensor.name: pair for tensor, pair in zip(theirs, zip(a, b, strict=True), strict=True)}
+        return pairs
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name once the block is done."""
+    unfinished = path.with_name(path.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    tensors = unstack(names, stored, dtype_of)
-    if adapters:
-        pairs = tensor_pairs(names, adapters, stored)
-        tensors = merge_adapters(tensors, pairs, lora["alpha"] / lora["rank"])
-    files = write_tensors(unfinished, tensors, int(options.max_shard_gb * 1e9))
-    (unfinished / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    tokenizer = options.tokenizer or run["tokenizer"]["path"] or base
-    copied = copy_files(Path(tokenizer).expanduser(), unfinished) if tokenizer else []
-    unfinished.rename(options.output)
-    print(f"{options.output}: {', '.join(['config.json', *files, *copied])}")
+    yield unfinished
+    unfinished.rename(path)
 
 
-def write_adapters(output: Path, tensors: Iterable[ExportedTensor], content: dict[str, Any]) -> None:
-    """A PEFT folder."""
-    unfinished = output.with_name(output.name + ".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    write_tensors(unfinished, tensors, sys.maxsize, "adapter_model.safetensors")
-    (unfinished / "adapter_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    unfinished.rename(output)
-    print(f"{output}: adapter_config.json, adapter_model.safetensors")
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def tensor_pairs(
-    names: HFNames, adapters: HFNames, stored: dict[str, StoredTensor]
-) -> dict[str, tuple[ExportedTensor, ExportedTensor]]:
-    """Hugging Face tensor to the A and B that are added to it."""
-    pairs = {}
-    for adapted, halves in adapter_pairs(adapters).items():
-        theirs, a, b = (
-            list(unstack({key: names_of}, stored, lambda name: torch.float32))
-            for key, names_of in [(adapted, names[adapted]), *((half, adapters[half]) for half in halves)]
-        )
-        pairs |= {tensor.name: pair for tensor, pair in zip(theirs, zip(a, b, strict=True), strict=True)}
-    return pairs
+def write_adapters(output: Path, trained: Trained) -> str:
+    """A PEFT folder. Returns a line that tells what is in it."""
+    base = None if trained.base is None else str(trained.base)
+    with new_folder(output) as folder:
+        write_tensors(folder, trained.adapter_tensors(), sys.maxsize, TENSOR_FILE)
+        write_json(folder / CONFIG_FILE, peft_config(trained.lora, trained.adapters, trained.names, base))
+    return f"{output}: {CONFIG_FILE}, {TENSOR_FILE}"
 
 
 def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
@@ -167,17 +222,6 @@ def config_content(
         ) from error
     content.pop("quantization_config", None)
     return content
-
-
-def tensor_dtypes(
-    given: str | None, trained: str, family: Family[Any], model: Any, base: Path | None
-) -> Callable[[str], torch.dtype]:
-    """The type to write each tensor in."""
-    if given is not None or base is None:
-        return lambda name: DTYPES[given or trained]
-    shapes = family.build(model).stored_shapes()
-    pretrained = PretrainedWeights(base, family.hf_names(model), shapes, family.hf_redundant(model))
-    return pretrained.dtypes().__getitem__
 
 
 def copy_files(source: Path, target: Path) -> list[str]:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import train
+from scripts import export_hf
 
 CONFIG = """
 model = { family = "llama3", hf_path = "release" }
@@ -146,4 +147,64 @@ def test_a_run_starts_from_adapters_in_pefts_format(folder):
 def test_adapters_of_another_kind_are_refused(overrides, message, folder, capsys):
     write_adapters(folder)
     assert train.main(["--config", "small.toml", *LORA, *overrides]) == 2
+    assert message in capsys.readouterr().err
+
+
+ADAPTED = ("--lora.rank=2", "--optimizer.lr=0.01", "--training.steps=3")
+MAPPED = (*ADAPTED, "--lora.map_base=true")
+
+
+def saved(folder: Path, name: str, step: int = 3) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for path in (folder / "outputs" / name / "checkpoints" / f"step-{step}").glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_a_base_that_stays_in_its_files_trains_the_same_adapters(folder, capsys):
+    assert train.main(["--config", "small.toml", "--run.name=copied", *ADAPTED]) == 0
+    assert "frozen weights" not in capsys.readouterr().out
+    assert train.main(["--config", "small.toml", "--run.name=mapped", *MAPPED]) == 0
+    printed = capsys.readouterr().out
+    assert "mapped   0.09 MiB of 0.09 MiB of frozen weights stay in their files\n" in printed
+    assert "(weights 0.00 MiB" in printed  # the adapters' alone
+    assert losses(folder, "mapped") == losses(folder, "copied")
+    copied, mapped = saved(folder, "copied"), saved(folder, "mapped")
+    assert mapped.keys() == {name for name in copied if "lora_" in name}
+    assert all(torch.equal(mapped[name], copied[name]) for name in mapped)
+
+
+def test_a_mapped_run_goes_on_with_the_same_bits_and_exports_what_a_copied_one_does(folder):
+    assert (
+        train.main(["--config", "small.toml", "--run.name=copied", *ADAPTED, "--lr_schedule.decay=none"]) == 0
+    )
+    for steps in ("--training.steps=2", "--training.steps=3"):
+        mapped = ("--run.name=mapped", *MAPPED, "--lr_schedule.decay=none", steps)
+        assert train.main(["--config", "small.toml", *mapped]) == 0
+    assert losses(folder, "mapped") == losses(folder, "copied")
+    for name in ("copied", "mapped"):
+        checkpoint = folder / "outputs" / name / "checkpoints" / "step-3"
+        assert export_hf.main([str(checkpoint), str(folder / f"{name}-hf")]) == 0
+    exports = [load_file(folder / f"{name}-hf" / "model.safetensors") for name in ("copied", "mapped")]
+    assert exports[0].keys() == exports[1].keys()
+    assert all(torch.equal(tensor, exports[1][name]) for name, tensor in exports[0].items())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("--lora.map_base=true",), "lora.map_base, lora.rank: given true and 0"),
+        (
+            ("--lora.map_base=true", "--lora.rank=2", "--model.hf_path=none", "--model.flavor=debug"),
+            "no folder",
+        ),
+    ],
+)
+def test_a_base_is_mapped_only_where_there_is_one_that_stays(overrides, message, folder, capsys):
+    assert train.main(["--config", "small.toml", *overrides]) == 2
     assert message in capsys.readouterr().err

@@ -28,6 +28,7 @@ from torchround.run.bad_steps import BadSteps
 from torchround.run.checkpoints import Position, RunCheckpoints
 from torchround.run.console import say
 from torchround.run.folder import RunFolder
+from torchround.run.mapped_base import Mapped
 from torchround.run.measured_plan import PlanByMeasuring
 from torchround.run.reports import StepReports
 from torchround.run.signals import StopRequest
@@ -65,6 +66,7 @@ class Trainer:
         devices: DeviceChoice,
         plan: Plan,
         pretrained: PretrainedWeights | WithAdapters | None = None,
+        mapped: Mapped | None = None,
     ) -> None:
         self.config = config
         self._folder = folder
@@ -74,6 +76,7 @@ class Trainer:
         self._choice = devices
         self._plan = plan
         self._pretrained = pretrained
+        self._mapped = mapped
         self._checkpoints = RunCheckpoints(config, folder)
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
         self._bad_steps = BadSteps(config.training)
@@ -83,7 +86,8 @@ class Trainer:
     @cached_property
     def store(self) -> HostStore:
         """All weights, gradients and optimizer state, allocated when first asked for."""
-        return build_store(self._model, self.config.training, self.config.engine, self._choice)
+        tables = self.config.training, self.config.engine
+        return build_store(self._model, *tables, self._choice, self._mapped)
 
     @cached_property
     def _traces(self) -> StepTraces:

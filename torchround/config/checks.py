@@ -99,6 +99,16 @@ def _engine(config: Config) -> Iterator[Conflict]:
 
 
 def _lora(config: Config) -> Iterator[Conflict]:
+    if config.lora.map_base and config.lora.rank == 0:
+        yield (
+            ("lora.map_base", "lora.rank"),
+            "given true and 0; legal: true with adapters, whose base is frozen",
+        )
+    if config.lora.map_base and config.model.hf_path is None:
+        yield (
+            ("lora.map_base", "model.hf_path"),
+            "given true and no folder; legal: the folder of the base's files",
+        )
     if config.lora.path is None:
         return
     if config.lora.rank == 0:

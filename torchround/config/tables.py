@@ -288,6 +288,12 @@ class LoraTable(Table):
     """Folder with adapters in PEFT's format that a new run starts from, of the same rank and alpha. Needs
     `model.hf_path`. When left out, adapters begin without effect."""
 
+    map_base: bool = False
+    """Frozen weights stay in the files of `model.hf_path` and are read as they are used: a run starts at once, its base
+    takes no host memory of its own and is not part of checkpoints. Weights that the files hold in another format than
+    `training.dtype` (MXFP4 too) are copied as ever. Uploads come from memory that is not page-locked, which makes them
+    slower, and from disk where the base is larger than free memory. The files must stay as they are."""
+
 
 class MetricsTable(Table):
     """What is reported, how often, and where. Losses are also in `metrics.jsonl` in the run's folder."""

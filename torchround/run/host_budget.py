@@ -4,6 +4,7 @@ Linux hands out memory that it does not have and kills whoever uses it, so a run
 without a word.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -21,35 +22,49 @@ class HostMemoryError(Exception):
     """The machine has less memory than weights, gradients and optimizer state need."""
 
 
-def parameter_counts(model: LayeredModel) -> ParameterCounts:
-    """Tied parameters once."""
+def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> ParameterCounts:
+    """Tied parameters once; those whose names are `mapped` are left out."""
     users: dict[int, int] = {}
     parameters = {}
-    for layer in model.layers:
-        for parameter in dict.fromkeys(layer.parameters()):
+    in_files: set[int] = set()
+    for name, layer in zip(model.names, model.layers, strict=True):
+        for path, parameter in layer.named_parameters():
             users[id(parameter)] = users.get(id(parameter), 0) + 1
             parameters[id(parameter)] = parameter
+            if f"{name}.{path}" in mapped:
+                in_files.add(id(parameter))
     trained = {key: parameter.numel() for key, parameter in parameters.items() if parameter.requires_grad}
     return ParameterCounts(
         trained=sum(trained.values()),
-        frozen=sum(parameter.numel() for key, parameter in parameters.items() if key not in trained),
+        frozen=sum(
+            parameter.numel() for key, parameter in parameters.items() if key not in trained.keys() | in_files
+        ),
         tied=sum(numel for key, numel in trained.items() if users[key] > 1),
     )
 
 
-def host_budget(model: LayeredModel, training: TrainingTable, engine: EngineTable, rounds: int) -> HostMemory:
-    """Weights, gradients and optimizer state as `HostStore` allocates them, but for its padding."""
+def host_budget(
+    model: LayeredModel,
+    training: TrainingTable,
+    engine: EngineTable,
+    rounds: int,
+    mapped: Collection[str] = (),
+) -> HostMemory:
+    """Weights, gradients and optimizer state as `HostStore` allocates them, but for its padding.
+
+    `mapped` are names of weights that stay in files.
+    """
     gradient_dtype = training.dtype if engine.grad_dtype == "auto" else engine.grad_dtype
     element_bytes, gradient_bytes = DTYPES[training.dtype].itemsize, DTYPES[gradient_dtype].itemsize
-    return host_state(parameter_counts(model), engine.update, rounds, element_bytes, gradient_bytes)
+    return host_state(parameter_counts(model, mapped), engine.update, rounds, element_bytes, gradient_bytes)
 
 
 def check_host_memory(budget: HostMemory, available_bytes: int) -> None:
     """Raises `HostMemoryError` where the budget is more than there is."""
     if budget.state_bytes > available_bytes:
         raise HostMemoryError(
-            f"the run needs {budget_text(budget)} of host memory, and {_size(available_bytes)} are available: "
-            f"{_size(budget.state_bytes - available_bytes)} are missing. What helps: a smaller model.flavor, "
+            f"the run needs {budget_text(budget)} of host memory, and {size_text(available_bytes)} are available: "
+            f"{size_text(budget.state_bytes - available_bytes)} are missing. What helps: a smaller model.flavor, "
             'training.dtype = "bfloat16", engine.update = "sync", engine.rounds = 1'
         )
 
@@ -57,8 +72,8 @@ def check_host_memory(budget: HostMemory, available_bytes: int) -> None:
 def budget_text(budget: HostMemory) -> str:
     """The sum and its parts on one line."""
     return (
-        f"{_size(budget.state_bytes)} (weights {_size(budget.weight_bytes)}, gradients "
-        f"{_size(budget.gradient_bytes)}, optimizer state {_size(budget.optimizer_bytes)})"
+        f"{size_text(budget.state_bytes)} (weights {size_text(budget.weight_bytes)}, gradients "
+        f"{size_text(budget.gradient_bytes)}, optimizer state {size_text(budget.optimizer_bytes)})"
     )
 
 
@@ -73,5 +88,6 @@ def available_host_bytes() -> int:
     return min(limits)
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """In GiB, or in MiB where that is little."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.2f} MiB"
