@@ -28,8 +28,8 @@ class MicroBatch:
     sequence belong to the same document; attention never crosses them.
 
     What the host knows besides goes along as plain numbers, so that no layer has to ask a device for it:
-    `dropout_seed` is the one number that masks are made from, equal whenever the same micro-batch of a step runs
-    again; None is no dropout. `max_documents` bounds the documents of a sequence, each in one piece; it is a fact of
+    `dropout_seed` is the one number that masks are made from, equal whenever the same layer runs on the same micro-batch
+    of a step again (a 0-dimensional tensor where the layer is being compiled); None is no dropout. `max_documents` bounds the documents of a sequence, each in one piece; it is a fact of
     the whole batch (`most_documents`), so that what a layer chooses by it does not depend on how the batch was cut.
     None: nobody counted.
     """
@@ -52,6 +52,13 @@ class MicroBatch:
     def with_tensors(self, tensors: Iterable[Tensor]) -> "MicroBatch":
         """The same facts with other tensors, in field order: elsewhere, or some of the sequences."""
         return MicroBatch(*tensors, **self.facts())
+
+    def for_layer(self, index: int) -> "MicroBatch":
+        """As layer `index` gets it: with a 63-bit dropout seed of its own."""
+        if self.dropout_seed is None:
+            return self
+        own = (self.dropout_seed * 0xD1342543DE82EF95 + index * 0xAF251AF3B0F025B5) % 2**63
+        return replace(self, dropout_seed=own)
 
     def num_labels(self) -> int:
         """Labels that count towards the loss; summed over a step they are the loss divisor."""
@@ -100,7 +107,8 @@ class Layer(Protocol):
     def __call__(self, hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
         """`[B, T, D]` (or a flat tuple) in and out; the first layer gets `None`.
 
-        The last layer returns the fp32 **sum** of its token losses, shape `[]`.
+        The last layer returns the fp32 **sum** of its token losses, shape `[]`; it may leave out what is for training
+        alone where gradients are disabled. All others compute the same either way.
         """
         ...
 

@@ -7,6 +7,7 @@ Linear layers get theirs here, stacks of experts where they are defined. Shapes:
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -38,15 +39,15 @@ class LoraShape:
 
 
 class Adapter(nn.Module):
-    """What all adapters share. `place` is unique in the model; `seed` is set before each forward, None: no dropout.
+    """What all adapters share. `place` is unique in the layer; `seed` is set before each forward, None: no dropout.
 
-    Each mask comes from a generator of its own, made from micro-batch, place and `use`: the recomputation in a
+    Each mask comes from a generator of its own, made from the seed of layer and micro-batch, place and `use`: the recomputation in a
     backward stage sees the same mask, and threads share nothing.
     """
 
     lora: LoraShape
     place: int
-    seed: int | None
+    seed: int | Tensor | None
 
     def init_adapter(self, generator: torch.Generator) -> None:
         """A uniform within `1 / sqrt(inputs)`, B zero."""
@@ -70,10 +71,29 @@ class Adapter(nn.Module):
         """`x` with a share `dropout` of its elements zeroed and the others scaled up."""
         if self.seed is None or not self.lora.dropout:
             return x
-        generator = torch.Generator(x.device).manual_seed(mask_seed(self.seed, self.place, use))
-        kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        kept.bernoulli_(1 - self.lora.dropout, generator=generator)
+        of_this_use = self.place, use, 1 - self.lora.dropout
+        if isinstance(self.seed, int):
+            kept = draw_mask(x, self.seed, *of_this_use)
+        else:
+            kept = _opaque_mask(x, self.seed, *of_this_use)
         return x * kept / (1 - self.lora.dropout)
+
+
+def draw_mask(x: Tensor, seed: int, place: int, use: int, share: float) -> Tensor:
+    """Bool of the shape of `x`, each True with probability `share`."""
+    generator = torch.Generator(x.device).manual_seed(mask_seed(seed, place, use))
+    return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(share, generator=generator)
+
+
+@torch.library.custom_op("torchround::draw_mask", mutates_args=())
+def _opaque_mask(x: Tensor, seed: Tensor, place: int, use: int, share: float) -> Tensor:
+    """The same for a compiler: the seed is data, a 0-dimensional tensor in host memory."""
+    return draw_mask(x, int(seed), place, use, share)
+
+
+@_opaque_mask.register_fake
+def _opaque_mask_shape(x: Tensor, seed: Tensor, place: int, use: int, share: float) -> Tensor:
+    return torch.empty(x.shape, dtype=torch.bool, device=x.device)
 
 
 def mask_seed(seed: int, place: int, use: int) -> int:
@@ -124,8 +144,10 @@ def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
     places = adapted_modules(model, names, lora)
     for layer in model.layers:
         layer.requires_grad_(False)
-    for number, (layer_index, path, parts) in enumerate(places):
-        layer = model.layers[layer_index]
+    used: Counter[int] = Counter()
+    for layer_index, path, parts in places:
+        layer, number = model.layers[layer_index], used[layer_index]
+        used[layer_index] += 1
         base = layer.get_submodule(path)
         if isinstance(base, nn.Linear):
             layer.set_submodule(path, LoraLinear(base, lora, number))

@@ -1,16 +1,24 @@
 """What a stage computes for one micro-batch: forward, and recompute with backward. No device, no threads."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchround.engine.staging import as_hidden, as_tuple
 from torchround.layer import Hidden, MicroBatch
 
+# A layer with its parameters bound, compiled or not.
+LayerCall = Callable[[Hidden | None, MicroBatch], Hidden]
+
+
+def with_own_seed(index: int, layer: LayerCall) -> LayerCall:
+    """Layer `index` of the model, which draws its dropout masks from numbers of its own."""
+    return lambda hidden, micro_batch: layer(hidden, micro_batch.for_layer(index))
+
 
 def forward(
-    layers: Sequence[nn.Module],
+    layers: Sequence[LayerCall],
     first: int,
     hidden: Hidden | None,
     micro_batch: MicroBatch,
@@ -39,7 +47,7 @@ class Recomputation:
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], hidden: Hidden | None, micro_batch: MicroBatch, layerwise: bool
+        self, layers: Sequence[LayerCall], hidden: Hidden | None, micro_batch: MicroBatch, layerwise: bool
     ) -> None:
         self._micro_batch = micro_batch
         groups = [[layer] for layer in layers] if layerwise else [list(layers)]
@@ -66,7 +74,7 @@ class Recomputation:
                 leaf, output = self._run(self._groups[position - 1], self._inputs[position - 1])
         return tuple(gradients)
 
-    def _run(self, group: list[nn.Module], hidden: Hidden | None) -> tuple[Hidden | None, Hidden]:
+    def _run(self, group: list[LayerCall], hidden: Hidden | None) -> tuple[Hidden | None, Hidden]:
         leaf = None if hidden is None else _as_leaf(hidden)
         output: Hidden | None = leaf
         with torch.enable_grad():

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from torchround.config import OptimizerTable
+from torchround.engine.compiled import LayerCompiler
 from torchround.engine.cpu_threads import update_threads
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
@@ -51,7 +52,8 @@ MOST_PASSES_UNDER_WAY = 2
 class EngineSettings:
     """How an engine runs. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
 
-    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel_compiler.py`).
+    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel_compiler.py`), `compiler` the
+    layers; engines of one model that follow each other may share it.
     """
 
     rounds: int = 1
@@ -60,6 +62,7 @@ class EngineSettings:
     accumulate_dtype: torch.dtype = torch.float32
     hang_timeout_s: float = 600.0
     compile_update: bool = False
+    compiler: LayerCompiler | None = None
 
 
 class Engine:
@@ -312,6 +315,7 @@ class Engine:
             num_devices=len(self.devices),
             layerwise_recompute=self.settings.layerwise_recompute,
             accumulate_dtype=self.settings.accumulate_dtype,
+            compiler=self.settings.compiler,
             on_failure=self._life.fail,
         )
         skeletons = [list(copy.deepcopy(nn.ModuleList(model.layers))) for _ in self.devices]

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchround.engine.compute import Recomputation, forward
+from torchround.engine.compiled import LayerCompiler
+from torchround.engine.compute import LayerCall, Recomputation, forward, with_own_seed
 from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.errors import PipelineError, Place, Stopped
 from torchround.engine.host_memory import HostPool
@@ -53,6 +54,7 @@ class WorkerSetup:
     num_devices: int
     layerwise_recompute: bool
     accumulate_dtype: torch.dtype
+    compiler: LayerCompiler | None
     on_failure: Callable[[PipelineError], None]
 
 
@@ -121,7 +123,8 @@ class Worker:
         self._device.wait(Stream.COMPUTE, upload.finish())
         weights_ready = self._device.mark(Stream.WEIGHT_UPLOAD)
         gradients = None if order.task.stage.kind is StageKind.FORWARD else self._clear_gradients()
-        layers = bind(self._store, self._skeletons, upload.layout, upload.slot, gradients)
+        modules = bind(self._store, self._skeletons, upload.layout, upload.slot, gradients)
+        layers = self._layer_calls(upload.layout.layers, modules)
         shared = [upload.slot.memory] if gradients is None else [upload.slot.memory, gradients.memory]
         for position, micro_batch in enumerate(order.task.micro_batches):
             self._micro_batch = micro_batch
@@ -167,7 +170,7 @@ class Worker:
 
     # Stages, one micro-batch each.
 
-    def _forward_stage(self, order: Order, layers: list[nn.Module], m: int, shared: list[Tensor]) -> None:
+    def _forward_stage(self, order: Order, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
         stage, work = order.task.stage, order.work
         micro_batch, integers = self._traffic.bring_micro_batch(
             work.micro_batches[m], m - order.task.micro_batches.start
@@ -186,7 +189,7 @@ class Worker:
                 readers = (layer in work.handovers) + (layer in work.kept)
                 self._traffic.send(Fact("boundary", work.index, (layer, m)), output, readers)
 
-    def _fused_stage(self, order: Order, layers: list[nn.Module], m: int, shared: list[Tensor]) -> None:
+    def _fused_stage(self, order: Order, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
         stage, work = order.task.stage, order.work
         micro_batch, integers = self._traffic.bring_micro_batch(
             work.micro_batches[m], m - order.task.micro_batches.start
@@ -210,7 +213,7 @@ class Worker:
         )  # the caller, the optimizer worker
         self._send_gradients(work, stage, m, gradients)
 
-    def _backward_stage(self, order: Order, layers: list[nn.Module], m: int, shared: list[Tensor]) -> None:
+    def _backward_stage(self, order: Order, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
         """The recompute is enqueued before the incoming gradient is waited for."""
         stage, work = order.task.stage, order.work
         micro_batch, integers = self._traffic.bring_micro_batch(
@@ -298,6 +301,15 @@ class Worker:
         if not self._setup.board.ready(fact):
             self._flush()
         return self._setup.board.wait(fact)
+
+    def _layer_calls(self, indices: range, layers: list[nn.Module]) -> list[LayerCall]:
+        compiler, board = self._setup.compiler, self._setup.board
+        calls: list[LayerCall] = list(layers)
+        if compiler is not None:
+            calls = [
+                compiler.compiled(index, layer, board) for index, layer in zip(indices, layers, strict=True)
+            ]
+        return [with_own_seed(index, call) for index, call in zip(indices, calls, strict=True)]
 
     def _layout(self, layers: range) -> StageLayout:
         if layers not in self._layouts:

@@ -54,10 +54,9 @@ def get_kernels(wanted: Collection[Dtypes], meanwhile: Callable[[], None]) -> di
 def _compile(libraries: dict[Dtypes, Path], meanwhile: Callable[[], None]) -> None:
     if not libraries:
         return
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None:
+    if shutil.which(cxx_compiler()) is None:
         raise KernelError(
-            f"there is no C++ compiler {compiler!r} to compile the optimizer with (CXX names another)"
+            f"there is no C++ compiler {cxx_compiler()!r} to compile the optimizer with (CXX names another)"
         )
     started = time.monotonic()
     compilations = []
@@ -73,6 +72,11 @@ def _compile(libraries: dict[Dtypes, Path], meanwhile: Callable[[], None]) -> No
     finally:
         for compilation in compilations:
             compilation.close()
+
+
+def cxx_compiler() -> str:
+    """The C++ compiler that Inductor will call."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 class _Compilation:

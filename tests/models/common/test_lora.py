@@ -177,9 +177,9 @@ def test_dropout_gives_the_same_bits_whatever_the_devices_stages_and_recomputati
 
 
 def test_a_mask_depends_on_the_seed_and_zeroes_its_share(tools):
-    _, model, _ = build("llama3", "debug", ("q_proj",), dropout=0.25)
+    _, model, _ = build("llama3", "debug", ("q_proj", "o_proj"), dropout=0.25)
     tools.materialise(model)
-    adapters = [model.layers[index].attention.query for index in (1, 2)]
+    adapters = [model.layers[1].attention.query, model.layers[1].attention.output]
     x, masks = torch.ones(100, 400), []
     for seed in (1, 1, 2):
         adapters[0].seed = seed

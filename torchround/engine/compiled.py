@@ -1,0 +1,318 @@
+"""Layers compiled for the devices: each kind of layer once, for all its layers and passes.
+
+Layers are of one kind when they are the same code: same classes, shapes and settings. A kind is compiled with its
+parameters as inputs, so that one piece of code serves every layer of the kind on every worker, however its weights
+are bound. It is compiled when the first micro-batch of a new shape arrives, one at a time, forward and backward
+together: only then are shapes and facts those that occur, and devices that need nothing new go on meanwhile.
+
+A forward stage, a recomputation and a fused stage run the very same forward code: separately compiled ones would
+round differently, and results would depend on the plan.
+"""
+
+import copy
+import importlib.util
+import logging
+import shutil
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchround.engine.compute import LayerCall
+from torchround.engine.errors import EngineError
+from torchround.engine.ordering import Board
+from torchround.engine.staging import as_hidden, as_tuple
+from torchround.layer import Hidden, LayeredModel, MicroBatch
+from torchround.optim.kernel_compiler import cxx_compiler
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+COST = "they run uncompiled: the same results but for rounding, slower, because each elementwise step goes through memory"
+
+
+class CompilerMissingError(EngineError):
+    """Nothing can be compiled for this kind of device here."""
+
+
+class LayerCompiler:
+    """The compiled kinds of one model; engines that follow each other may share it.
+
+    `backend` is one of `torch.compile`'s.
+    """
+
+    def __init__(self, model: LayeredModel, backend: str = "inductor") -> None:
+        self.kinds: list[Kind] = []
+        self._kind_of: list[Kind] = []
+        self._turn = threading.Lock()
+        for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
+            code = (index == len(model.layers) - 1, _structure(layer))
+            kind = next((kind for kind in self.kinds if kind.code == code), None)
+            if kind is None:
+                kind = Kind(layer, code, is_last=code[0], backend=backend, turn=self._turn)
+                self.kinds.append(kind)
+            kind.layer_names.append(name)
+            self._kind_of.append(kind)
+
+    def compiled(self, index: int, layer: nn.Module, board: Board) -> LayerCall:
+        """Layer `index` of the model with the parameters that `layer` is bound to now."""
+        kind = self._kind_of[index]
+        parameters = [layer.get_parameter(path) for path in kind.paths]
+
+        def call(hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
+            output = kind.run(parameters, hidden, micro_batch, board)
+            return layer(hidden, micro_batch) if output is None else output
+
+        return call
+
+
+class Kind:
+    """Layers of the same code, and what was compiled of it: a variant for each shape, device and fact that occurred."""
+
+    def __init__(
+        self, layer: nn.Module, code: object, *, is_last: bool, backend: str, turn: threading.Lock
+    ) -> None:
+        self.code = code
+        self.layer_names: list[str] = []
+        named = list(layer.named_parameters(remove_duplicate=False))
+        self.paths = [path for path, _ in named]
+        self._trained = [parameter.requires_grad for _, parameter in named]
+        self.variants: dict[object, Variant] = {}
+        self._prototype = copy.deepcopy(layer)
+        self._is_last = is_last
+        self._backend = backend
+        self._turn = turn
+        self._given_up = False
+
+    def run(
+        self, parameters: Sequence[Tensor], hidden: Hidden | None, micro_batch: MicroBatch, board: Board
+    ) -> Hidden | None:
+        """The layer's output, None where this kind cannot be compiled."""
+        inputs = () if hidden is None else as_tuple(hidden)
+        # Only the last layer may compute something else where gradients are off.
+        differentiates = torch.is_grad_enabled() or not self._is_last
+        key = (
+            differentiates,
+            micro_batch.max_documents,
+            micro_batch.dropout_seed is None,
+            isinstance(hidden, Tensor),
+            *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs),
+            micro_batch.tokens.shape,
+            micro_batch.tokens.device,
+        )
+        seed = None if micro_batch.dropout_seed is None else torch.tensor(micro_batch.dropout_seed)
+        tensors = [*parameters, *inputs]
+        variant = self.variants.get(key)
+        if variant is None and not self._given_up:
+            with _turn(self._turn, board):
+                if key not in self.variants and not self._given_up:
+                    function = self._function(isinstance(hidden, Tensor), micro_batch.max_documents)
+                    wants = [differentiates and wanted for wanted in [*self._trained, *_floating(inputs)]]
+                    self._compile(
+                        key, Variant(function, wants, self._backend), board, micro_batch, seed, tensors
+                    )
+                variant = self.variants.get(key)
+        return None if variant is None else variant(micro_batch, seed, tensors)
+
+    def _compile(
+        self,
+        key: object,
+        variant: "Variant",
+        board: Board,
+        micro_batch: MicroBatch,
+        seed: Tensor | None,
+        tensors: list[Tensor],
+    ) -> None:
+        """What fails here is tried uncompiled, where it may fail for good."""
+        try:
+            _check_compiler(self._backend, micro_batch.tokens.device.type)
+            with _moving(board):
+                variant.rehearse(micro_batch, seed, tensors)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001  (compilers raise whatever they like)
+            self._give_up(error)
+        else:
+            self.variants[key] = variant
+
+    def _function(self, single: bool, max_documents: int | None) -> Callable[..., Hidden]:
+        """The layer as a function of tensors, with a code object of its own.
+
+        Dynamo counts what it compiled, and limits it, by code object.
+        """
+        layer, paths = self._prototype, self.paths
+
+        def run_layer(tensors: list[Tensor], integers: tuple[Tensor, ...], seed: Any) -> Hidden:
+            values = dict(zip(paths, tensors[: len(paths)], strict=True))
+            inputs = tensors[len(paths) :]
+            hidden = as_hidden(inputs, single) if inputs else None
+            micro_batch = MicroBatch(*integers, dropout_seed=seed, max_documents=max_documents)
+            return torch.func.functional_call(layer, values, (hidden, micro_batch))
+
+        code = run_layer.__code__.replace(co_name=f"run_{type(layer).__name__}_{len(self.variants)}")
+        return types.FunctionType(code, run_layer.__globals__, code.co_name, None, run_layer.__closure__)
+
+    def _give_up(self, error: Exception) -> None:
+        self._given_up = True
+        [first, *others] = self.layer_names
+        names = f"{first} .. {others[-1]}" if others else first
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+        logger.warning(
+            "engine.compile = true: %s cannot be compiled (%s: %s); %s",
+            names,
+            type(error).__name__,
+            reason[:300],
+            COST,
+        )
+
+
+class Variant:
+    """A kind compiled for one shape. `wants` says which of parameters and inputs get gradients."""
+
+    def __init__(self, function: Callable[..., Hidden], wants: Sequence[bool], backend: str) -> None:
+        options = _deterministic_options() if backend == "inductor" else None
+        self._compiled = torch.compile(
+            function, fullgraph=True, dynamic=False, backend=backend, options=options
+        )
+        self._wants = wants
+
+    def __call__(self, micro_batch: MicroBatch, seed: Tensor | None, tensors: list[Tensor]) -> Hidden:
+        outputs = _Run.apply(self, micro_batch, seed, *tensors)
+        return as_hidden(outputs, self._single)
+
+    def rehearse(self, micro_batch: MicroBatch, seed: Tensor | None, tensors: list[Tensor]) -> None:
+        """Run forward and backward once, so that both are compiled, and forget what came out."""
+        inner, outputs = self.forward(micro_batch, seed, tensors)
+        self.backward(inner, outputs, [torch.zeros_like(output) for output in outputs])
+
+    def forward(
+        self, micro_batch: MicroBatch, seed: Tensor | None, tensors: Sequence[Tensor]
+    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """Leaves in the place of `tensors`, and the outputs computed from them."""
+        inner = [_leaf(tensor, wanted) for tensor, wanted in zip(tensors, self._wants, strict=True)]
+        with torch.set_grad_enabled(any(self._wants)):
+            output = self._compiled(inner, micro_batch.tensors(), seed)
+        self._single = isinstance(output, Tensor)
+        return inner, as_tuple(output)
+
+    def backward(
+        self, inner: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """A gradient for each of `inner`, None where there is none."""
+        pairs = [
+            (output, grad) for output, grad in zip(outputs, gradients, strict=True) if output.requires_grad
+        ]
+        wanted = [leaf for leaf in inner if leaf.requires_grad]
+        if not pairs or not wanted:
+            return [None] * len(inner)
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True
+            )
+        )
+        return [next(found) if leaf.requires_grad else None for leaf in inner]
+
+
+class _Run(torch.autograd.Function):
+    """Keeps the caller's leaves, with gradients that they hold already, out of what is compiled."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, variant: Variant, micro_batch: MicroBatch, seed: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        inner, outputs = variant.forward(micro_batch, seed, tensors)
+        ctx.variant, ctx.inner, ctx.outputs = variant, inner, outputs
+        found = tuple(output.detach() for output in outputs)
+        ctx.mark_non_differentiable(*(output for output in found if not output.is_floating_point()))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inner, outputs = ctx.inner, ctx.outputs
+        ctx.inner = ctx.outputs = None  # what they keep is of no more use once the gradients are there
+        return None, None, None, *ctx.variant.backward(inner, outputs, grads)
+
+
+def _leaf(tensor: Tensor, wanted: bool) -> Tensor:
+    """The same memory as a leaf of its own."""
+    return tensor.detach().requires_grad_(wanted)
+
+
+def _floating(tensors: Sequence[Tensor]) -> list[bool]:
+    return [tensor.is_floating_point() for tensor in tensors]
+
+
+def _structure(layer: nn.Module) -> object:
+    """Equal for layers that are the same code: classes, settings, hooks, shapes and what is trained, by path."""
+    own = set(vars(nn.Module()))
+
+    def settings(module: nn.Module) -> list[tuple[str, object]]:
+        return [
+            (name, value if _compares(value) else id(value))
+            for name, value in sorted(vars(module).items())
+            if name not in own
+        ]
+
+    def hooks(module: nn.Module) -> list[object]:
+        return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+    modules = [
+        (path, type(module), settings(module), hooks(module), module.training)
+        for path, module in layer.named_modules()
+    ]
+    parameters = [
+        (path, parameter.shape, parameter.dtype, parameter.requires_grad)
+        for path, parameter in layer.named_parameters(remove_duplicate=False)
+    ]
+    return modules, parameters
+
+
+def _compares(value: object) -> bool:
+    return not isinstance(value, Tensor) and type(value).__hash__ is not None
+
+
+@contextmanager
+def _turn(lock: threading.Lock, board: Board) -> Iterator[None]:
+    while not lock.acquire(timeout=POLL_S):
+        board.raise_if_stopped()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _moving(board: Board) -> Iterator[None]:
+    """Within the block nothing is posted for long, which is no hang."""
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(POLL_S):
+            board.note_progress()
+
+    thread = threading.Thread(target=tell, name="torchround compiles a layer", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _deterministic_options() -> dict[str, Any]:
+    """Inductor may else choose by measured times how a sum is added up; equal runs must give equal bits."""
+    return {"deterministic": True} if "deterministic" in torch._inductor.list_options() else {}
+
+
+def _check_compiler(backend: str, device: str) -> None:
+    """Raises `CompilerMissingError`. Inductor writes C++ for a CPU and Triton for a GPU."""
+    if backend != "inductor":
+        return
+    if device == "cpu" and shutil.which(cxx_compiler()) is None:
+        raise CompilerMissingError(f"there is no C++ compiler {cxx_compiler()!r} (CXX names another)")
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        raise CompilerMissingError("the package triton is not installed")
