@@ -231,7 +231,7 @@ class OptimizerWorker:
             start_s = time.perf_counter()
             try:
                 self._update_bundle(bundle, job, gradient_scale, progress, self._kernels)
-            except Exception as error:  # noqa: BLE001  (reported once the update is whole again)
+            except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
                 overcome, failed_place = error, self._place
                 self._update_bundle(bundle, job, gradient_scale, progress, {})
             self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
@@ -303,7 +303,7 @@ class OptimizerWorker:
             self._ordering.before_master_write(bundle.index, job.step + 1)
         except Stopped:
             return None  # what the devices of an engine that has stopped still read is used by nobody
-        except Exception as error:  # noqa: BLE001  (reported once the update is whole)
+        except BaseException as error:  # noqa: BLE001  (reported once the update is whole)
             return error
         return None
 
