@@ -1,0 +1,183 @@
+"""120 planted faults over stages, micro-batches, modes and device counts: no hang, no thread left, no wrong state."""
+
+import threading
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from tests.engine.toy import PARTITIONS, assert_same_state, toy_engine, toy_store, train
+from tests.faults.planted_faults import (
+    BATCHES,
+    EXCEPTIONS,
+    LAYER_SITES,
+    SITES,
+    STEPS,
+    VALIDATION,
+    VARIANTS,
+    Case,
+    Fuse,
+    FusedDevice,
+    draw_cases,
+    expected_place,
+    fused_model,
+)
+from torchround.engine import optimizer_worker
+from torchround.engine.errors import PipelineError
+from torchround.engine.update_policy import POLICIES
+
+CASES = draw_cases(120, seed=4)
+
+
+@cache
+def undisturbed(variant: str, update: str, rounds: int):
+    """State after 0, 1, .. steps and each step's loss, of one device and one stage that is waited for each time."""
+    model = fused_model(variant, Fuse(None))
+    store = toy_store(model, policy=POLICIES[update])
+    states, losses = [copied(store)], []
+    with toy_engine(model, store, PARTITIONS["one stage"], 1, rounds=rounds) as engine:
+        for batch in BATCHES:
+            losses += train(engine, [batch])
+            states.append(copied(store))
+    return states, losses
+
+
+def copied(store):
+    return {name: view.clone() for name, view in store.named_views().items()}
+
+
+def our_threads():
+    return [t.name for t in threading.enumerate() if t.name.startswith(("torchround", "finish"))]
+
+
+def run(engine, fuse):
+    """All steps, with a validation after the second; in `caller` cases the caller itself fails."""
+    results = []
+    for step, batch in enumerate(BATCHES):
+        results.append(engine.forward_backward(batch))
+        engine.step(1e-2)
+        if fuse.case.site == "validation" and step == 1:
+            engine.evaluate(VALIDATION).loss()
+        fuse.at_operation("caller")
+    engine.drain()
+    return [result.loss() for result in results]
+
+
+def plant_on_host(patch, fuse):
+    """Fuses in the optimizer's two passes over memory."""
+
+    def with_fuse(site, function):
+        def fused(*arguments, **options):
+            fuse.at_operation(site)
+            return function(*arguments, **options)
+
+        return fused
+
+    for site, name in (("gradient norm", "sum_of_squares"), ("update", "adamw_update_")):
+        patch.setattr(optimizer_worker, name, with_fuse(site, getattr(optimizer_worker, name)))
+
+
+def run_into(case, store, fuse):
+    """The run of a case; what it raises."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant_on_host(patch, fuse)
+        engine = toy_engine(
+            fused_model(case.variant, fuse),
+            store,
+            PARTITIONS[case.partition],
+            case.num_devices,
+            rounds=case.rounds,
+            layerwise_recompute=case.layerwise,
+            wrap=lambda device: FusedDevice(device, fuse),
+        )
+        with engine:
+            return run(engine, fuse)
+
+
+def new_run(case):
+    fuse = Fuse(case)
+    return fuse, toy_store(fused_model(case.variant, fuse), policy=POLICIES[case.update])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.exception is None], ids=str)
+def test_a_delay_changes_nothing(case: Case):
+    states, losses = undisturbed(case.variant, case.update, case.rounds)
+    fuse, store = new_run(case)
+    assert run_into(case, store, fuse) == losses
+    assert fuse.gone_off
+    assert our_threads() == []
+    assert_same_state(store.named_views(), states[STEPS])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.exception is not None], ids=str)
+def test_a_fault_is_named_leaves_a_whole_update_and_training_goes_on_from_it(case: Case):
+    states, losses = undisturbed(case.variant, case.update, case.rounds)
+    fuse, store = new_run(case)
+    with pytest.raises(BaseException) as raised:
+        run_into(case, store, fuse)
+    assert_named(case, fuse, raised.value)
+    assert our_threads() == []
+    left = store.step
+    assert store.is_consistent and left in possible_steps(case)
+    assert_same_state(store.named_views(), states[left])
+    assert go_on(case, store) == losses[left:]
+    assert_same_state(store.named_views(), states[STEPS])
+
+
+def assert_named(case, fuse, error):
+    """The fault is the cause of a `PipelineError` that says where it was."""
+    assert fuse.raised is not None, f"the fuse has not gone off; instead: {error!r}"
+    if case.site == "caller":  # in the caller's own code: not the pipeline's business
+        assert error is fuse.raised
+        return
+    assert type(error) is PipelineError and error.__cause__ is fuse.raised, repr(error)
+    place = error.place
+    assert str(place) in str(error) and case.exception.__name__ in str(error)
+    names = fused_model(case.variant, fuse).names
+    if case.site in ("gradient norm", "update"):
+        assert place.actor == "optimizer worker" and place.layers
+    elif case.site == "validation":
+        assert (place.stage, place.micro_batch) == ("forward", case.micro_batch)
+        assert names[case.layer] in place.layers
+    elif case.site in LAYER_SITES:
+        assert place == expected_place(case, names)
+    else:
+        assert place.actor == f"device {fuse.device}" and place.stage and place.layers
+
+
+def possible_steps(case):
+    """How many updates may be in the store: those that the pass at fault needed, and in async one more or less."""
+    if case.site == "validation":
+        return [2]  # it reads the newest weights
+    if case.site in LAYER_SITES:
+        return [case.step] if case.update == "sync" else [max(case.step - 1, 0), case.step]
+    if case.site == "update":
+        return range(1, STEPS + 1)  # the one that failed in the middle is in it
+    return range(STEPS + 1)
+
+
+def go_on(case, store):
+    """The rest of the steps, on another number of devices with another partition."""
+    model = fused_model(case.variant, Fuse(None))
+    partition = PARTITIONS["backward coarser" if case.partition == "forward coarser" else "forward coarser"]
+    with toy_engine(model, store, partition, case.num_devices % 8 + 1, rounds=case.rounds) as engine:
+        return train(engine, BATCHES[store.step :])
+
+
+def test_the_cases_cover_every_site_mode_device_count_and_exception():
+    assert len(CASES) >= 100 and len(set(map(str, CASES))) == len(CASES)
+    faults = Counter(case.site for case in CASES if case.exception is not None)
+    assert min(faults[site] for site in SITES) >= 5, faults
+    for field, values in (
+        ("variant", VARIANTS),
+        ("update", POLICIES),
+        ("rounds", (1, 2)),
+        ("num_devices", range(1, 9)),
+        ("partition", PARTITIONS),
+        ("exception", (*EXCEPTIONS, None)),
+        ("micro_batch", range(4)),
+        ("step", range(STEPS)),
+        ("layerwise", (False, True)),
+    ):
+        counts = Counter(getattr(case, field) for case in CASES)
+        assert min(counts[value] for value in values) >= 5, (field, counts)
