@@ -14,7 +14,8 @@ from torchround.checkpoint import CheckpointError
 from torchround.config import Config
 from torchround.data import DataError, cut
 from torchround.data.loader import Loader
-from torchround.engine.build import DeviceChoice, build_engine, build_store
+from torchround.engine.build import DeviceChoice, build_engine, build_store, layer_compiler
+from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.host_store import HostStore
@@ -88,6 +89,11 @@ class Trainer:
         """All weights, gradients and optimizer state, allocated when first asked for."""
         tables = self.config.training, self.config.engine
         return build_store(self._model, *tables, self._choice, self._mapped)
+
+    @cached_property
+    def _compiler(self) -> LayerCompiler | None:
+        """Outlives the engines: the one that measures and the one after it run the same layers."""
+        return layer_compiler(self._model, self.config.engine)
 
     @cached_property
     def _traces(self) -> StepTraces:
@@ -286,6 +292,7 @@ class Trainer:
                 config.engine,
                 config.optimizer,
                 config.training.max_norm,
+                self._compiler,
             )
         try:
             with engine:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import GIB, CpuDevice, CudaDevice, Device
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.host_store import HostStore
 from torchround.engine.update_policy import POLICIES
-from torchround.layer import LayeredModel
+from torchround.layer import LayeredModel, LayerWork
 from torchround.optim import SpikeBounds
 from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
 from torchround.pipeline.devices import ASSUMED_DEVICE, DeviceSpec, find_device
@@ -78,10 +79,14 @@ def model_costs(
     micro_batch = -(-training.global_batch_size // _num_micro_batches(training))
     return costs_from_work(
         model.names,
-        [
-            layer.work(micro_batch, training.seq_len, dtype.itemsize, devices.kind)  # type: ignore[operator]
-            for layer in model.layers
-        ],
+        layer_works(
+            model,
+            micro_batch,
+            training.seq_len,
+            dtype.itemsize,
+            devices.kind,
+            compiled=engine.compile is True,
+        ),
         [
             LayerParameters(
                 sum(parameter.numel() for parameter in layer.parameters()),
@@ -94,6 +99,20 @@ def model_costs(
         element_bytes=dtype.itemsize,
         accumulate_bytes=DTYPES[engine.accumulate_dtype].itemsize,
     )
+
+
+def layer_works(
+    model: LayeredModel, batch: int, tokens: int, element_bytes: int, kind: str, compiled: bool
+) -> list[LayerWork]:
+    """What each layer costs on devices of this kind. Compiled, its backward gives all its gradients at once."""
+    works = []
+    for layer in model.layers:
+        work: LayerWork = layer.work(batch, tokens, element_bytes, kind)  # type: ignore[operator]
+        if compiled:
+            trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
+            work = replace(work, workspace_bytes=work.workspace_bytes + trained * element_bytes)
+        works.append(work)
+    return works
 
 
 def plan_run(
@@ -178,8 +197,9 @@ def build_engine(
     table: EngineTable,
     optimizer: OptimizerTable,
     max_norm: float,
+    compiler: LayerCompiler | None = None,
 ) -> Engine:
-    """An engine that runs `plan` on `devices`."""
+    """An engine that runs `plan` on `devices`. `compiler` holds what an engine before it compiled of this model."""
     settings = EngineSettings(
         rounds=plan.rounds,
         max_norm=max_norm,
@@ -187,6 +207,7 @@ def build_engine(
         accumulate_dtype=DTYPES[table.accumulate_dtype],
         hang_timeout_s=table.hang_timeout_s,
         compile_update=compiles_update(table, store),
+        compiler=compiler or layer_compiler(model, table),
     )
     return Engine(model, store, devices, plan.partition, optimizer=optimizer, settings=settings)
 
@@ -196,6 +217,11 @@ def compiles_update(table: EngineTable, store: HostStore) -> bool:
     if table.compile == "auto":
         return sum(bundle.numel for bundle in store.trained) >= COMPILE_FROM_PARAMETERS
     return table.compile
+
+
+def layer_compiler(model: LayeredModel, table: EngineTable) -> LayerCompiler | None:
+    """What compiles the layers where `engine.compile` asks for that: `true`, not `"auto"`."""
+    return LayerCompiler(model) if table.compile is True else None
 
 
 def _given_plan(engine: EngineTable) -> tuple[Partition, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchround.config import Config
 from torchround.config.tables_engine import PlanTable
-from torchround.engine.build import DTYPES
+from torchround.engine.build import DTYPES, layer_works
 from torchround.layer import LayeredModel
 from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
 from torchround.pipeline.devices import ASSUMED_DEVICE, DeviceSpec
@@ -57,7 +57,7 @@ def run_question(
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
         return costs_from_work(
             model.names,
-            [layer.work(sequences, tokens, element_bytes, hardware.kind) for layer in model.layers],  # type: ignore[operator]
+            layer_works(model, sequences, tokens, element_bytes, hardware.kind, engine.compile is True),
             layers,
             hardware.spec or ASSUMED_DEVICE,
             dtype=training.dtype,
