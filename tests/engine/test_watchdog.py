@@ -270,7 +270,7 @@ def test_every_call_that_waits_ends_with_the_report_and_so_does_each_later_one(
 
 def test_one_thing_that_moves_between_two_looks_is_enough(monkeypatch):
     board, hangs, devices = Board(), [], [WatchedDevice(CpuDevice(0))]
-    watchdog = Watchdog(board, [], devices, threading.current_thread(), 1e9, hangs.append)
+    watchdog = Watchdog(board, [], devices, [], 1e9, hangs.append)
 
     def look_while(*moves):
         for move in moves:
@@ -308,7 +308,7 @@ def test_events_that_a_device_passes_count_as_movement():
 def test_a_look_that_comes_late_because_the_whole_process_stood_still_is_one_look():
     """So a process that was stopped for longer than the time-out goes on."""
     hangs = []
-    watchdog = Watchdog(Board(), [], [], threading.current_thread(), 1e-9, hangs.append)
+    watchdog = Watchdog(Board(), [], [], [], 1e-9, hangs.append)
     for _ in range(LOOKS):
         watchdog._look()
     assert not hangs

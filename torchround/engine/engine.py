@@ -123,7 +123,7 @@ class Engine:
             self._board,
             workers,
             watched,
-            optimizer_worker.thread,
+            [optimizer_worker.thread],
             self.settings.hang_timeout_s,
             self._life.fail,
         )

@@ -103,21 +103,24 @@ class Driver(Protocol):
 
 
 class Watchdog:
-    """Looks for the caller, while it waits, whether anything moves. `on_hang` must stop the board."""
+    """Looks for the caller, while it waits, whether anything moves. `on_hang` must stop the board.
+
+    `devices` are those of `drivers`; `others` are the engine's further threads.
+    """
 
     def __init__(
         self,
         board: Board,
         drivers: Sequence[Driver],
         devices: Sequence[WatchedDevice],
-        optimizer: threading.Thread,
+        others: Sequence[threading.Thread],
         timeout_s: float,
         on_hang: Callable[[HangError], None],
     ) -> None:
         self._board = board
         self._drivers = drivers
         self._devices = devices
-        self._optimizer = optimizer
+        self._others = others
         self._timeout_s = timeout_s
         self._on_hang = on_hang
         self._last_moves = -1
@@ -158,7 +161,7 @@ class Watchdog:
             lines.append(f"{driver.thread.name}: in {driver.place(driver.position())}: {doing}")
             for stream, (what, position) in device.unfinished().items():
                 lines.append(f"  its {stream.value} queue {what} {driver.place(position)}")
-        return [*lines, f"{self._optimizer.name}: {_doing(self._optimizer, waiting)}"]
+        return lines + [f"{thread.name}: {_doing(thread, waiting)}" for thread in self._others]
 
 
 def _doing(thread: threading.Thread, waiting: dict[str, str]) -> str:
