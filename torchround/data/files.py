@@ -5,6 +5,7 @@ import glob
 import os
 import re
 import sysconfig
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torchround.data.errors import DataError
 PYTHON_STDLIB = "python-stdlib"
 NOT_STDLIB_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 PIECE_SIZE = 1 << 16
-SCAN_BYTES = 1 << 24
+SCAN_BYTES = 1 << 20
 
 
 def find_files(path: str) -> list[Path]:
@@ -84,14 +85,15 @@ def size_bytes(path: Path) -> int:
 
 def line_starts(path: Path) -> Ids:
     """Byte offset of each line; the end of the file begins no line."""
-    starts = [np.zeros(1, dtype=np.int64)]
+    starts = array("q", [0])  # grows in place: arrays to be joined would need twice the memory
     offset = 0
     for block in _blocks(path):
-        starts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (offset + 1))
+        ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n"))
+        starts.frombytes((ends.astype(np.int64) + (offset + 1)).tobytes())
         offset += len(block)
-    if len(starts[-1]) and starts[-1][-1] == offset:
-        starts[-1] = starts[-1][:-1]
-    return np.concatenate(starts)
+    if starts[-1] == offset:
+        starts.pop()
+    return np.frombuffer(starts, dtype=np.int64)
 
 
 def read_line(path: Path | str, start_byte: int) -> bytes:
