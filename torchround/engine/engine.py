@@ -9,8 +9,9 @@ The engine stops at the first fault; the call in progress, and each later one, r
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,8 +35,9 @@ from torchround.engine.passes import (
     host_micro_batch,
     kept_boundaries,
 )
-from torchround.engine.results import StepResult
 from torchround.engine.reserve import Footprint, Reserve
+from torchround.engine.results import StepResult
+from torchround.engine.saver import PendingSave, SaveJob, Saver, SaveSource
 from torchround.engine.slots import upload_use
 from torchround.engine.staging import Boundary
 from torchround.engine.watchdog import Watchdog, WatchedDevice
@@ -43,6 +45,8 @@ from torchround.engine.worker import Worker, WorkerSetup
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition, StageKind
 from torchround.pipeline.schedule import StageTask, evaluation_tasks, step_tasks
+
+T = TypeVar("T")
 
 # The next step is dispatched while one runs; more would only hold more boundary activations.
 MOST_PASSES_UNDER_WAY = 2
@@ -103,9 +107,11 @@ class Engine:
         self._step = store.step
         self._awaiting_step = False
         self._results: list[StepResult] = []
+        self._saves: list[PendingSave[Any]] = []
         store.allocate_gradients(self.settings.rounds)
         self._reserve = Reserve(model, store, self.pool, len(self.devices))
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
+        self._ordering.settled(self._step, store.resume_state())
         watched = [WatchedDevice(device) for device in self.devices]
         workers = self._make_workers(model, watched)
         optimizer_worker = OptimizerWorker(
@@ -119,15 +125,12 @@ class Engine:
             num_threads=update_threads(len(self.devices)),
             compiles=self.settings.compile_update,
         )
+        saver = Saver(store, self._board, self._ordering)
+        others = [saver.thread, optimizer_worker.thread]
         self._watchdog = Watchdog(
-            self._board,
-            workers,
-            watched,
-            [optimizer_worker.thread],
-            self.settings.hang_timeout_s,
-            self._life.fail,
+            self._board, workers, watched, others, self.settings.hang_timeout_s, self._life.fail
         )
-        self._life.start([*(worker.thread for worker in workers), optimizer_worker.thread])
+        self._life.start([*(worker.thread for worker in workers), *others])
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Dispatch one training step: loss and gradients of all micro-batches.
@@ -173,6 +176,23 @@ class Engine:
             self._dispatch(work, tasks)
             return self._track(work, tasks)
 
+    def save(self, write: Callable[[SaveSource], T]) -> PendingSave[T]:
+        """Have `write` save the store as it is after the last dispatched step, on a thread of its own. Does not wait.
+
+        Training goes on meanwhile: a bundle's next update waits until `write` has said that it has read the bundle.
+        Saves are made one after the other. One that is published only once `PendingSave.may_publish` was called
+        must have that called before the engine ends.
+        """
+        with self._life.call():
+            if self._awaiting_step:
+                raise EngineUsageError("save() was called between forward_backward() and step()")
+            index, self._next_save = self._next_save, self._next_save + 1
+            self._ordering.expect_save([bundle.index for bundle in self.store.trained], self._step, index)
+            self._board.post(Fact("save", index), SaveJob(self._step, write))
+            self._saves = [save for save in self._saves if not save.ended]
+            self._saves.append(PendingSave(index, self._board, self._wait_in_call))
+            return self._saves[-1]
+
     def drain(self) -> None:
         """Wait until every dispatched step is done and its update is in the host store."""
         with self._life.call():
@@ -182,11 +202,14 @@ class Engine:
                 self._watchdog.wait(Fact("updated", self._step - 1))
 
     def close(self) -> None:
-        """Finish what was dispatched, unless a fault stopped the engine, and end every thread that can end."""
+        """Finish what was dispatched and is being saved, unless a fault stopped the engine, and end every thread."""
         if self._life.stopped:
             return
         try:
             self.drain()
+            for save in self._saves:
+                save.may_publish()
+                save.wait()
         finally:
             self._life.stop()
         if self._life.failure is not None:

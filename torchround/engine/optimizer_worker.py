@@ -57,7 +57,8 @@ class UpdateReport:
 
     `grad_norm` is that of the unscaled gradient, before clipping; `loss_scale` what this step's loss was
     multiplied by (1 but in float16). `fault` says why the update was skipped; an overflow under a loss scale that
-    can still fall is none. `not_finite` are the micro-batches whose loss is not.
+    can still fall is none. `not_finite` are the micro-batches whose loss is not. `waited_for_save_s`: how long bundles
+    had to wait because a save beside training had not read them yet.
     """
 
     grad_norm: float
@@ -67,6 +68,7 @@ class UpdateReport:
     loss_scale: float = 1.0
     fault: str = ""
     not_finite: tuple[int, ...] = ()
+    waited_for_save_s: float = 0.0
 
 
 class OptimizerWorker:
@@ -98,6 +100,7 @@ class OptimizerWorker:
         self._losses: list[float] = []
         self._num_labels = 0
         self._busy_s = 0.0
+        self._waited_for_save_s = 0.0
         self._bundle_updates: list[BundleUpdate] = []
         self._place = Place("optimizer worker")
         self.thread = threading.Thread(target=self._main, name="torchround optimizer", daemon=True)
@@ -198,12 +201,20 @@ class OptimizerWorker:
             self._store.spikes.record(loss, norm)
         self._store.loss_scaling.record(job.step, overflowed)
         self._store.step = job.step + 1
-        seconds = self._busy_s + time.perf_counter() - start
+        self._ordering.settled(job.step + 1, self._store.resume_state())
+        seconds = self._busy_s + time.perf_counter() - start - self._waited_for_save_s
         not_finite = tuple(index for index, loss in enumerate(self._losses) if not math.isfinite(loss))
         report = UpdateReport(
-            norm, skipped, seconds, tuple(self._bundle_updates), loss_scale, fault, not_finite
+            norm,
+            skipped,
+            seconds,
+            tuple(self._bundle_updates),
+            loss_scale,
+            fault,
+            not_finite,
+            self._waited_for_save_s,
         )
-        self._busy_s, self._bundle_updates = 0.0, []
+        self._busy_s, self._waited_for_save_s, self._bundle_updates = 0.0, 0.0, []
         if overcome is not None:
             self._fail(overcome)  # first, so that no call ends as if nothing had happened
         self._board.post(Fact("updated", job.step), report)
@@ -224,7 +235,7 @@ class OptimizerWorker:
         self._store.applied_updates += 1
         for bundle in self._store.trained:
             self._place = self._place_of(bundle)
-            self._ordering.before_update(bundle.index, job.step)
+            self._before_update(bundle, job)
             if (fault := self._await_readers(bundle, job)) is not None:
                 overcome, failed_place = fault, self._place
             progress = (UpdateProgress(), UpdateProgress())
@@ -287,7 +298,7 @@ class OptimizerWorker:
         self._store.is_consistent = False
         for bundle in self._store.trained:
             self._place = self._place_of(bundle)
-            self._ordering.before_update(bundle.index, job.step)
+            self._before_update(bundle, job)
             overcome = self._await_readers(bundle, job) or overcome
             if len(bundle.masters) > 1:
                 target, source = (bundle.masters[(job.step + back) % len(bundle.masters)] for back in (1, 0))
@@ -296,6 +307,12 @@ class OptimizerWorker:
             self._ordering.updated(bundle.index, job.step)
         self._store.is_consistent = True
         return overcome
+
+    def _before_update(self, bundle: Bundle, job: UpdateWeights) -> None:
+        self._ordering.before_update(bundle.index, job.step)
+        start_s = time.perf_counter()
+        self._ordering.before_overwriting_saved(bundle.index, job.step)
+        self._waited_for_save_s += time.perf_counter() - start_s
 
     def _await_readers(self, bundle: Bundle, job: UpdateWeights) -> BaseException | None:
         """Until nobody reads the version to be overwritten. A device that failed reads no more: its fault."""

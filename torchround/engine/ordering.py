@@ -1,11 +1,13 @@
-"""Who may read or write what, when: facts that one thread posts and others wait for, and the five rules.
+"""Who may read or write what, when: facts that one thread posts and others wait for, and the six rules.
 
 All hand-overs between the controller, the device workers and the optimizer worker go through one `Board`.
-`Ordering` builds the five rules of RoundPipe section 4.3 on it, per bundle of parameters (DESIGN section 7).
+`Ordering` builds the five rules of RoundPipe section 4.3 on it, per bundle of parameters (DESIGN section 7), and
+one for saves beside training.
 An optional observer sees every hand-over; the race checker rebuilds the happens-before order from that.
 """
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,7 +45,15 @@ WORDS = {
     "gradient landed": "part {2} of step {0}'s gradient of bundle {1} (ordering rule 3)",
     "gradient consumed": "the optimizer to be done with step {0}'s gradient of bundle {1} (ordering rule 4)",
     "part consumed": "the optimizer to have added part {2} of step {0}'s gradient of bundle {1} (ordering rule 4)",
+    "save": "save {0}",
+    "settled": "version {0} of every bundle, to save it",
+    "read by save": "save {2} to have read version {0} of bundle {1} (ordering rule 6)",
+    "save may be published": "save {0} to be allowed to appear",
+    "save ended": "the end of save {0}",
+    "saver ended": "the end of the saver",
 }
+
+SAVER_ENDED = Fact("saver ended", 0)
 
 
 class Board:
@@ -84,6 +94,12 @@ class Board:
             value = self._values[fact]
         self.observer.waited(fact)
         return value
+
+    def outlast(self, fact: Fact, poll_s: float = 0.005) -> None:
+        """Wait for a fact that somebody posts in answer to a stop, if not before."""
+        while not self.ready(fact):
+            time.sleep(poll_s)
+        self.observer.waited(fact)
 
     def ready(self, fact: Fact) -> bool:
         """Whether `wait` would return at once."""
@@ -150,7 +166,7 @@ class Board:
 
 
 class Ordering:
-    """The five ordering rules, one method each, named for what the caller is about to do.
+    """The six ordering rules, one method each, named for what the caller is about to do.
 
     `versions` is the number of master buffers a bundle has: version `v` lives in buffer `v % versions`.
     """
@@ -161,6 +177,7 @@ class Ordering:
         self._uses: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._uses_lock = threading.Lock()
         self._contributions: dict[tuple[int, int], int] = {}
+        self._saves: dict[tuple[int, int], list[int]] = defaultdict(list)
 
     def begin(self, bundles: Sequence[int], step: int) -> None:
         """The store holds every version that step `step` and later ones may read, and nothing is under way."""
@@ -249,6 +266,39 @@ class Ordering:
         """Rule 5: update `step + 1` of a bundle starts only after update `step` of it is complete."""
         self._board.wait(Fact("weights", step, (bundle,)))
 
+    def expect_save(self, bundles: Sequence[int], version: int, save: int) -> None:
+        """The controller announces, before it dispatches what makes version `version + 1`, a save of `version`."""
+        for bundle in bundles:
+            self._saves[version, bundle].append(save)
+
+    def before_overwriting_saved(self, bundle: int, version: int) -> None:
+        """Rule 6: what a save of `version` reads of a bundle is overwritten only after it was read.
+
+        An update cannot stop half-way: after a stop this returns as soon as no save reads any more.
+        """
+        for save in self._saves.pop((version, bundle), ()):
+            fact = Fact("read by save", version, (bundle, save))
+            try:
+                self._board.wait(fact)
+                self._board.forget(fact)
+            except Stopped:
+                self._board.outlast(SAVER_ENDED)
+
+    def before_save(self, version: int) -> Any:
+        """A save of `version` begins only after all of it is complete. Returns what `settled` was given."""
+        return self._board.wait(Fact("settled", version))
+
+    def settled(self, version: int, state: Any) -> None:
+        """Every bundle is at `version`; `state` is what belongs to it besides."""
+        self._board.post(Fact("settled", version), state)
+
+    def read_by_save(self, bundle: int, version: int, save: int) -> None:
+        self._board.post(Fact("read by save", version, (bundle, save)))
+
+    def saver_ended(self) -> None:
+        """No save reads anything any more, nor ever will."""
+        self._board.post(SAVER_ENDED)
+
     def gradient_consumed(self, bundle: int, step: int) -> None:
         """Nobody will read step `step`'s gradient any more."""
         self._contributions.pop((step, bundle), None)
@@ -260,7 +310,9 @@ class Ordering:
 
     def retire(self, below: int) -> None:
         """Forget versions and steps that nobody will ask for again."""
-        self._board.retire(("weights", "uploaded", "gradient landed", "gradient consumed", "part consumed"), below)
+        self._board.retire(
+            ("weights", "uploaded", "gradient landed", "gradient consumed", "part consumed", "settled"), below
+        )
 
 
 def _consumed(bundle: int, step: int, previous_part: int) -> Fact:
