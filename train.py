@@ -29,6 +29,7 @@ from models import (
     adapter_names,
     add_adapters,
 )
+from scripts.export_hf import Export, export
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.config import Config, ConfigError, LoraTable, ModelTable, Options, parse_command_line, to_toml
 from torchround.data import (
@@ -143,7 +144,24 @@ def run(arguments: list[str]) -> int:
     check_host_memory(parts.host_memory, available_host_bytes())
     with parts.folder:
         say(parts.describe())
-        return Trainer(**vars(parts)).run()
+        exit_code = Trainer(**vars(parts)).run()
+        if exit_code == 0 and options.config.checkpoint.export != "off":
+            export_newest(parts.folder, adapters=options.config.checkpoint.export == "adapters")
+        return exit_code
+
+
+def export_newest(folder: RunFolder, adapters: bool) -> None:
+    """The newest checkpoint in Hugging Face format, unless it is there already. Raises `HFError`."""
+    step = Checkpointer(folder.checkpoints).latest_step()
+    checkpoint, output = folder.checkpoints / f"step-{step}", folder.path / "export" / f"step-{step}"
+    if output.exists():
+        return
+    try:
+        say(export(Export(checkpoint, output, adapters=adapters)))
+    except OSError as error:
+        raise HFError(
+            f"{output} could not be written: {error}; {checkpoint} is whole, and scripts/export_hf.py exports it"
+        ) from error
 
 
 def dry_run(options: Options) -> int:

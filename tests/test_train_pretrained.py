@@ -208,3 +208,44 @@ def test_a_mapped_run_goes_on_with_the_same_bits_and_exports_what_a_copied_one_d
 def test_a_base_is_mapped_only_where_there_is_one_that_stays(overrides, message, folder, capsys):
     assert train.main(["--config", "small.toml", *overrides]) == 2
     assert message in capsys.readouterr().err
+
+
+def exported(folder: Path, step: int = 1) -> Path:
+    return folder / "outputs" / "small" / "export" / f"step-{step}"
+
+
+def test_a_complete_run_leaves_its_model_in_hugging_face_format(folder, capsys):
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
+    released = load_file(folder / "release" / "model.safetensors")
+    tensors = load_file(exported(folder) / "model.safetensors")
+    assert tensors.keys() == released.keys()
+    assert all(torch.equal(tensor, released[name]) for name, tensor in tensors.items())  # lr = 1e-30
+    assert LlamaForCausalLM.from_pretrained(exported(folder)).config.num_hidden_layers == 2
+    capsys.readouterr()
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
+    assert "nothing to do" in capsys.readouterr().out  # nor is it written again
+
+
+def test_a_run_that_is_complete_already_is_exported_when_asked_for_it_later(folder):
+    assert train.main(["--config", "small.toml"]) == 0
+    assert not exported(folder).exists()
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
+    assert (exported(folder) / "config.json").is_file()
+
+
+def test_adapters_left_by_a_run_start_the_next_one(folder):
+    assert train.main(["--config", "small.toml", *MAPPED, "--checkpoint.export=adapters"]) == 0
+    again = ("--run.name=again", f"--lora.path={exported(folder, 3)}", "--optimizer.lr=1e-30")
+    assert train.main(["--config", "small.toml", "--lora.rank=2", "--training.steps=1", *again]) == 0
+    before, after = saved(folder, "small"), saved(folder, "again", step=1)
+    adapters = [name for name in before if name.startswith("weights/") and "lora_" in name]
+    assert len(adapters) == 16 and all(torch.equal(before[name], after[name]) for name in adapters)
+
+
+def test_an_export_that_cannot_be_written_says_that_the_checkpoint_is_whole(folder, capsys):
+    assert train.main(["--config", "small.toml"]) == 0
+    (exported(folder).parent).write_text("a file where a folder should be")
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 2
+    assert "step-1 is whole, and scripts/export_hf.py exports it" in capsys.readouterr().err
+    assert train.main(["--config", "small.toml", "--checkpoint.export=adapters"]) == 2
+    assert "legal: " in capsys.readouterr().err

@@ -99,6 +99,11 @@ def _engine(config: Config) -> Iterator[Conflict]:
 
 
 def _lora(config: Config) -> Iterator[Conflict]:
+    if config.checkpoint.export == "adapters" and config.lora.rank == 0:
+        yield (
+            ("checkpoint.export", "lora.rank"),
+            'given "adapters" and 0; legal: "weights", where there are none',
+        )
     if config.lora.map_base and config.lora.rank == 0:
         yield (
             ("lora.map_base", "lora.rank"),

@@ -244,6 +244,11 @@ class CheckpointTable(Table):
     """Checkpoints of steps that this divides are kept for ever, besides the newest ones; 0 keeps none for their step.
     A multiple of `interval_steps`, or few of its multiples will ever be saved."""
 
+    export: Literal["off", "weights", "adapters"] = "off"
+    """What a complete run leaves in `export/step-N` of its folder, in Hugging Face format. `weights`: the model, with
+    adapters merged, as `transformers` loads it. `adapters`: those alone, as PEFT loads them. Any checkpoint is exported by
+    `scripts/export_hf.py`."""
+
     load_path: Name | None = None
     """Folder of a checkpoint to start from when the run's own folder holds none. When left out, weights are
     initialised from `run.seed`."""
