@@ -20,7 +20,7 @@ from torchround.layer import LayeredModel, LayerWork
 from torchround.optim import SpikeBounds
 from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
 from torchround.pipeline.devices import ASSUMED_DEVICE, DeviceSpec, find_device
-from torchround.pipeline.memory import MemoryLimits
+from torchround.pipeline.memory import MemoryLimits, rounding
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import Plan, evaluate_plan, make_plan
 
@@ -183,10 +183,15 @@ def build_store(
         dtype,
         policy=POLICIES[engine.update],
         pinned=devices.kind == "cuda",
-        gradient_dtype=dtype if engine.grad_dtype == "auto" else DTYPES[engine.grad_dtype],
+        gradient_dtype=gradient_dtype(training, engine),
         spikes=SpikeBounds(factor, training.spike_window),
         mapped=mapped,
     )
+
+
+def gradient_dtype(training: TrainingTable, engine: EngineTable) -> torch.dtype:
+    """In which gradients travel to the host."""
+    return DTYPES[training.dtype if engine.grad_dtype == "auto" else engine.grad_dtype]
 
 
 def build_engine(
@@ -240,10 +245,12 @@ def _given_plan(engine: EngineTable) -> tuple[Partition, int]:
 
 def _limits(training: TrainingTable, engine: EngineTable, devices: DeviceChoice) -> MemoryLimits:
     longest = -(-training.global_batch_size // _num_micro_batches(training))
+    accumulated, travels = DTYPES[engine.accumulate_dtype], gradient_dtype(training, engine)
     return MemoryLimits(
         device_bytes=devices.memory_bytes,
         integer_bytes=4 * 8 * longest * training.seq_len,
         recompute=engine.recompute,
+        **(rounding(accumulated.itemsize, travels.itemsize) if accumulated != travels else {}),
     )
 
 

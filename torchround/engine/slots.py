@@ -15,10 +15,7 @@ from torchround.engine.device import Device, Event, Stream
 from torchround.engine.host_memory import HostPool
 from torchround.engine.host_store import HostStore, owner_of
 from torchround.engine.ordering import Ordering
-
-# Gradients whose dtype differs from the one they were accumulated in are rounded piece by piece on their way
-# down, through one buffer of this many elements.
-ROUNDING_ELEMENTS = 4 * 2**20
+from torchround.pipeline.memory import ROUNDING_ELEMENTS
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from torchround.engine.ordering import Board, Fact, Ordering
 from torchround.engine.passes import Order, Pass
 from torchround.engine.reports import Piece, SlotReport
 from torchround.engine.slots import (
-    ROUNDING_ELEMENTS,
     GradientDownload,
     Slot,
     SlotPair,
@@ -33,6 +32,7 @@ from torchround.engine.slots import (
 from torchround.engine.staging import RingEntry, as_tuple
 from torchround.engine.traffic import Traffic
 from torchround.layer import Hidden
+from torchround.pipeline.memory import ROUNDING_ELEMENTS
 from torchround.pipeline.partition import Stage, StageKind
 from torchround.pipeline.timeline import TaskKind
 

@@ -1,10 +1,11 @@
 """What a partition needs in a device's memory, and what is allowed.
 
-The counts follow what the engine allocates: two weight slots and two gradient slots of the largest stage,
-fixed staging buffers of the largest boundary, the round's integers, and the peak of one stage's compute.
+The counts follow what the engine allocates: two weight slots and two gradient slots of the largest stage, a buffer
+to round gradients in, fixed staging buffers of the largest boundary, the round's integers, and the peak of one stage's compute.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, Stage, StageKind
@@ -12,6 +13,9 @@ from torchround.pipeline.partition import Partition, Stage, StageKind
 GIB = 2**30
 # Two activations in, two gradients in, two outputs of either kind.
 STAGING_BUFFERS = 6
+# Gradients whose dtype differs from the one they were accumulated in are rounded piece by piece on their way
+# down, through one buffer of this many elements.
+ROUNDING_ELEMENTS = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -20,13 +24,16 @@ class MemoryLimits:
 
     `device_bytes`: per device. `host_bytes`: what is left of host memory for activations between stages,
     after weights, gradients and optimizer state. `integer_bytes`: tokens, labels, positions and document ids
-    of one micro-batch. `recompute`: `"stage"` keeps a stage's activations, `"layer"` one layer's.
+    of one micro-batch. `recompute`: `"stage"` keeps a stage's activations, `"layer"` one layer's. Gradients that are
+    rounded on their way down need `rounding_share` times the bytes they are accumulated in, `rounding_bytes` at most.
     """
 
     device_bytes: int | None = None
     host_bytes: int | None = None
     integer_bytes: int = 0
     recompute: str = "stage"
+    rounding_share: float = 0.0
+    rounding_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.recompute not in ("stage", "layer"):
@@ -34,6 +41,14 @@ class MemoryLimits:
         for name in ("device_bytes", "host_bytes"):
             if (value := getattr(self, name)) is not None and value < 0:
                 raise ValueError(f"{name} = {value} must not be negative")
+
+
+def rounding(accumulate_bytes: int, gradient_bytes: int) -> dict[str, Any]:
+    """What `MemoryLimits` says of gradients that travel in another number format; bytes of one element."""
+    return {
+        "rounding_share": gradient_bytes / accumulate_bytes,
+        "rounding_bytes": ROUNDING_ELEMENTS * gradient_bytes,
+    }
 
 
 @dataclass(frozen=True)
@@ -62,9 +77,11 @@ def device_memory(
 ) -> DeviceMemory:
     """What each device allocates to run `partition`."""
     stages = partition.stages()
+    gradients = max(stage_gradient_bytes(stage, costs) for stage in stages)
+    rounded = min(int(limits.rounding_share * gradients), limits.rounding_bytes)
     return DeviceMemory(
         weights_bytes=2 * max(stage_weight_bytes(stage, costs) for stage in stages),
-        gradients_bytes=2 * max(stage_gradient_bytes(stage, costs) for stage in stages),
+        gradients_bytes=2 * gradients + rounded,
         staging_bytes=STAGING_BUFFERS * max(layer.boundary_bytes for layer in costs.layers),
         integers_bytes=limits.integer_bytes * micro_batches_per_round,
         compute_bytes=max(stage_compute_bytes(stage, costs, limits.recompute) for stage in stages),
@@ -95,12 +112,18 @@ def stage_compute_bytes(stage: Stage, costs: Costs, recompute: str) -> int:
 
 
 def rounds_in_flight(num_devices: int, num_stages: int, rounds: int, update: str) -> int:
-    """Most rounds whose activations are on the host at once: N slots in a row touch that many rounds.
+    """Most rounds whose activations are on the host at once, however fast each device is; N devices, S stages.
 
-    `async` steps follow each other without a flush, so the next step's rounds count too.
+    While a round's last stage is unfinished, the others can be N - 1 stages into the next round, S - N fewer into the
+    one after that, and so on; with S <= N a device may run ahead with the first stages of all. `async` steps
+    follow each other without a flush, so the next step's rounds count too.
     """
-    touched = 1 + -(-(num_devices - 1) // num_stages)
-    return min(touched, rounds if update == "sync" else 2 * rounds)
+    rounds_under_way = rounds if update == "sync" else 2 * rounds
+    if num_devices == 1:
+        return 1
+    if num_stages <= num_devices:
+        return rounds_under_way
+    return min(1 + -(-(num_devices - 1) // (num_stages - num_devices)), rounds_under_way)
 
 
 def host_activation_bytes(

@@ -77,8 +77,19 @@ class MemoryTable:
 
     def _needed(self, weights: Integers, gradients: Integers, compute: Integers) -> Integers:
         """Bytes of a device with this stage and otherwise stages of one layer."""
-        slots = np.maximum(weights, self.largest[0]) + np.maximum(gradients, self.largest[1])
-        return np.asarray(2 * slots + np.maximum(compute, self.largest[2]) + self.staging_bytes)
+        weights = np.maximum(weights, self.largest[0])
+        gradients = np.maximum(gradients, self.largest[1])
+        return np.asarray(
+            2 * weights
+            + self._gradient_bytes(gradients)
+            + np.maximum(compute, self.largest[2])
+            + self.staging_bytes
+        )
+
+    def _gradient_bytes(self, slots: Integers) -> Integers:
+        """Two slots, and the buffer to round them in."""
+        rounded = (self.limits.rounding_share * slots).astype(np.int64)
+        return np.asarray(2 * slots + np.minimum(rounded, self.limits.rounding_bytes))
 
     def _device_bytes(self, rows: Rows, starts: Integers, stops: Integers) -> Integers:
         """What each device allocates [K], without the round's integers (`memory.device_memory`)."""
@@ -87,7 +98,7 @@ class MemoryTable:
         gradients = np.where(has_gradients, self.gradients[stops] - self.gradients[starts], 0).max(axis=1)
         # Every layer is in a fused or backward stage too, so forward stages never need the most.
         compute = np.where(has_gradients, self.compute[starts, stops], 0).max(axis=1)
-        return np.asarray(2 * weights + 2 * gradients + compute + self.staging_bytes)
+        return np.asarray(2 * weights + self._gradient_bytes(gradients) + compute + self.staging_bytes)
 
     def _host_bytes(self, starts: Integers) -> Integers:
         """Boundaries [K] of one micro-batch (`memory.host_activation_bytes`): each stage's first layer once."""

@@ -16,6 +16,7 @@ from torchround.pipeline.memory import (
     MemoryLimits,
     device_memory,
     host_activation_bytes,
+    rounding,
 )
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import InfeasiblePlanError, Plan, evaluate_plan, make_plan
@@ -79,7 +80,15 @@ class RunQuestion:
         if host_bytes is not None:
             host_bytes -= self.state().state_bytes + self.num_micro_batches * integer_bytes
             host_bytes = max(0, host_bytes)
-        return MemoryLimits(self.device_bytes, host_bytes, integer_bytes, self.recompute)
+        # Two formats of the same size are not told apart here: bfloat16 sums that travel as float16.
+        rounded = self.gradient_bytes != self.accumulate_bytes
+        return MemoryLimits(
+            self.device_bytes,
+            host_bytes,
+            integer_bytes,
+            self.recompute,
+            **(rounding(self.accumulate_bytes, self.gradient_bytes) if rounded else {}),
+        )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ class EngineTotals:
         self._devices = devices
         self._device_allocations = self._host_allocations = 0
         self._last: StepResult | None = None
-        self._clear()
+        self._times = [DeviceTimes()] * len(devices)
+        self._optimizer_s = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -61,9 +62,5 @@ class EngineTotals:
             host_allocations=host_allocations - self._host_allocations,
         )
         self._device_allocations, self._host_allocations = device_allocations, host_allocations
-        self._clear()
+        self._times, self._optimizer_s = [DeviceTimes()] * len(self._devices), 0.0
         return record
-
-    def _clear(self) -> None:
-        self._times = [DeviceTimes()] * len(self._devices)
-        self._optimizer_s = 0.0
