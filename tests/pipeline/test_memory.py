@@ -91,8 +91,8 @@ def test_host_bytes_per_trained_parameter(update: str, element: int, expected: i
 
 def test_frozen_tied_and_summed_parameters_cost_what_they_hold() -> None:
     assert host_state(ParameterCounts(0, 1000), "async", 1, 2, 2).total_bytes == 2 * 1000
-    assert host_state(ParameterCounts(1000, tied=100), "sync", 1, 2, 2).gradient_bytes == 4 * 100 + 2 * 900
-    assert host_state(ParameterCounts(1000, tied=100), "sync", 2, 2, 2).gradient_bytes == 4 * 1000
+    assert host_state(ParameterCounts(1000, tied=100), "sync", 1, 2, 2).gradient_bytes == 8 * 100 + 2 * 900
+    assert host_state(ParameterCounts(1000, tied=100), "sync", 2, 2, 2).gradient_bytes == 6 * 900 + 8 * 100
 
 
 @pytest.mark.parametrize("wrong", [{"recompute": "all"}, {"device_bytes": -1}, {"host_bytes": -1}])

@@ -49,7 +49,7 @@ class EngineTable(Table):
     rounds: PositiveInt | Literal["auto"] | None = None
     """Parts that a step's micro-batches are cut into; each passes through all stages in turn. 1 to the number
     of micro-batches. More rounds keep fewer boundary activations in host memory, but upload the weights
-    again in each; above 1 the host adds gradients in float32 (2 bytes more per trained parameter), part by
+    again in each; above 1 the host adds gradients in float32 (4 bytes more per trained parameter), part by
     part, so the last bits of a loss depend on the number of rounds. `auto`: the planner chooses, for this
     number of devices; a run that goes on keeps its rounds. When left out: 1, or the plan's."""
 

@@ -46,12 +46,13 @@ def host_state(
 ) -> HostMemory:
     """DESIGN section 4: 16 bytes per trained parameter in 16 bits, 18 with `async`'s second version.
 
-    `gradient_bytes` per element as they come down; sums over rounds or tied layers are kept in float32.
+    `gradient_bytes` per element as they come down; sums over rounds or tied layers are kept in float32, with a buffer
+    for each use of a parameter, of which a tied one has two, where the next part lands.
     """
     versions = 2 if update == "async" else 1
     summed = parameters.trained if rounds > 1 else parameters.tied
     return HostMemory(
         weight_bytes=element_bytes * (versions * parameters.trained + parameters.frozen),
-        gradient_bytes=max(4, gradient_bytes) * summed + gradient_bytes * (parameters.trained - summed),
+        gradient_bytes=max(4, gradient_bytes) * summed + gradient_bytes * (parameters.trained + parameters.tied),
         optimizer_bytes=OPTIMIZER_BYTES * parameters.trained,
     )
