@@ -179,8 +179,9 @@ class Trainer:
             if self._is_due(self.config.validation.interval_steps):
                 self._report_steps(leave=0, validation_loss=self._validate(engine))
             if self._is_due(self.config.checkpoint.interval_steps):
-                self._save_if_possible(engine)
+                self._checkpoints.begin_save(engine)
         self._report_steps(leave=0)
+        self._checkpoints.finish_saves()
         bad = self._bad_steps.error
         if end is not None or bad is not None or until == self.config.training.steps:
             self._save(engine)
@@ -235,6 +236,7 @@ class Trainer:
                     self._reports.record(done.position.step, done.position.tokens, done.lr, validation_loss)
                 )
             self._under_way.popleft()
+            self._checkpoints.reported(done.position.step)
 
     def _validate(self, engine: Engine) -> float | None:
         engine.drain()  # the step under way counts as training time
@@ -312,16 +314,9 @@ class Trainer:
         except Exception as error:  # noqa: BLE001  (the fault itself is what is raised)
             logger.warning("step %d is missing in the metrics: %s", self._under_way[0].position.step, error)
 
-    def _save_if_possible(self, engine: Engine) -> None:
-        try:
-            self._save(engine)
-        except CheckpointError as error:
-            logger.warning("%s; training goes on", error)
-
     def _save(self, engine: Engine) -> None:
-        """Save where the run is now. Raises `CheckpointError`."""
+        """Save where the run is now, and wait for it. Raises `CheckpointError`."""
         self._report_steps(leave=0)
-        engine.drain()
-        if self._position.step != self._checkpoints.saved_step:
-            with self._reports.throughput.excluded():
-                self._checkpoints.save(self.store, self._position)
+        engine.drain()  # what is under way counts as training time
+        with self._reports.throughput.excluded():
+            self._checkpoints.save_now(engine)

@@ -2,6 +2,7 @@
 
 from torchround.checkpoint.checkpointer import Checkpointer, Loaded, load_checkpoint, verify_checkpoint
 from torchround.checkpoint.errors import CheckpointError, DamagedCheckpointError, ForeignCheckpointError
+from torchround.checkpoint.watch import SaveWatch
 
 __all__ = [
     "CheckpointError",
@@ -9,6 +10,7 @@ __all__ = [
     "DamagedCheckpointError",
     "ForeignCheckpointError",
     "Loaded",
+    "SaveWatch",
     "load_checkpoint",
     "verify_checkpoint",
 ]

@@ -3,14 +3,20 @@
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from torchround.checkpoint import Checkpointer, CheckpointError
+from torch import Tensor
+
+from torchround.checkpoint import Checkpointer, CheckpointError, SaveWatch
 from torchround.config import Config
 from torchround.data import DataError
 from torchround.data.loader import Loader
+from torchround.engine.engine import Engine
 from torchround.engine.host_store import OLDER_MASTERS, HostStore
+from torchround.engine.saver import PendingSave, SaveSource
 from torchround.run.console import say
 from torchround.run.folder import RunFolder
 from torchround.run.resume import ResumeError, StartingWeights, find_checkpoint
@@ -27,11 +33,28 @@ class Position:
     data: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint and how long it took."""
+
+    path: Path
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SaveUnderWay:
+    """A save beside training, of what the run was at `position`."""
+
+    position: Position
+    pending: PendingSave[Saved]
+
+
 class RunCheckpoints:
-    """Restores a run, saves it, and saves what a fault left of it.
+    """Restores a run, saves it beside its training, and saves what a fault left of it.
 
     The trainer appends to `positions` as it dispatches steps; the newest few are kept, because a fault leaves the host
-    store at one of them.
+    store at one of them. A checkpoint appears only after the steps before it are in the metrics (`reported`), so that a
+    run that is killed and goes on leaves none out.
     """
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
@@ -43,6 +66,9 @@ class RunCheckpoints:
         self.wandb_run_id: str | None = None
         self.skipped_steps = 0
         self.saved_step = -1
+        self._first_step = 0
+        self._reported_step = 0
+        self._under_way: deque[SaveUnderWay] = deque()
 
     @property
     def position(self) -> Position:
@@ -86,6 +112,7 @@ class RunCheckpoints:
         self.skipped_steps = state["skipped_steps"]
         self.wandb_run_id = state.get("wandb_run_id")
         self.positions.append(Position(loaded.step, state["tokens"], state["data"]))
+        self._first_step = self._reported_step = loaded.step
         if loaded.path.parent == self._folder.checkpoints:
             self.saved_step = loaded.step
         say(f"going on after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
@@ -95,29 +122,89 @@ class RunCheckpoints:
         """Those of another run that a new one begins with, where it is asked to."""
         return StartingWeights(self._config) if self._config.checkpoint.load == "weights" else None
 
-    def save(self, store: HostStore, position: Position) -> None:
-        """Write the store's state, which is that after `position`. Raises `CheckpointError`."""
-        start_s = time.monotonic()
-        state = {
-            **asdict(position),
-            **store.resume_state(),
-            "skipped_steps": position.step - store.applied_updates,
-            "wandb_run_id": self.wandb_run_id,
-            "config": self._config.model_dump(mode="json"),
-        }
-        path = self._checkpointer.save(position.step, store.named_views(), state)
-        self.saved_step = position.step
-        say(f"saved {path} ({time.monotonic() - start_s:.1f} s)")
+    def begin_save(self, engine: Engine) -> None:
+        """Save the run as it is after the newest step dispatched, beside the training that goes on. Does not wait."""
+        position = self.position
+
+        def write(source: SaveSource) -> Saved:
+            return self._write(position, source.state, source.tensors, source)
+
+        self._under_way.append(SaveUnderWay(position, engine.save(write)))
+        self._let_appear()
+
+    def reported(self, step: int) -> None:
+        """All that is to be told of the steps up to `step` is in the metrics. Tells of saves that have ended."""
+        self._reported_step = step
+        self._let_appear()
+        while self._under_way and self._under_way[0].pending.ended:
+            self._tell(self._under_way.popleft())
+
+    def finish_saves(self) -> None:
+        """Wait for the saves under way. Their steps have been reported."""
+        while self._under_way:
+            self._tell(self._under_way.popleft())
+
+    def save_now(self, engine: Engine) -> None:
+        """Save the run as it is after the newest step dispatched, and wait for it. Raises `CheckpointError`."""
+        self.finish_saves()
+        if self.position.step != self.saved_step:
+            self.begin_save(engine)
+            self._conclude(self._under_way.popleft())
 
     def rescue(self, store: HostStore) -> None:
-        """Save the state that a fault left, unless it mixes two weight versions or is saved already."""
+        """Save the state that a fault left, unless it mixes two weight versions or is saved already.
+
+        The engine has ended, so saves that were under way have too, or were given up.
+        """
+        ended = [save for save in self._under_way if save.pending.ended]
+        self._under_way.clear()
+        for save in ended:
+            self._tell(save)
         position = next((p for p in self.positions if p.step == store.step), None)
         if position is None or not store.is_consistent or position.step == self.saved_step:
             return
         try:
-            self.save(store, position)
+            self._note(position, self._write(position, store.resume_state(), store.named_views()))
         except CheckpointError as error:
             logger.warning("%s", error)
+
+    def _write(
+        self,
+        position: Position,
+        resume_state: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        watch: SaveWatch | None = None,
+    ) -> Saved:
+        start_s = time.monotonic()
+        state = {
+            **asdict(position),
+            **resume_state,
+            "skipped_steps": position.step - resume_state["applied_updates"],
+            "wandb_run_id": self.wandb_run_id,
+            "config": self._config.model_dump(mode="json"),
+        }
+        path = self._checkpointer.save(position.step, tensors, state, watch)
+        return Saved(path, time.monotonic() - start_s)
+
+    def _let_appear(self) -> None:
+        for save in self._under_way:
+            if save.position.step <= self._reported_step:
+                save.pending.may_publish()
+
+    def _tell(self, save: SaveUnderWay) -> None:
+        """A save that failed is tried again at the next interval, and this is said again if that fails too."""
+        try:
+            self._conclude(save)
+        except CheckpointError as error:
+            unsaved = self.position.step - max(self.saved_step, self._first_step)
+            logger.warning("%s; training goes on, and %d steps are not saved", error, unsaved)
+
+    def _conclude(self, save: SaveUnderWay) -> None:
+        self._note(save.position, save.pending.result())
+
+    def _note(self, position: Position, saved: Saved) -> None:
+        self.saved_step = position.step
+        say(f"saved {saved.path} ({saved.seconds:.1f} s)")
 
 
 def _is_older_master(name: str) -> bool:
