@@ -1,0 +1,77 @@
+"""The trace of a step of the hardest kind of run: async, two rounds, adapters on frozen weights."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+
+from tests.small_run import ASYNC, TWO_ROUNDS, SmallRuns, small_runs
+
+__all__ = ["small_runs"]
+
+LORA = ("--lora.rank=2", '--lora.targets=["q_proj", "down_proj"]')
+BLOCKS, ROUNDS, MICRO_BATCHES, DEVICES = 3, 2, 4, 2
+# Layers of the stages, as `TWO_ROUNDS` has them.
+STAGES = {("forward", 0), ("forward", 2), ("fused", 4), ("backward", 3), ("backward", 0)}
+
+
+def spans_of(small_runs: SmallRuns) -> list[dict]:
+    """The events of step 3 of such a run, after a look at everything that a viewer relies on."""
+    assert small_runs("run", ASYNC, TWO_ROUNDS, *LORA, "--trace.steps=[3]") == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    text = (small_runs.path("run") / "trace" / "step-3.json").read_text()
+    events = json.loads(text, parse_constant=refuse)["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["ph"] for event in events} == {"X", "M"}
+    for event in spans:
+        assert event["ts"] >= 0 and event["dur"] > 0 and event["name"] and event["args"]["step"] == 2
+    threads = {(event["pid"], event["tid"]) for event in spans}
+    assert threads == {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert {pid for pid, _ in threads} == {e["pid"] for e in events if e["name"] == "process_name"}
+    return spans
+
+
+def of_kind(spans: Iterable[dict], kind: str) -> list[dict]:
+    return [span for span in spans if span["cat"] == kind]
+
+
+def moved_bytes(spans: Iterable[dict]) -> int:
+    return sum(span["args"]["moved_bytes"] for span in spans)
+
+
+def first_layer(span: dict) -> int:
+    """Of a label such as `FB 4` or `B 0-2`."""
+    return int(span["name"].split()[1].split("-")[0])
+
+
+def test_it_holds_every_stage_slot_every_transfer_and_every_update(small_runs: SmallRuns) -> None:
+    spans = spans_of(small_runs)
+    pieces = Counter(
+        (span["cat"], first_layer(span), span["args"]["micro_batch"])
+        for kind in ("forward", "fused", "recompute", "backward")
+        for span in of_kind(spans, kind)
+    )
+    stages = STAGES | {("recompute", start) for kind, start in STAGES if kind == "backward"}
+    assert pieces == Counter((kind, start, m) for kind, start in stages for m in range(MICRO_BATCHES))
+    # Inputs of layers 2, 4 and 3, gradients of layers 4 and 3; integers once for each device.
+    assert len(of_kind(spans, "reload")) == (3 + 2 + DEVICES) * MICRO_BATCHES
+    # Inputs of layers 2 and 4 and, kept, 3; the loss, the gradients of layers 4 and 3.
+    assert len(of_kind(spans, "offload")) == 6 * MICRO_BATCHES
+    assert [first_layer(span) for span in of_kind(spans, "update")] == [1, 2, 3]
+
+
+def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(small_runs: SmallRuns) -> None:
+    spans = spans_of(small_runs)
+    state = small_runs.state("run")
+    weights = {name: view.nbytes for name, view in state.items() if name.startswith("weights/")}
+    trained = sum(nbytes for name, nbytes in weights.items() if "lora_" in name)
+    head = sum(nbytes for name, nbytes in weights.items() if name.startswith("weights/head."))
+    # Each parameter starts at a multiple of 128 elements.
+    padding = 128 * 4 * len(weights)
+    up = moved_bytes(of_kind(spans, "weights"))
+    assert ROUNDS * (2 * sum(weights.values()) - head) <= up <= ROUNDS * 2 * (sum(weights.values()) + padding)
+    down = moved_bytes(of_kind(spans, "gradients"))
+    assert ROUNDS * trained <= down <= ROUNDS * (trained + padding)
+    assert down < up / 4
