@@ -225,7 +225,7 @@ def model_config(options: Options, vocab_size: int) -> tuple[Family[Any], Transf
             raise options.unknown_name("model.flavor", table.flavor, family.flavors)
         return family, family.config_from_flavor(table.flavor, vocab_size=vocab_size)
     assert table.hf_path is not None, "the config checks let neither flavor nor hf_path through"
-    path = Path(table.hf_path).expanduser() / "config.json"
+    path = Path(os.path.expanduser(table.hf_path)) / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -248,7 +248,7 @@ def find_weights(
     """The weights in the Hugging Face folder, checked by their headers against the model; none for a flavor."""
     if table.hf_path is None:
         return None
-    family, folder = FAMILIES[table.family], Path(table.hf_path).expanduser()
+    family, folder = FAMILIES[table.family], Path(os.path.expanduser(table.hf_path))
     config = family.config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     names, shapes = family.hf_names(config), model.stored_shapes()
     base = PretrainedWeights(folder, names, shapes, family.hf_redundant(config))

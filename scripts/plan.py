@@ -7,6 +7,7 @@ given by numbers: `--device-memory-gib 24 --device-tflops 165 --pcie-gb-per-s 32
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,7 +75,7 @@ def build_model(config: Config) -> LayeredModel:
     family = FAMILIES[table.family]
     if table.flavor is not None:
         return family.build(family.config_from_flavor(table.flavor))
-    path = Path(table.hf_path or "").expanduser() / "config.json"
+    path = Path(os.path.expanduser(table.hf_path or "")) / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

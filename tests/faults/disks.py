@@ -22,11 +22,11 @@ _MNT_DETACH = 2
 
 
 class Disk:
-    """The disk under `folder`. Its troubles hold for this process alone."""
+    """The disk under `folder`. Its troubles hold for this process alone. Meanwhile checkpoints are in `readable`."""
 
     def __init__(self, folder: Path, checkpoints: Path) -> None:
         self.folder = folder
-        self.checkpoints = checkpoints
+        self.checkpoints = self.readable = checkpoints
         folder.mkdir()
         self._mounts = _may_mount() and _mount("tmpfs", folder, "tmpfs", 0, f"size={DISK_BYTES}")
         self.kind = "a tmpfs" if self._mounts else "limited by the kernel"
@@ -60,9 +60,9 @@ class Disk:
             self.checkpoints.chmod(0o555)
             self._endings.append(lambda: self.checkpoints.chmod(0o755))
         else:  # root writes whatever the modes say; nobody writes to a folder that is a file
-            aside = self.checkpoints.rename(self.checkpoints.with_name("aside"))
+            self.readable = self.checkpoints.rename(self.checkpoints.with_name("aside"))
             self.checkpoints.touch()
-            self._endings += [partial(os.rename, aside, self.checkpoints), self.checkpoints.unlink]
+            self._endings += [partial(os.rename, self.readable, self.checkpoints), self.checkpoints.unlink]
 
     def end_trouble(self) -> None:
         self._armed = False

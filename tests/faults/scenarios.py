@@ -17,6 +17,7 @@ import torchround.trainer
 import train
 from models import FAMILIES
 from tests.faults.disks import Disk
+from tests.faults.hostile import be_limited, be_watched
 from tests.small_run import SMALL, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 
@@ -93,8 +94,8 @@ def trains_while_the_disk_is(trouble: str, from_step: int, to_step: int, argumen
 
 def restore(disk: "Disk") -> None:
     """Check what was saved before, while nothing can be written, and only then end the trouble."""
-    newest = Checkpointer(disk.checkpoints).latest_step()
-    verified = verify_checkpoint(disk.checkpoints / f"step-{newest}")
+    newest = Checkpointer(disk.readable).latest_step()
+    verified = verify_checkpoint(disk.readable / f"step-{newest}")
     print(f"verified step {verified} in trouble", flush=True)
     disk.end_trouble()
 
@@ -128,3 +129,16 @@ def hangs(where: str, step: int, arguments: list[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         at_steps(patch, {step: hang})
         return trains(arguments)
+
+
+def meets_harm(arguments: list[str]) -> int:
+    """A run that somebody means harm to, with limits and a witness."""
+    be_limited()
+    be_watched(Path("outputs"))
+    return trains(arguments)
+
+
+def trains_under_mask(mask: int, arguments: list[str]) -> int:
+    """A run of a user with this file mode creation mask."""
+    os.umask(mask)
+    return trains(arguments)

@@ -13,7 +13,7 @@ EVERY_SECOND = ["--checkpoint.interval_steps=2", "--training.steps=10", "--check
 TROUBLES = {
     "full": "are free|File too large",
     "filling": "No space left on device|File too large",
-    "read-only": "Read-only file system|Permission denied|Not a directory",
+    "read-only": "Read-only file system|Permission denied|File exists",
 }
 
 

@@ -24,6 +24,10 @@ else:
 BASE = "base"
 """Key at the top of a file that names the file it is based on."""
 
+MOST_BASES = 20
+DEEPEST = 20
+"""Nested tables and arrays of a file. The deepest key that there is, is at 4."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Load, merge and check a run's configuration.
@@ -82,6 +86,10 @@ def _merge_file(raw: RawConfig, file: Path, chain: list[Path]) -> None:
 def _base_file(file: Path, base: Any, chain: list[Path]) -> Path:
     if not isinstance(base, str):
         raise config_error(str(file), BASE, f"given {show(base)}; legal: a string, the path of a TOML file")
+    if len(chain) > MOST_BASES:
+        raise config_error(
+            str(file), BASE, f"given {show(base)}; legal: a chain of at most {MOST_BASES} files"
+        )
     found = file.parent / base
     if not found.is_file():
         raise config_error(str(file), BASE, f"given {show(base)}, but there is no file {found}")
@@ -93,7 +101,10 @@ def _base_file(file: Path, base: Any, chain: list[Path]) -> Path:
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        if _is_deeper(data, DEEPEST):
+            raise RecursionError
+        return data
     except UnicodeDecodeError as error:
         raise config_error(str(file), "", f"not UTF-8 text: byte {error.start} is {error.reason}") from None
     except OSError as error:
@@ -102,6 +113,15 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise config_error(str(file), "", "not valid TOML: nested too deeply") from None
     except ValueError as error:
         raise config_error(str(file), "", f"not valid TOML: {error}") from None
+
+
+def _is_deeper(data: Any, most: int) -> bool:
+    """Whether tables and arrays are nested more than `most` deep; what is deeper is read by nobody."""
+    level = [data]
+    for _ in range(most):
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
+    return bool(level)
 
 
 def _apply(raw: RawConfig, override: Override) -> None:

@@ -19,11 +19,16 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
 RunName = Annotated[
     str,
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
-    Legal("a string of letters, digits, '.', '_' and '-' that begins with a letter or digit"),
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"),
+    Legal("a string of at most 128 letters, digits, '.', '_' and '-' that begins with a letter or digit"),
+]
+ProjectName = Annotated[
+    str,
+    Field(pattern=r"^[^/\\#?%:\x00-\x1f]{1,128}$"),
+    Legal("a string of 1 to 128 characters, none of them a control character or one of / \\ # ? % :"),
 ]
 
 
@@ -310,7 +315,7 @@ class MetricsTable(Table):
     """Weights & Biases. `offline` writes a local run that can be sent later with `wandb sync`. A failure of the
     logger never stops training."""
 
-    wandb_project: Name = "torchround"
+    wandb_project: ProjectName = "torchround"
     """Project that the run is filed under. Only read when `wandb` is not `off`."""
 
 

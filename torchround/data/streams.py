@@ -5,6 +5,7 @@ whether that stops the run is not decided here.
 """
 
 import gzip
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -210,7 +211,7 @@ def _dataset_units(table: SourceTable) -> list[Unit]:
 
 
 def _load_dataset(package: Any, table: SourceTable) -> Any:
-    folder = Path(table.path).expanduser()
+    folder = Path(os.path.expanduser(table.path))
     if (folder / "dataset_dict.json").is_file():
         return package.load_from_disk(str(folder))[table.split]
     if (folder / "state.json").is_file():

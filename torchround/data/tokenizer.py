@@ -8,6 +8,7 @@ the pattern and the special tokens that go with it are known here.
 import base64
 import binascii
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -113,7 +114,7 @@ def build_tokenizer(table: TokenizerTable, hf_path: str | Path | None = None) ->
             raise TokenizerError(
                 f"no tokenizer: give tokenizer.path, tokenizer.name or model.hf_path; {SUPPORTED}"
             )
-        file = _find_file(Path(path).expanduser())
+        file = _find_file(Path(os.path.expanduser(path)))
         folder = file.parent.parent if file.parent.name == "original" else file.parent
         settings = _read_settings(folder / "tokenizer_config.json")
         tokenizer = _from_json(file, settings) if file.suffix == ".json" else _llama3_tokenizer(file)
@@ -180,7 +181,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 def _chat_template(table: TokenizerTable, folder: Path | None) -> str | None:
     if table.chat_template is not None:
-        return _read_template(Path(table.chat_template).expanduser())
+        return _read_template(Path(os.path.expanduser(table.chat_template)))
     if folder is None:
         return None
     if (folder / "chat_template.jinja").is_file():

@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def read_adapters(
 
     Raises `HFError` where they are of another rank or scale, of a kind that is not built, or other tensors.
     """
-    folder = Path(table.path or "").expanduser()
+    folder = Path(os.path.expanduser(table.path or ""))
     try:
         content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         found = {key: content.get(key) for key in ("peft_type", "r", "lora_alpha", "bias")}

@@ -4,6 +4,7 @@ Everything that headers can tell is checked before the first byte is read, and r
 (MXFP4: one expert matrix), so a model is never in memory twice.
 """
 
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ class PretrainedWeights:
         redundant: Collection[str] = (),
         single_file: str = SINGLE_FILE,
     ) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(os.path.expanduser(folder))
         self._names = names
         self._tensors = read_folder(self.folder, single_file)
         wanted: dict[str, tuple[int, ...]] = {}

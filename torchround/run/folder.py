@@ -30,13 +30,17 @@ class RunFolder:
     """`<run.folder>/<run.name>`. As a context manager it makes the folder and keeps other processes out."""
 
     def __init__(self, table: RunTable) -> None:
-        self.path = Path(table.folder) / table.name
+        folder = os.path.expanduser(table.folder)
+        if folder.startswith("~"):
+            raise RunFolderError(f"run.folder: {folder}: there is no such user")
+        self.path = Path(folder) / table.name
         self.checkpoints = self.path / "checkpoints"
         self._lock = -1
 
     def __enter__(self) -> "RunFolder":  # noqa: PYI034  (typing.Self needs Python 3.11)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._refuse_links()
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise RunFolderError(f"run.folder: {self.path} cannot be used: {error}") from error
@@ -65,6 +69,16 @@ class RunFolder:
             return Plan.from_json((self.path / "plan.json").read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError):
             return None
+
+    def _refuse_links(self) -> None:
+        """A folder may come from anybody: a link in it would make a run write wherever it points."""
+        for folder in (self.path, self.path / "trace"):
+            for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+                if path.is_symlink():
+                    raise RunFolderError(
+                        f"run.folder: {path} is a link to {path.readlink()}; a run writes to nothing outside its "
+                        "folder. Remove it, or put what it points to in its place (the whole folder may be a link)"
+                    )
 
     def _take_lock(self) -> None:
         try:
