@@ -7,16 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pipeline.random_costs import costs as random_costs
+from tests.pipeline.random_costs import partitions
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.dispatch import dispatch_tasks
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.simulate import (
     SAME_MOMENT_S,
     ScheduleDeadlockError,
+    at_speeds,
     simulate,
     simulate_step,
-    steady_step_s,
+    steady_state,
 )
+from torchround.pipeline.stage_times import stage_times
+from torchround.pipeline.step_time import step_seconds
 from torchround.pipeline.timeline import Task, TaskKind, Timeline
 
 COSTS = Path(__file__).parents[2] / "docs" / "costs"
@@ -42,6 +47,19 @@ def uniform_stages(num_stages: int) -> tuple[Partition, Costs]:
     )
     partition = Partition.from_lists([num_backward] * num_forward, 1, [num_forward] * num_backward)
     return partition, Costs((*blocks, LayerCost("head", 0.5, 0.5)))
+
+
+def steady_step_s(
+    partition: Partition, costs: Costs, num_devices: int, micro_batches: int, rounds: int, update: str
+) -> float:
+    """Seconds per step that the events of many consecutive steps show."""
+
+    def tasks(steps: int) -> list[Task]:
+        return dispatch_tasks(
+            partition, costs, num_devices, micro_batches, rounds, update=update, steps=steps
+        )
+
+    return steady_state(tasks, num_devices)[1]
 
 
 def published(name: str) -> tuple[Partition, Costs]:
@@ -120,6 +138,42 @@ def test_async_waits_for_the_update_of_the_step_before_the_last() -> None:
     step_s = steady_step_s(partition, Costs(layers), 4, 8, 1, "async")
     # 100 s of updates per step is more than any step, so the host's rate is the step's rate.
     assert step_s == pytest.approx(100, rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    costs=random_costs(updates=False, max_layers=5),
+    num_devices=st.integers(1, 9),
+    micro_batches=st.integers(1, 6),
+    update_share=st.sampled_from([0.0, 0.5, 0.95, 1.05, 1.2, 3.0]),
+)
+def test_a_run_counts_as_settled_only_once_it_is(
+    data: st.DataObject, costs: Costs, num_devices: int, micro_batches: int, update_share: float
+) -> None:
+    """Against the exact step time, with updates about as long as a step: they fall behind it slowly."""
+    partition, rounds = data.draw(partitions(costs.num_layers)), data.draw(st.integers(1, micro_batches))
+    arguments = (num_devices, micro_batches, rounds, "async")
+    update_s = update_share * step_seconds(stage_times(partition, costs), *arguments) / costs.num_layers
+    costs = Costs(tuple(replace(layer, optimizer_s=update_s) for layer in costs.layers), costs.hop_s)
+    exact_s = step_seconds(stage_times(partition, costs), *arguments)
+    # 128 steps are the most that are simulated; what has not built up by then is left out.
+    assert steady_step_s(partition, costs, *arguments) == pytest.approx(exact_s, rel=1e-2, abs=1e-9)
+
+
+def test_updates_that_fall_behind_a_little_each_step_are_seen_in_the_settled_step() -> None:
+    """One device, 32 s of work a step and 33 s of updates: the host's rate is the step's, after thirty steps."""
+    costs = Costs(tuple(LayerCost(f"{i}", 1.0, 1.0, optimizer_s=11.0) for i in range(3)))
+    step_s = steady_step_s(Partition((1, 1), 1, (1, 1)), costs, 1, 4, 1, "async")
+    assert step_s == pytest.approx(33.0, rel=1e-6)
+
+
+def test_a_device_at_half_speed_takes_twice_as_long_for_its_tasks_and_nobody_else_does() -> None:
+    costs = Costs((LayerCost("only", 1.0, 2.0),))
+    tasks = dispatch_tasks(Partition((), 1, ()), costs, num_devices=2, num_micro_batches=4, rounds=2)
+    assert simulate(tasks, 2).makespan_s == 2 * 3.0
+    line = simulate(at_speeds(tasks, [1.0, 0.5]), 2)
+    assert [max(line.end_s[i] for i in line.of_device(device)) for device in (0, 1)] == [6.0, 12.0]
 
 
 def test_recompute_runs_while_the_gradient_is_still_on_its_way() -> None:

@@ -6,12 +6,13 @@ or, for schedules that react to arrivals, by priority among the tasks that are r
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.dispatch import dispatch_tasks
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.timeline import Task, Timeline
+from torchround.pipeline.timeline import HOST, Task, Timeline
 
 # Two events closer than this are one moment: equal sums added up in another order differ by rounding.
 SAME_MOMENT_S = 1e-12
@@ -44,30 +45,12 @@ def simulate_step(
     return simulate(tasks, num_devices)
 
 
-def steady_step_s(
-    partition: Partition,
-    costs: Costs,
-    num_devices: int,
-    num_micro_batches: int,
-    rounds: int,
-    update: str,
-    recompute: str = "stage",
-) -> float:
-    """Seconds per step of the dispatch schedule in its steady state, updates included."""
-
-    def tasks(steps: int) -> list[Task]:
-        return dispatch_tasks(
-            partition,
-            costs,
-            num_devices,
-            num_micro_batches,
-            rounds,
-            recompute=recompute,
-            update=update,
-            steps=steps,
-        )
-
-    return steady_state(tasks, num_devices)[1]
+def at_speeds(tasks: Sequence[Task], speeds: Sequence[float]) -> list[Task]:
+    """The same tasks on devices of unequal speed: device d takes 1 / `speeds[d]` of each duration."""
+    return [
+        task if task.device == HOST else replace(task, duration_s=task.duration_s / speeds[task.device])
+        for task in tasks
+    ]
 
 
 def steady_state(
@@ -80,30 +63,46 @@ def steady_state(
     """A run of consecutive steps, the seconds per step once it has settled, and its number of steps.
 
     `tasks_of(steps)` builds the run, whose last `tail_steps` are not like the others because nothing follows
-    them. Settled is a sequence of step lengths that repeats, possibly with a period of several steps (the
-    dispatch sequence moves on by `R S mod N` devices each step); the run is doubled until that shows, or
-    until it would be longer than `max_steps`: then the second half's mean is returned.
+    them. Settled are steps that repeat, possibly with a period of several (the dispatch sequence moves on by
+    `R S mod N` devices each step); the run is doubled until that shows, or until it would be longer than
+    `max_steps`: then the second half's mean is returned, which is too short where something still builds up.
     """
     steps = 2 * num_devices + 2
     while True:
         line = simulate(tasks_of(steps + tail_steps), num_devices, ready_first)
         ends = line.step_ends_s()[:steps]
-        lengths_s = [after - before for before, after in pairwise(ends)]
-        period = _period(lengths_s)
+        period = _period(_shapes(line, ends)[steps // 2 :], tolerance_s=1e-10 * ends[-1])
         if period or 2 * steps > max_steps:
-            settled = lengths_s[-period:] if period else lengths_s[steps // 2 :]
-            return line, sum(settled) / len(settled), steps + tail_steps
+            settled = period or steps // 2
+            return line, (ends[-1] - ends[-1 - settled]) / settled, steps + tail_steps
         steps *= 2
 
 
-def _period(lengths_s: Sequence[float]) -> int:
-    """The shortest period with which the second half repeats, at least twice; 0 if there is none."""
-    half = lengths_s[len(lengths_s) // 2 :]
-    for period in range(1, len(half) // 2 + 1):
-        shifted = zip(half, half[period:], strict=False)
-        if all(abs(now_s - then_s) <= 1e-9 * (now_s + then_s) for then_s, now_s in shifted):
+def _shapes(line: Timeline, ends_s: Sequence[float]) -> list[list[float]]:
+    """Of each step: its length, and when each of its tasks started, from the step's end on.
+
+    Lengths alone would not do: while updates fall behind the devices step by step, until a step has to wait for
+    one, lengths look settled.
+    """
+    shapes = [[end_s - before_s] for before_s, end_s in pairwise([0.0, *ends_s])]
+    for task, start_s in zip(line.tasks, line.start_s, strict=True):
+        if task.step < len(ends_s):
+            shapes[task.step].append(start_s - ends_s[task.step])
+    return shapes
+
+
+def _period(shapes: Sequence[Sequence[float]], tolerance_s: float) -> int:
+    """The shortest period with which steps repeat, at least twice; 0 if there is none."""
+    for period in range(1, len(shapes) // 2 + 1):
+        if all(_alike(one, other, tolerance_s) for one, other in zip(shapes, shapes[period:], strict=False)):
             return period
     return 0
+
+
+def _alike(one: Sequence[float], other: Sequence[float], tolerance_s: float) -> bool:
+    return len(one) == len(other) and all(
+        abs(then_s - now_s) <= tolerance_s for then_s, now_s in zip(one, other, strict=True)
+    )
 
 
 class _Stream:
