@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import shutil
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from torchround.engine.compute import LayerCall
-from torchround.engine.errors import EngineError
 from torchround.engine.ordering import Board
 from torchround.engine.staging import as_hidden, as_tuple
 from torchround.layer import Hidden, LayeredModel, MicroBatch
@@ -32,11 +32,8 @@ from torchround.optim.kernel_compiler import cxx_compiler
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-COST = "they run uncompiled: the same results but for rounding, slower, because each elementwise step goes through memory"
-
-
-class CompilerMissingError(EngineError):
-    """Nothing can be compiled for this kind of device here."""
+COMPILE_LIMIT_S = 1800.0  # what takes longer counts as a hang
+COST = "run uncompiled: the same but for rounding, slower, because each elementwise step goes through memory"
 
 
 class LayerCompiler:
@@ -48,7 +45,9 @@ class LayerCompiler:
     def __init__(self, model: LayeredModel, backend: str = "inductor") -> None:
         self.kinds: list[Kind] = []
         self._kind_of: list[Kind] = []
+        self._backend = backend
         self._turn = threading.Lock()
+        self._compiles: dict[str, bool] = {}  # by kind of device
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
             code = (index == len(model.layers) - 1, _structure(layer))
             kind = next((kind for kind in self.kinds if kind.code == code), None)
@@ -62,12 +61,27 @@ class LayerCompiler:
         """Layer `index` of the model with the parameters that `layer` is bound to now."""
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
+        if parameters and not self._compiles_for(parameters[0].device.type, board):
+            return layer
 
         def call(hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
             output = kind.run(parameters, hidden, micro_batch, board)
             return layer(hidden, micro_batch) if output is None else output
 
         return call
+
+    def _compiles_for(self, device: str, board: Board) -> bool:
+        """Whether there is a compiler for this kind of device. Says once if not."""
+        if device not in self._compiles:
+            with _turn(self._turn, board):
+                if device not in self._compiles:
+                    missing = _missing_compiler(device) if self._backend == "inductor" else None
+                    if missing is not None:
+                        logger.warning(
+                            "engine.compile = true: no layer can be compiled (%s); they %s", missing, COST
+                        )
+                    self._compiles[device] = missing is None
+        return self._compiles[device]
 
 
 class Kind:
@@ -129,7 +143,6 @@ class Kind:
     ) -> None:
         """What fails here is tried uncompiled, where it may fail for good."""
         try:
-            _check_compiler(self._backend, micro_batch.tokens.device.type)
             with _moving(board):
                 variant.rehearse(micro_batch, seed, tensors)
         except (MemoryError, torch.OutOfMemoryError):
@@ -162,7 +175,7 @@ class Kind:
         names = f"{first} .. {others[-1]}" if others else first
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
         logger.warning(
-            "engine.compile = true: %s cannot be compiled (%s: %s); %s",
+            "engine.compile = true: %s cannot be compiled (%s: %s) and %s",
             names,
             type(error).__name__,
             reason[:300],
@@ -288,10 +301,10 @@ def _turn(lock: threading.Lock, board: Board) -> Iterator[None]:
 @contextmanager
 def _moving(board: Board) -> Iterator[None]:
     """Within the block nothing is posted for long, which is no hang."""
-    done = threading.Event()
+    done, deadline_s = threading.Event(), time.monotonic() + COMPILE_LIMIT_S
 
     def tell() -> None:
-        while not done.wait(POLL_S):
+        while not done.wait(POLL_S) and time.monotonic() < deadline_s:
             board.note_progress()
 
     thread = threading.Thread(target=tell, name="torchround compiles a layer", daemon=True)
@@ -308,11 +321,10 @@ def _deterministic_options() -> dict[str, Any]:
     return {"deterministic": True} if "deterministic" in torch._inductor.list_options() else {}
 
 
-def _check_compiler(backend: str, device: str) -> None:
-    """Raises `CompilerMissingError`. Inductor writes C++ for a CPU and Triton for a GPU."""
-    if backend != "inductor":
-        return
+def _missing_compiler(device: str) -> str | None:
+    """What is not here of what Inductor needs: it writes C++ for a CPU, Triton for a GPU."""
     if device == "cpu" and shutil.which(cxx_compiler()) is None:
-        raise CompilerMissingError(f"there is no C++ compiler {cxx_compiler()!r} (CXX names another)")
+        return f"there is no C++ compiler {cxx_compiler()!r}; CXX names another"
     if device == "cuda" and importlib.util.find_spec("triton") is None:
-        raise CompilerMissingError("the package triton is not installed")
+        return "the package triton is not installed"
+    return None

@@ -1,0 +1,314 @@
+"""Compiled layers: each kind once, the same bits on any number of devices and any partition, and a way out.
+
+Most of it is tested with `aot_eager`, which traces and differentiates as Inductor does but writes no code: what
+it runs are the operations that were traced.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from models import FAMILIES
+from models.common.lora import LoraShape, add_adapters
+from tests.engine.toy import (
+    PARTITIONS,
+    ToyBlock,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
+from torchround.config import EngineTable
+from torchround.engine import build
+from torchround.engine.compiled import LayerCompiler
+from torchround.engine.errors import PipelineError
+from torchround.layer import with_dropout_seeds
+from torchround.pipeline.partition import Partition
+
+BATCHES = toy_batches(4, micro_batches=4)
+# fp32: the same operations in another order, through four updates of Adam.
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def no_warning_unless_expected(caplog, request):
+    caplog.set_level(logging.WARNING, "torchround")
+    yield
+    if "warned" not in request.fixturenames:
+        assert not caplog.records
+
+
+@pytest.fixture
+def warned(caplog):
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def trained(compiler, partition="forward coarser", devices=2, batches=BATCHES, **settings):
+    """Losses, final state and the model's loss on the first batch."""
+    model = toy_model(tied=True)
+    store = toy_store(model)
+    with toy_engine(model, store, PARTITIONS[partition], devices, compiler=compiler, **settings) as engine:
+        losses = train(engine, batches)
+        losses.append(engine.evaluate(batches[0]).loss())
+    return losses, store.named_views()
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, **CLOSE)
+
+
+def engine_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchround")]
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """The toy's kinds, what a run gave, and the graphs that its first two steps and all of it added."""
+    compiler, counts = LayerCompiler(toy_model(tied=True), "aot_eager"), [graphs()]
+    for steps in (2, 4):
+        found = trained(compiler, devices=3, batches=BATCHES[:steps])
+        counts.append(graphs() - counts[0])
+    return compiler, found, counts[1:]
+
+
+def test_each_kind_is_compiled_once_for_each_size_and_nothing_after_the_second_step(traced):
+    compiler, _, counts = traced
+    assert [kind.layer_names for kind in compiler.kinds] == [
+        ["embedding"],
+        [f"block.{index}" for index in range(5)],
+        ["head"],
+    ]
+    kinds, sizes, heads_of_evaluations = 3, 2, 2
+    assert counts == [kinds * sizes + heads_of_evaluations] * 2
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_compiled_layers_give_the_same_bits_on_any_devices_and_partition(traced, devices, partition):
+    compiler, (losses, state), _ = traced
+    found = trained(compiler, partition, devices)
+    assert found[0] == losses
+    assert_same_state(found[1], state)
+
+
+def test_layerwise_recomputation_gives_the_same_bits(traced):
+    compiler, (losses, state), _ = traced
+    found = trained(compiler, "backward coarser", layerwise_recompute=True)
+    assert found[0] == losses
+    assert_same_state(found[1], state)
+
+
+def test_compiled_layers_agree_with_uncompiled_ones(traced):
+    assert_close(traced[1], trained(None))
+
+
+@pytest.mark.slow
+def test_inductors_code_gives_the_same_bits_on_any_devices_and_agrees_with_uncompiled_layers():
+    batches = [micro_batches[1:] for micro_batches in BATCHES]  # of one size
+    compiler = LayerCompiler(toy_model(tied=True))
+    found = [
+        trained(compiler, partition, devices, batches)
+        for devices, partition in enumerate(("forward coarser", "one layer a stage", "one stage"), start=1)
+    ]
+    for losses, state in found[1:]:
+        assert losses == found[0][0]
+        assert_same_state(state, found[0][1])
+    assert_close(found[0], trained(None, batches=batches))
+    assert [len(kind.variants) for kind in compiler.kinds] == [1, 1, 2]
+
+
+CASES = {
+    "adapters with dropout": ("llama3", "debug", {}, ("q_proj", "down_proj")),
+    "experts": ("qwen3", "debug_moe", {}, ()),
+    "adapters on experts": ("qwen3", "debug_moe", {}, ("o_proj", "up_proj")),
+    "sinks and windows": ("gpt_oss", "debug", {"window": 4}, ()),
+}
+
+
+def packed_batches(steps):
+    """Two documents a sequence, two micro-batches a step, with numbers for dropout."""
+    return [
+        with_dropout_seeds(
+            [replace(part, max_documents=4) for part in packed(micro_batches)], seed=7, step=step
+        )
+        for step, micro_batches in enumerate(toy_batches(steps, micro_batches=3))
+    ]
+
+
+def packed(micro_batches):
+    for part in micro_batches[1:]:
+        tokens = part.tokens.shape[1]
+        ids = (torch.arange(tokens) >= tokens // 3).long().expand_as(part.tokens).contiguous()
+        yield replace(part, document_ids=ids)
+
+
+def family_run(case, compiles):
+    """Losses, final state, and the compiler if there was one."""
+    family, flavor, changes, adapters = CASES[case]
+    config = FAMILIES[family].config_from_flavor(flavor, vocab_size=50, num_layers=2, **changes)
+    model = FAMILIES[family].build(config)
+    if adapters:
+        shape = LoraShape(rank=4, alpha=8, dropout=0.25, targets=adapters)
+        add_adapters(model, FAMILIES[family].hf_names(config), shape)
+    store = toy_store(model)
+    compiler = LayerCompiler(model, "aot_eager") if compiles else None
+    partition = Partition((1, 1), 2, (1, 1)) if compiles else Partition((2,), 2, (2,))
+    with toy_engine(model, store, partition, 1 + compiles, compiler=compiler) as engine:
+        losses = train(engine, packed_batches(2), lr=1e-3)
+    return losses, store.named_views(), compiler
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_compiles_and_agrees_with_itself_uncompiled(case):
+    found, expected = family_run(case, True), family_run(case, False)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, **CLOSE)
+    assert all(kind.variants for kind in found[2].kinds)
+    assert len(found[2].kinds) == (4 if case == "sinks and windows" else 3)
+
+
+def test_layers_that_differ_in_a_setting_are_of_two_kinds():
+    model = toy_model()
+    model.layers[2].depth = 2
+    names = [kind.layer_names for kind in LayerCompiler(model, "eager").kinds]
+    assert names == [["embedding"], ["block.0", "block.2", "block.3", "block.4"], ["block.1"], ["head"]]
+
+
+def test_without_a_compiler_layers_run_as_they_are_with_one_warning(monkeypatch, warned):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found, expected = trained(LayerCompiler(toy_model(tied=True))), trained(None)
+    assert found[0] == expected[0]
+    assert_same_state(found[1], expected[1])
+    [message] = warned()
+    assert "engine.compile = true: no layer can be compiled" in message
+    assert "'no-such-compiler'" in message and "slower" in message
+
+
+def test_a_kind_that_cannot_be_compiled_runs_as_it_is_with_one_warning(monkeypatch, warned):
+    forward = ToyBlock.forward
+
+    def looks_at_values(self, hidden, micro_batch):
+        assert hidden.isfinite().all().item(), "the hidden state is not finite"
+        return forward(self, hidden, micro_batch)
+
+    monkeypatch.setattr(ToyBlock, "forward", looks_at_values)
+    compiler = LayerCompiler(toy_model(tied=True), "aot_eager")
+    assert_close(trained(compiler), trained(None))
+    [message] = warned()
+    assert "engine.compile = true: block.0 .. block.4 cannot be compiled (UserError" in message
+    assert [len(kind.variants) for kind in compiler.kinds] == [2, 0, 4]
+
+
+class OutOfRoomError(torch.OutOfMemoryError):
+    pass
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Block 3 runs out of memory at the chosen call of what was compiled, as a kernel would."""
+    left = [0]
+
+    @torch.library.custom_op("tests::allocate", mutates_args=())
+    def allocate(hidden: torch.Tensor) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OutOfRoomError("8 GiB were asked for")
+        return hidden.clone()
+
+    @allocate.register_fake
+    def _(hidden):
+        return torch.empty_like(hidden)
+
+    class Allocate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden):
+            return allocate(hidden)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    forward = ToyBlock.forward
+
+    def allocating(self, hidden, micro_batch):
+        hidden = Allocate.apply(hidden) if self.allocates else hidden
+        return forward(self, hidden, micro_batch)
+
+    monkeypatch.setattr(ToyBlock, "forward", allocating)
+    return left
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["uncompiled", "compiled"])
+@pytest.mark.parametrize("call", [1, 6])
+def test_out_of_memory_inside_a_layer_is_the_same_error_compiled_or_not(planted, compiles, call):
+    model = toy_model()
+    for index, layer in enumerate(model.layers[1:-1]):
+        layer.allocates = index == 3
+    planted[0] = call
+    compiler = LayerCompiler(model, "aot_eager") if compiles else None
+    engine = toy_engine(model, toy_store(model), PARTITIONS["one layer a stage"], 2, compiler=compiler)
+    with pytest.raises(PipelineError, match=r"OutOfRoomError: 8 GiB were asked for") as raised:
+        train(engine, BATCHES)
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+    assert raised.value.place.layers == ("block.3",)
+    assert not engine_threads()
+
+
+def is_block(graph):
+    return any("silu" in str(node.target) for node in graph.graph.nodes)
+
+
+def test_compiling_for_longer_than_a_hang_is_none():
+    def slow(graph, inputs):
+        if is_block(graph):
+            time.sleep(1.5)
+        return graph
+
+    compiler = LayerCompiler(toy_model(tied=True), slow)
+    batches = [micro_batches[1:2] for micro_batches in BATCHES]
+    trained(compiler, "one stage", devices=1, batches=batches, hang_timeout_s=0.5)
+
+
+def test_threads_that_wait_for_a_compiler_end_with_the_engine():
+    """Block 0 is compiled for its first micro-batch, and the embedding waits for its second one, of another size."""
+    compiling, left_behind = threading.Event(), []
+
+    def slow(graph, inputs):
+        if is_block(graph):
+            compiling.set()
+            give_up_s = time.monotonic() + 30.0
+            while "torchround cpu:0" in engine_threads() and time.monotonic() < give_up_s:
+                time.sleep(0.01)
+            left_behind.extend(engine_threads())
+        return graph
+
+    model = toy_model()
+    compiler = LayerCompiler(model, slow)
+    engine = toy_engine(model, toy_store(model), PARTITIONS["one layer a stage"], 2, compiler=compiler)
+    with pytest.raises(KeyboardInterrupt), engine:
+        engine.forward_backward(BATCHES[0])
+        assert compiling.wait(30.0)
+        raise KeyboardInterrupt
+    assert "torchround cpu:1" in left_behind and "torchround cpu:0" not in left_behind
+    assert not engine_threads()
+
+
+def test_auto_compiles_no_layers():
+    model = toy_model()
+    assert build.layer_compiler(model, EngineTable()) is None
+    assert build.layer_compiler(model, EngineTable(compile=False)) is None
+    assert build.layer_compiler(model, EngineTable(compile=True)) is not None
