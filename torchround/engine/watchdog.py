@@ -168,7 +168,8 @@ def _doing(thread: threading.Thread, waiting: dict[str, str]) -> str:
     """What a thread waits for, or the lines of code that it is at."""
     if thread.name in waiting:
         return waiting[thread.name]
-    frame, calls = sys._current_frames().get(thread.ident or 0), []
+    frame = sys._current_frames().get(thread.ident or 0)
+    calls: list[str] = []
     while frame is not None and len(calls) < CALLS_SHOWN:
         calls.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
         frame = frame.f_back
