@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ from torchround.run.host_budget import (
     budget_text,
     check_host_memory,
     host_budget,
+    parameter_counts,
 )
 from torchround.run.mapped_base import Mapped, map_base, mapped_text
 from torchround.run.resume import ResumeError
@@ -92,10 +94,11 @@ class Run:
         return host_budget(self.model, config.training, config.engine, self.plan.rounds, self.mapped)
 
     def describe(self) -> str:
-        """The run for its user: what is trained, on what, and how."""
+        """The run for its user: what is trained, on what, with how much memory."""
         table, training = self.config.model, self.config.training
-        parameters = {id(p): p.numel() for layer in self.model.layers for p in layer.parameters()}
-        size = f"{sum(parameters.values()):,} parameters in {len(self.model.layers)} layers"
+        counts = parameter_counts(self.model)
+        trained = f" ({counts.trained:,} of them trained)" if counts.frozen else ""
+        size = f"{counts.trained + counts.frozen:,} parameters{trained} in {len(self.model.layers)} layers"
         sources = ", ".join(source.path for source in self.config.data.sources)
         batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
         lines = [
@@ -104,7 +107,6 @@ class Run:
             f"devices  {self.devices.count} x {self.devices.kind}",
             f"host     {budget_text(self.host_memory)}",
             *(f"mapped   {line}" for line in self._mapped_lines()),
-            str(self.plan),
         ]
         return "\n".join(lines)
 
@@ -172,15 +174,13 @@ def dry_run(options: Options) -> int:
     model = build_model(options, tokenizer.vocab_size)
     devices = choose_devices(config.engine)
     build_loaders(options, tokenizer)  # for the mistakes that only show when the data is looked at
-    try:
+    plan = None
+    with suppress(InfeasiblePlanError):  # the report says why, and what helps
         plan = plan_for(config, RunFolder(config.run), model, devices)
-        given = plan.partition, plan.rounds
-    except InfeasiblePlanError:
-        given = None  # the report says why, and what helps
     hardware = Hardware(
         devices.count, devices.spec, devices.memory_bytes, available_host_bytes(), devices.kind
     )
-    answer = report(run_question(config, model, hardware, given))
+    answer = report(run_question(config, model, hardware), plan)
     Console(width=None if sys.stdout.isatty() else REPORT_WIDTH).print(rendered(answer), highlight=False)
     return 0 if answer.plan is not None else 2
 

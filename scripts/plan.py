@@ -21,11 +21,11 @@ from rich.console import Console
 from models import FAMILIES, ModelConfigError
 from torchround.config import Config, ConfigError, load_config
 from torchround.engine.build import USABLE_CUDA_FRACTION
+from torchround.engine.errors import EngineUsageError
 from torchround.layer import LayeredModel
 from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.memory import GIB
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import PlanError, read_partition
+from torchround.pipeline.plan import PlanError
 from torchround.pipeline.plan_report import report
 from torchround.run.dry_run import DryRunError, Hardware, rendered, run_question
 
@@ -40,9 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.lora_rank:
             lora = config.lora.model_copy(update={"rank": options.lora_rank})
             config = config.model_copy(update={"lora": lora})
-        question = run_question(config, build_model(config), hardware(options, config), given_plan(config))
+        question = run_question(config, build_model(config), hardware(options, config))
         answer = report(question)
-    except (ConfigError, ModelConfigError, DryRunError, PlanError, UnknownPeakError) as error:
+    except (
+        ConfigError,
+        ModelConfigError,
+        DryRunError,
+        EngineUsageError,
+        PlanError,
+        UnknownPeakError,
+    ) as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
@@ -107,17 +114,6 @@ def hardware(options: argparse.Namespace, config: Config) -> Hardware:
         device_bytes=int(usable * GIB),
         host_bytes=None if options.host_memory_gib is None else int(options.host_memory_gib * GIB),
     )
-
-
-def given_plan(config: Config) -> tuple[Partition, int] | None:
-    """The plan that `engine.plan` names as a file, if it does."""
-    path = config.engine.plan
-    if not isinstance(path, str):
-        return None
-    try:
-        return read_partition(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise PlanError(f"engine.plan = {path!r} cannot be read as a plan: {error}") from error
 
 
 if __name__ == "__main__":

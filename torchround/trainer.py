@@ -146,6 +146,7 @@ class Trainer:
         planning = PlanByMeasuring(
             self.config, self._model, self._choice, self._plan, kept, self._position.step
         )
+        say(planning.text())
         self._folder.describe(self.config, planning.settled)
         if self._position.step < planning.until:
             with self._running_engine(planning.measuring) as engine:

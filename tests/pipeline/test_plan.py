@@ -312,4 +312,12 @@ def test_the_table_shows_every_stage_and_the_figures() -> None:
     assert [first for first, _, _ in runs] == [0, *(last + 1 for _, last, _ in runs[:-1])]
     assert runs[-1][1] == plan.partition.num_stages - 1
     assert len(text.splitlines()) == len(runs) + 2
-    assert f"{100 * plan.bubble:.2f} %" in text
+    assert f"{100 * plan.bubble:.2f} %" in text and f"step {plan.step_s:.4g} s" in text
+
+
+def test_a_table_of_costs_that_are_no_times_shows_no_seconds() -> None:
+    plan = make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1)
+    lines = plan.text(timed=False).splitlines()
+    assert len(lines) == len(str(plan).splitlines())
+    assert " ms " in str(plan).splitlines()[0] and " ms " not in lines[0]
+    assert "step takes is not known" in lines[-1] and f"{plan.step_s:.4g}" not in lines[-1]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.small_run import ASYNC, STEPS, SmallRuns, before_step, interrupt, small_runs
+from torchround.pipeline.plan import Plan
 
 __all__ = ["small_runs"]
 
@@ -50,10 +51,26 @@ def test_a_run_that_goes_on_keeps_its_measured_plan(
     plan = (small_runs.path("run") / "plan.json").read_text()
     capsys.readouterr()
     assert small_runs("run", *measured(2)) == 0
-    assert "planned again" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "planned again" not in printed and f"as in the run so far\n{Plan.from_json(plan)}\n" in printed
     assert (small_runs.path("run") / "plan.json").read_text() == plan
     assert small_runs("whole", *measured(0)) == 0
     assert small_runs.losses("run") == small_runs.losses("whole")
+
+
+def test_no_time_is_foretold_before_steps_are_measured_where_the_devices_speed_is_not_known(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small_runs("run", *measured(2)) == 0
+    before, after = capsys.readouterr().out.split("planned again from 2 measured steps")
+    assert "each layer is a stage for 2 steps" in before and "bubble" not in before
+    assert " ms " in after and "bubble (idle share of the devices)" in after
+    assert small_runs("run", *measured(2)) == 0
+    done = capsys.readouterr().out
+    assert "nothing to do" in done and "bubble" not in done
+    assert small_runs("counted", *measured(0)) == 0
+    told = capsys.readouterr().out
+    assert "how long a step takes is not known" in told and " ms " not in told
 
 
 def test_a_run_that_goes_on_with_other_devices_measures_again(

@@ -137,7 +137,7 @@ def plan_run(
             rounds,
             _limits(training, engine, devices),
         )
-    partition, rounds = _given_plan(engine)
+    partition, rounds = given_plan(engine)
     if partition.num_layers != len(model.layers):
         raise EngineUsageError(
             f"engine.plan covers {partition.num_layers} layers, the model has {len(model.layers)} "
@@ -229,7 +229,7 @@ def layer_compiler(model: LayeredModel, table: EngineTable) -> LayerCompiler | N
     return LayerCompiler(model) if table.compile is True else None
 
 
-def _given_plan(engine: EngineTable) -> tuple[Partition, int]:
+def given_plan(engine: EngineTable) -> tuple[Partition, int]:
     """Partition and rounds of `engine.plan`, a table or a path to a plan.json."""
     given = engine.plan
     if isinstance(given, str):

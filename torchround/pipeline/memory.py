@@ -11,6 +11,7 @@ from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, Stage, StageKind
 
 GIB = 2**30
+MIB = 2**20
 # Two activations in, two gradients in, two outputs of either kind.
 STAGING_BUFFERS = 6
 # Gradients whose dtype differs from the one they were accumulated in are rounded piece by piece on their way
@@ -140,3 +141,8 @@ def host_activation_bytes(
     per_micro_batch += max(layer.boundary_bytes for layer in costs.layers)
     alive = rounds_in_flight(num_devices, len(stages), rounds, update) * -(-num_micro_batches // rounds)
     return per_micro_batch * alive
+
+
+def size_text(num_bytes: int) -> str:
+    """In GiB, or in MiB where that is little."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:.2f} MiB"

@@ -14,9 +14,9 @@ from torchround.pipeline.host_buffers import boundary_pool_bytes
 from torchround.pipeline.infeasible import InfeasiblePlanError, why_infeasible
 from torchround.pipeline.lower_bound import lower_bound_s
 from torchround.pipeline.memory import (
-    GIB,
     MemoryLimits,
     device_memory,
+    size_text,
     stage_compute_bytes,
     stage_gradient_bytes,
     stage_weight_bytes,
@@ -100,26 +100,37 @@ class Plan:
         return Plan(partition=partition, rounds=rounds, stages=stages, **{key: data[key] for key in known})
 
     def __str__(self) -> str:
-        """The table: one line per run of equal stages, and the predicted figures."""
-        lines = [f"{'stages':>9}  {'kind':<8}  {'layers':<33}  {'ms':>8}  {'weights':>8}  {'compute':>8}"]
+        return self.text()
+
+    def text(self, timed: bool = True) -> str:
+        """The table: one line per run of equal stages, and the predicted figures.
+
+        Not `timed`: without seconds, where the costs that it was made from are proportions and no times.
+        """
+        title = f"{'stages':>9}  {'kind':<8}  {'layers':<33}  {'ms':>8}  {'weights':>9}  {'compute':>9}"
+        lines = [title if timed else title.replace(f"  {'ms':>8}", "")]
         for first, last, stage in self.runs():
             numbers = f"{first}" if first == last else f"{first}-{last}"
             ends = (self.stages[last], stage) if stage.kind == "backward" else (stage, self.stages[last])
             layers = f"{stage.num_layers} of {ends[0].first_layer} .. {ends[1].last_layer}"
-            lines.append(
-                f"{numbers:>9}  {stage.kind:<8}  {layers:<33}  {1e3 * stage.seconds:8.2f}  "
-                f"{stage.weight_bytes / GIB:4.2f} GiB  {stage.compute_bytes / GIB:4.2f} GiB"
-            )
-        return "\n".join([*lines, self.summary()])
+            parts = [f"{numbers:>9}", f"{stage.kind:<8}", f"{layers:<33}"]
+            parts += [f"{1e3 * stage.seconds:8.2f}"] if timed else []
+            parts += [f"{size_text(size):>9}" for size in (stage.weight_bytes, stage.compute_bytes)]
+            lines.append("  ".join(parts))
+        return "\n".join([*lines, self.summary(timed)])
 
-    def summary(self) -> str:
+    def summary(self, timed: bool = True) -> str:
         """The predicted figures in one line."""
         above = self.step_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
+        bubble = f"bubble (idle share of the devices) {100 * self.bubble:.2f} %"
+        speed = (
+            f"step {self.step_s:.4g} s, {bubble}, at most {100 * above:.2f} % above the fastest possible plan"
+        )
+        if not timed:
+            speed = f"{bubble} if time went by FLOPs; how long a step takes is not known before steps are measured"
         return (
             f"{self.num_micro_batches} micro-batches in {self.rounds} round(s) on {self.num_devices} device(s), "
-            f"{self.update}: step {self.step_s:.4g} s, bubble {100 * self.bubble:.2f} %, "
-            f"at most {100 * above:.2f} % above the fastest possible plan; "
-            f"{self.device_bytes / GIB:.2f} GiB per device"
+            f"{self.update}: {speed}; {size_text(self.device_bytes)} per device"
         )
 
     def runs(self) -> list[tuple[int, int, PlannedStage]]:

@@ -133,12 +133,12 @@ class PlanReport:
         return self.question.global_batch_size * self.question.seq_len / self.plan.step_s
 
 
-def report(question: RunQuestion) -> PlanReport:
-    """The answers."""
+def report(question: RunQuestion, made: Plan | None = None) -> PlanReport:
+    """The answers. `made` is the run's plan where there is one already; otherwise one is made here."""
     costs, plan, problem = question.costs(), None, _state_problem(question)
     if not problem:
         try:
-            plan = _plan(question, costs)
+            plan = made or _plan(question, costs)
         except InfeasiblePlanError as error:
             problem = str(error)
     return PlanReport(

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchround.config import Config
-from torchround.config.tables_engine import PlanTable
-from torchround.engine.build import DTYPES, layer_works
+from torchround.engine.build import DTYPES, given_plan, layer_works
 from torchround.layer import LayeredModel
 from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
 from torchround.pipeline.devices import ASSUMED_DEVICE, DeviceSpec
 from torchround.pipeline.host_memory import HostMemory, ParameterCounts
-from torchround.pipeline.memory import GIB
+from torchround.pipeline.memory import size_text
 from torchround.pipeline.model_shapes import ModelShape, model_shape, shape_names
-from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import Plan, PlannedStage
 from torchround.pipeline.plan_report import PlanReport, RunQuestion
+from torchround.run.host_budget import parameter_counts
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -42,17 +41,12 @@ class Hardware:
     kind: str = "cuda"
 
 
-def run_question(
-    config: Config, model: LayeredModel, hardware: Hardware, given: tuple[Partition, int] | None = None
-) -> RunQuestion:
-    """The run of `config` on `hardware`; `given` is the partition and rounds of `engine.plan`, if any."""
+def run_question(config: Config, model: LayeredModel, hardware: Hardware) -> RunQuestion:
+    """The run of `config` on `hardware`. Raises `EngineUsageError` where `engine.plan` is a file that holds none."""
     training, engine = config.training, config.engine
     element_bytes = DTYPES[training.dtype].itemsize
     gradient_dtype = training.dtype if engine.grad_dtype == "auto" else engine.grad_dtype
     layers = _layer_parameters(config, model)
-    if given is None and isinstance(engine.plan, PlanTable):
-        table = engine.plan
-        given = (Partition.from_lists(table.forward, table.fused, table.backward), table.rounds or 1)
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
         return costs_from_work(
@@ -67,7 +61,7 @@ def run_question(
 
     return RunQuestion(
         costs_for=costs_for,
-        parameters=_counts(config, model, layers),
+        parameters=_counts(config, model),
         seq_len=training.seq_len,
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,
@@ -81,7 +75,7 @@ def run_question(
         element_bytes=element_bytes,
         gradient_bytes=DTYPES[gradient_dtype].itemsize,
         accumulate_bytes=DTYPES[engine.accumulate_dtype].itemsize,
-        given=given,
+        given=None if engine.plan is None else given_plan(engine),
     )
 
 
@@ -113,34 +107,26 @@ def _shape(config: Config) -> ModelShape:
     return shape
 
 
-def _counts(config: Config, model: LayeredModel, layers: list[LayerParameters]) -> ParameterCounts:
-    """Tied parameters once."""
-    users: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    for layer in model.layers:
-        for parameter in dict.fromkeys(layer.parameters()):
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
-            sizes[id(parameter)] = parameter.numel()
-    total = sum(sizes.values())
-    if config.lora.rank and not _lacks_adapters(config, model):
-        trained = sum(layer.trained for layer in layers)
-        return ParameterCounts(trained=trained, frozen=total - trained)
-    if config.lora.rank:
-        return ParameterCounts(trained=sum(layer.trained for layer in layers), frozen=total)
-    tied = sum(size for key, size in sizes.items() if users[key] > 1)
-    return ParameterCounts(trained=total, tied=tied)
+def _counts(config: Config, model: LayeredModel) -> ParameterCounts:
+    """Those of the model; where its adapters are still to come, of the released shape's beside the frozen model."""
+    counts = parameter_counts(model)
+    if not _lacks_adapters(config, model):
+        return counts
+    adapters = sum(layer.trained for layer in _layer_parameters(config, model))
+    return ParameterCounts(trained=adapters, frozen=counts.trained + counts.frozen)
 
 
 def rendered(report: PlanReport) -> "Group":
     """The report for a console."""
     from rich.console import Group  # draws random numbers when imported, which an import must not
 
+    timed = report.question.device is not None
     parts: list[object] = [_host_table(report)]
     if report.plan is not None:
         parts += [
-            _plan_table(report.plan),
+            _plan_table(report.plan, timed),
             _device_line(report),
-            report.plan.summary(),
+            report.plan.summary(timed),
             *_speed_lines(report),
         ]
     else:
@@ -161,18 +147,18 @@ def _host_table(report: PlanReport) -> "Table":
     }
     if report.question.host_bytes is not None:
         rows["allowed"] = report.question.host_bytes
-    table = _table("host memory", ("kind",), ("GiB",))
+    table = _table("host memory", ("kind",), ("size",))
     for name, size in rows.items():
-        table.add_row(name, f"{size / GIB:.2f}")
+        table.add_row(name, size_text(size))
     return table
 
 
-def _plan_table(plan: Plan) -> "Table":
+def _plan_table(plan: Plan, timed: bool) -> "Table":
     names = ("stages", "kind", "layers each", "layers")
     table = _table(
-        "plan, one line for stages that are alike; weights, gradients and compute peak in GiB of a device",
+        "plan, one line for stages that are alike; weights, gradients and compute peak of a device",
         names,
-        ("ms", "weights", "gradients", "compute"),
+        (*(("ms",) if timed else ()), "weights", "gradients", "compute"),
     )
     for first, last, stage in plan.runs():
         table.add_row(
@@ -180,11 +166,8 @@ def _plan_table(plan: Plan) -> "Table":
             stage.kind,
             f"{stage.num_layers}",
             _layers(plan.stages[first], plan.stages[last]),
-            f"{1e3 * stage.seconds:.1f}",
-            *(
-                f"{size / GIB:.2f}"
-                for size in (stage.weight_bytes, stage.gradient_bytes, stage.compute_bytes)
-            ),
+            *((f"{1e3 * stage.seconds:.1f}",) if timed else ()),
+            *(size_text(size) for size in (stage.weight_bytes, stage.gradient_bytes, stage.compute_bytes)),
         )
     return table
 
@@ -213,18 +196,18 @@ def _device_line(report: PlanReport) -> str:
     memory, limit = report.device, report.question.device_bytes
     assert memory is not None, "a plan has device memory"
     parts = (
-        f"weights {memory.weights_bytes / GIB:.2f}, gradients {memory.gradients_bytes / GIB:.2f}, "
-        f"activations and workspace {memory.compute_bytes / GIB:.2f}, staging {memory.staging_bytes / GIB:.2f}, "
-        f"tokens {memory.integers_bytes / GIB:.3f}"
+        f"weights {size_text(memory.weights_bytes)}, gradients {size_text(memory.gradients_bytes)}, "
+        f"activations and workspace {size_text(memory.compute_bytes)}, staging {size_text(memory.staging_bytes)}, "
+        f"tokens {size_text(memory.integers_bytes)}"
     )
-    of = "" if limit is None else f" of {limit / GIB:.2f} usable"
-    return f"each device needs {memory.total_bytes / GIB:.2f} GiB{of}: {parts}"
+    of = "" if limit is None else f" of {size_text(limit)} usable"
+    return f"each device needs {size_text(memory.total_bytes)}{of}: {parts}"
 
 
 def _speed_lines(report: PlanReport) -> Iterator[str]:
     device, transfers, plan = report.question.device, report.transfers, report.plan
     if device is None or transfers is None or plan is None:
-        yield "the card is not known, so there is no tokens/s and no PCIe load"
+        yield "the device's speed is not in the table, so there is no tokens/s and no PCIe load"
         return
     yield f"about {report.tokens_per_s:,.0f} tokens/s, counted from FLOPs, not measured"
     stage = plan.stages[transfers.busiest_stage]
@@ -245,8 +228,9 @@ def _speed_lines(report: PlanReport) -> Iterator[str]:
 
 
 def _faster_lines(report: PlanReport) -> Iterator[str]:
+    basis = "" if report.question.device is not None else ", if time went by FLOPs"
     for change in sorted(report.faster, key=lambda change: -change.gain):
-        yield f"{change.setting} would take {100 * change.gain:.0f} % less time per step"
+        yield f"{change.setting} would take {100 * change.gain:.0f} % less time per step{basis}"
 
 
 def _change_lines(report: PlanReport) -> Iterator[str]:

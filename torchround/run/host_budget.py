@@ -13,7 +13,7 @@ from torchround.config import EngineTable, TrainingTable
 from torchround.engine.build import DTYPES
 from torchround.layer import LayeredModel
 from torchround.pipeline.host_memory import HostMemory, ParameterCounts, host_state
-from torchround.pipeline.memory import GIB
+from torchround.pipeline.memory import size_text
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -86,8 +86,3 @@ def available_host_bytes() -> int:
         except (OSError, ValueError):  # another kind of cgroup, or "max"
             continue
     return min(limits)
-
-
-def size_text(num_bytes: int) -> str:
-    """In GiB, or in MiB where that is little."""
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.2f} MiB"

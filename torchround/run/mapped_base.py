@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchround.hf import PretrainedWeights, WithAdapters
 from torchround.layer import LayeredModel
-from torchround.run.host_budget import size_text
+from torchround.pipeline.memory import size_text
 
 Mapped = Mapping[str, tuple[Tensor, ...]]
 

@@ -32,16 +32,31 @@ class PlanByMeasuring:
         self._devices = devices
         self._costs = model_costs(model, config.training, config.engine, devices)
         self._measured: list[StepResult] = []
+        self._is_kept = False
+        self._first_step = first_step
         self.settled = counted
         self.until = first_step
         steps = config.engine.measure_steps
         if config.engine.plan is not None or steps == 0:
             return
         if kept is not None and first_step >= steps and self._fits(kept, counted):
-            self.settled = kept
+            self.settled, self._is_kept = kept, True
             return
         self.until = min(first_step + steps, config.training.steps)
         self.measuring = self._evaluated(one_layer_a_stage(len(model.layers)), counted.rounds)
+
+    def text(self) -> str:
+        """What is known of the plan when the run starts. A card whose speed is not known gets no times."""
+        is_timed = self._devices.spec is not None
+        if self._is_kept:
+            return f"plan     as in the run so far\n{self.settled}"
+        if self.until == self._first_step:
+            return f"plan     of {len(self.settled.stages)} stages\n{self.settled.text(is_timed)}"
+        first = (
+            f"each layer is a stage for {self.until - self._first_step} steps, which are measured to make it"
+        )
+        forecast = f"; counted from FLOPs it would be\n{self.settled}" if is_timed else ""
+        return f"plan     {first}{forecast}"
 
     def add(self, result: StepResult) -> None:
         """A step that was dispatched under the measuring plan."""

@@ -1,0 +1,59 @@
+"""What is foretold of a run is what the run then counts for itself."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from models import FAMILIES, LoraShape, add_adapters
+from tests.small_run import TIED, SmallRuns, small_runs
+from torchround.config import load_config
+from torchround.layer import LayeredModel
+from torchround.run.dry_run import Hardware, run_question
+from torchround.run.host_budget import host_budget, parameter_counts
+
+__all__ = ["small_runs"]
+
+HARDWARE = Hardware(2, None, None, None, "cpu")
+DEBUG = Path(__file__).parents[2] / "configs" / "debug.toml"
+
+
+def llama(tied: bool, adapters: bool) -> LayeredModel:
+    family = FAMILIES["llama3"]
+    config = family.config_from_flavor("debug", tied_embeddings=tied)
+    model: LayeredModel = family.build(config)
+    if adapters:
+        add_adapters(model, family.hf_names(config), LoraShape(4, 8.0, 0.0, ("q_proj", "v_proj")))
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_memory_that_is_foretold_is_the_runs(tied: bool, adapters: bool) -> None:
+    config = load_config(DEBUG, ["--lora.rank=4", "--lora.targets=['q_proj','v_proj']"] if adapters else [])
+    model = llama(tied, adapters)
+    question = run_question(config, model, HARDWARE)
+    assert question.parameters == parameter_counts(model)
+    assert question.state() == host_budget(model, config.training, config.engine, 1)
+
+
+@pytest.mark.parametrize(
+    "more", [[], [TIED], ["--engine.plan=none"], ["--engine.plan=none", "--engine.rounds=2"]]
+)
+def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    overrides = ["--engine.measure_steps=0", *more]
+    assert small_runs("run", *overrides, "--dry-run") == 0
+    foretold = capsys.readouterr().out
+    assert "engine.plan left out" not in foretold or "--engine.plan=none" not in more
+    assert small_runs("run", *overrides) == 0
+    told = capsys.readouterr().out
+    summaries = [
+        re.search(r"\d+ micro-batches in .*per\s+device", text, re.DOTALL) for text in (foretold, told)
+    ]
+    first, second = (" ".join(match[0].split()) if match else "" for match in summaries)
+    assert first == second != ""
+    plan = json.loads((small_runs.path("run") / "plan.json").read_text())
+    assert f"bubble (idle share of the devices) {100 * plan['bubble']:.2f} %" in first
