@@ -62,7 +62,9 @@ def test_it_holds_every_stage_slot_every_transfer_and_every_update(small_runs: S
     assert [first_layer(span) for span in of_kind(spans, "update")] == [1, 2, 3]
 
 
-def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(small_runs: SmallRuns) -> None:
+def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(
+    small_runs: SmallRuns,
+) -> None:
     spans = spans_of(small_runs)
     state = small_runs.state("run")
     weights = {name: view.nbytes for name, view in state.items() if name.startswith("weights/")}

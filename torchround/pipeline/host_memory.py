@@ -53,6 +53,7 @@ def host_state(
     summed = parameters.trained if rounds > 1 else parameters.tied
     return HostMemory(
         weight_bytes=element_bytes * (versions * parameters.trained + parameters.frozen),
-        gradient_bytes=max(4, gradient_bytes) * summed + gradient_bytes * (parameters.trained + parameters.tied),
+        gradient_bytes=max(4, gradient_bytes) * summed
+        + gradient_bytes * (parameters.trained + parameters.tied),
         optimizer_bytes=OPTIMIZER_BYTES * parameters.trained,
     )
