@@ -75,7 +75,7 @@ def main() -> None:
     for _ in range(options.turns):
         for share, times in step_s.items():
             with slow_optimizer([share * layer.forward_s * passes for layer in costs.layers]):
-                times.append(measure(costs, plan, options.steps)["step_s"])
+                times.append(measure(costs, plan, options.steps).step_s)
     without_s = statistics.median(step_s[0.0])
     report = {
         "devices": options.devices,

@@ -3,7 +3,9 @@
 Blocks of 4 ms forward and 8 ms backward without recompute, and a head of 2.3 blocks.
 """
 
+import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,14 +22,18 @@ BLOCK_BYTES = 2**20  # what a block keeps for its backward; sets how many fit in
 class Sleeper:
     """Sleeps exactly on average: makes up for what earlier sleeps took too long.
 
-    All layers of a worker share one; the engine gives each worker its own copy of the layers.
+    All layers of a worker share one; the engine gives each worker its own copy of the layers. `speeds`: of
+    threads, by name, that are not at full speed 1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, speeds: Mapping[str, float] | None = None) -> None:
         self._too_long_s = 0.0
+        self._speeds = speeds or {}
 
     def sleep(self, seconds: float) -> None:
-        """Return `seconds` later, less what earlier calls ran over."""
+        """Return `seconds` later at full speed, less what earlier calls ran over."""
+        if self._speeds:
+            seconds /= self._speeds.get(threading.current_thread().name, 1.0)
         start = time.perf_counter()
         time.sleep(max(seconds - self._too_long_s, 0.0))
         self._too_long_s += time.perf_counter() - start - seconds
