@@ -6,6 +6,7 @@ import pytest
 
 from tests.engine.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.measure import measured_costs, one_layer_a_stage
+from torchround.engine.optimizer_worker import BundleUpdate
 from torchround.pipeline.costs import Costs, LayerCost
 
 COUNTED = Costs(tuple(LayerCost(f"layer.{index}", 1.0, 2.0, weight_bytes=7) for index in range(7)), hop_s=0.5)
@@ -50,6 +51,21 @@ def test_bytes_names_and_the_heads_proportion_stay_as_counted():
     assert all(layer.weight_bytes == 7 for layer in costs.layers) and costs.hop_s == 0.5
     head = costs.layers[-1]
     assert head.backward_s == pytest.approx(2 * head.forward_s) and head.forward_s > 0
+
+
+def test_each_layer_gets_the_median_time_of_its_update_and_skipped_updates_do_not_count():
+    def update(*seconds):
+        return [BundleUpdate(layer, 10.0 * layer, 10.0 * layer + s) for layer, s in seconds]
+
+    updates = [
+        update((0, 1.0), (3, 0.25)),
+        [],
+        update((0, 2.0), (0, 1.0), (3, 0.5)),
+        update((0, 2.0), (3, 0.25)),
+    ]
+    costs = measured_costs(COUNTED, reports_of(1), updates)
+    assert [layer.optimizer_s for layer in costs.layers] == pytest.approx([2.0, 0, 0, 0.25, 0, 0, 0])
+    assert all(layer.optimizer_s == 0 for layer in measured_costs(COUNTED, reports_of(1), [[]]).layers)
 
 
 def test_one_layer_a_stage_is_the_finest_partition():

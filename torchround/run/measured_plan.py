@@ -66,7 +66,8 @@ class PlanByMeasuring:
         """Plan again, with the medians of the steps that were added, which are all done."""
         training, engine = self._config.training, self._config.engine
         reports = [report for result in self._measured for report in result.reports()]
-        costs = measured_costs(self._costs, reports)
+        updates = [result.update().bundles for result in self._measured]
+        costs = measured_costs(self._costs, reports, updates)
         self.settled = replan(self.settled, costs, training, engine, self._devices)
         self._measured.clear()
 
