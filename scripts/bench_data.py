@@ -1,9 +1,10 @@
 """How fast data comes, and what it holds in memory.
 
     python scripts/bench_data.py                         # tokens/s: tokenizer alone, and from file to batch
+    python scripts/bench_data.py --waiting                # share of debug.toml's steps that waits for data
     python scripts/bench_data.py --documents 10000000    # memory while that many documents are read, by kind of file
 
-Prints JSON. A vocabulary is trained on the standard library with the package tokenizers, and what is encoded with it is
+Prints JSON. For tokens/s, a vocabulary is trained on the standard library with the package tokenizers, and what is encoded with it is
 compared: a speed of other tokens would say nothing. One thread, unless `--workers` says otherwise.
 """
 
@@ -19,7 +20,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
 import psutil
 
@@ -45,12 +47,17 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="+", default=["jsonl", "jsonl.gz"], help="kinds of file for --documents"
     )
+    parser.add_argument(
+        "--waiting", action="store_true", help="train debug.toml, without workers and with one"
+    )
     parser.add_argument("--workers", type=int, default=0, help="data.num_workers (default 0)")
     parser.add_argument("--seconds", type=float, default=5.0, help="time for each throughput (default 5)")
     parser.add_argument("--read", help="(used by the script itself) read one file and report memory")
     options = parser.parse_args()
     if options.read:
         print(json.dumps(memory_while_reading(options.read, options.documents, options.workers)))
+    elif options.waiting:
+        print(json.dumps({f"{workers} workers": waiting_share(workers) for workers in (0, 1)}, indent=2))
     elif options.documents:
         print(json.dumps(memory_by_kind(options.documents, options.kinds, options.workers), indent=2))
     else:
@@ -144,6 +151,25 @@ def loader_speed(source: SourceTable, tokenizer: Tokenizer, workers: int, second
         loader.state_dict()
     loader.close()
     return tokens / (time.perf_counter() - begun_s)
+
+
+# Waiting.
+
+
+def waiting_share(workers: int) -> dict[str, float]:
+    """Seconds of a step of debug.toml with real compute, and of waiting for data, without the first two steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "train.py"), "--config", "debug.toml", "--training.steps=40"]
+        command += [
+            f"--run.folder={folder}",
+            f"--data.num_workers={workers}",
+            "--checkpoint.interval_steps=0",
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        lines = (Path(folder) / "debug" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines[2:]]
+    step_s, data_s = (sum(step[key] for step in steps) / len(steps) for key in ("step_s", "data_s"))
+    return {"step_s": step_s, "waiting_s": data_s, "waiting_share": data_s / step_s}
 
 
 # Memory.
