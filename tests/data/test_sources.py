@@ -13,9 +13,9 @@ from torchround.config import SourceTable
 from torchround.data import DataError
 from torchround.data import files as files_module
 from torchround.data.documents import Document
+from torchround.data.rank_file import LLAMA3
 from torchround.data.sources import Source
 from torchround.data.streams import open_source
-from torchround.data.tokenizer import LLAMA3_PATTERN
 
 
 def read_all(source: Source) -> list[str]:
@@ -106,8 +106,8 @@ def test_standard_library_files_in_pieces_split_into_the_words_of_the_whole(
         source = open_source(SourceTable(path=f"{root}/{name}"))
         pieces = pieces_of(source, documents_of(source)[0])
         assert len(pieces) > 2
-        in_pieces = [word for piece in pieces for word in regex.findall(LLAMA3_PATTERN, piece)]
-        assert in_pieces == regex.findall(LLAMA3_PATTERN, "".join(pieces))
+        in_pieces = [word for piece in pieces for word in regex.findall(LLAMA3.pattern, piece)]
+        assert in_pieces == regex.findall(LLAMA3.pattern, "".join(pieces))
 
 
 def test_python_stdlib_is_its_modules_without_tests_and_installed_packages() -> None:

@@ -1,16 +1,19 @@
 """The byte tokenizer against `str.encode`; a Llama 3 rank file against merges done one by one."""
 
 import base64
+import random
 from pathlib import Path
 
 import pytest
 import regex
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data import vocabularies
 from torchround.config import TokenizerTable
 from torchround.data import Tokenizer, TokenizerError, build_tokenizer
-from torchround.data.tokenizer import LLAMA3_NUM_RANKS, LLAMA3_PATTERN
+from torchround.data.rank_file import LLAMA3, QWEN
 
 text_strategy = st.text(st.characters(codec="utf-8"), max_size=200)
 
@@ -44,14 +47,18 @@ def test_a_lone_surrogate_becomes_the_replacement_character(tokenizer: Tokenizer
     assert tokenizer.encode_array("a\ud800b").tolist() == list("a\ufffdb".encode())
 
 
+def filled_up(ranks: list[bytes], num_ranks: int) -> list[bytes]:
+    """With tokens that no text has: a byte that is in no UTF-8, and a number."""
+    return ranks + [b"\xff" + number.to_bytes(3, "big") for number in range(num_ranks - len(ranks))]
+
+
 def fabricated_ranks() -> list[bytes]:
     """As many tokens as Llama 3 has: bytes, pairs of letters, spaces with letters, then fillers."""
     letters = b"abcdefghijklmnopqrstuvwxyz0123456789 \n."
     ranks = [bytes([byte]) for byte in range(256)]
     ranks += [bytes([first, second]) for first in letters for second in letters]
     ranks += [b" th", b"the", b" the", b"ing", b"abcd", b"\n\n\n", b"123"]
-    ranks += [b"\xff" + number.to_bytes(3, "big") for number in range(LLAMA3_NUM_RANKS - len(ranks))]
-    return ranks
+    return filled_up(ranks, LLAMA3.num_ranks)
 
 
 def write_ranks(path: Path, ranks: list[bytes]) -> None:
@@ -90,7 +97,7 @@ FABRICATED = {token: rank for rank, token in enumerate(fabricated_ranks())}
 def test_a_llama3_rank_file_encodes_as_merging_one_pair_after_another_does(
     llama3: Tokenizer, text: str
 ) -> None:
-    pieces = regex.findall(LLAMA3_PATTERN, text)
+    pieces = regex.findall(LLAMA3.pattern, text)
     # A piece that is a token as a whole is taken without merging, as in the released tokenizer.
     expected = [
         token
@@ -106,7 +113,7 @@ def test_a_llama3_rank_file_encodes_as_merging_one_pair_after_another_does(
 
 
 def test_llama3_splits_contractions_digits_by_three_and_line_ends_with_what_is_before_them() -> None:
-    split = regex.findall(LLAMA3_PATTERN, "I'LL pay 12345 $x!!\n\n  ok  \n")
+    split = regex.findall(LLAMA3.pattern, "I'LL pay 12345 $x!!\n\n  ok  \n")
     assert split == ["I", "'LL", " pay", " ", "123", "45", " $", "x", "!!\n\n", " ", " ok", "  \n"]
 
 
@@ -127,6 +134,57 @@ def test_llama3_special_tokens_have_the_ids_of_the_released_model(llama3: Tokeni
     assert (llama3.bos_id, llama3.eos_id, llama3.pad_id) == (128000, 128001, 128004)
 
 
+def bytes_of(token: str) -> bytes:
+    """Of a token in the alphabet of byte-level tokenizers, by which `tokenizers` writes them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return bytes(byte_of[character] for character in token)
+
+
+@pytest.fixture(scope="module", params=[("llama3", LLAMA3), ("qwen3", QWEN)], ids=["llama3", "qwen"])
+def rank_file(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    """Ours from a rank file of a trained vocabulary, and the reference that trained it."""
+    name, known = request.param
+    reference = vocabularies.train(name, 1000)
+    added = set(reference.get_added_tokens_decoder())
+    by_id = sorted((number, token) for token, number in reference.get_vocab().items() if number not in added)
+    assert [number for number, _ in by_id] == list(range(len(by_id)))
+    path = tmp_path_factory.mktemp("ranks") / ("qwen.tiktoken" if name == "qwen3" else "tokenizer.model")
+    write_ranks(path, filled_up([bytes_of(token) for _, token in by_id], known.num_ranks))
+    return build_tokenizer(TokenizerTable(path=str(path.parent))), reference
+
+
+def test_a_rank_file_gives_the_tokens_of_the_reference(
+    rank_file: tuple[Tokenizer, tokenizers.Tokenizer],
+) -> None:
+    ours, reference = rank_file
+    generator = random.Random(0)
+    texts = vocabularies.real_text() + [vocabularies.random_text(generator) for _ in range(2500)]
+    texts = [text for text in texts if not any(token in text for token in ("<think>", "</tool_call>"))]
+    expected = [encoding.ids for encoding in reference.encode_batch(texts, add_special_tokens=False)]
+    assert [ours.encode(text) for text in texts] == expected
+
+
+def test_qwen_added_tokens_have_the_ids_of_the_released_model(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "qwen.tiktoken", filled_up([bytes([byte]) for byte in range(256)], QWEN.num_ranks))
+    qwen = build_tokenizer(TokenizerTable(path=str(tmp_path)))
+    named = {
+        "<|endoftext|>": 151643,
+        "<|im_start|>": 151644,
+        "<|im_end|>": 151645,
+        "<|video_pad|>": 151656,
+        "<tool_call>": 151657,
+        "<|fim_pad|>": 151662,
+        "</think>": 151668,
+    }
+    assert {name: qwen.encoding.encode_single_token(name) for name in named} == named
+    assert (qwen.vocab_size, qwen.bos_id, qwen.eos_id) == (151669, None, 151643)
+    assert qwen.encode("a</think>") == [97, 151668]
+    assert 151645 not in qwen.encode("<|im_end|>")
+    assert qwen.encode("e\u0301") == list("é".encode())  # NFC
+
+
 def test_a_tokenizer_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
     ranks = fabricated_ranks()
     path = tmp_path / "tokenizer.model"
@@ -142,12 +200,18 @@ def test_a_tokenizer_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None
     ("files", "message"),
     [
         ({}, "does not exist"),
-        ({"tok/tokenizer.txt": b"{}"}, r"no tokenizer.json or tokenizer.model in .*tokenizer.txt"),
+        (
+            {"tok/tokenizer.txt": b"{}"},
+            r"no tokenizer.json, tokenizer.model or qwen.tiktoken in .*tokenizer.txt",
+        ),
         ({"tok/tokenizer.json": b"{}"}, r"not a tokenizer.json \(KeyError: 'model'\)"),
         ({"tok/tokenizer.json": b"{"}, r"not a tokenizer.json \(JSONDecodeError"),
         ({"tok/tokenizer.model": b"\x0a\x0e\n\x05<unk>\x15"}, "not a tiktoken rank file"),
         ({"tok/tokenizer.model": b"YQ== zero"}, "not a tiktoken rank file"),
-        ({"tok/tokenizer.model": b"YQ== 0\nYg== 1"}, "2 ranks, not the 128000"),
+        (
+            {"tok/tokenizer.model": b"YQ== 0\nYg== 1"},
+            "2 ranks, not the 128000 of Llama 3 or the 151643 of Qwen",
+        ),
     ],
 )
 def test_an_unusable_tokenizer_is_named_with_what_is_supported(

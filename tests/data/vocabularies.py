@@ -4,8 +4,9 @@ One for each family's way to split text, with the special and added tokens that 
 """
 
 import json
+import random
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +82,24 @@ def real_text() -> list[str]:
     names = ("argparse.py", "typing.py", "json/decoder.py", "datetime.py", "inspect.py")
     others = "Zażółć gęślą jaźń. Съешь же ещё этих булок. 我能吞下玻璃而不伤身体。 नमस्ते 안녕하세요 🙂👩‍🚀\r\n\t x² ½ ſ"
     return [*((root / name).read_text() for name in names), others * 20]
+
+
+def random_text(generator: random.Random) -> str:
+    """Up to 40 parts: any character of any plane, the Latin and spaces of real text, and tokens in the text."""
+
+    def any_character() -> str:
+        code = generator.randrange(0x110000 - 0x800)
+        return chr(code if code < 0xD800 else code + 0x800)
+
+    kinds: list[Callable[[], str]] = [
+        any_character,
+        lambda: chr(generator.randrange(0x20, 0x3000)),
+        lambda: generator.choice(" \n\r\t\u00a0\u3000\u2028"),
+        lambda: generator.choice(
+            ["the", "ing", "DON'T", "'ſ", "123", "::", "e\u0301", "<think>", "</tool_call>"]
+        ),
+    ]
+    return "".join(generator.choice(kinds)() for _ in range(generator.randrange(40)))
 
 
 def train(name: str, vocab_size: int = 3000, text: Sequence[str] | None = None) -> tokenizers.Tokenizer:

@@ -1,16 +1,12 @@
 """Text to token ids and back, through tiktoken.
 
 `bytes` has one token per UTF-8 byte and needs no file. A byte-level BPE `tokenizer.json` is read in
-`tokenizer_json.py`. Llama 3's `tokenizer.model` is a tiktoken rank file (each line a token in base64 and its rank);
-the pattern and the special tokens that go with it are known here.
+`tokenizer_json.py`, the tiktoken rank files of Llama 3 and Qwen in `rank_file.py`.
 """
 
-import base64
-import binascii
 import json
 import os
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,9 +19,15 @@ import tiktoken
 from torchround.config import TokenizerTable
 from torchround.data.documents import Ids
 from torchround.data.errors import TokenizerError
+from torchround.data.nfc import nfc
+from torchround.data.rank_file import read_rank_file
 from torchround.data.tokenizer_json import read_tokenizer_json
 
-SUPPORTED = 'supported: name = "bytes", a byte-level BPE tokenizer.json, and Llama 3\'s tokenizer.model (a tiktoken rank file)'
+SUPPORTED = (
+    'supported: name = "bytes", a byte-level BPE tokenizer.json, and the tiktoken rank files of Llama 3 '
+    "(tokenizer.model) and Qwen (qwen.tiktoken)"
+)
+FILES = ("tokenizer.json", "tokenizer.model", "qwen.tiktoken", "original/tokenizer.model")
 DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>")
 
 
@@ -87,7 +89,7 @@ class Tokenizer:
 
     def _encode_plain(self, text: str) -> Ids:
         if self.nfc:
-            text = unicodedata.normalize("NFC", text)
+            text = nfc(text)
         try:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # a lone surrogate, legal in JSON; this replaces it with U+FFFD
@@ -117,7 +119,7 @@ def build_tokenizer(table: TokenizerTable, hf_path: str | Path | None = None) ->
         file = _find_file(Path(os.path.expanduser(path)))
         folder = file.parent.parent if file.parent.name == "original" else file.parent
         settings = _read_settings(folder / "tokenizer_config.json")
-        tokenizer = _from_json(file, settings) if file.suffix == ".json" else _llama3_tokenizer(file)
+        tokenizer = _from_json(file, settings) if file.suffix == ".json" else _from_ranks(file)
     return replace(tokenizer, chat_template=_chat_template(table, folder))
 
 
@@ -199,42 +201,19 @@ def _read_template(path: Path) -> str:
         raise TokenizerError(f"chat template {path}: cannot be read: {error}") from error
 
 
-LLAMA3_NUM_RANKS = 128_000
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_SPECIAL_TOKENS = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>",
-    "<|reserved_special_token_2|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
-    *(f"<|reserved_special_token_{number}|>" for number in range(3, 248)),
-)
-
-
-def _llama3_tokenizer(path: Path) -> Tokenizer:
-    ranks = _read_rank_file(path)
-    if len(ranks) != LLAMA3_NUM_RANKS:
-        raise TokenizerError(
-            f"{path}: {len(ranks)} ranks, not the {LLAMA3_NUM_RANKS} of Llama 3; which pattern and special "
-            f"tokens belong to it is not known; {SUPPORTED}"
-        )
-    special = {name: LLAMA3_NUM_RANKS + index for index, name in enumerate(LLAMA3_SPECIAL_TOKENS)}
+def _from_ranks(path: Path) -> Tokenizer:
+    known, encoding = read_rank_file(path)
+    ids, in_text = known.ids(), known.in_text()
+    names = {"bos_token": known.bos, "eos_token": known.end_of_turn}
     return Tokenizer(
-        tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special),
-        bos_id=special["<|begin_of_text|>"],
-        eos_id=special["<|end_of_text|>"],
-        pad_id=special["<|finetune_right_pad_id|>"],
-        special=special,
-        template_tokens={"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+        encoding,
+        bos_id=ids[known.bos] if known.bos else None,
+        eos_id=ids[known.eos],
+        pad_id=ids[known.pad],
+        special={name: number for name, number in ids.items() if name not in in_text},
+        in_text=in_text,
+        nfc=known.nfc,
+        template_tokens={key: name for key, name in names.items() if name},
     )
 
 
@@ -243,23 +222,10 @@ def _find_file(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise TokenizerError(f"tokenizer path {path} does not exist")
-    for name in ("tokenizer.json", "tokenizer.model", "original/tokenizer.model"):
+    for name in FILES:
         if (path / name).is_file():
             return path / name
     found = sorted(entry.name for entry in path.glob("*token*"))
     raise TokenizerError(
-        f"no tokenizer.json or tokenizer.model in {path} (there: {', '.join(found) or 'nothing'}); {SUPPORTED}"
+        f"no {', '.join(FILES[:-2])} or {FILES[-2]} in {path} (there: {', '.join(found) or 'nothing'}); {SUPPORTED}"
     )
-
-
-def _read_rank_file(path: Path) -> dict[bytes, int]:
-    """tiktoken's own loader keeps a copy by path in a cache, which would hide a file that was replaced."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        pairs = [line.split() for line in lines if line]
-        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (ValueError, binascii.Error) as error:
-        raise TokenizerError(f"{path}: not a tiktoken rank file ({error}); {SUPPORTED}") from error
