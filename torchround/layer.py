@@ -29,17 +29,18 @@ class MicroBatch:
 
     What the host knows besides goes along as plain numbers, so that no layer has to ask a device for it:
     `dropout_seed` is the one number that masks are made from, equal whenever the same layer runs on the same micro-batch
-    of a step again (a 0-dimensional tensor where the layer is being compiled); None is no dropout. `max_documents` bounds the documents of a sequence, each in one piece; it is a fact of
-    the whole batch (`most_documents`), so that what a layer chooses by it does not depend on how the batch was cut.
-    None: nobody counted.
+    of a step again; None is no dropout. `max_documents` bounds the documents of a sequence, each in one piece; it is a
+    fact of the whole batch (`most_documents`), so that what a layer chooses by it does not depend on how the batch was
+    cut. None: nobody counted. A layer that is being compiled gets 0-dimensional tensors in host memory in the place of
+    a seed and of a bound above 1, so that its code serves all of them.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor
     document_ids: Tensor
-    dropout_seed: int | None = field(default=None, kw_only=True)
-    max_documents: int | None = field(default=None, kw_only=True)
+    dropout_seed: int | Tensor | None = field(default=None, kw_only=True)
+    max_documents: int | Tensor | None = field(default=None, kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors in field order, as the engine packs and uploads them."""
@@ -57,6 +58,7 @@ class MicroBatch:
         """As layer `index` gets it: with a 63-bit dropout seed of its own."""
         if self.dropout_seed is None:
             return self
+        assert isinstance(self.dropout_seed, int), "only what is compiled has tensors for facts"
         own = (self.dropout_seed * 0xD1342543DE82EF95 + index * 0xAF251AF3B0F025B5) % 2**63
         return replace(self, dropout_seed=own)
 
@@ -66,18 +68,12 @@ class MicroBatch:
 
 
 def most_documents(document_ids: Tensor) -> int | None:
-    """A bound on the documents of each sequence, `MicroBatch.max_documents`; None where a document comes back.
+    """Documents of the sequence that has most, `MicroBatch.max_documents`; None where a document comes back.
 
-    1, else the next power of 4: the size of a device's list of documents depends on it, and code that is compiled
-    for one size should serve most batches of a data set. Reads the tensor, so it is for the host.
+    Reads the tensor, so it is for the host.
     """
     changes = document_ids[:, 1:] - document_ids[:, :-1]
-    if (changes < 0).any():
-        return None
-    most, bound = 1 + int((changes != 0).sum(dim=1).max()), 1
-    while bound < most:
-        bound *= 4
-    return bound
+    return None if (changes < 0).any() else 1 + int((changes != 0).sum(dim=1).max())
 
 
 def with_dropout_seeds(micro_batches: Sequence[MicroBatch], seed: int, step: int) -> list[MicroBatch]:

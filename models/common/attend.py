@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.common.documents import attend_by_offsets, document_offsets
+from models.common.documents import attend_by_offsets
 from models.common.sinks import attend_with_sinks
 
 
@@ -25,10 +25,16 @@ class Kernel(Enum):
 
 
 def choose_kernel(
-    device: str, dtype: torch.dtype, head_dim: int, tokens: int, max_documents: int | None, window: int | None
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    tokens: int,
+    max_documents: int | Tensor | None,
+    window: int | None,
 ) -> Kernel:
     """For sequences of `tokens` tokens on a `device` of this kind (`cpu`, `cuda`). Sinks go with each."""
-    if max_documents == 1 and (window is None or window >= tokens):
+    single = isinstance(max_documents, int) and max_documents == 1
+    if single and (window is None or window >= tokens):
         return Kernel.CAUSAL
     if max_documents is not None and device == "cuda" and _fits_flash(dtype, head_dim):
         return Kernel.OFFSETS
@@ -40,7 +46,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     document_ids: Tensor,
-    max_documents: int | None = None,
+    max_documents: int | Tensor | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -55,8 +61,7 @@ def attend(
     kernel = choose_kernel(query.device.type, query.dtype, head_dim, tokens, max_documents, window)
     if kernel is Kernel.OFFSETS:
         assert max_documents is not None, "documents that nobody counted have no list of a known size"
-        offsets = document_offsets(document_ids, max_documents)
-        return attend_by_offsets(query, key, value, offsets, window, sinks)
+        return attend_by_offsets(query, key, value, document_ids, max_documents, window, sinks)
     mask = None if kernel is Kernel.CAUSAL else attention_mask(document_ids, window, query.dtype)
     query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, H or K, T, C]
     if sinks is not None:

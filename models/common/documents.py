@@ -28,14 +28,20 @@ def document_offsets(document_ids: Tensor, max_documents: int) -> Tensor:
 
 
 def attend_by_offsets(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_ids: Tensor,
+    max_documents: int | Tensor,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """`[B, T, H, C]` from query of that shape, key and value `[B, T, K, C]` and `offsets [Q + 1]`.
+    """`[B, T, H, C]` from query of that shape, key and value `[B, T, K, C]`; the rest is as in `attend`.
 
-    CUDA and 16 bits only. With a `window` a token sees that many, itself included. `sinks [H]` as in `attend`.
+    CUDA and 16 bits only.
     """
     flat = (heads.flatten(0, 1).contiguous() for heads in (query, key, value))  # [N, H or K, C]
-    mixed = _OffsetAttention.apply(*flat, offsets, query.shape[1], window, sinks)
+    mixed = _OffsetAttention.apply(*flat, document_ids, max_documents, window, sinks)
     return mixed.view_as(query)
 
 
@@ -46,31 +52,111 @@ class _OffsetAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        offsets: Tensor,
-        longest: int,
+        document_ids: Tensor,
+        max_documents: int | Tensor,
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        output, log_sums, random_state = _forward_kernel(query, key, value, offsets, longest, window)
+        run = _forward if isinstance(max_documents, int) else _opaque_forward
+        output, log_sums, random_state = run(query, key, value, document_ids, max_documents, window)  # type: ignore[arg-type]
         if sinks is not None:
             share, log_sums = add_sinks(log_sums, sinks.float()[:, None])  # [H, N]
             output = output * share.T[..., None].to(output.dtype)
-        ctx.save_for_backward(query, key, value, offsets, sinks, output, log_sums, random_state)
-        ctx.longest, ctx.window = longest, window
+        is_data = not isinstance(max_documents, int)
+        ctx.max_documents, ctx.window = None if is_data else max_documents, window
+        bound = max_documents if is_data else None
+        ctx.save_for_backward(query, key, value, document_ids, bound, sinks, output, log_sums, random_state)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, offsets, sinks, output, log_sums, random_state = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        gradients = _backward_kernel(
-            grad, query, key, value, output, log_sums, offsets, ctx.longest, ctx.window, random_state
-        )
+        query, key, value, document_ids, bound, sinks, *found = ctx.saved_tensors
+        grad, (output, log_sums, _) = grads[0].contiguous(), found
+        if bound is None:
+            run, bound = _backward, ctx.max_documents
+        else:
+            run = _opaque_backward
+        gradients = run(query, key, value, document_ids, bound, ctx.window, grad, *found)
         grad_sinks = None
         if sinks is not None:
             moved = (grad.float() * output).sum(dim=-1).T  # [H, N]
             grad_sinks = sink_gradient(moved, log_sums, sinks.float()[:, None]).sum(dim=1)
         return *gradients, None, None, None, grad_sinks
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor, max_documents: int, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    offsets = document_offsets(document_ids, max_documents)
+    return _forward_kernel(query, key, value, offsets, document_ids.shape[1], window)
+
+
+def _backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_ids: Tensor,
+    max_documents: int,
+    window: int | None,
+    grad: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    random_state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    offsets = document_offsets(document_ids, max_documents)
+    longest = document_ids.shape[1]
+    return _backward_kernel(grad, query, key, value, output, log_sums, offsets, longest, window, random_state)
+
+
+# The same for a compiler: the number of documents is data, so that one piece of code serves every batch.
+
+
+@torch.library.custom_op("torchround::attend_by_offsets", mutates_args=())
+def _opaque_forward(
+    query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor, max_documents: Tensor, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward(query, key, value, document_ids, int(max_documents), window)
+
+
+@_opaque_forward.register_fake
+def _opaque_forward_shapes(
+    query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor, max_documents: Tensor, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    log_sums = query.new_empty(query.shape[1::-1], dtype=torch.float32)  # [H, N]
+    return torch.empty_like(query), log_sums, query.new_empty(2, dtype=torch.uint64)
+
+
+@torch.library.custom_op("torchround::attend_by_offsets_backward", mutates_args=())
+def _opaque_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_ids: Tensor,
+    max_documents: Tensor,
+    window: int | None,
+    grad: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    random_state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    saved = output, log_sums, random_state
+    return _backward(query, key, value, document_ids, int(max_documents), window, grad, *saved)
+
+
+@_opaque_backward.register_fake
+def _opaque_backward_shapes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_ids: Tensor,
+    max_documents: Tensor,
+    window: int | None,
+    grad: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    random_state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _forward_kernel(

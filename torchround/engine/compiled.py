@@ -18,6 +18,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,28 +110,31 @@ class Kind:
         inputs = () if hidden is None else as_tuple(hidden)
         # Only the last layer may compute something else where gradients are off.
         differentiates = torch.is_grad_enabled() or not self._is_last
+        documents = micro_batch.max_documents
         key = (
             differentiates,
-            micro_batch.max_documents,
+            documents if documents in (None, 1) else "several",
             micro_batch.dropout_seed is None,
             isinstance(hidden, Tensor),
             *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs),
             micro_batch.tokens.shape,
             micro_batch.tokens.device,
         )
-        seed = None if micro_batch.dropout_seed is None else torch.tensor(micro_batch.dropout_seed)
+        micro_batch = replace(
+            micro_batch,
+            dropout_seed=_as_data(micro_batch.dropout_seed),
+            max_documents=documents if documents == 1 else _as_data(documents),
+        )
         tensors = [*parameters, *inputs]
         variant = self.variants.get(key)
         if variant is None and not self._given_up:
             with _turn(self._turn, board):
                 if key not in self.variants and not self._given_up:
-                    function = self._function(isinstance(hidden, Tensor), micro_batch.max_documents)
+                    function = self._function(isinstance(hidden, Tensor))
                     wants = [differentiates and wanted for wanted in [*self._trained, *_floating(inputs)]]
-                    self._compile(
-                        key, Variant(function, wants, self._backend), board, micro_batch, seed, tensors
-                    )
+                    self._compile(key, Variant(function, wants, self._backend), board, micro_batch, tensors)
                 variant = self.variants.get(key)
-        return None if variant is None else variant(micro_batch, seed, tensors)
+        return None if variant is None else variant(micro_batch, tensors)
 
     def _compile(
         self,
@@ -138,13 +142,12 @@ class Kind:
         variant: "Variant",
         board: Board,
         micro_batch: MicroBatch,
-        seed: Tensor | None,
         tensors: list[Tensor],
     ) -> None:
         """What fails here is tried uncompiled, where it may fail for good."""
         try:
             with _moving(board):
-                variant.rehearse(micro_batch, seed, tensors)
+                variant.rehearse(micro_batch, tensors)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001  (compilers raise whatever they like)
@@ -152,19 +155,18 @@ class Kind:
         else:
             self.variants[key] = variant
 
-    def _function(self, single: bool, max_documents: int | None) -> Callable[..., Hidden]:
+    def _function(self, single: bool) -> Callable[..., Hidden]:
         """The layer as a function of tensors, with a code object of its own.
 
         Dynamo counts what it compiled, and limits it, by code object.
         """
         layer, paths = self._prototype, self.paths
 
-        def run_layer(tensors: list[Tensor], integers: tuple[Tensor, ...], seed: Any) -> Hidden:
+        def run_layer(tensors: list[Tensor], integers: tuple[Tensor, ...], facts: dict[str, Any]) -> Hidden:
             values = dict(zip(paths, tensors[: len(paths)], strict=True))
             inputs = tensors[len(paths) :]
             hidden = as_hidden(inputs, single) if inputs else None
-            micro_batch = MicroBatch(*integers, dropout_seed=seed, max_documents=max_documents)
-            return torch.func.functional_call(layer, values, (hidden, micro_batch))
+            return torch.func.functional_call(layer, values, (hidden, MicroBatch(*integers, **facts)))
 
         code = run_layer.__code__.replace(co_name=f"run_{type(layer).__name__}_{len(self.variants)}")
         return types.FunctionType(code, run_layer.__globals__, code.co_name, None, run_layer.__closure__)
@@ -193,22 +195,22 @@ class Variant:
         )
         self._wants = wants
 
-    def __call__(self, micro_batch: MicroBatch, seed: Tensor | None, tensors: list[Tensor]) -> Hidden:
-        outputs = _Run.apply(self, micro_batch, seed, *tensors)
+    def __call__(self, micro_batch: MicroBatch, tensors: list[Tensor]) -> Hidden:
+        outputs = _Run.apply(self, micro_batch, *tensors)
         return as_hidden(outputs, self._single)
 
-    def rehearse(self, micro_batch: MicroBatch, seed: Tensor | None, tensors: list[Tensor]) -> None:
+    def rehearse(self, micro_batch: MicroBatch, tensors: list[Tensor]) -> None:
         """Run forward and backward once, so that both are compiled, and forget what came out."""
-        inner, outputs = self.forward(micro_batch, seed, tensors)
+        inner, outputs = self.forward(micro_batch, tensors)
         self.backward(inner, outputs, [torch.zeros_like(output) for output in outputs])
 
     def forward(
-        self, micro_batch: MicroBatch, seed: Tensor | None, tensors: Sequence[Tensor]
+        self, micro_batch: MicroBatch, tensors: Sequence[Tensor]
     ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         """Leaves in the place of `tensors`, and the outputs computed from them."""
         inner = [_leaf(tensor, wanted) for tensor, wanted in zip(tensors, self._wants, strict=True)]
         with torch.set_grad_enabled(any(self._wants)):
-            output = self._compiled(inner, micro_batch.tensors(), seed)
+            output = self._compiled(inner, micro_batch.tensors(), micro_batch.facts())
         self._single = isinstance(output, Tensor)
         return inner, as_tuple(output)
 
@@ -234,10 +236,8 @@ class _Run(torch.autograd.Function):
     """Keeps the caller's leaves, with gradients that they hold already, out of what is compiled."""
 
     @staticmethod
-    def forward(
-        ctx: Any, variant: Variant, micro_batch: MicroBatch, seed: Tensor | None, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        inner, outputs = variant.forward(micro_batch, seed, tensors)
+    def forward(ctx: Any, variant: Variant, micro_batch: MicroBatch, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inner, outputs = variant.forward(micro_batch, tensors)
         ctx.variant, ctx.inner, ctx.outputs = variant, inner, outputs
         found = tuple(output.detach() for output in outputs)
         ctx.mark_non_differentiable(*(output for output in found if not output.is_floating_point()))
@@ -247,7 +247,12 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inner, outputs = ctx.inner, ctx.outputs
         ctx.inner = ctx.outputs = None  # what they keep is of no more use once the gradients are there
-        return None, None, None, *ctx.variant.backward(inner, outputs, grads)
+        return None, None, *ctx.variant.backward(inner, outputs, grads)
+
+
+def _as_data(fact: int | Tensor | None) -> Tensor | None:
+    """A number that changes from call to call: as a tensor it is no part of what is compiled."""
+    return None if fact is None else torch.tensor(fact)
 
 
 def _leaf(tensor: Tensor, wanted: bool) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 
 from models.common import documents
 from models.common.attend import Kernel, attend, attention_mask, choose_kernel
@@ -182,7 +183,7 @@ def test_attention_by_offsets_and_its_gradients_equal_brute_force(monkeypatch, w
     heads = make_heads(2, 9)
     inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
     sinks = inputs[3] if with_sinks else None
-    found = documents.attend_by_offsets(*heads, document_offsets(document_ids, 4), window, sinks)
+    found = documents.attend_by_offsets(*heads, document_ids, 4, window, sinks)
     expected = brute_force(*heads, document_ids, window, sinks)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     upstream = torch.randn(found.shape)
@@ -195,10 +196,28 @@ def test_the_flash_kernels_take_what_they_are_given():
     """PyTorch's own description of the kernels (shapes, dtypes, arguments), which needs no card."""
     shapes = [(2, 16, heads, 8) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     heads = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes]
-    offsets = document_offsets(torch.zeros(2, 16, dtype=torch.int64, device="meta"), 4)
+    document_ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
     sinks = torch.empty(HEADS, device="meta", requires_grad=True)
     for window in (None, 4):
-        mixed = documents.attend_by_offsets(*heads, offsets, window, sinks)
+        mixed = documents.attend_by_offsets(*heads, document_ids, 4, window, sinks)
         assert mixed.shape == heads[0].shape and mixed.dtype == torch.bfloat16
         gradients = torch.autograd.grad(mixed.sum(), [*heads, sinks])
         assert [grad.shape for grad in gradients] == [*shapes, (HEADS,)]
+
+
+def test_compiled_once_attention_by_offsets_serves_batches_of_any_number_of_documents(monkeypatch):
+    monkeypatch.setattr(documents, "_forward_kernel", plain_forward_kernel)
+    monkeypatch.setattr(documents, "_backward_kernel", plain_backward_kernel)
+    compiled = torch.compile(documents.attend_by_offsets, backend="aot_eager", fullgraph=True, dynamic=False)
+    sinks = torch.linspace(-2, 3, HEADS).requires_grad_()
+    before = counters["stats"]["unique_graphs"]
+    for rows in (([4, 1, 4], [1, 8]), ([2, 2, 2, 3], [9])):
+        document_ids, heads = ids(*rows), make_heads(2, 9)
+        bound = most_documents(document_ids)
+        found = compiled(*heads, document_ids, torch.tensor(bound), 4, sinks)
+        expected = documents.attend_by_offsets(*heads, document_ids, bound, 4, sinks)
+        assert torch.equal(found, expected)
+        gradients = [torch.autograd.grad(mixed.sum(), [*heads, sinks]) for mixed in (found, expected)]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] - before == 1
