@@ -29,6 +29,7 @@ from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_sq
 
 LR = 1e-4
 MAX_NORM = 1.0
+LEAST_RATIO = 0.9
 
 
 class PlainLoop:
@@ -115,7 +116,7 @@ def random_step(training: TrainingTable, vocab_size: int, generator: torch.Gener
     return micro_batches
 
 
-def main() -> None:
+def main() -> int:
     """Run both and print the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -125,6 +126,9 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256, help="tokens per sequence")
     parser.add_argument("--global-batch-size", type=int, default=8, help="sequences per step")
     parser.add_argument("--micro-batch-size", type=int, default=2, help="sequences per micro-batch")
+    parser.add_argument(
+        "--check", action="store_true", help="end with 1 where a loss differs or the ratio is below 0.9"
+    )
     options = parser.parse_args()
     training = TrainingTable(
         seq_len=options.seq_len,
@@ -157,24 +161,20 @@ def main() -> None:
             if step > 0:  # the first allocates
                 plain_s.append(middle - start)
                 engine_s.append(end - middle)
-    print(
-        json.dumps(
-            {
-                "model": options.flavor,
-                "parameters": store.num_parameters(),
-                "tokens_per_step": training.global_batch_size * training.seq_len,
-                "partition": [plan.partition.forward, plan.partition.fused, plan.partition.backward],
-                "plain_step_s": statistics.median(plain_s),
-                "engine_step_s": statistics.median(engine_s),
-                "engine_over_plain_tokens_per_s": statistics.median(
-                    a / b for a, b in zip(plain_s, engine_s, strict=True)
-                ),
-                "steps_with_another_loss": losses_differ,
-            },
-            indent=2,
-        )
-    )
+    ratio = statistics.median(a / b for a, b in zip(plain_s, engine_s, strict=True))
+    report = {
+        "model": options.flavor,
+        "parameters": store.num_parameters(),
+        "tokens_per_step": training.global_batch_size * training.seq_len,
+        "partition": [plan.partition.forward, plan.partition.fused, plan.partition.backward],
+        "plain_step_s": statistics.median(plain_s),
+        "engine_step_s": statistics.median(engine_s),
+        "engine_over_plain_tokens_per_s": ratio,
+        "steps_with_another_loss": losses_differ,
+    }
+    print(json.dumps(report, indent=2))
+    return 1 if options.check and (ratio < LEAST_RATIO or losses_differ) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

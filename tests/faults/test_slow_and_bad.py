@@ -1,0 +1,115 @@
+"""Devices that are slow or starved, and a loss that is not a number: the same results, or the documented skip."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.engine.toy import (
+    PARTITIONS,
+    ToyHead,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
+from torchround.engine.device import CpuDevice, ForwardingDevice, Stream
+from torchround.engine.update_policy import ASYNC, POLICIES
+
+BATCHES = toy_batches(4, micro_batches=4)
+PARTITION = PARTITIONS["forward coarser"]
+
+
+class SlowDevice(ForwardingDevice):
+    """Half speed: every operation on some of the queues takes as long again, and a millisecond for good measure."""
+
+    def __init__(self, inner, streams):
+        super().__init__(inner)
+        self._slow = streams
+
+    def run(self, stream, work, reads=(), writes=()):
+        start = time.perf_counter()
+        result = super().run(stream, work, reads, writes)
+        self._again(stream, start)
+        return result
+
+    def _copy(self, stream, destination, source):
+        start = time.perf_counter()
+        super()._copy(stream, destination, source)
+        self._again(stream, start)
+
+    def _again(self, stream, start):
+        if stream in self._slow:
+            time.sleep(time.perf_counter() - start + 1e-3)
+
+
+def engine_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchround")]
+
+
+def trained(update, num_devices, wrap=lambda device: device):
+    store = toy_store(toy_model(), policy=POLICIES[update])
+    with toy_engine(toy_model(), store, PARTITION, num_devices, wrap=wrap) as engine:
+        losses = train(engine, BATCHES)
+    assert engine_threads() == []
+    return losses, store.named_views()
+
+
+@pytest.mark.parametrize("update", POLICIES)
+@pytest.mark.parametrize(
+    "streams",
+    [(Stream.COMPUTE,), (Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD), (Stream.GRADIENT_DOWNLOAD,)],
+    ids=["computes slowly", "is starved", "delivers slowly"],
+)
+def test_one_of_eight_devices_that_is_slow_changes_no_bit(update, streams):
+    def slow(device: CpuDevice):
+        return SlowDevice(device, streams) if device.name == "cpu:3" else device
+
+    losses, state = trained(update, 8, slow)
+    expected_losses, expected = trained(update, 1)
+    assert losses == expected_losses
+    assert_same_state(state, expected)
+
+
+@pytest.fixture
+def nan_loss(monkeypatch):
+    """The loss of micro-batch 2 of step 1 is not a number."""
+    forward, tokens = ToyHead.forward, BATCHES[1][2].tokens
+
+    def failing(self, hidden, micro_batch):
+        loss = forward(self, hidden, micro_batch)
+        return loss * float("nan") if torch.equal(micro_batch.tokens, tokens) else loss
+
+    monkeypatch.setattr(ToyHead, "forward", failing)
+
+
+def skipping_run(num_devices, policy):
+    model = toy_model()
+    store = toy_store(model, policy=policy)
+    reports = []
+    with toy_engine(model, store, PARTITION, num_devices) as engine:
+        for batch in BATCHES:
+            result = engine.forward_backward(batch)
+            engine.step(1e-2)
+            reports.append(result.update())
+    assert engine_threads() == []
+    assert [report.skipped for report in reports] == [False, True, False, False]
+    assert reports[1].not_finite == (2,) and (store.step, store.applied_updates) == (4, 3)
+    return store.named_views()
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+def test_a_loss_that_is_nan_at_one_micro_batch_skips_the_step_as_if_it_had_not_been(nan_loss, num_devices):
+    store = toy_store(toy_model())
+    with toy_engine(toy_model(), store, PARTITION, 1) as engine:
+        train(engine, [BATCHES[0], *BATCHES[2:]])
+    assert_same_state(skipping_run(num_devices, POLICIES["sync"]), store.named_views())
+
+
+def test_in_async_too_the_skip_is_the_same_on_any_number_of_devices(nan_loss):
+    states = [skipping_run(num_devices, ASYNC) for num_devices in (1, 2, 5)]
+    assert_same_state(states[1], states[0])
+    assert_same_state(states[2], states[0])
