@@ -33,9 +33,9 @@ def build(name, flavor, targets, dropout=0.0, **fields):
 def merge(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The dense weights: a small loop of plain products, matrix by matrix."""
     merged = {name: w.clone() for name, w in weights.items() if "lora_" not in name}
-    for name in weights:
+    for name, inner in weights.items():
         if name.endswith("lora_a"):
-            a, b, base = halves(weights[name], weights[name[:-1] + "b"], merged[base_of(name)])
+            a, b, base = halves(inner, weights[name[:-1] + "b"], merged[base_of(name)])
             base += ALPHA / RANK * (b @ a)
     return merged
 
