@@ -84,7 +84,7 @@ class Reserve:
             if bundle.adds_up
             for _ in bundle.layers
         )
-        self._covered: set[tuple[Footprint, Footprint, bool]] = set()
+        self._covered: dict[tuple[Footprint, Footprint, bool], StagingSizes] = {}
         pool.reserve(self._parts)
 
     def cover(self, this: Footprint, before: Footprint | None) -> StagingSizes:
@@ -98,13 +98,18 @@ class Reserve:
                 this,
                 replace(this, step=next_step, version=self._store.policy.version_read(next_step)),
             )
-        beside = this.runs_beside(before)
-        if (this, before, beside) not in self._covered:
-            self._pool.reserve(self._needed(this, before, len(this.stages) if beside else self._frozen(this)))
-            self._covered.add((this, before, beside))
+        key = this, before, this.runs_beside(before)
+        if key not in self._covered:
+            ahead = len(this.stages) if this.runs_beside(before) else self._frozen(this)
+            self._pool.reserve(self._needed(this, before, ahead))
+            self._covered[key] = self._sizes(this)
+        return self._covered[key]
+
+    def _sizes(self, this: Footprint) -> StagingSizes:
         cuts = {stage.start for stage in this.stages} - {0}
+        shapes = set(this.shapes)
         return StagingSizes(
-            boundary_bytes=max((self._bytes(cut, shape) for cut in cuts for shape in this.shapes), default=0),
+            boundary_bytes=max((self._bytes(cut, shape) for cut in cuts for shape in shapes), default=0),
             integer_bytes=max(this.integer_bytes),
             micro_batches=max(len(part) for part in this.rounds),
             training=this.training,
