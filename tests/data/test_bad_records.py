@@ -32,7 +32,10 @@ GOOD = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "c
 BAD = [
     ("broken", r"line 2: not valid JSON"),
     ("[]", r"line 2: a JSON list, not an object"),
-    ('{"text": "x"}', r"line 2: no field 'messages' or 'conversations'; fields: text"),
+    (
+        '{"text": "x"}',
+        r"line 2: no field 'messages' or 'conversations'; fields: text \(is it a source of content = \"text\"\?\)",
+    ),
     ('{"messages": []}', r"line 2: the messages are not a list with at least one message"),
     ('{"messages": ["x"]}', r"line 2: message 0 is a str, not an object"),
     ('{"messages": [{"content": "x"}]}', r"line 2: message 0 has no role; fields: content"),

@@ -68,7 +68,10 @@ class RecordReader:
             if name in record:
                 return record[name]
         wanted = " or ".join(repr(name) for name in names)
-        raise DataError(f"no field {wanted}; fields: {', '.join(sorted(map(str, record))) or 'none'}")
+        fields = ", ".join(sorted(map(str, record))) or "none"
+        meant = next((kind for kind, known in DEFAULT_FIELDS.items() if record.keys() & set(known)), None)
+        hint = "" if meant in (None, self.table.content) else f' (is it a source of content = "{meant}"?)'
+        raise DataError(f"no field {wanted}; fields: {fields}{hint}")
 
     def _rendered(self, conversation: Conversation) -> tuple[Segment, ...]:
         assert self.render is not None, f"source {self.table.path} holds conversations and has no template"
