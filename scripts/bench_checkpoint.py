@@ -1,0 +1,256 @@
+"""What checkpoints cost: a step beside a save, and saving and loading against the disk's own speed.
+
+    python scripts/bench_checkpoint.py beside --folder /somewhere/on/the/disk
+    python scripts/bench_checkpoint.py disk --folder /somewhere/on/the/disk
+
+`beside` trains layers that sleep for a known time, so that a step takes `--steps-per-save` times as long as a save,
+and saves each step: not at all, blocking, and beside training. The cost is how much longer a step is than without.
+`disk` saves and loads the state of a model of `--parameters`, in turns with a plain loop that writes the same bytes
+to one file, syncs it, and reads it back; files are dropped from the page cache before each, every second turn goes
+the other way round, and the fastest of each counts, since other programs can only slow a disk down. Runs in a process of
+its own, whose peak memory is compared with what it held before. Prints JSON.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import nn
+
+from scripts.timed_layers import Sleeper, SleepLayer
+from torchround.checkpoint import Checkpointer
+from torchround.checkpoint.tensor_file import memory_of
+from torchround.config import OptimizerTable
+from torchround.engine.device import CpuDevice
+from torchround.engine.engine import Engine
+from torchround.engine.host_store import HostStore
+from torchround.engine.saver import SaveSource
+from torchround.layer import LayeredModel, MicroBatch
+from torchround.pipeline.partition import Partition
+
+LAYERS, DEVICES, MICRO_BATCHES = 8, 2, 4
+PIECE_BYTES = 2**22
+MODES = ("none", "blocking", "beside")
+
+
+class HeavySleepLayer(SleepLayer):
+    """A layer of known time with weights that nothing computes with, and that are updated and saved."""
+
+    def __init__(self, sleeper: Sleeper, seconds: tuple[float, float], is_last: bool, numel: int) -> None:
+        super().__init__(sleeper, *seconds, is_last)
+        self.ballast = nn.Parameter(torch.empty(numel, device="meta"))
+
+
+def heavy_model(parameters: int, forward_s: float) -> LayeredModel:
+    """`LAYERS` layers of `forward_s` forward and twice that backward."""
+    sleeper = Sleeper()
+    layers = tuple(
+        HeavySleepLayer(sleeper, (forward_s, 2 * forward_s), index == LAYERS - 1, parameters // LAYERS)
+        for index in range(LAYERS)
+    )
+    return LayeredModel(tuple(f"layer.{index}" for index in range(LAYERS)), layers)
+
+
+def store_of(model: LayeredModel) -> HostStore:
+    """With every buffer written to, so that its pages are there."""
+    store = HostStore(model)
+    store.allocate_gradients(rounds=1)
+    for bundle in store.trained:
+        for index, flat in enumerate((bundle.weight, bundle.exp_avg, bundle.exp_avg_sq, bundle.gradient)):
+            assert flat is not None, "a trained bundle lacks a buffer"
+            flat.uniform_(0.1 * index, 0.1 * index + 0.1)
+    store.refresh_masters()
+    return store
+
+
+def measure_step(
+    store: HostStore, model: LayeredModel, mode: str, folder: Path, steps: int
+) -> dict[str, float]:
+    """Seconds per step, each but the last one saved, and how long the optimizer waited for a save."""
+    checkpointer = Checkpointer(folder, keep_latest_k=1)
+    partition = Partition((2, 2, 2), 2, (2, 2, 2))
+    zeros = torch.zeros(1, 2, dtype=torch.int64)
+    devices = [CpuDevice(index) for index in range(DEVICES)]
+    results, saves = [], []
+
+    def write(source: SaveSource) -> float:
+        start_s = time.perf_counter()
+        checkpointer.save(source.step, source.tensors, source.state, source)
+        return time.perf_counter() - start_s
+
+    with Engine(model, store, devices, partition, optimizer=OptimizerTable()) as engine:
+        for index in range(steps + 1):
+            if index == 1:  # the first step warms up
+                engine.drain()
+                start_s = time.perf_counter()
+            results.append(engine.forward_backward([MicroBatch(zeros, zeros, zeros, zeros)] * MICRO_BATCHES))
+            engine.step(lr=1e-3)
+            if mode == "blocking" and 0 < index < steps:
+                engine.drain()
+                checkpointer.save(store.step, store.named_views(), store.resume_state())
+            elif mode == "beside" and 0 < index < steps:
+                saves.append(engine.save(write))
+                saves[-1].may_publish()
+        engine.drain()
+        step_s = (time.perf_counter() - start_s) / steps
+        save_s = [save.result() for save in saves]
+        return {
+            "step_s": step_s,
+            "longest_wait_for_save_s": max(result.update().waited_for_save_s for result in results),
+            "longest_save_s": max(save_s, default=0.0),
+        }
+
+
+def beside(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps of each mode, in turns."""
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        store = store_of(heavy_model(options.parameters, 0.0))
+        save_s = max(
+            timed(lambda: Checkpointer(folder, 1).save(0, store.named_views(), store.resume_state()))
+            for _ in range(2)
+        )
+        # A step's layers take 4 forwards of each (one of them recomputing) on 2 devices.
+        forward_s = options.steps_per_save * save_s * DEVICES / (MICRO_BATCHES * LAYERS * 4)
+        model = heavy_model(options.parameters, forward_s)
+        found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+        for _ in range(options.turns):
+            for mode, runs in found.items():
+                shutil.rmtree(folder / mode, ignore_errors=True)
+                runs.append(measure_step(store, model, mode, folder / mode, options.steps))
+    finally:
+        shutil.rmtree(folder)
+    step_s = {mode: statistics.median(run["step_s"] for run in runs) for mode, runs in found.items()}
+    saved_share = (options.steps - 1) / options.steps
+    return {
+        "parameters": options.parameters,
+        "save_s": save_s,
+        "step_s": step_s,
+        "blocking_save_costs_s": (step_s["blocking"] - step_s["none"]) / saved_share,
+        "save_beside_costs_s": (step_s["beside"] - step_s["none"]) / saved_share,
+        "cost_percent_of_blocking": 100
+        * (step_s["beside"] - step_s["none"])
+        / (step_s["blocking"] - step_s["none"]),
+        "runs": found,
+    }
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that `work` takes."""
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
+
+
+def disk(options: argparse.Namespace) -> dict[str, Any]:
+    """Save and load beside a plain loop, in turns."""
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        store = store_of(heavy_model(options.parameters, 0.0))
+        views = store.named_views()
+        nbytes = sum(view.nbytes for view in views.values())
+        checkpointer = Checkpointer(folder / "checkpoints", keep_latest_k=1)
+        checkpointer.save(0, {"small": torch.zeros(1)}, {})  # what is loaded on first use is not the save's
+        held_bytes = peak_bytes()
+        times: dict[str, list[float]] = {name: [] for name in ("write", "save", "read", "load")}
+        for step in range(1, options.turns + 1):
+            writes: list[tuple[str, Callable[[], object]]] = [
+                ("write", lambda: plain_write(folder / "plain", views)),
+                ("save", lambda step=step: checkpointer.save(step, views, {})),  # type: ignore[misc]
+            ]
+            reads: list[tuple[str, Callable[[], object]]] = [
+                ("read", lambda: plain_read(folder / "plain", views)),
+                ("load", lambda: checkpointer.load_latest(views)),
+            ]
+            for pair in (writes, reads):
+                for name, work in pair if step % 2 else reversed(pair):
+                    drop_from_cache(folder)
+                    times[name].append(timed(work))
+            (folder / "plain").unlink()
+        extra_bytes = peak_bytes() - held_bytes
+    finally:
+        shutil.rmtree(folder)
+    gb_per_s = {name: nbytes / 1e9 / min(seconds) for name, seconds in times.items()}
+    return {
+        "parameters": store.num_parameters(),
+        "gb": nbytes / 1e9,
+        "gb_per_s": gb_per_s,
+        "save_percent_of_disk": 100 * gb_per_s["save"] / gb_per_s["write"],
+        "load_percent_of_disk": 100 * gb_per_s["load"] / gb_per_s["read"],
+        "held_gib": held_bytes / 2**30,
+        "extra_memory_percent": 100 * extra_bytes / held_bytes,
+        "seconds": times,
+    }
+
+
+def plain_write(path: Path, views: dict[str, torch.Tensor]) -> None:
+    """What `dd conv=fsync` does, from the same memory."""
+    with open(path, "wb", buffering=0) as file:
+        for view in views.values():
+            memory = memory_of(view)
+            file.writelines(
+                memory[start : start + PIECE_BYTES] for start in range(0, len(memory), PIECE_BYTES)
+            )
+        os.fsync(file.fileno())
+
+
+def plain_read(path: Path, views: dict[str, torch.Tensor]) -> None:
+    """Into the same memory."""
+    with open(path, "rb", buffering=0) as file:
+        for view in views.values():
+            memory = memory_of(view)
+            for start in range(0, len(memory), PIECE_BYTES):
+                file.readinto(memory[start : start + PIECE_BYTES])  # type: ignore[attr-defined]
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Have the next read of each file go to the disk; they are synced."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def peak_bytes() -> int:
+    """Of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    """Measure in a fresh process and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=("beside", "disk"))
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to be measured (default: the temporary folder)"
+    )
+    parser.add_argument("--parameters", type=int, help="of the model (default: 48 Mi beside, 320 M disk)")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of a run beside a save")
+    parser.add_argument("--steps-per-save", type=float, default=2.0, help="length of a step, in saves")
+    parser.add_argument("--turns", type=int, default=3, help="runs of each")
+    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.parameters = options.parameters or {"beside": 48 * 2**20, "disk": 320_000_000}[options.part]
+    if not options.in_this_process:
+        sys.exit(subprocess.run([sys.executable, *sys.argv, "--in-this-process"], check=False).returncode)
+    torch.set_num_threads(1)
+    report = {"beside": beside, "disk": disk}[options.part](options)
+    print(json.dumps({"part": options.part, "load_average": os.getloadavg()[0], **report}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
