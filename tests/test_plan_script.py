@@ -62,7 +62,13 @@ def test_the_papers_runs_fit_its_server(plan: Plan, config: str, parameters: flo
     optimizer_gib = re.search(r"optimizer state +([\d.]+)", done.stdout)
     assert optimizer_gib is not None
     assert float(optimizer_gib[1]) == pytest.approx(12 * parameters / 2**30, rel=0.01)
-    for words in ("each device needs", "of 21.60 GiB usable", "tokens/s", "PCIe at 32 GB/s", "longest sequence"):
+    for words in (
+        "each device needs",
+        "of 21.60 GiB usable",
+        "tokens/s",
+        "PCIe at 32 GB/s",
+        "longest sequence",
+    ):
         assert words in done.stdout
 
 

@@ -6,6 +6,7 @@ micro-batch happens to hold, so that it does not depend on how a batch was cut. 
 Shapes: B sequences, T tokens, H heads, K kv heads, C channels of a head.
 """
 
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -96,7 +97,13 @@ def _fits_flash(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256 and _has_flash()
 
 
-@torch.compiler.assume_constant_result
+def _constant(function: Callable[[], bool]) -> Callable[[], bool]:
+    """`torch.compiler.assume_constant_result` without its import of the compiler, which changes the environment."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
 def _has_flash() -> bool:
     """Whether this machine's cards run it; without a card, as when a plan is made for one, yes."""
     if not torch.cuda.is_available():

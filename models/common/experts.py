@@ -6,6 +6,7 @@ has to be kept for the backward.
 Shapes: R rows sorted by expert, E experts, D model width, F expert width; of an adapter A inputs, Z outputs, r rank.
 """
 
+from abc import ABC, abstractmethod
 from itertools import pairwise
 from typing import Any
 
@@ -54,7 +55,7 @@ class SwiGLUExperts(nn.Module):
         return LoraExperts(self, lora, place, adapted)
 
 
-class ExpertAdapter(Adapter):
+class ExpertAdapter(Adapter, ABC):
     """Adapters on the parameters `adapted` of a stack of experts, each expert its own.
 
     Comes before the experts' class among the bases. On CUDA a rank that 8 does not divide takes the loop over
@@ -63,9 +64,9 @@ class ExpertAdapter(Adapter):
 
     adapted: tuple[str, ...]
 
+    @abstractmethod
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         """`[E, A, r]` and `[E, r, Z]`, made of the parameters `<name>_lora_a` and `<name>_lora_b`."""
-        raise NotImplementedError
 
     def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
         """Rows times their expert's matrix and adapter."""

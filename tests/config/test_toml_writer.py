@@ -48,9 +48,9 @@ def test_dates_are_written_without_quotes() -> None:
     assert toml_value(date(2024, 1, 2)) == "2024-01-02"
 
 
-NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=8).filter(
-    lambda name: name != "none"
-)
+NAMES = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=8
+).filter(lambda name: name != "none")
 COUNTS = st.integers(1, 2**63 - 1)
 NUMBERS = st.floats(1e-300, 1e300)
 SOURCES = st.lists(

@@ -13,7 +13,17 @@ Conflict = tuple[tuple[str, ...], str]
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Everything that keeps these tables, each legal by itself, from being run together."""
-    for check in (_model, _tokenizer, _batch, _rounds, _lr_schedule, _validation, _checkpoint, _engine, _lora):
+    for check in (
+        _model,
+        _tokenizer,
+        _batch,
+        _rounds,
+        _lr_schedule,
+        _validation,
+        _checkpoint,
+        _engine,
+        _lora,
+    ):
         yield from check(config)
 
 

@@ -23,7 +23,9 @@ Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
 RunName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"),
-    Legal("a string of letters, digits, '.', '_' and '-' that begins with a letter or digit, at most 128 of them"),
+    Legal(
+        "a string of letters, digits, '.', '_' and '-' that begins with a letter or digit, at most 128 of them"
+    ),
 ]
 ProjectName = Annotated[
     str,
