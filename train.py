@@ -228,7 +228,7 @@ def model_config(options: Options, vocab_size: int) -> tuple[Family[Any], Transf
     path = Path(os.path.expanduser(table.hf_path)) / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise options.error("model.hf_path", f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise options.error("model.hf_path", f"{path} holds no JSON object")

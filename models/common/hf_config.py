@@ -1,5 +1,6 @@
 """Reading a Hugging Face `config.json`: every value checked, every refusal with the key and the value."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,15 @@ class HFConfig:
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ModelConfigError(f"config.json: {key} = {value!r} has the wrong type")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ModelConfigError(f"config.json: {key} = {value!r} is no number to compute with")
+        return value
+
+    def size(self, key: str, most: int = 2**24, default: Any = ...) -> int:
+        """A number of things: at least 1, and no more than `most`, which no model comes near."""
+        value: int = self.get(key, int, default)
+        if not 1 <= value <= most:
+            raise ModelConfigError(f"config.json: {key} = {value!r}; legal: 1 to {most}")
         return value
 
     def expect(self, key: str, *legal: Any) -> None:
@@ -53,16 +63,16 @@ class HFConfig:
     def transformer_fields(self) -> dict[str, Any]:
         """The fields of `TransformerConfig` that every family names alike; RoPE is left to the family."""
         self.expect("attention_dropout", 0.0)
-        num_heads, hidden_size = self.get("num_attention_heads", int), self.get("hidden_size", int)
+        num_heads, hidden_size = self.size("num_attention_heads"), self.size("hidden_size")
         return {
-            "num_layers": self.get("num_hidden_layers", int),
+            "num_layers": self.size("num_hidden_layers", most=10_000),
             "hidden_size": hidden_size,
             "num_heads": num_heads,
-            "num_kv_heads": self.get("num_key_value_heads", int, num_heads),
-            "head_dim": self.get("head_dim", int, hidden_size // num_heads),
-            "ffn_size": self.get("intermediate_size", int),
-            "vocab_size": self.get("vocab_size", int),
-            "max_positions": self.get("max_position_embeddings", int),
+            "num_kv_heads": self.size("num_key_value_heads", default=num_heads),
+            "head_dim": self.size("head_dim", default=hidden_size // num_heads),
+            "ffn_size": self.size("intermediate_size"),
+            "vocab_size": self.size("vocab_size"),
+            "max_positions": self.size("max_position_embeddings", most=2**40),
             "norm_eps": float(self.get("rms_norm_eps", (int, float))),
             "tied_embeddings": self.get("tie_word_embeddings", bool, False),
         }

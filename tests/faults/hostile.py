@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.faults.zygote import Zygote
 
 MEMORY_BYTES = 1 << 30  # on top of what the process has mapped before
-CPU_S = 60
+CPU_S = 30
 TOUCHED = "TOUCHED"
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchround.data.errors import DataError, TokenizerError
+from torchround.data.template_limits import LimitedEnvironment
 
 FIXED_DAY = datetime.datetime(2024, 7, 26)  # the one that Llama 3.1's template falls back to
 
@@ -36,21 +36,23 @@ class Template:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = to_json
         environment.globals.update(raise_exception=raise_exception, strftime_now=FIXED_DAY.strftime)
         try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
+            self._template = environment.from_string(environment.metered(source))
+        except (TemplateError, RecursionError, ValueError) as error:
             raise TokenizerError(f"the chat template is not valid Jinja: {error}") from error
+        self._environment = environment
         self._tokens = dict(tokens)
 
     def render(
         self, messages: Sequence[Any], tools: Sequence[Any] | None, add_generation_prompt: bool = False
     ) -> str:
         """The text of a conversation. Raises `DataError` where the template does, or cannot go on."""
+        self._environment.begin()
         try:
             return self._template.render(
                 messages=messages,

@@ -18,7 +18,7 @@ import tiktoken
 
 from torchround.config import TokenizerTable
 from torchround.data.documents import Ids
-from torchround.data.errors import TokenizerError
+from torchround.data.errors import DataError, TokenizerError
 from torchround.data.nfc import nfc
 from torchround.data.rank_file import read_rank_file
 from torchround.data.tokenizer_json import read_tokenizer_json
@@ -94,6 +94,10 @@ class Tokenizer:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # a lone surrogate, legal in JSON; this replaces it with U+FFFD
             return np.array(self.encoding.encode_ordinary(text), dtype=np.int64)
+        except ValueError as error:  # a pattern that tries one way after the other
+            raise DataError(
+                f"the tokenizer's pattern cannot split a text of {len(text)} characters: {error}"
+            ) from error
         return ids.astype(np.int64)
 
     @cached_property
@@ -174,7 +178,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: cannot be read: {error}") from error
     if not isinstance(settings, dict):
         raise TokenizerError(f"{path}: a JSON {type(settings).__name__}, not an object")

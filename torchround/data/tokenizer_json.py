@@ -19,6 +19,7 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 SAMPLE = (
     "".join(map(chr, range(1, 0x0250))) + " a1 \u0301\u0915\u4e2d\u3042\uac00\u200d\ufffd\U0001f600\n\n x\t"
 )
+MOST_IDS = 2**24  # sixty times the largest vocabulary there is
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def read_tokenizer_json(path: Path) -> ByteLevelBPE:
         raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from error
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TokenizerError(f"{path}: not a tokenizer.json ({type(error).__name__}: {error})") from error
 
 
@@ -52,6 +53,7 @@ def _convert(content: dict[str, Any], name: str) -> ByteLevelBPE:
     added = _added_tokens(content.get("added_tokens") or [])
     ranks = _ranks(model, {token["content"] for token in added})
     ids = {token["content"]: token["id"] for token in added}
+    _check_ids([*ranks.values(), *ids.values()])
     encoding = tiktoken.Encoding(
         name, pat_str=_pattern(content.get("pre_tokenizer")), mergeable_ranks=ranks, special_tokens=ids
     )
@@ -72,6 +74,15 @@ def _check_model(model: dict[str, Any]) -> None:
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
             raise TokenizerError(f"its model has {key} {model[key]!r}, which is not supported")
+
+
+def _check_ids(ids: list[Any]) -> None:
+    """tiktoken ends the process, or takes one token for another, where ids are no ids."""
+    if strange := [number for number in ids if type(number) is not int or not 0 <= number <= MOST_IDS]:
+        raise TokenizerError(f"{strange[0]!r} is no token id; legal: 0 to {MOST_IDS}")
+    if len(set(ids)) < len(ids):
+        twice = next(number for number in ids if ids.count(number) > 1)
+        raise TokenizerError(f"id {twice} is that of several tokens")
 
 
 def _added_tokens(added: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ def read_adapters(
         special = [
             key for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern") if content.get(key)
         ]
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise HFError(f"lora.path: {folder / CONFIG_FILE} cannot be read: {error}") from error
     wanted = {"peft_type": "LORA", "r": table.rank, "lora_alpha": table.alpha, "bias": "none"}
     wrong = [

@@ -4,6 +4,7 @@ A folder holds `model.safetensors`, or several files with `model.safetensors.ind
 is in which.
 """
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
         tensors = {name: _parse(path, name, entry, start) for name, entry in entries.items()}
+        _refuse_overlaps(list(tensors.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HFError(f"{path}: its header is damaged: {error}") from error
     end = max((tensor.begin + tensor.nbytes for tensor in tensors.values()), default=start)
@@ -100,7 +102,7 @@ def _files(folder: Path, single_file: str) -> list[Path]:
 def _indexed_files(index: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HFError(f"{index} cannot be read: {error}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
@@ -113,7 +115,9 @@ def _indexed_files(index: Path) -> list[str]:
 
 def _parse(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     begin, end = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
+    shape = tuple(entry["shape"])
+    if not all(type(number) is int for number in (begin, end, *shape)):
+        raise ValueError(f"{name} has shape {shape} at bytes {begin} to {end}: not all are integers")
     tensor = StoredTensor(name, path, str(entry["dtype"]), shape, start + begin, end - begin)
     if begin < 0 or end < begin or any(size < 0 for size in shape):
         raise ValueError(f"{name} has shape {shape} at bytes {begin} to {end}")
@@ -122,6 +126,14 @@ def _parse(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
             f"{name} takes {tensor.nbytes} bytes, its shape {shape} in {tensor.dtype_name} others"
         )
     return tensor
+
+
+def _refuse_overlaps(tensors: list[StoredTensor]) -> None:
+    """No byte is of two tensors."""
+    ordered = sorted(tensors, key=lambda tensor: (tensor.begin, tensor.nbytes))
+    for before, after in itertools.pairwise(ordered):
+        if before.begin + before.nbytes > after.begin:
+            raise ValueError(f"{before.name} and {after.name} overlap")
 
 
 def _strange(path: Path, size_bytes: int) -> str:
