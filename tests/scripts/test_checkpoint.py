@@ -1,0 +1,125 @@
+"""The checkpoint command: what it lists, what it finds damaged, what it deletes and what it leaves."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.checkpoint import main
+from torchround.checkpoint import Checkpointer
+from torchround.config import RunTable
+from torchround.run.folder import RunFolder
+
+TENSORS = "tensors-00000.safetensors"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with checkpoints of steps 1 to 6, and what a killed save left."""
+    folder = tmp_path / "outputs" / "my-run"
+    for step in range(1, 7):
+        state = {"config": {"run": {"name": "my-run"}}}
+        Checkpointer(folder / "checkpoints").save(step, {"w": torch.full((100,), float(step))}, state)
+    (folder / "checkpoints" / "step-7.tmp").mkdir()
+    (folder / "checkpoints" / "notes").mkdir()
+    (folder / "config.toml").write_text(
+        '[model]\nfamily = "llama3"\nflavor = "debug"\n[data]\nsources = [{ path = "x" }]\n'
+        '[tokenizer]\nname = "bytes"\n[checkpoint]\nkeep_latest_k = 2\nkeep_every_n_steps = 3\n'
+    )
+    return folder
+
+
+def left(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("given", ["", "checkpoints"])
+def test_list_tells_what_is_there_and_what_is_damaged(
+    run: Path, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["list", str(run / given)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "folder",
+        *(f"step-{n}" for n in range(1, 7)),
+        "step-7.tmp",
+    ]
+    assert all("complete" in line and line.endswith("my-run") for line in map(str.rstrip, lines[1:7]))
+    assert "left by a killed save" in lines[7]
+    (run / "checkpoints" / "step-4" / "state.json").unlink()
+    assert main(["list", str(run / given)]) == 1
+    assert "damaged: state.json is missing" in capsys.readouterr().out.splitlines()[4]
+
+
+def test_verify_reads_every_byte_and_names_what_is_damaged(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(run)]) == 0
+    assert "6 of 6 are sound" in capsys.readouterr().out
+    flip(run / "checkpoints" / "step-5" / TENSORS)
+    assert main(["verify", str(run)]) == 1
+    output = capsys.readouterr()
+    assert "5 of 6 are sound" in output.out
+    assert f"step-5: {TENSORS} has checksum" in output.err
+    assert main(["verify", str(run / "checkpoints" / "step-5")]) == 1
+    assert main(["verify", str(run / "checkpoints" / "step-6")]) == 0
+
+
+def test_prune_deletes_what_the_runs_own_keys_do_not_keep(run: Path) -> None:
+    assert main(["prune", str(run), "--dry-run"]) == 0
+    assert len(left(run)) == 8
+    assert main(["prune", str(run)]) == 0
+    assert left(run) == {"step-3", "step-5", "step-6", "notes"}
+    assert main(["prune", str(run), "--keep-latest-k", "1", "--keep-every-n-steps", "0"]) == 0
+    assert left(run) == {"step-6", "notes"}
+
+
+def test_prune_says_before_what_it_would_delete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["prune", str(run), "--dry-run"])
+    told = [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()]
+    assert told == ["step-7.tmp", "step-1", "step-2", "step-4"]
+
+
+def test_prune_keeps_the_newest_sound_one_where_all_that_are_kept_are_damaged(run: Path) -> None:
+    for step in (5, 6):
+        flip(run / "checkpoints" / f"step-{step}" / TENSORS)
+    assert main(["prune", str(run), "--keep-every-n-steps", "0"]) == 0
+    assert left(run) == {"step-4", "step-5", "step-6", "notes"}
+
+
+def test_prune_leaves_the_folder_of_a_running_process_alone(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = left(run)
+    with RunFolder(RunTable(name="my-run", folder=str(run.parent))):
+        assert main(["prune", str(run)]) == 2
+    assert "is in use by process" in capsys.readouterr().err
+    assert left(run) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list", "nowhere"], "nowhere/checkpoints is not there"),
+        (["verify", "empty"], "there are no checkpoints"),
+        (["prune", "empty"], "--keep-latest-k says how many to keep"),
+        (["prune", "empty", "--keep-latest-k", "-1", "--keep-every-n-steps", "0"], "at least 0, got -1"),
+    ],
+)
+def test_what_cannot_be_used_is_one_message(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
