@@ -36,6 +36,9 @@ class FakeEvent:
     def synchronize(self):
         assert self.recorded_s is not None, "an event that was never recorded orders nothing"
 
+    def query(self):
+        return self.recorded_s is not None
+
     def elapsed_time(self, later):
         assert self.timed and later.timed
         return 1000.0 * (later.recorded_s - self.recorded_s)
