@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 import torchround.trainer
 import train
 from models import FAMILIES, Family
+from torchround.engine.engine import Engine
+from torchround.engine.saver import PendingSave
 from torchround.layer import LayeredModel
 
 ROOT = Path(__file__).parents[1]
@@ -167,6 +169,26 @@ def before_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[],
         return cut(batch, size)
 
     monkeypatch.setattr(torchround.trainer, "cut", counting)
+
+
+def awaiting_saves(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that waits until so many of the saves begun from now on have ended, well or not.
+
+    A save ends once its step is reported, which is when the step after next is dispatched at the latest.
+    """
+    save, saves = Engine.save, list[PendingSave[Any]]()
+
+    def seen(self, write):
+        saves.append(save(self, write))
+        return saves[-1]
+
+    def wait(number: int) -> None:
+        assert len(saves) >= number, f"{len(saves)} saves have begun"
+        for pending in saves[:number]:
+            pending.wait()
+
+    monkeypatch.setattr(Engine, "save", seen)
+    return wait
 
 
 def interrupt(number: int = signal.SIGTERM) -> None:

@@ -12,6 +12,7 @@ import train
 from tests.small_run import (
     STEPS,
     SmallRuns,
+    awaiting_saves,
     before_forward,
     before_step,
     interrupt,
@@ -29,7 +30,8 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works
     obstacle = small_runs.path("run") / "checkpoints"
     obstacle.parent.mkdir(parents=True)
     obstacle.write_text("a file where the folder should be")
-    before_step(monkeypatch, 4, obstacle.unlink)
+    saves_ended = awaiting_saves(monkeypatch)
+    before_step(monkeypatch, 4, lambda: (saves_ended(1), obstacle.unlink()))
     assert small_runs("run", "--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0") == 0
     [warning] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "step 2 could not be written" in warning.getMessage()

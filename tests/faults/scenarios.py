@@ -1,6 +1,5 @@
 """What forked children do (`zygote.py`): train as `train.py` does, with something planted that goes wrong."""
 
-import itertools
 import os
 import shutil
 import signal
@@ -8,17 +7,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-import torchround.trainer
 import train
 from models import FAMILIES
 from tests.faults.disks import Disk
 from tests.faults.hostile import be_limited, be_watched
-from tests.small_run import SMALL, small_family, write_text
+from tests.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 
 CHECKPOINT_EVENTS = {
@@ -81,12 +79,16 @@ def kill_after(delay_s: float) -> None:
 def trains_while_the_disk_is(trouble: str, from_step: int, to_step: int, arguments: list[str]) -> int:
     """A run whose disk is `full`, `filling` (full once a save has begun) or `read-only` during some of its steps.
 
-    Prints by which means. What the run left is copied to `kept/`, since its disk may end with this process.
+    It saves after every second step; a disk changes only when the saves before have ended. Prints by which means. What
+    the run left is copied to `kept/`, since its disk may end with this process.
     """
     disk = Disk(Path("outputs"), Path("outputs/run/checkpoints"))
     print(f"this disk is {disk.kind}", flush=True)
     with pytest.MonkeyPatch.context() as patch:
-        at_steps(patch, {from_step: disk.troubles[trouble], to_step: lambda: restore(disk)})
+        saves_ended = awaiting_saves(patch)
+        begin, end = disk.troubles[trouble], partial(restore, disk)
+        before_step(patch, from_step, lambda: (saves_ended((from_step - 2) // 2), begin()))
+        before_step(patch, to_step, lambda: (saves_ended((to_step - 2) // 2), end()))
         code = trains(["--run.name=run", *arguments])
     shutil.copytree("outputs", "kept")
     return code
@@ -100,19 +102,8 @@ def restore(disk: "Disk") -> None:
     disk.end_trouble()
 
 
-def at_steps(patch: pytest.MonkeyPatch, actions: Mapping[int, Callable[[], None]]) -> None:
-    """Do something in the main thread while a step, counted from where the run starts, is dispatched."""
-    cut, calls = torchround.trainer.cut, itertools.count(1)
-
-    def counting(batch, size):
-        actions.get(next(calls), lambda: None)()
-        return cut(batch, size)
-
-    patch.setattr(torchround.trainer, "cut", counting)
-
-
 def hangs(where: str, step: int, arguments: list[str]) -> int:
-    """A run whose `step`-th step, or the save after it, never ends."""
+    """A run that saves after every step, and whose `step`-th one, or the save after it, never ends."""
 
     def hang() -> None:
         print("hanging", flush=True)
@@ -127,7 +118,8 @@ def hangs(where: str, step: int, arguments: list[str]) -> int:
         sys.addaudithook(hook)
         return trains(arguments)
     with pytest.MonkeyPatch.context() as patch:
-        at_steps(patch, {step: hang})
+        saves_ended = awaiting_saves(patch)
+        before_step(patch, step, lambda: (saves_ended(step - 2), hang()))
         return trains(arguments)
 
 

@@ -22,9 +22,9 @@ TROUBLES = {
 def test_training_goes_on_the_old_checkpoint_verifies_and_saves_succeed_once_there_is_room(
     zygote: Zygote, tmp_path: Path, trouble: str, mode: list[str]
 ) -> None:
-    """In trouble while step 3 is dispatched and until step 7 is: the saves of steps 4 and 6 fail."""
+    """In trouble while step 4 is dispatched and until step 8 is: the saves of steps 4 and 6 fail."""
     runs, disk = SmallRuns(tmp_path), SmallRuns(made(tmp_path / "disk"))
-    run = zygote.run("trains_while_the_disk_is", trouble, 3, 7, [*EVERY_SECOND, *mode], folder=disk.folder)
+    run = zygote.run("trains_while_the_disk_is", trouble, 4, 8, [*EVERY_SECOND, *mode], folder=disk.folder)
     assert run.wait() == 0, run.text()
     warnings = re.findall(r"^WARNING: .*checkpoint of step (\d+) could not be .*$", run.text(), re.MULTILINE)
     assert warnings == ["4", "6"] and re.search(TROUBLES[trouble], run.text()), run.text()

@@ -113,7 +113,7 @@ def test_a_file_with_nothing_to_drop_is_left_as_it_is(tmp_path: Path) -> None:
     assert path.stat().st_ino == before.st_ino and path.stat().st_mtime_ns == before.st_mtime_ns
 
 
-def test_a_failed_write_leaves_no_half_line_and_the_next_one_is_whole(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_half_line_and_is_made_up_for_by_the_next_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     file.log(record(1))
@@ -122,10 +122,26 @@ def test_a_failed_write_leaves_no_half_line_and_the_next_one_is_whole(tmp_path: 
             with pytest.raises(OSError):
                 file.log(record(step))
     file.log(record(4))
-    with files_limited_to(path.stat().st_size + 20), pytest.raises(OSError):
-        file.log(record(5))
+    with files_limited_to(path.stat().st_size + 20):
+        with pytest.raises(OSError):
+            file.log(record(5))
+        assert steps_in(path) == [1, 2, 3, 4]
     file.close()
-    assert steps_in(path) == [1, 4]
+    file.close()
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+
+
+def test_what_cannot_be_written_to_the_end_leaves_no_half_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.log(record(1))
+    with files_limited_to(path.stat().st_size + 20):
+        with pytest.raises(OSError):
+            file.log(record(2))
+        with pytest.raises(OSError):
+            file.close()
+    file.close()
+    assert steps_in(path) == [1]
 
 
 def test_what_was_logged_before_a_kill_is_there(tmp_path: Path) -> None:

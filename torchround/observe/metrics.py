@@ -1,21 +1,25 @@
 """`metrics.jsonl`: one JSON object per logged step, going on after a resume without repeating a step.
 
-The file is never left with a line that is not whole: what a failed write left is cut off before the next one,
-and what a killed process left is dropped when the file is opened again.
+The file is never left with a line that is not whole: what a failed write left is cut off, the line is kept until the
+disk takes it, and what a killed process left is dropped when the file is opened again.
 """
 
 import json
 import os
+from collections import deque
 from pathlib import Path
 
 from torchround.observe.record import StepRecord
+
+KEPT_LINES = 10_000  # about 10 MB
 
 
 class MetricsFile:
     """Appends records to `path`. Opening it drops the records after step `after_step`, where a run goes on.
 
     `after_step` is 0 for a run that starts anew: nothing of an earlier attempt stays. Raises `OSError` when
-    the disk fails; the file can go on being used, and the records so far stay.
+    the disk fails; the file can go on being used: the records so far stay, and what could not be written (the newest
+    `KEPT_LINES` of it) is written with the next record, or on closing.
     """
 
     def __init__(self, path: Path | str, after_step: int = 0) -> None:
@@ -25,22 +29,38 @@ class MetricsFile:
             _drop_after(self.path, after_step)
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._end_bytes = os.fstat(self._descriptor).st_size
+        self._unwritten: deque[bytes] = deque(maxlen=KEPT_LINES)
 
     def log(self, record: StepRecord) -> None:
         """Append one line; it is in the file when this returns."""
-        line = json.dumps(record.as_dict(), allow_nan=False).encode() + b"\n"
-        self._cut_half_line()
-        written = 0
-        while written < len(line):
-            written += os.write(self._descriptor, line[written:])
-        self._end_bytes += len(line)
+        self._unwritten.append(json.dumps(record.as_dict(), allow_nan=False).encode() + b"\n")
+        self._write()
 
     def close(self) -> None:
         """Close the file. Can be repeated."""
-        if self._descriptor >= 0:
-            self._cut_half_line()
+        if self._descriptor < 0:
+            return
+        try:
+            self._write()
+        finally:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _write(self) -> None:
+        """All that is unwritten. A line that only fits in part is cut off again."""
+        try:
+            self._write_lines()
+        finally:
+            self._cut_half_line()
+
+    def _write_lines(self) -> None:
+        self._cut_half_line()
+        while self._unwritten:
+            line, written = self._unwritten[0], 0
+            while written < len(line):
+                written += os.write(self._descriptor, line[written:])
+            self._end_bytes += len(line)
+            self._unwritten.popleft()
 
     def _cut_half_line(self) -> None:
         """Remove what a failed write may have left."""
