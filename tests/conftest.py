@@ -1,4 +1,4 @@
-"""For all tests: one thread inside each operation, Control-C as in a terminal, and a GPU only where there is one."""
+"""For all tests: one thread inside each operation, signals as in a terminal, and a GPU only where there is one."""
 
 import os
 import signal
@@ -11,12 +11,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Control-C means to the tests, and to the runs they start, what it means in a terminal.
+    """Control-C and a hang-up mean to the tests, and to the runs they start, what they mean in a terminal.
 
-    A shell that starts a command in the background has it ignored, which processes inherit.
+    A shell that starts a command in the background has the one ignored, nohup the other, and processes inherit that.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    for number, handler in usual.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

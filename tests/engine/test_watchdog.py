@@ -75,8 +75,11 @@ def hanging_engine(store=None, num_devices=2, **options):
 
 
 def hang(engine, batches=BATCHES):
-    with pytest.raises(HangError) as raised:
-        train(engine, batches)
+    try:
+        with pytest.raises(HangError) as raised:
+            train(engine, batches)
+    finally:
+        engine.close()
     return raised.value
 
 
