@@ -104,7 +104,7 @@ class Engine:
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
         self._life = Lifecycle(self._board, self.pool, self.devices)
         self._next_slot = self._next_pass = self._next_job = self._next_save = 0
-        self._step = self._first_step = store.step
+        self._step = store.step
         self._awaiting_step = False
         self._results: list[StepResult] = []
         self._saves: list[PendingSave[Any]] = []
@@ -198,7 +198,7 @@ class Engine:
         with self._life.call():
             for result in self._results:
                 result.wait()
-            if self._step > self._first_step:
+            if self.store.step < self._step:
                 self._watchdog.wait(Fact("updated", self._step - 1))
 
     def close(self) -> None:
