@@ -268,7 +268,9 @@ def test_peak_of_a_layer_with_adapters_is_at_most_the_estimate(name, flavor, tar
         output = as_leaves(layer(hidden, batch))
 
         def run(layer=layer, hidden=hidden, output=output):
-            torch.autograd.backward(as_tuple(layer(hidden, batch)), tuple(map(torch.ones_like, as_tuple(output))))
+            torch.autograd.backward(
+                as_tuple(layer(hidden, batch)), tuple(map(torch.ones_like, as_tuple(output)))
+            )
 
         work = layer.work(4, 256, dtype.itemsize, "cpu")
         estimate, peak = work.activation_bytes + work.workspace_bytes, tools.measure_peak_bytes(run)
