@@ -48,13 +48,11 @@ def test_costs_of_a_run_with_adapters_are_those_that_it_is_planned_with() -> Non
     assert costs == model_costs(model, config.training, config.engine, choice)
     trained = model_costs(full, config.training, config.engine, choice)
     for ours, theirs in zip(costs.layers[1:], trained.layers[1:], strict=True):
-        # Without gradients of weights: once the forward, and attention's two more products of two.
+        # Without gradients of weights: once the forward, and twice what attention does without weights.
         assert theirs.backward_s == pytest.approx(2 * theirs.forward_s)
         assert ours.forward_s <= ours.backward_s < 0.75 * theirs.backward_s
-        assert (
-            ours.workspace_bytes <= theirs.workspace_bytes
-            and ours.gradient_bytes < 0.1 * theirs.gradient_bytes
-        )
+        assert ours.workspace_bytes < theirs.workspace_bytes or ours.name == "head"  # its norm takes most
+        assert ours.gradient_bytes < 0.1 * theirs.gradient_bytes
 
 
 @pytest.mark.parametrize(
