@@ -117,8 +117,9 @@ def make_pair(tools, family_name, model_class, config_class, settings):
     shape = {"vocab_size": VOCAB, "intermediate_size": 52, "num_hidden_layers": 3, "initializer_range": 0.2}
     theirs = model_class(config_class(**shape | settings)).eval()
     with torch.no_grad():
-        for _name, parameter in theirs.named_parameters():
-            if parameter.ndim == 1:  # norms, which start at 1, and biases, which start at 0
+        for name, parameter in theirs.named_parameters():
+            # Norms, which start at 1, and biases, which start at 0 (those of experts are stacked).
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     config = family.config_from_hf(theirs.config.to_dict())
     names, ours = family.hf_names(config), tools.materialise(family.build(config))
