@@ -51,7 +51,7 @@ from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
 from torchround.pipeline.plan_report import report
 from torchround.run.bad_steps import BadStepsError
 from torchround.run.console import say
-from torchround.run.dry_run import DryRunError, Hardware, rendered, run_question
+from torchround.run.dry_run import Hardware, rendered, run_question
 from torchround.run.folder import RunFolder, RunFolderError
 from torchround.run.host_budget import (
     HostMemoryError,
@@ -67,7 +67,7 @@ from torchround.trainer import Trainer
 
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
-    *(DryRunError, HostMemoryError, PlanError, RunFolderError, ResumeError, HFError),
+    *(HostMemoryError, PlanError, RunFolderError, ResumeError, HFError),
 )
 FAULTS = (BadStepsError, CheckpointError, DataError, EngineError)
 
@@ -174,13 +174,15 @@ def dry_run(options: Options) -> int:
     model = build_model(options, tokenizer.vocab_size)
     devices = choose_devices(config.engine)
     build_loaders(options, tokenizer)  # for the mistakes that only show when the data is looked at
+    # Without a base that stays in its files, they need not be there yet.
+    mapped = find_weights(config, model)[1] if config.lora.map_base else {}
     plan = None
     with suppress(InfeasiblePlanError):  # the report says why, and what helps
         plan = plan_for(config, RunFolder(config.run), model, devices)
     hardware = Hardware(
         devices.count, devices.spec, devices.memory_bytes, available_host_bytes(), devices.kind
     )
-    answer = report(run_question(config, model, hardware), plan)
+    answer = report(run_question(config, model, hardware, mapped), plan)
     Console(width=None if sys.stdout.isatty() else REPORT_WIDTH).print(rendered(answer), highlight=False)
     return 0 if answer.plan is not None else 2
 
@@ -192,15 +194,11 @@ def build(options: Options) -> Run:
         torch.set_num_threads(config.engine.cpu_threads)
     tokenizer = build_tokenizer(config.tokenizer, config.model.hf_path)
     model = build_model(options, tokenizer.vocab_size)
-    pretrained = find_weights(config.model, config.lora, model)
+    pretrained, mapped = find_weights(config, model)
     devices = choose_devices(config.engine)
     folder = RunFolder(config.run)
     plan = plan_for(config, folder, model, devices)
     loader, validation = build_loaders(options, tokenizer)
-    mapped: Mapped = {}
-    if config.lora.map_base:
-        assert pretrained is not None, "the config checks ask for model.hf_path"
-        mapped = map_base(pretrained, model, DTYPES[config.training.dtype])
     return Run(config, folder, model, loader, validation, devices, plan, pretrained, mapped)
 
 
@@ -243,9 +241,20 @@ def model_config(options: Options, vocab_size: int) -> tuple[Family[Any], Transf
 
 
 def find_weights(
+    config: Config, model: LayeredModel
+) -> tuple[PretrainedWeights | WithAdapters | None, Mapped]:
+    """The weights in the Hugging Face folder, and those of them that stay in its files; none for a flavor."""
+    pretrained = open_weights(config.model, config.lora, model)
+    if not config.lora.map_base:
+        return pretrained, {}
+    assert pretrained is not None, "the config checks ask for model.hf_path"
+    return pretrained, map_base(pretrained, model, DTYPES[config.training.dtype])
+
+
+def open_weights(
     table: ModelTable, lora: LoraTable, model: LayeredModel
 ) -> PretrainedWeights | WithAdapters | None:
-    """The weights in the Hugging Face folder, checked by their headers against the model; none for a flavor."""
+    """The folder's weights, checked by their headers against the model."""
     if table.hf_path is None:
         return None
     family, folder = FAMILIES[table.family], Path(os.path.expanduser(table.hf_path))

@@ -88,7 +88,7 @@ class Shape:
         size, tokens = self.training.micro_batch_size, self.training.seq_len
         element_bytes = DTYPES[self.training.dtype].itemsize
         works = [layer.work(size, tokens, element_bytes) for layer in self.model.layers]  # type: ignore[operator]
-        return train_flops_per_token(sum(work.forward_flops for work in works), size * tokens)
+        return train_flops_per_token(works, size * tokens)
 
 
 class Bench:

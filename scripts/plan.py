@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -18,18 +19,24 @@ import json
 
 from rich.console import Console
 
-from models import FAMILIES, ModelConfigError
+from models import FAMILIES, Family, LoraShape, ModelConfigError, TransformerConfig, add_adapters
 from torchround.config import Config, ConfigError, load_config
-from torchround.engine.build import USABLE_CUDA_FRACTION
+from torchround.engine.build import DTYPES, USABLE_CUDA_FRACTION
 from torchround.engine.errors import EngineUsageError
+from torchround.hf import HFError, PretrainedWeights
 from torchround.layer import LayeredModel
 from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.plan import PlanError
 from torchround.pipeline.plan_report import report
-from torchround.run.dry_run import DryRunError, Hardware, rendered, run_question
+from torchround.run.dry_run import Hardware, rendered, run_question
+from torchround.run.mapped_base import Mapped, map_base
 
 WIDTH = 110  # of the tables where the output is no terminal
+
+
+class UsageError(ValueError):
+    """A question that cannot be answered; the message says what is missing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,13 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.lora_rank:
             lora = config.lora.model_copy(update={"rank": options.lora_rank})
             config = config.model_copy(update={"lora": lora})
-        question = run_question(config, build_model(config), hardware(options, config))
-        answer = report(question)
+        model, mapped = build_model(config)
+        answer = report(run_question(config, model, hardware(options, config), mapped))
     except (
         ConfigError,
         ModelConfigError,
-        DryRunError,
+        UsageError,
         EngineUsageError,
+        HFError,
         PlanError,
         UnknownPeakError,
     ) as error:
@@ -74,30 +82,43 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def build_model(config: Config) -> LayeredModel:
-    """The model on `meta`."""
+def build_model(config: Config) -> tuple[LayeredModel, Mapped]:
+    """The model on `meta`, with its adapters, and its weights that stay in files."""
+    family, shape = model_config(config)
+    model, names, lora = family.build(shape), family.hf_names(shape), config.lora
+    if lora.rank:
+        add_adapters(model, names, LoraShape(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets)))
+    if not lora.map_base:
+        return model, {}
+    folder = Path(os.path.expanduser(config.model.hf_path or ""))
+    weights = PretrainedWeights(folder, names, model.stored_shapes(), family.hf_redundant(shape))
+    return model, map_base(weights, model, DTYPES[config.training.dtype])
+
+
+def model_config(config: Config) -> tuple[Family[Any], TransformerConfig]:
+    """The family, and a config of it, with the vocabulary that the flavor or the folder's config.json gives."""
     table = config.model
     if table.family not in FAMILIES:
-        raise DryRunError(f"model.family = {table.family!r} must be one of {', '.join(FAMILIES)}")
+        raise UsageError(f"model.family = {table.family!r} must be one of {', '.join(FAMILIES)}")
     family = FAMILIES[table.family]
     if table.flavor is not None:
-        return family.build(family.config_from_flavor(table.flavor))
+        return family, family.config_from_flavor(table.flavor)
     path = Path(os.path.expanduser(table.hf_path or "")) / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DryRunError(f"model.hf_path: {path} cannot be read: {error}") from error
-    return family.build(family.config_from_hf(content))
+        raise UsageError(f"model.hf_path: {path} cannot be read: {error}") from error
+    return family, family.config_from_hf(content)
 
 
 def hardware(options: argparse.Namespace, config: Config) -> Hardware:
     """The card of the table with what was given by number put in its place."""
     card = find_device(options.device) if options.device else None
     if options.device and card is None:
-        raise DryRunError(f"--device {options.device} is not in the table: {', '.join(device_names())}")
+        raise UsageError(f"--device {options.device} is not in the table: {', '.join(device_names())}")
     numbers = (options.device_memory_gib, options.device_tflops, options.pcie_gb_per_s)
     if card is None and any(number is None for number in numbers):
-        raise DryRunError("give --device, or --device-memory-gib, --device-tflops and --pcie-gb-per-s")
+        raise UsageError("give --device, or --device-memory-gib, --device-tflops and --pcie-gb-per-s")
     memory_gib, tflops, pcie = numbers
     dtype = config.training.dtype
     peaks = {dtype: tflops * 1e12} if tflops else (card.peak_flops if card else {})

@@ -1,6 +1,7 @@
 """`[model] hf_path`: a run starts from the weights in the folder, and every fault in it is one message at the start."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import train
 from scripts import export_hf
+from scripts import plan as plan_script
 
 CONFIG = """
 model = { family = "llama3", hf_path = "release" }
@@ -193,6 +195,70 @@ def test_a_mapped_run_goes_on_with_the_same_bits_and_exports_what_a_copied_one_d
     exports = [load_file(folder / f"{name}-hf" / "model.safetensors") for name in ("copied", "mapped")]
     assert exports[0].keys() == exports[1].keys()
     assert all(torch.equal(tensor, exports[1][name]) for name, tensor in exports[0].items())
+
+
+def test_a_new_stage_of_a_mapped_run_has_its_adapters_and_the_base_of_the_files(folder):
+    for name, table in (("copied", ADAPTED), ("mapped", MAPPED)):
+        assert train.main(["--config", "small.toml", f"--run.name={name}", *table]) == 0
+        stage = [
+            f"--run.name={name}-2",
+            "--optimizer.lr=1e-30",
+            "--training.steps=1",
+            "--checkpoint.load=weights",
+        ]
+        load = f"--checkpoint.load_path=outputs/{name}/checkpoints/step-3"
+        assert train.main(["--config", "small.toml", *table, *stage, load]) == 0
+    assert losses(folder, "mapped-2") == losses(folder, "copied-2")
+    assert losses(folder, "mapped-2")[0] != losses(folder, "mapped")[0]  # of the adapters that were trained
+    before, after = saved(folder, "mapped"), saved(folder, "mapped-2", step=1)
+    adapters = [name for name in before if name.startswith("weights/")]
+    assert len(adapters) == 16 and all(torch.equal(before[name], after[name]) for name in adapters)
+
+
+@pytest.mark.parametrize("made_with, given", [(ADAPTED, MAPPED), (MAPPED, ADAPTED)], ids=["copied", "mapped"])
+def test_a_checkpoint_with_its_base_is_not_mixed_with_one_in_files(made_with, given, folder, capsys):
+    assert train.main(["--config", "small.toml", "--run.name=first", *made_with]) == 0
+    goes_on = ["--run.name=first", "--training.steps=4"]
+    load_path = "--checkpoint.load_path=outputs/first/checkpoints/step-3"
+    new_stage = ["--run.name=second", "--checkpoint.load=weights", load_path]
+    for arguments in (goes_on, new_stage):
+        capsys.readouterr()
+        assert train.main(["--config", "small.toml", *given, *arguments]) == 2
+        printed = capsys.readouterr().err
+        old, new = made_with is MAPPED, given is MAPPED
+        assert f"(lora.map_base {old} -> {new})" in printed and "Traceback" not in printed
+
+
+def test_a_run_that_goes_on_with_another_folder_says_so(folder, capsys, caplog):
+    assert train.main(["--config", "small.toml", *MAPPED]) == 0
+    (folder / "release").rename(folder / "moved")
+    moved = ("--model.hf_path=moved", "--training.steps=4")
+    assert train.main(["--config", "small.toml", *MAPPED, *moved]) == 0
+    assert "model.hf_path 'release' -> 'moved'" in caplog.text
+
+
+def test_a_dry_run_counts_a_mapped_base_as_files_and_not_as_memory(folder, capsys):
+    found = {}
+    for name, table in (("copied", ADAPTED), ("mapped", MAPPED)):
+        assert train.main(["--config", "small.toml", *table, "--dry-run"]) == 0
+        printed = capsys.readouterr().out
+        card = ("--device=rtx4090", *table)
+        assert plan_script.main(["--config", "small.toml", *card]) == 0
+        rows = [table_of(text) for text in (printed, capsys.readouterr().out)]
+        assert rows[0]["weights"] == rows[1]["weights"] and rows[0]["optimizer state"] == "0.01 MiB"
+        found[name] = rows[0]
+    assert (found["copied"]["weights"], found["mapped"]["weights"]) == ("0.10 MiB", "0.00 MiB")
+    assert found["mapped"]["besides, in files: frozen weights"] == "0.09 MiB"
+    assert "besides, in files: frozen weights" not in found["copied"]
+    (folder / "release" / "model.safetensors").unlink()
+    assert train.main(["--config", "small.toml", *MAPPED, "--dry-run"]) == 2
+    assert plan_script.main(["--config", "small.toml", "--device=rtx4090", *MAPPED]) == 2
+    assert "neither model.safetensors nor" in capsys.readouterr().err
+
+
+def table_of(printed: str) -> dict[str, str]:
+    """Host memory by kind."""
+    return dict(re.findall(r"^ +(\S.*?)  +([\d.]+ [MG]iB) *$", printed, re.MULTILINE))
 
 
 @pytest.mark.parametrize(

@@ -89,12 +89,19 @@ class LayerWork:
     `forward_flops` counts matrix products only (a multiply-add is 2), once per token that is computed.
     `activation_bytes` are kept between this layer's forward and its backward. `boundary_bytes` is the size
     of the layer's output. `workspace_bytes` is scratch alive only inside one call (a chunk of logits).
+    `frozen_flops` are those of `forward_flops` that are products with frozen weights.
     """
 
     forward_flops: float
     activation_bytes: int
     boundary_bytes: int
     workspace_bytes: int = 0
+    frozen_flops: float = 0.0
+
+    @property
+    def backward_flops(self) -> float:
+        """Without recomputation: a product's two gradients cost a forward each; a frozen weight has none."""
+        return 2 * self.forward_flops - self.frozen_flops
 
 
 class Layer(Protocol):

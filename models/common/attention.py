@@ -11,6 +11,7 @@ from models.common.config import TransformerConfig
 from models.common.initialise import init_linear_
 from models.common.norm import RMSNorm
 from models.common.rope import rotate, rotation
+from models.common.work import frozen_elements
 from torchround.layer import MicroBatch
 
 
@@ -76,6 +77,11 @@ class Attention(nn.Module):
         projections = sum(linear.weight.numel() for linear in (self.query, self.key, self.value, self.output))
         pairs = batch * tokens * tokens
         return 2.0 * batch * tokens * projections + 4.0 * pairs * self.num_heads * self.head_dim
+
+    def frozen_flops(self, num_tokens: int) -> float:
+        """Those of `forward_flops` that frozen projections take."""
+        linears = (self.query, self.key, self.value, self.output)
+        return 2.0 * num_tokens * frozen_elements(*(linear.weight for linear in linears))
 
     def activation_bytes(self, batch: int, tokens: int, element_bytes: int, device: str) -> int:
         """Kept besides the input: query, key, value, mixed heads; in fp32 the RoPE tables and log-sum-exp.

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from models.common.initialise import init_linear_
 from models.common.lora import Adapter, LoraShape
 from models.common.routing import Routes
+from models.common.work import frozen_elements
 
 
 class SwiGLUExperts(nn.Module):
@@ -46,6 +47,9 @@ class SwiGLUExperts(nn.Module):
 
     def row_flops(self) -> float:
         return 2.0 * 3 * self.gate[0].numel()
+
+    def frozen_row_flops(self) -> float:
+        return 2.0 * frozen_elements(self.gate, self.up, self.down) / len(self.gate)
 
     def row_elements(self) -> int:
         """Gate, up, and their product."""

@@ -28,6 +28,8 @@ class FeedForward(Protocol):
 
     def forward_flops(self, num_tokens: int) -> float: ...
 
+    def frozen_flops(self, num_tokens: int) -> float: ...
+
     def activation_bytes(self, num_tokens: int, element_bytes: int) -> int: ...
 
     def workspace_bytes(self, num_tokens: int, element_bytes: int) -> int: ...
@@ -49,7 +51,7 @@ class Embedding(nn.Module):
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
         elements = batch * tokens * self.weight.shape[1]
         # Scratch: fp32 gradients of the output and of the table, before that is added to the layer's own.
-        scratch = 4 * (elements + self.weight.numel())
+        scratch = 4 * (elements + self.weight.numel()) if self.weight.requires_grad else 0
         return LayerWork(0.0, 0, elements * element_bytes, elements * element_bytes + scratch)
 
 
@@ -88,6 +90,7 @@ class Block(nn.Module):
         """RoundPipe appendix B: FLOPs of equation 2, kept activations of equation 1 and small fp32 tables."""
         num_tokens, width = batch * tokens, self.attention_norm.weight.numel()
         flops = self.attention.forward_flops(batch, tokens) + self.mlp.forward_flops(num_tokens)
+        frozen_flops = self.attention.frozen_flops(num_tokens) + self.mlp.frozen_flops(num_tokens)
         # Inputs of two norms and of the two sets of linear layers behind them; two fp32 scales per token.
         kept = 4 * num_tokens * width * element_bytes + 2 * 4 * num_tokens
         kept += self.attention.activation_bytes(batch, tokens, element_bytes, device)
@@ -96,7 +99,7 @@ class Block(nn.Module):
             flops += adapter.adapter_flops(num_tokens)
             kept += adapter.adapter_bytes(num_tokens, element_bytes)
         scratch = self._workspace(batch, tokens, element_bytes, device)
-        return LayerWork(flops, kept, num_tokens * width * element_bytes, scratch)
+        return LayerWork(flops, kept, num_tokens * width * element_bytes, scratch, frozen_flops)
 
     def _workspace(self, batch: int, tokens: int, element_bytes: int, device: str) -> int:
         """Scratch of the hungriest part, and one weight's gradient on its way into an fp32 one.
@@ -107,7 +110,8 @@ class Block(nn.Module):
         norm_bytes = 4 * 4 * num_tokens * width  # input, gradient, normed, inner, all fp32
         attention_bytes = self.attention.workspace_bytes(batch, tokens, element_bytes, device)
         mlp_bytes = self.mlp.workspace_bytes(num_tokens, element_bytes)
-        largest = max(parameter.numel() for parameter in self.parameters())
+        trained = (parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+        largest = max(trained, default=0)
         gradient_bytes = largest * (4 if element_bytes == 4 else 4 + element_bytes)
         return max(norm_bytes, attention_bytes, mlp_bytes) + gradient_bytes
 
@@ -139,6 +143,7 @@ class Head(nn.Module):
         num_tokens, (vocab, width) = batch * tokens, self.weight.shape
         # Norm input, normed input, and the gradient that the loss keeps for it.
         kept = 3 * num_tokens * width * element_bytes + 4 * num_tokens
-        norm_bytes = 4 * 4 * num_tokens * width
-        scratch = max(norm_bytes, loss_workspace_bytes(num_tokens, vocab, width, element_bytes))
-        return LayerWork(2.0 * num_tokens * vocab * width, kept, 4, scratch)
+        norm_bytes, flops = 4 * 4 * num_tokens * width, 2.0 * num_tokens * vocab * width
+        trained = self.weight.requires_grad
+        loss_bytes = loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained)
+        return LayerWork(flops, kept, 4, max(norm_bytes, loss_bytes), 0.0 if trained else flops)

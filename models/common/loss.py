@@ -59,13 +59,15 @@ def chunk_tokens(vocab_size: int) -> int:
     return 1 << max(4, (CHUNK_BYTES // (4 * vocab_size)).bit_length() - 1)
 
 
-def loss_workspace_bytes(num_tokens: int, vocab_size: int, width: int, element_bytes: int) -> int:
-    """Scratch of `chunked_loss_sum`: a chunk's logits and their gradient, and the weight's gradient in fp32."""
+def loss_workspace_bytes(
+    num_tokens: int, vocab_size: int, width: int, element_bytes: int, trained: bool
+) -> int:
+    """Scratch of `chunked_loss_sum`: a chunk's logits and their gradient, and a `trained` weight's gradient in fp32."""
     chunk_elements = min(num_tokens, chunk_tokens(vocab_size)) * vocab_size
-    gradient_bytes = 4 * vocab_size * width
+    gradient_bytes = 4 * vocab_size * width if trained else 0
     if element_bytes == 4:
         return 4 * chunk_elements + gradient_bytes
-    block_bytes = min(vocab_size, BLOCK_ROWS) * width * element_bytes
+    block_bytes = min(vocab_size, BLOCK_ROWS) * width * element_bytes if trained else 0
     return (4 + 2 * element_bytes) * chunk_elements + gradient_bytes + block_bytes
 
 

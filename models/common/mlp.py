@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.common.initialise import init_linear_
+from models.common.work import frozen_elements
 
 
 class SwiGLU(nn.Module):
@@ -34,6 +35,9 @@ class SwiGLU(nn.Module):
 
     def forward_flops(self, num_tokens: int) -> float:
         return 2.0 * num_tokens * 3 * self.gate.weight.numel()
+
+    def frozen_flops(self, num_tokens: int) -> float:
+        return 2.0 * num_tokens * frozen_elements(self.gate.weight, self.up.weight, self.down.weight)
 
     def activation_bytes(self, num_tokens: int, element_bytes: int) -> int:
         """Kept for the backward besides the input: gate, up, and their product."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from models.common.errors import ModelConfigError
 from models.common.initialise import init_linear_
 from models.common.routing import Routes, combine, dispatch, make_routes, sort_pairs
+from models.common.work import frozen_elements
 
 # Kept per row: the choice, two permutations and the expert in int64; probability, sums and weight in fp32.
 ROW_SCALARS_BYTES = 4 * 8 + 4 * 4
@@ -54,6 +55,10 @@ class Experts(Protocol):
 
     def row_flops(self) -> float:
         """Matrix-product FLOPs of one row."""
+        ...
+
+    def frozen_row_flops(self) -> float:
+        """Those of them that are products with frozen weights."""
         ...
 
     def row_elements(self) -> int:
@@ -106,6 +111,10 @@ class MoE(nn.Module):
     def forward_flops(self, num_tokens: int) -> float:
         per_token = 2.0 * self.router.weight.numel() + self.shape.num_chosen * self.experts.row_flops()
         return num_tokens * per_token
+
+    def frozen_flops(self, num_tokens: int) -> float:
+        per_token = 2.0 * frozen_elements(self.router.weight)
+        return num_tokens * (per_token + self.shape.num_chosen * self.experts.frozen_row_flops())
 
     def activation_bytes(self, num_tokens: int, element_bytes: int) -> int:
         row_bytes = (

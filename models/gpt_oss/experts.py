@@ -14,6 +14,7 @@ from models.common.initialise import init_linear_
 from models.common.lookup import lookup, lookup_gradient
 from models.common.lora import LoraShape
 from models.common.routing import Routes
+from models.common.work import frozen_elements
 
 
 class GptOssExperts(nn.Module):
@@ -51,6 +52,9 @@ class GptOssExperts(nn.Module):
 
     def row_flops(self) -> float:
         return 2.0 * (self.gate_up[0].numel() + self.down[0].numel())
+
+    def frozen_row_flops(self) -> float:
+        return 2.0 * frozen_elements(self.gate_up, self.down) / len(self.down)
 
     def row_elements(self) -> int:
         """Gates and values together, and their product."""

@@ -3,11 +3,12 @@
 import unicodedata
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from torchround.data.nfc import nfc
+from torchround.data.nfc import NEWER, nfc
 
 MARKS = [chr(code) for code in range(0x110000) if unicodedata.combining(chr(code))]
 
@@ -33,3 +34,24 @@ def test_every_character_and_its_decomposition() -> None:
 def test_random_text_with_many_marks(text: str) -> None:
     assert nfc(text) == normalizers.NFC().normalize_str(text)
     assert nfc(nfc(text)) == nfc(text)
+
+
+def test_what_newer_tables_than_pythons_combine_is_set_apart_where_the_reference_leaves_it() -> None:
+    """Pythons to come will know these marks and letters: those of Unicode 15 and 16, and what regex has beyond."""
+    every = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
+    decomposed = normalizers.NFD().normalize_str
+    marks = regex.findall(r"\P{Canonical_Combining_Class=0}", every)
+    # A mark that the reference knows goes before or after one of these, whichever of the two came first.
+    others = "\u0334\u0301\u0345\u05b0\u093c\u3099\u094d\u0f71\u0316\u0321"
+    known = {
+        mark
+        for mark in marks
+        if decomposed(mark) != mark
+        or any(decomposed(f"e{o}{mark}") == decomposed(f"e{mark}{o}") for o in others)
+    }
+    assert len(known) > 800 and {"\U0001e08f", "\U00010efd", "\u0897"} <= set(marks) - known
+    assert {mark for mark in marks if NEWER.fullmatch(mark)} == set(marks) - known
+    letters = regex.findall(r"\p{Decomposition_Type=Canonical}", every)
+    for letter in letters:
+        if decomposed(letter) == letter and letter != "\U00011938":  # whose second half is set apart
+            assert NEWER.fullmatch(letter), f"{ord(letter):X}"

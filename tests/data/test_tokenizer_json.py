@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiktoken_ext import openai_public
 
+from tests.data import vocabularies
 from tests.data.vocabularies import FAMILIES, random_text, real_text, train, write
 from torchround.config import TokenizerTable
 from torchround.data import Tokenizer, TokenizerError, build_tokenizer
@@ -49,6 +52,35 @@ def test_10000_random_strings_have_the_tokens_of_the_reference(pairs: dict[str, 
     texts = [random_text(generator) for _ in range(10_000)]
     expected = [encoding.ids for encoding in reference.encode_batch(texts, add_special_tokens=False)]
     assert [ours.encode(text) for text in texts] == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_strings_between_special_tokens_have_the_tokens_of_the_reference(
+    pairs: dict[str, Pair], name: str
+) -> None:
+    """Told apart from text as a rendered chat template's are; 10,000 over the families."""
+    ours, reference = pairs[name]
+    generator, special = random.Random(name), list(FAMILIES[name].special)
+    dialogues = [
+        [random_text(generator), generator.choice(special), random_text(generator), generator.choice(special)]
+        for _ in range(2_500)
+    ]
+    texts = ["".join(parts) for parts in dialogues]
+    expected = [encoding.ids for encoding in reference.encode_batch(texts, add_special_tokens=False)]
+    for parts, ids in zip(dialogues, expected, strict=True):
+        found = [
+            [ours.special_id(part)] if index % 2 else ours.encode(part) for index, part in enumerate(parts)
+        ]
+        assert list(chain.from_iterable(found)) == ids
+
+
+def test_gpt_oss_has_the_pattern_and_the_special_tokens_of_o200k_harmony(
+    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *args, **options: {})  # a download
+    harmony = openai_public.o200k_harmony()
+    assert vocabularies.GPT_OSS == harmony["pat_str"] == pairs["gpt_oss"][0].encoding._pat_str
+    assert set(FAMILIES["gpt_oss"].special) <= harmony["special_tokens"].keys()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -61,9 +61,9 @@ def release(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **savi
     torch.manual_seed(1)
     theirs = model_class(config_class(**SHAPE | settings, initializer_range=0.2)).eval()
     with torch.no_grad():
-        for parameter in theirs.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, parameter in theirs.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):  # norms and biases, experts' biases less
+                parameter.add_((0.3 if parameter.ndim == 1 else 0.05) * torch.randn_like(parameter))
     theirs.to(dtype).save_pretrained(folder, **saving)
     config = FAMILIES[family].config_from_hf(theirs.config.to_dict())
     return SimpleNamespace(folder=folder, family=FAMILIES[family], config=config, theirs=theirs)

@@ -1,6 +1,9 @@
 """A frozen base that stays in its files: trained as if copied, read when used, never written."""
 
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from torchround.pipeline.partition import Partition
 
 PARTITION = Partition((1, 2), 1, (1, 1, 1))  # embedding; two blocks; head, and back one by one
 BF16 = torch.bfloat16
+ROOT = Path(__file__).parents[2]
 ATTENTION = ("q_proj", "o_proj")
 KINDS = ["llama3", "llama3 tied", "qwen3 moe", "gpt_oss"]
 
@@ -126,6 +130,37 @@ def test_a_tensor_that_begins_at_an_odd_byte_is_copied(hf, tmp_path):
     model, store, in_files = opened(release, mapped=True)
     assert in_files == {}
     assert len(store.weights()) == len(model.stored_shapes())
+
+
+USES_A_MAPPING = """
+import sys
+from pathlib import Path
+import torch
+from torchround.hf.folder import read_header
+from torchround.hf.mapping import MappedFiles
+
+path = Path(sys.argv[1])
+numbers = MappedFiles().flat(read_header(path)["numbers"])
+path.rename(path.with_name("deleted"))
+path.write_bytes(b"another file of the same name")
+path.with_name("deleted").unlink()
+assert numbers[-1].item() == 3.0
+print("still there", flush=True)
+path = Path(sys.argv[2])
+numbers = MappedFiles().flat(read_header(path)["numbers"])
+with open(path, "r+b") as file:
+    file.truncate(4096)
+print(numbers[-1].item())
+"""
+
+
+def test_a_deleted_file_is_there_until_the_end_and_one_cut_short_ends_the_process(tmp_path):
+    paths = [tmp_path / name for name in ("replaced.safetensors", "cut.safetensors")]
+    for path in paths:
+        save_file({"numbers": torch.full((100_000,), 3.0)}, path)
+    command = [sys.executable, "-c", USES_A_MAPPING, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGBUS, "still there\n"), done.stderr
 
 
 def resident_bytes(path: Path) -> int:

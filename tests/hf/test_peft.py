@@ -75,6 +75,11 @@ def loss_of(logits, batch):
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
 
 
+def assert_same_logits(actual, expected):
+    """To 1e-5 of the largest; peft adds up in another order, and the files' weights are ten times the usual."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
 @pytest.fixture(params=CASES, ids=[f"{kind} {targets[-1]}" for kind, targets in CASES])
 def case(request, releases):
     """A release whose `theirs` is in fp32 and nobody else's: peft changes the model it is given."""
@@ -91,7 +96,7 @@ def test_peft_loads_our_adapters_and_has_our_logits_and_gradients(case, tmp_path
     _, folder = exported(ours, release, targets, tmp_path)
     theirs = PeftModel.from_pretrained(release.theirs, folder, is_trainable=True).eval()
     logits = theirs(batch.tokens).logits
-    torch.testing.assert_close(tools.all_logits(model, batch), logits, rtol=0, atol=1e-5)
+    assert_same_logits(tools.all_logits(model, batch), logits)
     tools.loss_sum(model, batch).backward()
     loss_of(logits, batch).backward()
     expected = {
@@ -147,9 +152,7 @@ def test_we_read_what_peft_wrote_and_have_its_logits(case, tmp_path, tools):
     batch = tools.micro_batch([[21]], 61)
     with torch.no_grad():
         expected = theirs(batch.tokens).logits
-        torch.testing.assert_close(
-            tools.all_logits(filled(ours, tools), batch), expected, rtol=1e-5, atol=1e-5
-        )
+        assert_same_logits(tools.all_logits(filled(ours, tools), batch), expected)
 
 
 def test_merged_export_has_pefts_merged_weights(case, tmp_path):

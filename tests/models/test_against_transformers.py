@@ -21,7 +21,12 @@ from transformers import (
 )
 
 from models import FAMILIES
+from torchround.config import OptimizerTable
+from torchround.engine.device import CpuDevice
+from torchround.engine.engine import Engine, EngineSettings
+from torchround.engine.host_store import HostStore
 from torchround.layer import IGNORED_LABEL
+from torchround.pipeline.partition import Partition
 
 VOCAB = 61
 LLAMA3_ROPE = {
@@ -112,8 +117,9 @@ def make_pair(tools, family_name, model_class, config_class, settings):
     shape = {"vocab_size": VOCAB, "intermediate_size": 52, "num_hidden_layers": 3, "initializer_range": 0.2}
     theirs = model_class(config_class(**shape | settings)).eval()
     with torch.no_grad():
-        for _name, parameter in theirs.named_parameters():
-            if parameter.ndim == 1:  # norms, which start at 1, and biases, which start at 0
+        for name, parameter in theirs.named_parameters():
+            # Norms, which start at 1, and biases, which start at 0 (those of experts are stacked).
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     config = family.config_from_hf(theirs.config.to_dict())
     names, ours = family.hf_names(config), tools.materialise(family.build(config))
@@ -164,23 +170,69 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(pair, tools):
     assert our_error < 0.1 * exact.norm()
 
 
-def test_weights_after_ten_adamw_steps_equal_those_of_transformers(pair, tools):
+def test_bf16_gradients_are_as_close_to_fp32_as_those_of_transformers(pair, tools):
+    theirs, ours, names = pair
+    batch = tools.micro_batch([[40], [40]], VOCAB)
+    rounded = copy.deepcopy(theirs).bfloat16()
+    rounded.config._experts_implementation = "eager"
+    for model in (theirs, rounded):
+        cross_entropy_sum(model(input_ids=batch.tokens).logits.float(), batch.labels).backward()
+    exact, their = tools.released_gradients(theirs), tools.released_gradients(rounded)
+    for layer in ours.layers:
+        layer.bfloat16()
+    tools.loss_sum(ours, batch).backward()
+    errors = []
+    for name, parameter in tools.stored_parameters(ours).items():
+        expected = tools.gather(names[name], exact)
+        gradients = parameter.grad.float(), tools.gather(names[name], their).float()
+        errors.append([((gradient - expected).norm() / expected.norm()).item() for gradient in gradients])
+    our_mean, their_mean = (sum(column) / len(errors) for column in zip(*errors, strict=True))
+    # Measured 0.72 to 1.19 of theirs. Means of 1 to 10 %, more with experts, whose choice rounding may change.
+    assert our_mean < 1.5 * their_mean
+    assert our_mean < 0.2
+
+
+def test_weights_after_ten_adamw_steps_of_the_engine_equal_those_of_transformers(pair, tools):
+    """In three stages and more on two devices, two micro-batches a step, against torch.optim on the whole model."""
     theirs, ours, names = pair
     # eps well above the rounding of gradients (1e-8), or AdamW turns that of a vanishing one into a full step.
-    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
-    stored = tools.stored_parameters(ours)
-    optimizers = [torch.optim.AdamW(model, **settings) for model in (theirs.parameters(), stored.values())]
-    for step in range(10):
-        batch = tools.micro_batch([[24]], VOCAB, seed=step)
-        num_labels = batch.num_labels()
-        (cross_entropy_sum(theirs(input_ids=batch.tokens).logits, batch.labels) / num_labels).backward()
-        (tools.loss_sum(ours, batch) / num_labels).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    settings = {"betas": (0.9, 0.95), "eps": 1e-5}
+    groups = [[], []]
+    for (
+        name,
+        parameter,
+    ) in theirs.named_parameters():  # matrices decay; GPT-OSS stacks the biases of its experts
+        groups[parameter.ndim > 1 and not name.endswith("_bias")].append(parameter)
+    decays = [
+        {"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.0, 0.1), strict=True)
+    ]
+    reference = torch.optim.AdamW(decays, lr=1e-3, **settings)
+    store = HostStore(ours)
+    for name, view in store.weights().items():
+        view.copy_(tools.stored_parameters(ours)[name].detach())
+    store.refresh_masters()
+    engine = Engine(
+        ours,
+        store,
+        [CpuDevice(index) for index in range(2)],
+        Partition((1, 2), 2, (2, 1)),
+        optimizer=OptimizerTable(**settings, weight_decay=0.1),
+        settings=EngineSettings(max_norm=1.0, hang_timeout_s=60.0),
+    )
+    with engine:
+        for step in range(10):
+            batches = [tools.micro_batch([[24]], VOCAB, seed=2 * step + part) for part in range(2)]
+            engine.forward_backward(batches)
+            engine.step(1e-3)
+            losses = [cross_entropy_sum(theirs(input_ids=b.tokens).logits, b.labels) for b in batches]
+            (sum(losses) / sum(batch.num_labels() for batch in batches)).backward()
+            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            reference.step()
+            reference.zero_grad()
+        engine.drain()
     released = tools.released_tensors(theirs)
-    for name, parameter in stored.items():
-        torch.testing.assert_close(parameter.detach(), tools.gather(names[name], released), rtol=0, atol=1e-5)
+    for name, weight in store.weights().items():
+        torch.testing.assert_close(weight, tools.gather(names[name], released), rtol=0, atol=1e-5)
 
 
 def test_hf_names_are_a_bijection_onto_the_tensors_of_a_released_file(pair, tools):

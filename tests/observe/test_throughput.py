@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from torchround.layer import LayerWork
 from torchround.observe import Throughput, host_gib, mfu, train_flops_per_token
 
 
@@ -76,9 +77,16 @@ def test_the_real_clock_runs() -> None:
 def test_mfu_is_model_flops_over_the_peak_of_all_devices() -> None:
     # A dense model of P weights: 2 P FLOPs per token forward, 6 P trained; 1 M tokens/s over 2 devices.
     num_weights = 1_000_000
-    flops_per_token = train_flops_per_token(forward_flops=2.0 * num_weights * 512, num_tokens=512)
+    forward_flops = 2.0 * num_weights * 512
+    flops_per_token = train_flops_per_token([LayerWork(forward_flops, 0, 0)], num_tokens=512)
     assert flops_per_token == 6.0 * num_weights
     assert mfu(1e6, flops_per_token, peak_flops_per_s=10e12, num_devices=2) == pytest.approx(0.3)
+
+
+def test_a_frozen_weight_costs_four_flops_per_token_and_not_six() -> None:
+    dense, frozen = 2.0 * 1_000_000, 2.0 * 700_000
+    works = [LayerWork(0.0, 0, 0), LayerWork(dense, 0, 0, frozen_flops=frozen)]
+    assert train_flops_per_token(works, num_tokens=1) == 6.0 * 300_000 + 4.0 * 700_000
 
 
 def test_mfu_of_a_device_whose_peak_is_not_known_is_none() -> None:

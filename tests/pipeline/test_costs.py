@@ -36,6 +36,7 @@ class Work:
     activation_bytes: int = 0
     boundary_bytes: int = 0
     workspace_bytes: int = 0
+    backward_flops: float = 0.0
 
 
 @settings(max_examples=50, deadline=None)
@@ -84,8 +85,8 @@ def test_a_stage_costs_its_layers_and_recomputes_where_it_must() -> None:
     assert stage_seconds(costs, Stage(StageKind.FUSED, 1, 3), "layer") == (0.0, 26.0 + 3.0)
 
 
-def test_frozen_matrices_have_no_weight_gradient() -> None:
-    works = [Work(0.75e12), Work(0.75e12), Work(0.0)]
+def test_seconds_are_flops_over_what_a_card_reaches_and_frozen_parameters_have_no_update() -> None:
+    works = [Work(0.75e12, backward_flops=1.5e12), Work(0.75e12, backward_flops=0.75e12), Work(0.0)]
     sizes = [LayerParameters(100, 100), LayerParameters(100, 0), LayerParameters(0, 0)]
     costs = costs_from_work(
         ["full", "frozen", "none"], works, sizes, ASSUMED_DEVICE, optimizer_bytes_per_s=2800

@@ -9,6 +9,7 @@ import pytest
 from models import FAMILIES, LoraShape, add_adapters
 from tests.small_run import TIED, SmallRuns, small_runs
 from torchround.config import load_config
+from torchround.engine.build import DeviceChoice, model_costs
 from torchround.layer import LayeredModel
 from torchround.run.dry_run import Hardware, run_question
 from torchround.run.host_budget import host_budget, parameter_counts
@@ -33,9 +34,25 @@ def llama(tied: bool, adapters: bool) -> LayeredModel:
 def test_the_memory_that_is_foretold_is_the_runs(tied: bool, adapters: bool) -> None:
     config = load_config(DEBUG, ["--lora.rank=4", "--lora.targets=['q_proj','v_proj']"] if adapters else [])
     model = llama(tied, adapters)
-    question = run_question(config, model, HARDWARE)
-    assert question.parameters == parameter_counts(model)
-    assert question.state() == host_budget(model, config.training, config.engine, 1)
+    for mapped in ([], ["block.1.mlp.up.weight", "embedding.weight"] if adapters else []):
+        question = run_question(config, model, HARDWARE, mapped)
+        assert question.parameters == parameter_counts(model, mapped)
+        assert question.state() == host_budget(model, config.training, config.engine, 1, mapped)
+
+
+def test_costs_of_a_run_with_adapters_are_those_that_it_is_planned_with() -> None:
+    config = load_config(DEBUG, ["--lora.rank=4", "--lora.targets=['q_proj','v_proj']"])
+    model, full = llama(tied=False, adapters=True), llama(tied=False, adapters=False)
+    choice = DeviceChoice("cpu", 2, 2**30, None)
+    costs = run_question(config, model, HARDWARE).costs()
+    assert costs == model_costs(model, config.training, config.engine, choice)
+    trained = model_costs(full, config.training, config.engine, choice)
+    for ours, theirs in zip(costs.layers[1:], trained.layers[1:], strict=True):
+        # Without gradients of weights: once the forward, and twice what attention does without weights.
+        assert theirs.backward_s == pytest.approx(2 * theirs.forward_s)
+        assert ours.forward_s <= ours.backward_s < 0.75 * theirs.backward_s
+        assert ours.workspace_bytes < theirs.workspace_bytes or ours.name == "head"  # its norm takes most
+        assert ours.gradient_bytes < 0.1 * theirs.gradient_bytes
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchround.run.host_budget
-from models import FAMILIES
+from models import FAMILIES, LoraShape, add_adapters
 from torchround.config import EngineTable, TrainingTable
 from torchround.engine.build import DeviceChoice, build_store
 from torchround.layer import LayeredModel
@@ -15,9 +16,12 @@ from torchround.run.host_budget import HostMemoryError, available_host_bytes, ch
 CPU = DeviceChoice("cpu", 1, 2**30, None)
 
 
-def model(tied: bool = False, frozen: bool = False) -> LayeredModel:
+def model(tied: bool = False, frozen: bool = False, adapters: bool = False) -> LayeredModel:
     llama3 = FAMILIES["llama3"]
-    built = llama3.build(llama3.config_from_flavor("debug", tied_embeddings=tied, vocab_size=261))
+    config = llama3.config_from_flavor("debug", tied_embeddings=tied, vocab_size=261)
+    built = llama3.build(config)
+    if adapters:
+        add_adapters(built, llama3.hf_names(config), LoraShape(16, 16.0, 0.0, ("q_proj", "up_proj")))
     if frozen:
         built.layers[1].requires_grad_(False)
     return built
@@ -26,7 +30,9 @@ def model(tied: bool = False, frozen: bool = False) -> LayeredModel:
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("update", ["sync", "async"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [{}, {"tied": True}, {"frozen": True}])
+@pytest.mark.parametrize(
+    "shape", [{}, {"tied": True}, {"frozen": True}, {"adapters": True}, {"adapters": True, "tied": True}]
+)
 def test_the_budget_is_what_the_host_store_allocates(
     shape: dict[str, bool], dtype: str, update: str, rounds: int
 ) -> None:
@@ -42,6 +48,22 @@ def test_the_budget_is_what_the_host_store_allocates(
     assert budget.gradient_bytes == about(sum(gradients) + landing)
     masters = [master.nbytes for bundle in store.bundles for master in bundle.masters]
     assert budget.weight_bytes == about(sum(masters))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_base_in_its_files_is_no_memory_of_the_host_store(tied: bool) -> None:
+    training, engine = TrainingTable(dtype="bfloat16"), EngineTable()
+    built = model(tied=tied, adapters=True)
+    base = {name: shape for name, shape in built.stored_shapes().items() if "lora_" not in name}
+    mapped = {name: (torch.zeros(shape.numel(), dtype=torch.bfloat16),) for name, shape in base.items()}
+    budget = host_budget(built, training, engine, 1, mapped)
+    store = build_store(built, training, engine, CPU, mapped)
+    store.allocate_gradients(1)
+    assert budget.state_bytes == pytest.approx(store.nbytes(), rel=0.01)
+    copied = host_budget(built, training, engine, 1)
+    assert budget.mapped_bytes == sum(tensor.nbytes for (tensor,) in mapped.values())
+    assert copied.state_bytes == budget.state_bytes + budget.mapped_bytes and copied.mapped_bytes == 0
+    assert budget.total_bytes == budget.state_bytes
 
 
 def test_too_little_memory_is_an_error_with_what_is_missing() -> None:

@@ -241,8 +241,8 @@ class CheckpointTable(Table):
 
     interval_steps: NonNegativeInt = 500
     """Steps between checkpoints; 0 saves only at the end and on a signal. A checkpoint is 12 bytes per trained
-    parameter on disk (async: 14). It is written beside training, which waits only where a step is shorter than the
-    writing."""
+    parameter on disk (async: 14), and 2 or 4 per frozen one that `lora.map_base` does not leave in its files. It is
+    written beside training, which waits only where a step is shorter than the writing."""
 
     keep_latest_k: NonNegativeInt = 2
     """Complete checkpoints that are kept, the newest ones; 0 keeps all."""

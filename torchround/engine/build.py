@@ -87,18 +87,23 @@ def model_costs(
             devices.kind,
             compiled=engine.compile is True,
         ),
-        [
-            LayerParameters(
-                sum(parameter.numel() for parameter in layer.parameters()),
-                sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad),
-            )
-            for layer in model.layers
-        ],
+        layer_parameters(model),
         devices.spec or ASSUMED_DEVICE,
         dtype=training.dtype,
         element_bytes=dtype.itemsize,
         accumulate_bytes=DTYPES[engine.accumulate_dtype].itemsize,
     )
+
+
+def layer_parameters(model: LayeredModel) -> list[LayerParameters]:
+    """Of each layer; tied ones in every layer that uses them."""
+    return [
+        LayerParameters(
+            sum(parameter.numel() for parameter in layer.parameters()),
+            sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad),
+        )
+        for layer in model.layers
+    ]
 
 
 def layer_works(

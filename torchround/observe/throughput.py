@@ -6,9 +6,11 @@ by one. Waiting for data counts, because it slows training. Tokens are labels th
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from torchround.layer import LayerWork
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,13 @@ class Throughput:
         self._tokens = 0
 
 
-def train_flops_per_token(forward_flops: float, num_tokens: int) -> float:
-    """FLOPs of training per token, from the forward's for `num_tokens`: forward and twice that for backward.
+def train_flops_per_token(works: Iterable[LayerWork], num_tokens: int) -> float:
+    """FLOPs of training per token, from the layers' work for `num_tokens`: forward and backward.
 
-    Recompute is not among them: it is a price of the engine, not work of the model (PaLM, appendix B).
+    Recompute is not among them: it is a price of the engine, not work of the model (PaLM, appendix B). Nor are gradients
+    of frozen weights, which nobody computes: a LoRA run has 4 FLOPs per token and frozen weight, not 6.
     """
-    return 3.0 * forward_flops / num_tokens
+    return sum(work.forward_flops + work.backward_flops for work in works) / num_tokens
 
 
 def mfu(

@@ -129,6 +129,8 @@ class Work(Protocol):
     @property
     def forward_flops(self) -> float: ...
     @property
+    def backward_flops(self) -> float: ...
+    @property
     def activation_bytes(self) -> int: ...
     @property
     def boundary_bytes(self) -> int: ...
@@ -156,19 +158,17 @@ def costs_from_work(
 ) -> Costs:
     """Costs before any step has run: FLOPs over the device's peak, bytes over PCIe.
 
-    A trained matrix costs twice its forward in the backward, a frozen one once (no weight gradient). The
+    The backward's FLOPs leave out recomputation and, in a LoRA run, gradients of frozen weights. The
     update moves 28 bytes per trained parameter (FIGURES section 4); without a host rate it is taken as free.
     """
     flops_per_s = device.flops_per_s(dtype) * COMPUTE_EFFICIENCY
     layers = []
     for name, work, parameter in zip(names, works, parameters, strict=True):
-        forward_s = work.forward_flops / flops_per_s
-        trained_share = parameter.trained / parameter.total if parameter.total else 1.0
         layers.append(
             LayerCost(
                 name=name,
-                forward_s=forward_s,
-                backward_s=forward_s * (1 + trained_share),
+                forward_s=work.forward_flops / flops_per_s,
+                backward_s=work.backward_flops / flops_per_s,
                 weight_bytes=parameter.total * element_bytes,
                 gradient_bytes=parameter.trained * accumulate_bytes,
                 activation_bytes=work.activation_bytes,

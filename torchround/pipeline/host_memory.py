@@ -10,22 +10,25 @@ OPTIMIZER_BYTES = 12
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters, tied ones once. `tied`: those of `trained` that several layers use."""
+    """Parameters, tied ones once. `tied`: those of `trained` that several layers use. `mapped`: frozen ones that stay in
+    files and are no part of `frozen`."""
 
     trained: int
     frozen: int = 0
     tied: int = 0
+    mapped: int = 0
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes by kind."""
+    """Bytes by kind. `mapped_bytes` are part of no sum: the kernel keeps as much of those files as memory is free."""
 
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int = 0
     integer_bytes: int = 0
+    mapped_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -56,4 +59,5 @@ def host_state(
         gradient_bytes=max(4, gradient_bytes) * summed
         + gradient_bytes * (parameters.trained + parameters.tied),
         optimizer_bytes=OPTIMIZER_BYTES * parameters.trained,
+        mapped_bytes=element_bytes * parameters.mapped,
     )

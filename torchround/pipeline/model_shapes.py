@@ -1,15 +1,12 @@
 """Models as numbers: parameters, FLOPs, activation bytes and operational intensity, by the paper's formulas.
 
-For roofline questions and adapters, without building a model. A run's own costs come from its layers' `work`.
+For roofline questions, without building a model. A run's own costs come from its layers' `work`.
 Source of the formulas: RoundPipe appendix B.1, B.2 and C; of the shapes: each model's released config.json.
 
 Letters: B sequences, T tokens, D model width, H heads, K kv heads, E experts.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -55,19 +52,6 @@ class ModelShape:
         """Equations 4 and 5: FLOPs of a block's forward per byte uploaded for it."""
         uploaded = 2 * self.block_parameters() + self.boundary_bytes(batch, tokens)
         return self.block_forward_flops(batch, tokens) / uploaded
-
-    def adapter_parameters(self, rank: int, targets: Iterable[str]) -> int:
-        """Of low-rank adapters on these linear maps of one block; on experts, of every expert."""
-        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        ends = {
-            "q_proj": self.width + heads,
-            "k_proj": self.width + kv,
-            "v_proj": self.width + kv,
-            "o_proj": heads + self.width,
-        }
-        expert = (self.width + self.ffn_size) * self.num_experts
-        ends |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), expert)
-        return rank * sum(ends[target] for target in targets)
 
 
 def model_shape(family: str, flavor: str) -> ModelShape | None:

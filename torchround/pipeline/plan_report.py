@@ -294,7 +294,8 @@ def _frozen(question: RunQuestion) -> RunQuestion:
         costs = question.costs_for(tokens, sequences, accumulate_bytes)
         return replace(costs, layers=tuple(replace(layer, gradient_bytes=0) for layer in costs.layers))
 
-    frozen = ParameterCounts(0, question.parameters.trained + question.parameters.frozen)
+    counts = question.parameters
+    frozen = ParameterCounts(0, counts.trained + counts.frozen, mapped=counts.mapped)
     return replace(question, costs_for=costs_for, parameters=frozen)
 
 

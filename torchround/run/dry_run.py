@@ -4,18 +4,17 @@ Used by `train.py --dry-run` and `scripts/plan.py`. The figures come from `pipel
 config is turned into its question and the answers into text.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchround.config import Config
-from torchround.engine.build import DTYPES, given_plan, layer_works
+from torchround.engine.build import DTYPES, given_plan, layer_parameters, layer_works
 from torchround.layer import LayeredModel
-from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
+from torchround.pipeline.costs import Costs, costs_from_work
 from torchround.pipeline.devices import ASSUMED_DEVICE, DeviceSpec
-from torchround.pipeline.host_memory import HostMemory, ParameterCounts
+from torchround.pipeline.host_memory import HostMemory
 from torchround.pipeline.memory import size_text
-from torchround.pipeline.model_shapes import ModelShape, model_shape, shape_names
 from torchround.pipeline.plan import Plan, PlannedStage
 from torchround.pipeline.plan_report import PlanReport, RunQuestion
 from torchround.run.host_budget import parameter_counts
@@ -23,10 +22,6 @@ from torchround.run.host_budget import parameter_counts
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
-
-
-class DryRunError(ValueError):
-    """A question that cannot be answered; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +36,22 @@ class Hardware:
     kind: str = "cuda"
 
 
-def run_question(config: Config, model: LayeredModel, hardware: Hardware) -> RunQuestion:
-    """The run of `config` on `hardware`. Raises `EngineUsageError` where `engine.plan` is a file that holds none."""
+def run_question(
+    config: Config, model: LayeredModel, hardware: Hardware, mapped: Collection[str] = ()
+) -> RunQuestion:
+    """The run of `config` on `hardware`; `model` has its adapters, and `mapped` are names of weights that stay in files.
+
+    Raises `EngineUsageError` where `engine.plan` is a file that holds none.
+    """
     training, engine = config.training, config.engine
     element_bytes = DTYPES[training.dtype].itemsize
     gradient_dtype = training.dtype if engine.grad_dtype == "auto" else engine.grad_dtype
-    layers = _layer_parameters(config, model)
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
         return costs_from_work(
             model.names,
             layer_works(model, sequences, tokens, element_bytes, hardware.kind, engine.compile is True),
-            layers,
+            layer_parameters(model),
             hardware.spec or ASSUMED_DEVICE,
             dtype=training.dtype,
             element_bytes=element_bytes,
@@ -61,7 +60,7 @@ def run_question(config: Config, model: LayeredModel, hardware: Hardware) -> Run
 
     return RunQuestion(
         costs_for=costs_for,
-        parameters=_counts(config, model),
+        parameters=parameter_counts(model, mapped),
         seq_len=training.seq_len,
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,
@@ -77,43 +76,6 @@ def run_question(config: Config, model: LayeredModel, hardware: Hardware) -> Run
         accumulate_bytes=DTYPES[engine.accumulate_dtype].itemsize,
         given=None if engine.plan is None else given_plan(engine),
     )
-
-
-def _layer_parameters(config: Config, model: LayeredModel) -> list[LayerParameters]:
-    """Parameters of each layer; with `lora.rank` and a model without adapters, theirs from the released shape."""
-    counts = []
-    for layer in model.layers:
-        parameters = list(dict.fromkeys(layer.parameters()))
-        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        counts.append(LayerParameters(sum(parameter.numel() for parameter in parameters), trained))
-    if not _lacks_adapters(config, model):
-        return counts
-    adapter = _shape(config).adapter_parameters(config.lora.rank, config.lora.targets)
-    blocks = [LayerParameters(count.total + adapter, adapter) for count in counts[1:-1]]
-    return [LayerParameters(counts[0].total, 0), *blocks, LayerParameters(counts[-1].total, 0)]
-
-
-def _lacks_adapters(config: Config, model: LayeredModel) -> bool:
-    return config.lora.rank > 0 and all(p.requires_grad for layer in model.layers for p in layer.parameters())
-
-
-def _shape(config: Config) -> ModelShape:
-    shape = model_shape(config.model.family, config.model.flavor or "")
-    if shape is None:
-        raise DryRunError(
-            f"adapters are planned for {', '.join(shape_names())}; "
-            f"given {config.model.family}/{config.model.flavor or config.model.hf_path}"
-        )
-    return shape
-
-
-def _counts(config: Config, model: LayeredModel) -> ParameterCounts:
-    """Those of the model; where its adapters are still to come, of the released shape's beside the frozen model."""
-    counts = parameter_counts(model)
-    if not _lacks_adapters(config, model):
-        return counts
-    adapters = sum(layer.trained for layer in _layer_parameters(config, model))
-    return ParameterCounts(trained=adapters, frozen=counts.trained + counts.frozen)
 
 
 def rendered(report: PlanReport) -> "Group":
@@ -147,6 +109,8 @@ def _host_table(report: PlanReport) -> "Table":
     }
     if report.question.host_bytes is not None:
         rows["allowed"] = report.question.host_bytes
+    if host.mapped_bytes:
+        rows["besides, in files: frozen weights"] = host.mapped_bytes
     table = _table("host memory", ("kind",), ("size",))
     for name, size in rows.items():
         table.add_row(name, size_text(size))

@@ -23,7 +23,7 @@ class HostMemoryError(Exception):
 
 
 def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> ParameterCounts:
-    """Tied parameters once; those whose names are `mapped` are left out."""
+    """Tied parameters once; those whose names are `mapped` are frozen and counted apart."""
     users: dict[int, int] = {}
     parameters = {}
     in_files: set[int] = set()
@@ -40,6 +40,7 @@ def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> Param
             parameter.numel() for key, parameter in parameters.items() if key not in trained.keys() | in_files
         ),
         tied=sum(numel for key, numel in trained.items() if users[key] > 1),
+        mapped=sum(parameters[key].numel() for key in in_files),
     )
 
 

@@ -81,4 +81,4 @@ class StepReports:
             layer.work(1, seq_len, element_bytes)  # type: ignore[operator]
             for layer in self._model.layers
         ]
-        return train_flops_per_token(sum(work.forward_flops for work in works), seq_len)
+        return train_flops_per_token(works, seq_len)

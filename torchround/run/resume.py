@@ -23,6 +23,7 @@ WEIGHTS = "weights/"  # what the host store's views of weights begin with
 
 # What decides losses, but for the data and the seed, which the loader checks. Empty: every key of the table.
 TELLING_KEYS: Mapping[str, tuple[str, ...]] = {
+    "model": ("hf_path",),  # a base that stays in its files is read from there again
     "training": (
         *("steps", "seq_len", "global_batch_size", "micro_batch_size", "dtype", "max_norm"),
         *("on_spike", "spike_factor", "spike_window"),
@@ -34,6 +35,8 @@ TELLING_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 # What makes a model another one.
 MODEL_KEYS: Mapping[str, tuple[str, ...]] = {"model": ("family", "flavor"), "lora": ("rank", "targets")}
+# What decides which tensors a checkpoint holds.
+STORED_KEYS = {**MODEL_KEYS, "lora": ("rank", "targets", "map_base")}
 
 # What a state holds, and as what.
 STATE_TYPES: Mapping[str, type] = {
@@ -99,7 +102,7 @@ class StartingWeights:
 
 
 def _told_difference(error: ForeignCheckpointError, config: Config) -> str:
-    differing = _changes(error.state, config, MODEL_KEYS)
+    differing = _changes(error.state, config, STORED_KEYS)
     return f" ({', '.join(differing)})" if differing else ""
 
 

@@ -1,7 +1,10 @@
 """Adapters against the dense model that they stand for: `W + (alpha / rank) B A` in place of `W`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from models import FAMILIES, LoraShape, ModelConfigError, add_adapters
 from models.common.lora import adapter_names, mask_seed
@@ -21,9 +24,9 @@ CASES = [
 RANK, ALPHA = 4, 12.0
 
 
-def build(name, flavor, targets, dropout=0.0, **fields):
+def build(name, flavor, targets, dropout=0.0, vocab_size=50, **fields):
     family = FAMILIES[name]
-    config = family.config_from_flavor(flavor, vocab_size=50, num_layers=2, **fields)
+    config = family.config_from_flavor(flavor, vocab_size=vocab_size, num_layers=2, **fields)
     plain, adapted = family.build(config), family.build(config)
     names = family.hf_names(config)
     add_adapters(adapted, names, LoraShape(RANK, ALPHA, dropout, targets))
@@ -211,8 +214,6 @@ def test_evaluation_is_without_dropout(tools):
 
 @pytest.mark.parametrize("name, flavor, targets", CASES)
 def test_matrix_products_of_adapters_are_counted_as_torch_counts_them(name, flavor, targets, tools):
-    from torch.utils.flop_counter import FlopCounterMode
-
     plain, adapted, _ = build(name, flavor, targets)
     batch, counted, claimed = tools.micro_batch([[48], [48]], 50), [], []
     for model in (plain, adapted):
@@ -223,6 +224,67 @@ def test_matrix_products_of_adapters_are_counted_as_torch_counts_them(name, flav
         counted.append(counter.get_total_flops())
         claimed.append(model.layers[1].work(2, 48, 4).forward_flops)
     assert claimed[1] - claimed[0] == counted[1] - counted[0] > 0
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "adapters"])
+@pytest.mark.parametrize("name, flavor, targets", CASES)
+def test_a_backward_has_the_matrix_products_that_torch_counts_in_it(name, flavor, targets, frozen, tools):
+    model = tools.materialise(build(name, flavor, targets)[1 if frozen else 0])
+    if frozen:  # memory of its own takes gradients
+        for key, parameter in tools.stored_parameters(model).items():
+            parameter.requires_grad_("lora_" in key)
+    batch = tools.micro_batch([[48], [48]], 50)
+    hidden = model.layers[0](None, batch)
+    for layer in model.layers[1:3]:
+        inputs = as_leaves(hidden)
+        with FlopCounterMode(display=False) as counter:
+            hidden = layer(inputs, batch)
+            gradients = tuple(map(torch.ones_like, as_tuple(hidden)))
+            torch.autograd.backward(as_tuple(hidden), gradients)
+        work, heads = layer.work(2, 48, 4), layer.attention.num_heads * layer.attention.head_dim
+        # torch does not count its CPU attention kernel: two products forward, four backward.
+        counted = counter.get_total_flops() + 6 * 2 * 2 * 48 * 48 * heads
+        assert counted == work.forward_flops + work.backward_flops
+    hidden = as_leaves(hidden)[0] if isinstance(hidden, tuple) else as_leaves(hidden)
+    head = model.layers[-1]
+    with FlopCounterMode(display=False) as counter:  # all logits: into the chunked loss it does not look
+        head.logits(hidden).sum().backward()
+    work = head.work(2, 48, 4)
+    assert counter.get_total_flops() == work.forward_flops + work.backward_flops
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name, flavor, targets", CASES)
+def test_peak_of_a_layer_with_adapters_is_at_most_the_estimate(name, flavor, targets, dtype, tools):
+    model = tools.materialise(build(name, flavor, targets, dropout=0.1, vocab_size=4096)[1], dtype)
+    for key, parameter in tools.stored_parameters(model).items():
+        parameter.requires_grad_("lora_" in key)
+        if parameter.requires_grad:  # as the engine binds them
+            parameter.grad_dtype = torch.float32
+            parameter.grad = torch.zeros(parameter.shape)
+    batch = replace(tools.micro_batch([[56, 200]] * 4, 4096), dropout_seed=1)
+    hidden = as_leaves(model.layers[0](None, batch))
+    for layer in (model.layers[1], model.layers[-1]):
+        output = as_leaves(layer(hidden, batch))
+
+        def run(layer=layer, hidden=hidden, output=output):
+            torch.autograd.backward(
+                as_tuple(layer(hidden, batch)), tuple(map(torch.ones_like, as_tuple(output)))
+            )
+
+        work = layer.work(4, 256, dtype.itemsize, "cpu")
+        estimate, peak = work.activation_bytes + work.workspace_bytes, tools.measure_peak_bytes(run)
+        assert 0.4 * estimate < peak < 1.01 * estimate, f"{peak} of {estimate}"
+        hidden = output
+
+
+def as_tuple(hidden):
+    return (hidden,) if isinstance(hidden, torch.Tensor) else hidden
+
+
+def as_leaves(hidden):
+    leaves = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in as_tuple(hidden))
+    return leaves[0] if isinstance(hidden, torch.Tensor) else leaves
 
 
 @pytest.mark.parametrize("name, flavor, targets", CASES)
