@@ -81,9 +81,8 @@ def hang(engine):
             for micro_batches in BATCHES:
                 result = engine.forward_backward(micro_batches)
                 engine.step(1e-2)
-            result.wait()
             result.update()
-            result.loss()
+            engine.drain()
     finally:
         engine.close()
     return raised.value
