@@ -109,9 +109,9 @@ def zstd(content: bytes, times: int) -> Callable[[], bytes]:
 def wide_window() -> bytes:
     """A frame that asks for 2 GiB before it gives a byte."""
     parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
-    return zstandard.ZstdCompressor(compression_params=parameters).compressobj().compress(b"x" * (1 << 20)) + (
-        b"\0" * 100
-    )
+    return zstandard.ZstdCompressor(compression_params=parameters).compressobj().compress(
+        b"x" * (1 << 20)
+    ) + (b"\0" * 100)
 
 
 def parquet(**columns: Any) -> Callable[[], bytes]:
@@ -163,33 +163,53 @@ FILES = {
     "all of a pattern's files are pipes": Case(pipe, "no file matches", reads("*pipe.jsonl")),
     "this process's memory": Case(prepare, "/proc/self/mem", reads("/proc/self/mem")),
     "a folder": Case(prepare, "is a folder", reads("/etc")),
-    "a secret as records": Case(secret, "(?s)^(?!.*hunter2).*linked.jsonl, line 1: not valid JSON", reads("linked.jsonl"), 1),
-    "a hole of a line": Case(sparse, "sparse.jsonl: the line at byte 0 is longer than", reads("sparse.jsonl"), 1),
+    "a secret as records": Case(
+        secret, "(?s)^(?!.*hunter2).*linked.jsonl, line 1: not valid JSON", reads("linked.jsonl"), 1
+    ),
+    "a hole of a line": Case(
+        sparse, "sparse.jsonl: the line at byte 0 is longer than", reads("sparse.jsonl"), 1
+    ),
 }
 ARCHIVES = {
     "a gzip of one line without end": Case(
-        file("bomb.jsonl.gz", zipped(b"a", 64)), "bomb.jsonl.gz, line 1: .* longer than", reads("bomb.jsonl.gz"), 1
+        file("bomb.jsonl.gz", zipped(b"a", 64)),
+        "bomb.jsonl.gz, line 1: .* longer than",
+        reads("bomb.jsonl.gz"),
+        1,
     ),
     "a gzip of blank lines without end": Case(
         file("bomb.jsonl.gz", zipped(b"\n", 64)), "blank lines in a row", reads("bomb.jsonl.gz"), 1
     ),
     "a zstd of one line without end": Case(
-        file("bomb.jsonl.zst", zstd(b"a", 64)), "bomb.jsonl.zst, line 1: .* longer than", reads("bomb.jsonl.zst"), 1
+        file("bomb.jsonl.zst", zstd(b"a", 64)),
+        "bomb.jsonl.zst, line 1: .* longer than",
+        reads("bomb.jsonl.zst"),
+        1,
     ),
     "a zstd with a window of all memory": Case(
-        file("window.jsonl.zst", wide_window), "window.jsonl.zst, line 1: the archive", reads("window.jsonl.zst"), 1
+        file("window.jsonl.zst", wide_window),
+        "window.jsonl.zst, line 1: the archive",
+        reads("window.jsonl.zst"),
+        1,
     ),
     "a gzip in a gzip": Case(
-        file("twice.jsonl.gz", lambda: gzip.compress(gzip.compress(b"{}"))), "not valid", reads("twice.jsonl.gz"), 1
+        file("twice.jsonl.gz", lambda: gzip.compress(gzip.compress(b"{}"))),
+        "not valid",
+        reads("twice.jsonl.gz"),
+        1,
     ),
     "no gzip": Case(file("no.jsonl.gz", b"PK\x03\x04" * 9), "archive is damaged", reads("no.jsonl.gz"), 1),
-    "no zstd": Case(file("no.jsonl.zst", pickle.dumps(Bomb())), "archive is damaged", reads("no.jsonl.zst"), 1),
+    "no zstd": Case(
+        file("no.jsonl.zst", pickle.dumps(Bomb())), "archive is damaged", reads("no.jsonl.zst"), 1
+    ),
 }
 TABLES = {
     "a type that is a pickle": Case(
         file("bad.parquet", pickled_type), "no field 'text'", reads("bad.parquet"), 1
     ),
-    "a pickle": Case(file("bad.parquet", pickle.dumps(Bomb())), "not a readable parquet", reads("bad.parquet"), 1),
+    "a pickle": Case(
+        file("bad.parquet", pickle.dumps(Bomb())), "not a readable parquet", reads("bad.parquet"), 1
+    ),
     "a footer that lies": Case(
         file("bad.parquet", footer_that_lies), "not a readable parquet", reads("bad.parquet"), 1
     ),
@@ -202,7 +222,9 @@ TABLES = {
     "the same text again and again": Case(
         file("bad.parquet", same_text_again_and_again), "bad.parquet.*memory", reads("bad.parquet"), 1
     ),
-    "texts that are numbers": Case(file("bad.parquet", parquet(text=[1.5])), "is a float", reads("bad.parquet"), 1),
+    "texts that are numbers": Case(
+        file("bad.parquet", parquet(text=[1.5])), "is a float", reads("bad.parquet"), 1
+    ),
 }
 RECORDS = {
     "nested without end": record(b"[" * 200_000, "line 1: not valid JSON"),
@@ -232,7 +254,13 @@ CHATS = {
 }
 CASES = {
     f"{kind}: {name}": case
-    for kind, cases in (("file", FILES), ("archive", ARCHIVES), ("table", TABLES), ("record", RECORDS), ("chat", CHATS))
+    for kind, cases in (
+        ("file", FILES),
+        ("archive", ARCHIVES),
+        ("table", TABLES),
+        ("record", RECORDS),
+        ("chat", CHATS),
+    )
     for name, case in cases.items()
 }
 

@@ -168,7 +168,10 @@ class Checkpointer:
             try:
                 if path.suffix not in (".tmp", ".trash"):
                     path = path.rename(path.with_name(path.name.removesuffix(".replaced") + ".trash"))
-                shutil.rmtree(path)
+                if path.is_symlink():  # where it leads is not ours
+                    path.unlink()
+                else:
+                    shutil.rmtree(path)
             except OSError as error:
                 logger.warning(
                     "could not delete the old checkpoint %s: %s; it goes on using space", path, error

@@ -1,6 +1,5 @@
 """What can be wrong with the data a user brings; every message names the file, and the line where there is one."""
 
-
 MOST_LETTERS = 2000  # of a message: it may quote what a file says
 
 
@@ -14,7 +13,11 @@ class DataError(ValueError):
         text = str(message)
         if len(text) > MOST_LETTERS:
             text = f"{text[: MOST_LETTERS // 2]} .. {text[-MOST_LETTERS // 2 :]}"
-        super().__init__("".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text))
+        super().__init__(
+            "".join(
+                letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
+            )
+        )
 
 
 class TokenizerError(DataError):
