@@ -26,7 +26,7 @@ _CHANGES = {
     *("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.chmod", "os.chown"),
     *("os.truncate", "shutil.rmtree", "shutil.copyfile", "shutil.move"),
 }
-_NAMES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink"}
+_NAMES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "shutil.rmtree"}  # follow no link
 _RUNS = {"pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"}
 
 
