@@ -254,6 +254,8 @@ def numbers(options: argparse.Namespace, start_s: float) -> Iterator[int]:
         return
     number = 0
     while number == 0 or time.monotonic() - start_s < 60 * options.minutes:
+        if number == options.iterations:
+            return
         yield number
         number += 1
 
@@ -273,6 +275,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="begin iterations for so long; at least one"
     )
+    parser.add_argument("--iterations", type=int, help="no more than so many")
     parser.add_argument("--seed", type=int, default=0, help="fixes what happens in each iteration")
     parser.add_argument("--only", type=int, help="this iteration alone")
     parser.add_argument("--folder", type=Path, help="on the disk to be used (default: the temporary folder)")

@@ -26,22 +26,22 @@ def alter_a_weight(run: Path) -> None:
     assert verify_checkpoint(path) == 12
 
 
-def test_an_iteration_ends_as_a_run_that_was_left_alone_and_leaves_nothing(
+def test_an_iteration_ends_as_a_run_that_was_left_alone_and_one_altered_bit_is_told_with_how_to_see_it_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--only", "3", "--seed", "1", "--folder", str(tmp_path)]) == 0
-    told = capfd.readouterr().out
-    assert re.search(r"^iteration 3 \(.* s\): .*: the same$", told, re.MULTILINE), told
-    assert re.search(r"^1 iterations in .* minutes, seed 1: ", told, re.MULTILINE) and "\n0 failed" in told
-    assert not list(tmp_path.iterdir())
+    runs: list[Path] = []
 
+    def alter_the_second(run: Path) -> None:
+        runs.append(run)
+        if len(runs) == 2:
+            alter_a_weight(run)
 
-def test_a_result_that_was_altered_by_one_bit_is_told_with_how_to_see_it_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--minutes", "0", "--folder", str(tmp_path)], tamper=alter_a_weight) == 1
+    arguments = ["--minutes=10", "--iterations=2", "--seed=1", f"--folder={tmp_path}"]
+    assert main(arguments, tamper=alter_the_second) == 1
     told = capfd.readouterr().out
-    assert "again: --seed 0 --only 0" in told and "1 of " in told and "tensors differ" in told, told
-    assert "\n1 failed: 0" in told
-    [kept] = tmp_path.glob("*/iteration-0")
+    assert re.search(r"^iteration 0 \(.* s\): .*: the same$", told, re.MULTILINE), told
+    assert "again: --seed 1 --only 1" in told and "1 of " in told and "tensors differ" in told, told
+    assert re.search(r"^2 iterations in .* minutes, seed 1: .*\n1 failed: 1$", told, re.MULTILINE), told
+    [kept] = tmp_path.glob("*/iteration-*")
+    assert kept.name == "iteration-1"
     assert newest(kept / "outputs" / "run" / "checkpoints", set()) == 12

@@ -98,7 +98,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         left_bytes = os.fstat(file.fileno()).st_size - _LENGTH_BYTES
         if not 0 < header_bytes <= min(left_bytes, _MAX_HEADER_BYTES):
             raise ValueError(f"its header would take {header_bytes} of {left_bytes} bytes")
-        header = json.loads(file.read(header_bytes), object_pairs_hook=_once)
+        header = json.loads(file.read(header_bytes), object_pairs_hook=no_name_twice)
     header.pop("__metadata__", None)
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     found = {}
@@ -149,6 +149,17 @@ def memory_of(tensor: Tensor) -> memoryview:
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
+def no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON as a dict: of two entries with one name another reader might take the other one.
+
+    Raises `ValueError`.
+    """
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a name is there twice")
+    return entries
+
+
 def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
     # Wide elements first: each tensor is then aligned to its element, as safetensors' own writer has it.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
@@ -164,14 +175,6 @@ def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return TensorFile(name, ordered, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two entries with one name another reader might take the other one."""
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        raise ValueError("a name is there twice")
-    return entries
 
 
 def _shape(sizes: list[object]) -> tuple[int, ...]:
