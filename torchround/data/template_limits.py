@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MOST_WORK = 2_000_000  # turns of loops, about a second or two; released templates take some 20 a message
-CALL_WORK = 20  # turns of a loop that take as long as a call
+CALL_WORK = 10  # turns of a loop that take as long as a call
 LETTERS_PER_WORK = 256
 MOST_LETTERS = 100_000_000
 MOST_WIDTH = 10_000
