@@ -116,8 +116,8 @@ class Trainer:
         Raises `ResumeError`, `RunFolderError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`; whatever
         could be saved is saved before.
         """
-        newest = self._checkpoints.latest_step()
-        if newest is not None and newest >= self.config.training.steps:
+        newest = self._checkpoints.complete_step()
+        if newest is not None:
             say(
                 f"{self._folder.path}: the run is complete after {newest} steps; nothing to do "
                 "(a higher training.steps would go on)"

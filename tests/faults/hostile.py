@@ -18,6 +18,7 @@ from tests.faults.zygote import Zygote
 
 MEMORY_BYTES = 1 << 30  # on top of what the process has mapped before
 CPU_S = 30
+COMPARED_BYTES = 1 << 24  # larger files are holes
 TOUCHED = "TOUCHED"
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -25,6 +26,7 @@ _CHANGES = {
     *("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.chmod", "os.chown"),
     *("os.truncate", "shutil.rmtree", "shutil.copyfile", "shutil.move"),
 }
+_NAMES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "shutil.rmtree"}  # follow no link
 _RUNS = {"pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"}
 
 
@@ -47,6 +49,7 @@ def judge(case: Case, zygote: Zygote, folder: Path) -> None:
     assert "Traceback" not in text and TOUCHED not in text, text
     assert child.wait() == case.code, f"exit code {child.wait()}\n{text}"
     assert re.search(case.says, text), text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text), f"a terminal would obey {text!r}"
     assert contents(folder) == before, text
 
 
@@ -60,7 +63,8 @@ def contents(folder: Path) -> dict[str, bytes | str]:
         if path.is_symlink():
             found[name] = os.readlink(path)
         elif path.is_file():
-            found[name] = path.read_bytes()
+            size_bytes = path.stat().st_size
+            found[name] = path.read_bytes() if size_bytes <= COMPARED_BYTES else f"{size_bytes} bytes"
         else:
             found[name] = "not a file"
     found.pop("outputs", None)
@@ -87,7 +91,7 @@ def be_watched(writable: Path) -> None:
         elif event in _CHANGES or (event == "open" and isinstance(details[2], int) and details[2] & _WRITES):
             if not isinstance(details[0], (str, bytes, os.PathLike)):
                 return
-            path = os.path.realpath(os.fsdecode(details[0]))
+            path = _meant(event, os.fsdecode(details[0]))
             by_descriptor = event in ("os.remove", "os.rmdir") and details[-1] not in (-1, None)
             if not (path + "/").startswith(allowed + "/") and path != os.devnull and not by_descriptor:
                 tell(event, details)
@@ -96,3 +100,9 @@ def be_watched(writable: Path) -> None:
         os.write(2, f"{TOUCHED}: {event} {details!r}\n".encode(errors="replace"))
 
     sys.addaudithook(witness)
+
+
+def _meant(event: str, path: str) -> str:
+    """The file itself: what changes names changes links and not what they lead to."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name) if event in _NAMES else os.path.realpath(path)

@@ -1,5 +1,6 @@
 """What forked children do (`zygote.py`): train as `train.py` does, with something planted that goes wrong."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from tests.faults.disks import Disk
 from tests.faults.hostile import be_limited, be_watched
 from tests.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
+from torchround.engine.device import CpuDevice
 
 CHECKPOINT_EVENTS = {
     *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir"),
@@ -134,3 +136,20 @@ def trains_under_mask(mask: int, arguments: list[str]) -> int:
     """A run of a user with this file mode creation mask."""
     os.umask(mask)
     return trains(arguments)
+
+
+def has_a_bad_device(device: str, trouble: str, operation: int, arguments: list[str]) -> int:
+    """A run one of whose devices is `slow` from its `operation`-th operation on, or `faulty` at that one."""
+    run, seen = CpuDevice.run, itertools.count(1)
+
+    def troubled(self, *details, **further):
+        if self.name == device and (count := next(seen)) >= operation:
+            if trouble == "slow":
+                time.sleep(0.002)
+            elif count == operation:
+                raise RuntimeError("planted")
+        return run(self, *details, **further)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuDevice, "run", troubled)
+        return trains(arguments)

@@ -80,3 +80,19 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_an
         assert small_runs("run", "--checkpoint.keep_latest_k=0") == 0
         assert "step-4: " in caplog.text and name in caplog.text, what
     small_runs.assert_same("run", "whole")
+
+
+def test_a_complete_run_whose_last_checkpoint_is_damaged_trains_its_last_steps_again(
+    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes are as they were: without reading it, the run would be called complete."""
+    every_second = ["--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0"]
+    assert small_runs("whole") == 0 and small_runs("run", *every_second) == 0
+    path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}" / "tensors-00000.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert small_runs("run", *every_second) == 0
+    assert f"step-{STEPS}: {path.name} has checksum" in caplog.text
+    assert "going on after step 4 " in capsys.readouterr().out
+    small_runs.assert_same("run", "whole")
+    assert small_runs("run", *every_second) == 0 and "nothing to do" in capsys.readouterr().out

@@ -39,6 +39,12 @@ def test_what_is_not_known_is_not_printed() -> None:
     assert "host 1.50 GiB" in line
 
 
+def test_little_memory_is_told_in_a_unit_that_shows_it() -> None:
+    stream = io.StringIO()
+    ConsoleReport(10, stream=stream).log(record(1, device_peak_gib=0.3 / 1024))
+    assert "device 0.30 MiB | host 1.50 GiB" in stream.getvalue()
+
+
 def test_a_terminal_gets_the_same_line_in_colour_and_unbroken() -> None:
     ours, theirs = os.openpty()
     with open(theirs, "w") as terminal:

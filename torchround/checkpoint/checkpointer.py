@@ -30,6 +30,7 @@ from torchround.checkpoint.manifest import Manifest, encode_state, read_manifest
 from torchround.checkpoint.sync import make_folder, sync_folder
 from torchround.checkpoint.tensor_file import plan_files
 from torchround.checkpoint.watch import Alone, SaveWatch
+from torchround.pipeline.memory import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -195,8 +196,7 @@ class Checkpointer:
     def _require_space(self, size_bytes: int) -> None:
         free_bytes = shutil.disk_usage(self.folder).free
         if size_bytes > free_bytes:
-            needed, free = size_bytes / 2**30, free_bytes / 2**30
-            raise OSError(f"it needs {needed:.2f} GiB and {free:.2f} GiB are free")
+            raise OSError(f"it needs {size_text(size_bytes)} and {size_text(free_bytes)} are free")
 
     def _stands_for(self, step: int, suffix: str | None) -> bool:
         """Whether a folder of this suffix is all that is left of step `step`."""

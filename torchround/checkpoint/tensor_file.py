@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         left_bytes = os.fstat(file.fileno()).st_size - _LENGTH_BYTES
         if not 0 < header_bytes <= min(left_bytes, _MAX_HEADER_BYTES):
             raise ValueError(f"its header would take {header_bytes} of {left_bytes} bytes")
-        header = json.loads(file.read(header_bytes))
+        header = json.loads(file.read(header_bytes), object_pairs_hook=no_name_twice)
     header.pop("__metadata__", None)
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     found = {}
@@ -147,6 +147,17 @@ def checksum_file(
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, where they are."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON as a dict: of two entries with one name another reader might take the other one.
+
+    Raises `ValueError`.
+    """
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a name is there twice")
+    return entries
 
 
 def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:

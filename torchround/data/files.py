@@ -18,6 +18,8 @@ PYTHON_STDLIB = "python-stdlib"
 NOT_STDLIB_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 PIECE_SIZE = 1 << 16
 SCAN_BYTES = 1 << 20
+MOST_LINE_BYTES = 1 << 27  # a record takes several times its size in memory
+TOO_LONG = f"longer than {MOST_LINE_BYTES >> 20} MiB; cut such texts into records"
 
 
 def find_files(path: str) -> list[Path]:
@@ -29,8 +31,10 @@ def find_files(path: str) -> list[Path]:
         raise DataError(
             f"source {path!r} is a folder; name its files with a glob such as {path + '/**/*.txt'!r}"
         )
-    if os.path.exists(path):
+    if os.path.isfile(path):
         return [Path(path)]
+    if os.path.exists(path):  # opening a pipe waits for ever, and a device may have no end
+        raise DataError(f"source {path!r}: {path}: not an ordinary file")
     if not glob.has_magic(path):
         raise DataError(f"source {path!r} does not exist (working directory: {os.getcwd()})")
     found = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
@@ -101,9 +105,12 @@ def read_line(path: Path | str, start_byte: int) -> bytes:
     try:
         with open(path, "rb") as file:
             file.seek(start_byte)
-            return file.readline()
+            line = file.readline(MOST_LINE_BYTES + 1)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(line) > MOST_LINE_BYTES:
+        raise DataError(f"{path}: the line at byte {start_byte} is {TOO_LONG}")
+    return line
 
 
 def read_file_piece(path: Path | str, offset: int) -> tuple[str, int | None]:

@@ -19,6 +19,7 @@ from torchround.data.best_fit import BestFitPacker
 from torchround.data.chat import ChatTemplate
 from torchround.data.errors import DataError
 from torchround.data.packing import PackedSequence, Packer
+from torchround.data.position import check_position
 from torchround.data.reader import Order, Reader
 from torchround.data.records import RecordReader
 from torchround.data.sources import Source
@@ -135,17 +136,28 @@ class Loader(Iterator[MicroBatch]):
         position was saved with: it would mean other documents. Other files alone are a warning with
         `data.on_changed_files = "go_on"`.
         """
-        saved, current = state["data"], self._identity
+        saved, position = state.get("data"), state.get("position")
+        if not isinstance(saved, dict):
+            raise DataError(f"the saved data position says nothing of its data: {str(saved)[:100]}")
+        current = self._identity
         changed = {key: now for key, now in current.items() if saved.get(key) != now}
         text = "; ".join(f"{key} was {saved.get(key)}, is {now}" for key, now in changed.items())
-        only_files = changed.keys() == {"sources"} and len(saved["sources"]) == len(current["sources"])
+        files = saved.get("sources")
+        only_files = (
+            changed.keys() == {"sources"}
+            and isinstance(files, list)
+            and len(files) == len(current["sources"])
+        )
         if only_files and self._data.on_changed_files == "go_on":
             logger.warning("going on at the same document numbers in changed files: %s", text)
         elif changed:
             hint = f"; {REPAIRED}" if only_files else ""
             raise DataError(f"the saved data position is of other data: {text}{hint}")
+        if position is not None:
+            first_places = [source.first_place() for source in self._sources]
+            check_position(position, first_places, self._tokenizer.vocab_size)
         self.close()
-        self._position = state["position"]
+        self._position = position
 
     def close(self) -> None:
         """End the threads. The position stays; a further batch starts them again."""

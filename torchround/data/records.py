@@ -154,7 +154,7 @@ def _conversation(messages: list[dict[str, Any]], tools: Any) -> Conversation:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else []
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"field 'tools' is not valid JSON: {error}") from error
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"field 'tools' is a {type(tools).__name__}, not a list")

@@ -15,11 +15,22 @@ from typing import Any
 from torchround.config import SourceTable
 from torchround.data.documents import Document
 from torchround.data.errors import DataError
-from torchround.data.files import find_files, is_compressed, kind_of, line_starts, read_line, size_bytes
+from torchround.data.files import (
+    MOST_LINE_BYTES,
+    TOO_LONG,
+    find_files,
+    is_compressed,
+    kind_of,
+    line_starts,
+    read_line,
+    size_bytes,
+)
 from torchround.data.records import RecordReader
 from torchround.data.sources import FileIndex, Order, Source, Stream, Unit
 
 CHUNK_BYTES = 1 << 18
+FEED_BYTES = 1 << 10  # to zstd at once: each may become 32 KiB per byte
+MOST_BLANK_LINES = 100_000  # in a row, in an archive: it may unpack to any number of them
 ROWS_AT_ONCE = 1024
 
 
@@ -73,7 +84,14 @@ def _text(path: Path, start: int) -> Iterator[Document]:
 def _plain_lines(path: Path, start: int) -> Iterator[Document]:
     starts = line_starts(path)[start:].tolist()
     for number, start_byte in enumerate(starts, start=start + 1):
-        yield Document(path, start_byte, number, record=read_line(path, start_byte))
+        yield Document(path, start_byte, number, record=_line_or_error(path, start_byte))
+
+
+def _line_or_error(path: Path, start_byte: int) -> bytes | DataError:
+    try:
+        return read_line(path, start_byte)
+    except DataError as error:
+        return error
 
 
 def _lines(path: Path, start: int) -> Iterator[Document]:
@@ -82,22 +100,29 @@ def _lines(path: Path, start: int) -> Iterator[Document]:
         for number, line in enumerate(_split_lines(_decompressed(path)), start=1):
             if number > start:
                 yield Document(path, 0, number, record=line)
-    except (OSError, EOFError, zlib.error, _zstd_error()) as error:
-        reason = f"the archive is damaged or cut off: {error}"
+    except (DataError, OSError, EOFError, zlib.error, _zstd_error()) as error:
+        reason = error if isinstance(error, DataError) else f"the archive is damaged or cut off: {error}"
         broken = Document(path, 0, number + 1, record=None)
         if number + 1 > start:
             yield Document(path, 0, number + 1, record=DataError(f"{broken}: {reason}"))
 
 
 def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines without their ends; a last one that has none is a line too."""
+    """Lines without their ends; a last one that has none is a line too. Raises `DataError` for those of a bomb."""
     rest: list[bytes] = []
+    num_bytes = num_blank = 0
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
         rest.append(first)
+        num_bytes += len(first)
+        if num_bytes > MOST_LINE_BYTES:
+            raise DataError(f"it is {TOO_LONG}")
         for line in others:
+            num_blank = 0 if num_bytes else num_blank + 1
+            if num_blank > MOST_BLANK_LINES:
+                raise DataError(f"more than {MOST_BLANK_LINES:,} blank lines in a row")
             yield b"".join(rest)
-            rest = [line]
+            rest, num_bytes = [line], len(line)
     if last := b"".join(rest):
         yield last
 
@@ -114,9 +139,10 @@ def _decompressed(path: Path) -> Iterator[bytes]:
         while data := file.read(CHUNK_BYTES):
             while data:
                 frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(data)
-                data = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
+                feed, data = data[:FEED_BYTES], data[FEED_BYTES:]
+                yield frame.decompress(feed)
+                if frame.eof:
+                    data, frame = frame.unused_data + data, None
     if frame is not None:  # its own reader takes a file that is cut off for a whole one
         raise EOFError("the file ends inside a zstd frame")
 
@@ -173,11 +199,12 @@ def _rows(
                     number += 1
                     if number > start:
                         yield Document(path, 0, before + number, "row", record)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         where = Document(path, 0, before + number + 1, "row")
+        reason = "takes more memory than there is" if isinstance(error, MemoryError) else "is damaged"
         if number + 1 > start:
             yield Document(
-                path, 0, where.number, "row", DataError(f"{where}: the parquet file is damaged: {error}")
+                path, 0, where.number, "row", DataError(f"{where}: the parquet file {reason}: {error}")
             )
 
 

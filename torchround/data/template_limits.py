@@ -14,7 +14,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MOST_WORK = 2_000_000  # turns of loops and calls, about a second; released templates take some 20 a message
+MOST_WORK = 2_000_000  # turns of loops, about a second or two; released templates take some 20 a message
+CALL_WORK = 10  # turns of a loop that take as long as a call
 LETTERS_PER_WORK = 256
 MOST_LETTERS = 100_000_000
 MOST_WIDTH = 10_000
@@ -78,7 +79,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Every call in a template."""
-        self._work.add(1)
+        self._work.add(CALL_WORK)
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
             _check_size(getattr(obj, "__name__", ""), owner, [*args, *kwargs.values()])

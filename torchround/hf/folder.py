@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchround.checkpoint.tensor_file import DTYPE_NAMES
+from torchround.checkpoint.tensor_file import DTYPE_NAMES, no_name_twice
 from torchround.hf.errors import HFError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -71,7 +71,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise HFError(f"{path}: truncated: its header takes {header_bytes} bytes, the file has {size_bytes}")
     start = _LENGTH_BYTES + header_bytes
     try:
-        entries = json.loads(text)
+        entries = json.loads(text, object_pairs_hook=no_name_twice)
         entries.pop("__metadata__", None)
         tensors = {name: _parse(path, name, entry, start) for name, entry in entries.items()}
         _refuse_overlaps(list(tensors.values()))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from torchround.observe.record import StepRecord, perplexity
+from torchround.pipeline.memory import GIB, size_text
 
 # Logged lines over which the time per step is taken for the time that is left.
 _ETA_LINES = 20
@@ -59,8 +60,8 @@ def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[str]
     if record.mfu is not None:
         parts.append(f"MFU {100 * record.mfu:.1f} %")
     if record.device_peak_gib is not None:
-        parts.append(f"device {record.device_peak_gib:.2f} GiB")
-    parts.append(f"host {record.host_gib:.2f} GiB")
+        parts.append(f"device {size_text(round(record.device_peak_gib * GIB))}")
+    parts.append(f"host {size_text(round(record.host_gib * GIB))}")
     if record.validation_loss is not None:
         parts.append(f"validation loss {record.validation_loss:.4f}")
         parts.append(f"perplexity {perplexity(record.validation_loss):.4g}")

@@ -67,8 +67,14 @@ class LossScaling:
         return {"after": [asdict(self._after[step - back]) for back in (2, 1)]}
 
     def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
-        """Go on at `step` with a `state_dict(step)`; with an empty one (no scaling before), at the initial scale."""
+        """Go on at `step` with a `state_dict(step)`; with an empty one (no scaling before), at the initial scale.
+
+        Raises `ValueError` for a scale that no step has.
+        """
         after = [self._initial] * 2
         if self.dynamic and state:
             after = [ScaleState(**values) for values in state["after"]]
+            for given in after:
+                if not (0 < given.scale <= HIGHEST_SCALE and 0 <= given.good_steps < GROWTH_INTERVAL_STEPS):
+                    raise ValueError(f"{given} is above {HIGHEST_SCALE}, or none at all")
         self._after = {step - back: values for back, values in zip((2, 1), after, strict=True)}

@@ -4,6 +4,7 @@ The bound of step t is fixed by the steps before t, whose updates are complete w
 part, so a run repeats, and a resumed one goes on bit for bit.
 """
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
@@ -60,11 +61,17 @@ class SpikeBounds:
         return {name: list(window) for name, window in self._values.items() if window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a `state_dict`; with an empty one from nothing. Another window keeps the newest that fit."""
+        """Go on with a `state_dict`; with an empty one from nothing. Another window keeps the newest that fit.
+
+        Raises `ValueError` for values that no good step has.
+        """
         for name, window in self._values.items():
+            values = state.get(name, ())
+            if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
+                raise ValueError(f"the {name} of a good step is a finite number, got {str(values)[:100]}")
             window.clear()
             if self._factor:
-                window.extend(state.get(name, ()))
+                window.extend(values)
 
     def _bound(self, median: float, window: deque[float]) -> float:
         deviation = statistics.median(abs(value - median) for value in window)

@@ -10,7 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from torchround.checkpoint import Checkpointer, CheckpointError, SaveWatch
+from torchround.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    DamagedCheckpointError,
+    ForeignCheckpointError,
+    SaveWatch,
+    verify_checkpoint,
+)
 from torchround.config import Config
 from torchround.data import DataError
 from torchround.data.loader import Loader
@@ -75,9 +82,21 @@ class RunCheckpoints:
         """After the newest step that was dispatched."""
         return self.positions[-1]
 
-    def latest_step(self) -> int | None:
-        """Of the newest complete checkpoint in the run's folder."""
-        return self._checkpointer.latest_step()
+    def complete_step(self) -> int | None:
+        """That of the newest checkpoint, where it is of the run's last step or a later one and sound.
+
+        Every byte of it is read: of a damaged one it would else be said that there is nothing to do.
+        """
+        step = self._checkpointer.latest_step()
+        if step is None or step < self._config.training.steps:
+            return None
+        try:
+            verify_checkpoint(self._checkpointer.checkpoints()[step])
+        except DamagedCheckpointError:
+            return None  # loading names it, and takes the one before
+        except ForeignCheckpointError:
+            pass  # of a newer version, and whole as far as this one can tell
+        return step
 
     def restore(self, store: HostStore, loader: Loader) -> bool:
         """Fill the store, and bring the loader to its place; False where there is nothing to go on from.

@@ -13,11 +13,13 @@ import os
 import socket
 from pathlib import Path
 
+from torchround.checkpoint.sync import read_regular
 from torchround.config import Config, RunTable, to_toml
 from torchround.pipeline.plan import Plan
 
 logger = logging.getLogger(__name__)
 
+MOST_PLAN_BYTES = 2**24
 # What flock gives on file systems that have no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -66,12 +68,12 @@ class RunFolder:
     def kept_plan(self) -> Plan | None:
         """The plan that the run had last; None where it has no readable plan yet."""
         try:
-            return Plan.from_json((self.path / "plan.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError):
+            return Plan.from_json(read_regular(self.path / "plan.json", MOST_PLAN_BYTES).decode())
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
 
     def _refuse_links(self) -> None:
-        """A folder may come from anybody: a link in it would make a run write wherever it points."""
+        """A folder may come from anybody: a link in it would make a run write wherever it points, a pipe wait."""
         for folder in (self.path, self.path / "trace"):
             for path in sorted(folder.iterdir()) if folder.is_dir() else ():
                 if path.is_symlink():
@@ -79,6 +81,8 @@ class RunFolder:
                         f"run.folder: {path} is a link to {path.readlink()}; a run writes to nothing outside its "
                         "folder. Remove it, or put what it points to in its place (the whole folder may be a link)"
                     )
+                if not (path.is_file() or path.is_dir()):
+                    raise RunFolderError(f"run.folder: {path} is not an ordinary file; remove it")
 
     def _take_lock(self) -> None:
         try:

@@ -47,6 +47,7 @@ STATE_TYPES: Mapping[str, type] = {
     "loss_scale": dict,
     "config": dict,
 }
+MOST = 2**62  # of anything that is counted
 
 
 class ResumeError(Exception):
@@ -126,11 +127,11 @@ def _given_checkpoint(
 
 
 def _check_state(loaded: Loaded) -> None:
+    most = {"tokens": MOST, "applied_updates": loaded.step, "skipped_steps": loaded.step}
     for key, kind in STATE_TYPES.items():
-        if not isinstance(loaded.state.get(key), kind):
-            raise ResumeError(
-                f"{loaded.path}: its state is not that of a run: {key} is {loaded.state.get(key)!r}"
-            )
+        value = loaded.state.get(key)
+        if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= most[key]):
+            raise ResumeError(f"{loaded.path}: its state is not that of a run: {key} is {str(value)[:100]}")
 
 
 def _refuse_another_model(loaded: Loaded, config: Config) -> None:

@@ -1,0 +1,286 @@
+"""Break runs again and again for a chosen time, and see that each ends as one that nobody disturbed.
+
+    python scripts/soak.py --minutes 60 --seed 7
+
+Every iteration trains a small model, is killed, signalled, robbed of its disk, given slow and failing devices and
+damaged checkpoints at random, and started again until it is complete. Then its losses and all that was saved after
+the last step are compared, bit for bit, with a run that was left alone. After every start the newest checkpoint is
+read through, and no step that was saved may be lost. An iteration is fixed by seed and number but for the moments that
+are times; one that fails keeps its folder, and is repeated with `--only NUMBER`. Needs the extra `test`. Exit codes: 0
+all were the same, 1 some were not.
+"""
+
+import argparse
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.faults.zygote import Child, Zygote, zygote_in
+from tests.small_run import SmallRuns
+from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
+from torchround.run.signals import STOP_SIGNALS
+
+STEPS = 12
+HUNG_AFTER_S = 300.0  # a start takes a second
+MODES: dict[str, tuple[str, ...]] = {
+    "sync": (),
+    "async": ("--engine.update=async",),
+    "tied": ("--model.flavor=tied",),
+    "two rounds": ("--engine.plan={ forward = [2, 2], fused = 1, backward = [1, 3], rounds = 2 }",),
+    "adapters": ("--lora.rank=2", "--lora.dropout=0.1", "--engine.update=async"),
+}
+TROUBLES = ("killed in a save", "killed", "signalled", "slow device", "faulty device", "damaged file", "none")
+DISKS = ("full", "filling", "read-only")
+
+
+@dataclass(frozen=True)
+class Broken:
+    """What a start met, and what may come of it."""
+
+    trouble: str
+    child: Child
+    codes: tuple[int, ...]
+
+
+class SoakError(Exception):
+    """A run did what none may do."""
+
+
+class Soak:
+    """Iterations in `folder`. `tamper` is called with each complete run before it is compared."""
+
+    def __init__(
+        self, zygote: Zygote, folder: Path, seed: int, tamper: Callable[[Path], object] = lambda run: None
+    ) -> None:
+        self.met: Counter[str] = Counter()
+        self._zygote = zygote
+        self._folder = folder
+        self._seed = seed
+        self._tamper = tamper
+        self._undisturbed: dict[str, Path] = {}
+
+    def iterate(self, number: int) -> str:
+        """One run from its first start to its comparison; what happened to it. Raises `SoakError`."""
+        moment = random.Random(f"{self._seed}/{number}")
+        mode = moment.choice(list(MODES))
+        runs = self._runs(f"iteration-{number}")
+        arguments = [
+            "--run.name=run",
+            "--checkpoint.interval_steps=2",
+            "--checkpoint.keep_latest_k=0",
+            *MODES[mode],
+        ]
+        arguments.append(f"--training.steps={STEPS}")
+        met: list[str] = []
+        if moment.random() < 0.25:
+            met.append(self._starve(runs, moment, arguments))
+        met += self._until_complete(runs, moment, arguments)
+        self._tamper(runs.path("run"))
+        self._compare(runs, mode)
+        shutil.rmtree(runs.folder)
+        return f"{mode}: {', '.join(met)}: the same"
+
+    def _until_complete(self, runs: SmallRuns, moment: random.Random, arguments: list[str]) -> Iterator[str]:
+        """Start after start, each on any number of devices; the last one is left alone."""
+        checkpoints, damaged = runs.path("run") / "checkpoints", set[int]()
+        reached = newest(checkpoints, damaged)
+        for trouble in [*moment.choices(TROUBLES, k=moment.randint(1, 6)), "none"]:
+            if trouble == "damaged file" and len(Checkpointer(checkpoints).checkpoints()) > 1:
+                damage(checkpoints / f"step-{reached}", moment)
+                damaged.add(reached)
+                reached = newest(checkpoints, damaged)
+            started = self._start(trouble, runs.folder, moment, arguments)
+            text = started.child.text()
+            self.met[started.trouble] += 1
+            require(
+                started.child.wait() in started.codes,
+                f"{started.trouble}: exit code {started.child.wait()}",
+                text,
+            )
+            require("Traceback" not in text or trouble == "faulty device", started.trouble, text)
+            going_on = re.search(r"^going on after step (\d+) ", text, re.MULTILINE)
+            require(going_on is None or int(going_on[1]) == reached, f"step {reached} was saved before", text)
+            before, reached = reached, newest(checkpoints, damaged)
+            told = [int(step) for step in re.findall(r"^saved \S+step-(\d+) ", text, re.MULTILINE)]
+            require(reached >= max([before, *told]), f"step {reached} is the newest that is left", text)
+            yield started.trouble
+        require(reached == STEPS, f"the run ends at step {reached}", text)
+
+    def _start(self, trouble: str, folder: Path, moment: random.Random, arguments: list[str]) -> Broken:
+        """A start and the trouble that it meets, ended."""
+        num_devices = moment.randint(1, 4)
+        arguments = [*arguments, f"--engine.num_devices={num_devices}"]
+        if trouble == "killed in a save":
+            operation, delay_s = moment.randint(1, 80), moment.choice((0.0, moment.uniform(0, 0.01)))
+            child = self._ended("is_killed_at", operation, delay_s, arguments, folder=folder)
+            return Broken(f"killed at file operation {operation}", child, (-signal.SIGKILL, 0))
+        if trouble.endswith("device"):
+            device, operation = f"cpu:{moment.randrange(num_devices)}", moment.randint(1, 400)
+            kind = trouble.split()[0]
+            child = self._ended("has_a_bad_device", device, kind, operation, arguments, folder=folder)
+            return Broken(f"{kind} {device}", child, (0,) if kind == "slow" else (0, 1))
+        if trouble in ("killed", "signalled"):
+            number = signal.SIGKILL if trouble == "killed" else moment.choice(STOP_SIGNALS)
+            child = self._zygote.start("trains", arguments, folder=folder)
+            if trouble == "signalled":  # before its first step nobody listens
+                child.wait_until(lambda text: "\nstep " in text or "is complete" in text)
+            time.sleep(moment.uniform(0, 0.3))
+            child.send(number)
+            code = -number if trouble == "killed" else 128 + number
+            return Broken(signal.Signals(number).name, self._waited(child), (code, 0))
+        return Broken(trouble, self._ended("trains", arguments, folder=folder), (0,))
+
+    def _starve(self, runs: SmallRuns, moment: random.Random, arguments: list[str]) -> str:
+        """A whole run on a disk of its own that can for some steps not be written."""
+        trouble, begin = moment.choice(DISKS), moment.choice((4, 6))
+        end = begin + moment.choice((2, 4))
+        child = self._ended("trains_while_the_disk_is", trouble, begin, end, arguments, folder=runs.folder)
+        require(child.wait() == 0 and "verified step" in child.text(), f"disk {trouble}", child.text())
+        shutil.rmtree(runs.folder / "outputs")
+        (runs.folder / "kept").rename(runs.folder / "outputs")
+        self.met[f"disk {trouble}"] += 1
+        return f"disk {trouble} from step {begin} to {end}"
+
+    def _compare(self, runs: SmallRuns, mode: str) -> None:
+        """Losses of every step, and every tensor, state and weight that is saved."""
+        if mode not in self._undisturbed:
+            alone = self._runs(f"undisturbed-{mode.replace(' ', '-')}")
+            child = self._ended(
+                "trains", ["--run.name=run", f"--training.steps={STEPS}", *MODES[mode]], folder=alone.folder
+            )
+            require(child.wait() == 0, "a run that is left alone fails", child.text())
+            self._undisturbed[mode] = alone.path("run")
+        shutil.copytree(self._undisturbed[mode], runs.path("undisturbed"))
+        try:
+            verify_checkpoint(runs.path("run") / "checkpoints" / f"step-{STEPS}")
+            runs.assert_same("run", "undisturbed", step=STEPS)
+        except (AssertionError, CheckpointError) as error:
+            raise SoakError(f"it is another run than one that was left alone: {error}") from error
+
+    def _runs(self, name: str) -> SmallRuns:
+        folder = self._folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return SmallRuns(folder)
+
+    def _ended(self, scenario: str, *arguments: Any, folder: Path) -> Child:
+        return self._waited(self._zygote.start(scenario, *arguments, folder=folder))
+
+    def _waited(self, child: Child) -> Child:
+        """Ended by itself. Raises `SoakError` for one that hangs, after ending it."""
+        hung = threading.Timer(HUNG_AFTER_S, child.send, [signal.SIGABRT])
+        hung.start()
+        code = child.wait()
+        hung.cancel()
+        require(code != -signal.SIGABRT, f"nothing came of it in {HUNG_AFTER_S:.0f} s", child.text())
+        return child
+
+
+def damage(checkpoint: Path, moment: random.Random) -> None:
+    """A byte of one of its files flipped, or the end cut off."""
+    path = moment.choice(sorted(checkpoint.iterdir()))
+    content = bytearray(path.read_bytes())
+    place = moment.randrange(len(content))
+    if moment.random() < 0.3:
+        del content[place:]
+    else:
+        content[place] ^= moment.randint(1, 255)
+    path.write_bytes(content)
+
+
+def newest(checkpoints: Path, damaged: set[int]) -> int:
+    """The newest step whose every byte is as it was written; 0 where there is none.
+
+    Raises `SoakError` for any other that is unsound than those that we `damaged`, which are of no use until they are
+    saved again.
+    """
+    for step, path in reversed(Checkpointer(checkpoints).checkpoints().items()):
+        try:
+            return verify_checkpoint(path)
+        except CheckpointError as error:
+            if step not in damaged:
+                raise SoakError(f"a start left a damaged checkpoint: {error}") from error
+    return 0
+
+
+def require(is_so: bool, what: str, text: str) -> None:
+    if not is_so:
+        raise SoakError(f"{what}\n{text}")
+
+
+def main(arguments: list[str], tamper: Callable[[Path], object] = lambda run: None) -> int:
+    """Soak, print, and return the exit code."""
+    options = parse(arguments)
+    folder = Path(tempfile.mkdtemp(prefix="soak-", dir=options.folder))
+    print(f"seed {options.seed}, in {folder}", flush=True)
+    start_s, failed, done = time.monotonic(), [], 0
+    (folder / "zygote").mkdir()
+    with zygote_in(folder / "zygote") as zygote:
+        soak = Soak(zygote, folder, options.seed, tamper)
+        for number in numbers(options, start_s):
+            done += 1
+            begin_s = time.monotonic()
+            try:
+                told = soak.iterate(number)
+            except SoakError as error:
+                failed.append(number)
+                told = f"FAILED, kept in {folder / f'iteration-{number}'}; again: --seed {options.seed} --only {number}\n{error}"
+            print(f"iteration {number} ({time.monotonic() - begin_s:.1f} s): {told}", flush=True)
+    met = ", ".join(f"{count} x {trouble}" for trouble, count in summary(soak.met).items())
+    print(f"{done} iterations in {(time.monotonic() - start_s) / 60:.1f} minutes, seed {options.seed}: {met}")
+    print(f"{len(failed)} failed{': ' + ', '.join(map(str, failed)) if failed else ''}")
+    if not failed:
+        shutil.rmtree(folder)
+    return int(bool(failed))
+
+
+def numbers(options: argparse.Namespace, start_s: float) -> Iterator[int]:
+    """Of the iterations that are asked for."""
+    if options.only is not None:
+        yield options.only
+        return
+    number = 0
+    while number == 0 or time.monotonic() - start_s < 60 * options.minutes:
+        if number == options.iterations:
+            return
+        yield number
+        number += 1
+
+
+def summary(met: Counter[str]) -> dict[str, int]:
+    """By kind, whatever place or device it was at."""
+    kinds: Counter[str] = Counter()
+    for trouble, count in met.items():
+        kinds[re.sub(r" (at file operation \d+|cpu:\d)$", "", trouble)] += count
+    return dict(sorted(kinds.items()))
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="begin iterations for so long; at least one"
+    )
+    parser.add_argument("--iterations", type=int, help="no more than so many")
+    parser.add_argument("--seed", type=int, default=0, help="fixes what happens in each iteration")
+    parser.add_argument("--only", type=int, help="this iteration alone")
+    parser.add_argument("--folder", type=Path, help="on the disk to be used (default: the temporary folder)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""Adapters that mean harm: headers that lie about what follows, numbers that are none; nothing of them is unpickled."""
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from tests.faults.hostile import Case, judge
+from tests.faults.scenarios import prepare
+from tests.faults.test_hostile_models import ADAPTED, adapter
+from tests.faults.zygote import Zygote
+
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 16, "bias": "none"}
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+ENTRY = {"dtype": "F32", "shape": [2, 16], "data_offsets": [0, 128]}
+
+
+def with_header(entries: Any, says: str = "damaged") -> Case:
+    """A file of one tensor whose header says that."""
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return Case(adapter(CONFIG, content=struct.pack("<Q", len(text)) + text + bytes(128)), says, ADAPTED)
+
+
+def with_tensors(says: str, **tensors: torch.Tensor) -> Case:
+    content = save({name.replace("__", "."): tensor for name, tensor in tensors.items()})
+    return Case(adapter(CONFIG, content=content), says, ADAPTED)
+
+
+def with_config(says: str, **changes: Any) -> Case:
+    return Case(adapter(CONFIG | changes), f"adapter_config.json: .*{says}", ADAPTED)
+
+
+CASES = {
+    "offsets that overlap": with_header({NAME: ENTRY, "other": ENTRY}),
+    "offsets past the end": with_header(
+        {NAME: ENTRY | {"data_offsets": [2**40, 2**40 + 128]}}, says="truncated"
+    ),
+    "a shape that is not its bytes": with_header({NAME: ENTRY | {"shape": [2**31, 2**31]}}),
+    "a type that is not its bytes": with_header({NAME: ENTRY | {"dtype": "F64"}}),
+    "an entry that is a list": with_header({NAME: [1]}),
+    "a name that is there twice": with_header(
+        (json.dumps({NAME: ENTRY})[:-1] + f', "{NAME}": {json.dumps(ENTRY)}}}').encode()
+    ),
+    "a name that climbs": with_tensors("missing|not part", **{"../../../etc/passwd": torch.zeros(2, 16)}),
+    "another shape": with_tensors(r"\[3, 16\]|missing", **{NAME: torch.zeros(3, 16)}),
+    "a rank that is no number": with_config("r is nan", r=math.nan),
+    "a rank that is true": with_config("r is True", r=True),
+    "a scale that is infinite": with_config("lora_alpha is inf", lora_alpha=math.inf),
+    "patterns that rename": with_config("rank_pattern is not supported", rank_pattern={"(a+)+$": 2}),
+    "a kind of its own": with_config("peft_type is", peft_type="\u001b]0;pwned\u0007"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hostile_adapters_are_a_message_and_touch_nothing(zygote: Zygote, tmp_path: Path, name: str) -> None:
+    prepare(tmp_path)
+    judge(CASES[name], zygote, tmp_path)

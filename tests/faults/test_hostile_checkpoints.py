@@ -1,0 +1,378 @@
+"""Checkpoints and run folders from somebody who means harm, and knows the format: one message each, nothing touched.
+
+Checksums find damage by accident, not an attacker: here each is made to fit what was forged.
+"""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from tests.faults.hostile import Case, judge
+from tests.faults.scenarios import prepare
+from tests.faults.zygote import Zygote
+
+TENSORS = "tensors-00000.safetensors"
+STEP = 5
+GIVEN = ("--run.name=new", "--checkpoint.load_path=theirs", "--training.steps=8", "--training.on_spike=skip")
+OWN = ("--run.name=run", "--training.steps=8")
+
+
+class Bomb:
+    """A pickle that runs a program when it is loaded."""
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch pwned",)
+
+
+BOMB = pickle.dumps(Bomb())
+DEEP = b'{"a":' * 100_000
+
+
+@pytest.fixture(scope="module")
+def saved(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a harmless run left."""
+    folder = tmp_path_factory.mktemp("harmless")
+    prepare(folder)
+    run = zygote.run("trains", ["--run.name=run"], folder=folder)
+    assert run.wait() == 0, run.text()
+    return folder / "outputs" / "run"
+
+
+def forge_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Alter the manifest, with a checksum that fits."""
+    content = json.loads((path / "manifest.json").read_text())
+    del content["xxh3_128"]
+    change(content)
+    content["xxh3_128"] = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+    (path / "manifest.json").write_text(json.dumps(content, indent=1))
+
+
+def forge(path: Path, name: str, content: bytes) -> None:
+    """A file with other content, and a manifest that says so."""
+    (path / name).write_bytes(content)
+    record = {"size_bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
+    forge_manifest(path, lambda manifest: manifest["files"].update({name: record}))
+
+
+def instead(name: str, content: bytes):
+    return lambda path: forge(path, name, content)
+
+
+def manifest(change: Callable[[dict[str, Any]], object]):
+    return lambda path: forge_manifest(path, change)
+
+
+def listed(name: str):
+    """One more file in the manifest, which is there."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["files"][name] = {"size_bytes": 8, "xxh3_128": xxhash.xxh3_128_hexdigest(b"precious")}
+
+    return manifest(change)
+
+
+def state(change: Callable[[dict[str, Any]], object]):
+    """The state with something else in it."""
+
+    def forge_state(path: Path) -> None:
+        content = json.loads((path / "state.json").read_text())
+        change(content)
+        forge(path, "state.json", json.dumps(content).encode())
+
+    return forge_state
+
+
+def position(**changes: Any):
+    return state(lambda content: content["data"]["position"].update(changes))
+
+
+def progress(**changes: Any):
+    return state(lambda content: content["data"]["position"]["reader"]["sources"][0].update(changes))
+
+
+def header(change: Callable[[dict[str, Any]], Any], length: int | None = None):
+    """The tensors with another header in front."""
+
+    def forge_header(path: Path) -> None:
+        whole = (path / TENSORS).read_bytes()
+        end = 8 + int.from_bytes(whole[:8], "little")
+        entries = json.loads(whole[8:end])
+        changed = change(entries)
+        text = changed if isinstance(changed, bytes) else json.dumps(entries).encode()
+        told = len(text) if length is None else length
+        forge(path, TENSORS, told.to_bytes(8, "little") + text + whole[end:])
+
+    return forge_header
+
+
+def first(entries: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = next(entry for name, entry in entries.items() if name != "__metadata__")
+    return entry
+
+
+def twice(entries: dict[str, Any]) -> bytes:
+    """A name that comes twice: other readers take the first, or the last."""
+    name = next(name for name in entries if name != "__metadata__")
+    text = json.dumps(entries)
+    return (text[:-1] + f", {json.dumps(name)}: {json.dumps(entries[name])}}}").encode()
+
+
+def tensor_values(value: float):
+    def forge_values(path: Path) -> None:
+        whole = (path / TENSORS).read_bytes()
+        end = 8 + int.from_bytes(whole[:8], "little")
+        numbers = torch.full(((len(whole) - end) // 4,), value)
+        forge(path, TENSORS, whole[:end] + numbers.numpy().tobytes())
+
+    return forge_values
+
+
+def linked(name: str):
+    def link(path: Path) -> None:
+        (path / name).rename(path.parent / "outside")
+        (path / name).symlink_to("../outside")
+
+    return link
+
+
+def pipe(name: str):
+    def make_pipe(path: Path) -> None:
+        (path / name).unlink()
+        os.mkfifo(path / name)
+
+    return make_pipe
+
+
+def hole(name: str):
+    def make_hole(path: Path) -> None:
+        os.truncate(path / name, 1 << 40)
+
+    return make_hole
+
+
+# What is wrong with `theirs`, and what is said of it.
+CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a manifest that is a pickle": (
+        lambda path: (path / "manifest.json").write_bytes(BOMB),
+        "manifest.json is not JSON",
+    ),
+    "a manifest nested without end": (
+        lambda path: (path / "manifest.json").write_bytes(DEEP),
+        "manifest.json is not JSON",
+    ),
+    "a manifest of a terabyte": (hole("manifest.json"), "manifest.json cannot be read: 1099511627776 bytes"),
+    "a manifest that is a pipe": (
+        pipe("manifest.json"),
+        "manifest.json cannot be read: not an ordinary file",
+    ),
+    "a manifest that is a link": (linked("manifest.json"), "manifest.json cannot be read"),
+    "a name that climbs": (listed("../precious"), "lists the strange file '../precious'"),
+    "an absolute name": (listed("/etc/passwd"), "lists the strange file '/etc/passwd'"),
+    "a name with NUL": (listed("tensors-00001.safetensors\0"), "lists the strange file"),
+    "a name of two lines": (listed("tensors-00001.safetensors\n"), "lists the strange file"),
+    "a name that is a terminal's command": (listed("\x1b]0;pwned\x07"), "lists the strange file"),
+    "a step below nothing": (manifest(lambda content: content.update(step=-1)), "manifest.json was altered"),
+    "a step that is no number": (
+        manifest(lambda content: content.update(step=float("nan"))),
+        "manifest.json was altered",
+    ),
+    "a step beyond all": (manifest(lambda content: content.update(step=10**30)), "is after step 10000"),
+    "a size beyond all": (
+        manifest(lambda content: content["files"][TENSORS].update(size_bytes=2**70)),
+        "bytes long instead of",
+    ),
+    "a format of the future": (
+        manifest(lambda content: content.update(format=10**9)),
+        "has format 1000000000",
+    ),
+    "tensors that are a link": (linked(TENSORS), "is not an ordinary file"),
+    "tensors that are a pipe": (pipe(TENSORS), "is not an ordinary file"),
+    "tensors that are a pickle": (instead(TENSORS, BOMB), "header of tensors-00000.safetensors is damaged"),
+    "tensors that are a zipped pickle": (
+        instead(TENSORS, b"PK\x03\x04" + BOMB),
+        "header of tensors-00000.safetensors is damaged",
+    ),
+    "a header longer than all memory": (header(lambda entries: None, 2**63), "its header would take"),
+    "a header nested without end": (header(lambda entries: DEEP), "header of .* is damaged"),
+    "a header that is a list": (header(lambda entries: b"[]      "), "header of .* is damaged"),
+    "a shape beyond all memory": (
+        header(lambda entries: first(entries).update(shape=[2**40, 2**40])),
+        "header of .* is damaged",
+    ),
+    "a shape below nothing": (header(lambda entries: first(entries).update(shape=[-1])), "is no shape"),
+    "a type that nobody knows": (
+        header(lambda entries: first(entries).update(dtype="O")),
+        "header of .* is damaged",
+    ),
+    "offsets that overlap": (
+        header(lambda entries: first(entries).update(data_offsets=[4, 8])),
+        "header of .* is damaged",
+    ),
+    "a tensor that is there twice": (header(twice), "header of .* is damaged|not this model's"),
+    "a tensor of another name": (
+        header(lambda entries: json.dumps(entries).replace("weights/", "../weights/", 1).encode()),
+        "not this model's",
+    ),
+    "a state that is a pickle": (instead("state.json", BOMB), "state.json is not JSON"),
+    "a state nested without end": (instead("state.json", DEEP), "state.json is not JSON"),
+    "a state that is a list": (instead("state.json", b"[]"), "state.json is not a JSON object"),
+    "a state of nothing": (instead("state.json", b"{}"), "its state is not that of a run"),
+    "a state of a terabyte": (hole("state.json"), "bytes long instead of"),
+    "tokens that are infinite": (state(lambda content: content.update(tokens=float("inf"))), "tokens is inf"),
+    "tokens below nothing": (state(lambda content: content.update(tokens=-1)), "tokens is -1"),
+    "updates that are no number": (
+        state(lambda content: content.update(applied_updates=float("nan"))),
+        "applied_updates is nan",
+    ),
+    "updates below nothing": (
+        state(lambda content: content.update(applied_updates=-7)),
+        "applied_updates is -7",
+    ),
+    "updates beyond all": (
+        state(lambda content: content.update(applied_updates=10**400)),
+        "applied_updates is 1000",
+    ),
+    "skipped steps that are true": (
+        state(lambda content: content.update(skipped_steps=True)),
+        "skipped_steps is True",
+    ),
+    "spikes of words": (
+        state(lambda content: content.update(spikes={"loss": ["high"]})),
+        "not that of a run",
+    ),
+    "spikes that are no numbers": (
+        state(lambda content: content.update(spikes={"loss": [float("nan")] * 10})),
+        "not that of a run",
+    ),
+    "a configuration that is a terminal's command": (
+        state(lambda content: content["config"]["model"].update(flavor="\x1b]0;pwned\x07")),
+        "is of another model",
+    ),
+    "no position": (state(lambda content: content.update(data={})), "data position"),
+    "a position that is a number": (
+        state(lambda content: content["data"].update(position=1)),
+        "data position",
+    ),
+    "a position of nothing": (state(lambda content: content["data"].update(position={})), "data position"),
+    "tokens of no vocabulary": (position(tokens=[10**6]), "data position"),
+    "tokens beyond all numbers": (position(tokens=[10**30]), "data position"),
+    "tokens that are no numbers": (position(tokens=[float("nan")]), "data position"),
+    "labels of words": (position(learn=["x"]), "data position"),
+    "a place below nothing": (progress(place=[-3]), "data position"),
+    "a place that is a fraction": (progress(place=[0.5]), "data position"),
+    "a place of too many numbers": (progress(place=[0, 0, 0]), "data position"),
+    "an epoch that is infinite": (progress(epoch=float("inf")), "data position"),
+    "a field that no source has": (progress(__class__=1), "data position"),
+    "a source that is not there": (
+        state(lambda content: content["data"]["position"]["reader"].update(source=99)),
+        "data position",
+    ),
+    "an offset below nothing": (
+        state(lambda content: content["data"]["position"]["reader"].update(source=0, offset=-9)),
+        "data position",
+    ),
+}
+
+
+def given(harm: Callable[[Path], object]):
+    """The checkpoint as somebody sent it, beside a file that is nobody's business."""
+
+    def prepare_given(folder: Path) -> None:
+        shutil.move(folder / "outputs" / "run" / "checkpoints" / f"step-{STEP}", folder / "theirs")
+        (folder / "precious").write_bytes(b"precious")
+        harm(folder / "theirs")
+
+    return prepare_given
+
+
+def own(harm: Callable[[Path], object]):
+    """The whole folder of a run as somebody sent it."""
+    return lambda folder: harm(folder / "outputs" / "run")
+
+
+def outside(name: str):
+    """A checkpoint's folder is a link."""
+
+    def link(path: Path) -> None:
+        (path.parents[1] / "elsewhere").mkdir()
+        (path.parents[1] / "elsewhere" / "precious").write_text("precious")
+        (path / "checkpoints" / name).symlink_to(path.parents[1] / "elsewhere")
+
+    return link
+
+
+RUNS = {
+    "nothing but a forged checkpoint": Case(
+        own(lambda path: instead("state.json", BOMB)(path / "checkpoints" / "step-5")),
+        "none of the checkpoints",
+        OWN,
+        1,
+    ),
+    "weights that are no numbers": Case(
+        own(lambda path: tensor_values(float("nan"))(path / "checkpoints" / "step-5")),
+        "BadStepsError|not finite",
+        (*OWN, "--training.steps=40", "--training.max_skipped_steps=3"),
+        1,
+    ),
+    "a checkpoint that is a link": Case(
+        own(outside("step-9")), "step-9: manifest.json cannot be read", OWN, 0
+    ),
+    "leftovers that are a link": Case(own(outside("step-9.tmp")), "could not delete .*step-9.tmp", OWN, 0),
+    "trash that is a link": Case(own(outside("step-9.trash")), "could not delete .*step-9.trash", OWN, 0),
+    "checkpoints that are a file": Case(
+        own(lambda path: (shutil.rmtree(path / "checkpoints"), (path / "checkpoints").touch())),
+        "checkpoint",
+        OWN,
+        1,
+    ),
+    "metrics nested without end": Case(
+        own(lambda path: (path / "metrics.jsonl").write_bytes(DEEP + b"\n")), "the run is complete", OWN, 0
+    ),
+    "metrics that are a pipe": Case(own(pipe("metrics.jsonl")), "metrics.jsonl .*not an ordinary file", OWN),
+    "a plan nested without end": Case(
+        own(lambda path: (path / "plan.json").write_bytes(DEEP)), "the run is complete", OWN, 0
+    ),
+    "a plan that is a pipe": Case(own(pipe("plan.json")), "plan.json .*not an ordinary file", OWN),
+    "a plan of numbers beyond all": Case(
+        own(
+            lambda path: (path / "plan.json").write_text(
+                '{"forward": [1e999], "fused": -1, "backward": [], "rounds": 1e9}'
+            )
+        ),
+        "the run is complete",
+        (*OWN, "--engine.plan=none"),
+        0,
+    ),
+    "a lock that is a pipe": Case(
+        own(lambda path: ((path / ".lock").unlink(), os.mkfifo(path / ".lock"))),
+        "lock .*not an ordinary file",
+        OWN,
+    ),
+}
+CASES = {name: Case(given(harm), says, GIVEN) for name, (harm, says) in CHECKPOINTS.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hostile_checkpoint_is_a_message_and_touches_nothing(
+    zygote: Zygote, saved: Path, tmp_path: Path, name: str
+) -> None:
+    prepare(tmp_path)
+    shutil.copytree(saved, tmp_path / "outputs" / "run")
+    judge(CASES[name], zygote, tmp_path)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_hostile_folder_of_a_run_is_told_of_and_nothing_outside_is_touched(
+    zygote: Zygote, saved: Path, tmp_path: Path, name: str
+) -> None:
+    prepare(tmp_path)
+    shutil.copytree(saved, tmp_path / "outputs" / "run")
+    judge(RUNS[name], zygote, tmp_path)

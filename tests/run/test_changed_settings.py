@@ -1,0 +1,77 @@
+"""A run that goes on with other settings: what is legal is told and does what it says, another model is refused."""
+
+import signal
+
+import pytest
+
+from tests.small_run import ASYNC, STEPS, TWO_ROUNDS, SmallRuns, before_step, interrupt, small_runs
+
+__all__ = ["small_runs"]
+
+
+def stop_after(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, step: int, *overrides: str) -> None:
+    """The run `run`, stopped and saved there."""
+    with monkeypatch.context() as patch:
+        before_step(patch, step, interrupt)
+        assert small_runs("run", *overrides) == 128 + signal.SIGTERM
+    assert small_runs.saved("run") == [step]
+
+
+def test_from_async_to_sync_the_older_version_is_left_out_and_the_rest_is_a_sync_run_s(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first step reads the same weights in both, so after it a run may turn into one that was `sync` all along."""
+    assert small_runs("whole") == 0
+    stop_after(small_runs, monkeypatch, 1, ASYNC)
+    assert small_runs("run") == 0
+    small_runs.assert_same("run", "whole")
+    assert "from now on engine.update 'async' -> 'sync'" in caplog.text
+
+
+def test_from_sync_to_async_the_first_step_reads_the_newest_weights_and_the_next_one_older(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert small_runs("whole") == 0
+    stop_after(small_runs, monkeypatch, 2)
+    assert small_runs("run", ASYNC) == 0
+    changed, whole = small_runs.losses("run"), small_runs.losses("whole")
+    assert changed[3] == whole[3] and changed[4][0] != whole[4][0]
+    assert "from now on engine.update 'sync' -> 'async'" in caplog.text
+
+
+def test_other_rounds_change_a_run_by_rounding_alone(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert small_runs("whole") == 0
+    stop_after(small_runs, monkeypatch, 2)
+    assert small_runs("run", TWO_ROUNDS) == 0
+    changed, whole = small_runs.losses("run"), small_runs.losses("whole")
+    assert changed[3][0] == pytest.approx(whole[3][0], rel=1e-6)
+    # AdamW divides by the root of the second moment, which makes little of a last bit's difference of a large gradient.
+    assert changed[STEPS][0] == pytest.approx(whole[STEPS][0], rel=1e-4)
+
+
+def test_another_learning_rate_and_schedule_are_used_and_told(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop_after(small_runs, monkeypatch, 2)
+    assert small_runs("run", "--optimizer.lr=5e-3", "--lr_schedule.decay=none") == 0
+    assert "from now on optimizer.lr 0.01 -> 0.005, lr_schedule.decay " in caplog.text
+    assert [small_runs.losses("run")[step][2] for step in (3, 4, 5)] == [5e-3] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        ("--model.flavor=tied", "model.flavor 'untied' -> 'tied'"),
+        ("--lora.rank=2", "lora.rank 0 -> 2"),
+        ("--training.dtype=bfloat16", ""),
+    ],
+)
+def test_another_model_is_refused_with_what_differs_and_other_number_formats_are_not(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], change: str, differs: str
+) -> None:
+    assert small_runs("run") == 0
+    code = small_runs("run", "--training.steps=6", change)
+    message = capsys.readouterr().err
+    assert code == (2 if differs else 0) and differs in message and "Traceback" not in message, message

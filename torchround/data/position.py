@@ -1,0 +1,67 @@
+"""Whether a saved data position is one at all: a checkpoint may come from anybody, and its checksums from them too."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchround.data.documents import Place
+from torchround.data.errors import DataError
+from torchround.layer import IGNORED_LABEL
+
+MOST = 2**62  # of anything that is counted
+COUNTS = ("epoch", "used", "drawn", "bad")
+
+
+def check_position(position: Any, first_places: Sequence[Place], vocab_size: int) -> None:
+    """Raise `DataError` unless the packers and the reader could have left this, of whatever documents.
+
+    `first_places`: where each source begins. A position of no document is found when it is gone to.
+    """
+    try:
+        _check(position, first_places, vocab_size)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the saved data position is none that a run could have left: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check(position: Mapping[str, Any], first_places: Sequence[Place], vocab_size: int) -> None:
+    _check_reader(position["reader"], first_places)
+    if "waiting" not in position:
+        _check_numbers("tokens", position["tokens"], vocab_size)
+        learn = position.get("learn", [])
+        _check_numbers("learn", learn, 2)
+        _require(len(learn) in (0, len(position["tokens"])), "learn", len(learn))
+        return
+    for name in ("left", "group", "long"):
+        _check_numbers(name, [position[name]])
+    for tokens, labels in position["waiting"]:
+        _check_numbers("tokens", tokens, vocab_size)
+        _check_numbers("labels", [label for label in labels if label != IGNORED_LABEL], vocab_size)
+        _require(len(tokens) == len(labels), "waiting", (len(tokens), len(labels)))
+    so_far = position.get("so_far", {"reader": position["reader"], "long": 0})
+    _check_numbers("long", [so_far["long"]])
+    _check_reader(so_far["reader"], first_places)
+
+
+def _check_reader(reader: Mapping[str, Any] | None, first_places: Sequence[Place]) -> None:
+    if reader is None:
+        return
+    sources, number = reader["sources"], reader["source"]
+    _require(len(sources) == len(first_places), "sources", len(sources))
+    for progress, first_place in zip(sources, first_places, strict=True):
+        _require(progress.keys() <= {"place", *COUNTS}, "sources", list(progress))
+        _require(len(progress["place"]) == len(first_place), "place", progress["place"])
+        _check_numbers("place", progress["place"])
+        _check_numbers("sources", [progress[name] for name in COUNTS if name in progress])
+    _check_numbers("source", [] if number is None else [number], len(sources))
+    _check_numbers("offset", [reader["offset"]])
+
+
+def _check_numbers(name: str, values: Sequence[Any], end: int = MOST) -> None:
+    for value in values:
+        _require(type(value) is int and 0 <= value < end, name, value)
+
+
+def _require(is_so: bool, name: str, value: object) -> None:
+    if not is_so:
+        raise ValueError(f"{name} is {str(value)[:100]}")
