@@ -15,7 +15,7 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, ValidationTable
 from torchround.data.batches import Batches
-from torchround.data.best_fit import BestFitPacker
+from torchround.data.best_fit import BestFitPacker, in_changed_files
 from torchround.data.chat import ChatTemplate
 from torchround.data.errors import DataError
 from torchround.data.packing import PackedSequence, Packer
@@ -139,13 +139,16 @@ class Loader(Iterator[MicroBatch]):
         changed = {key: now for key, now in current.items() if saved.get(key) != now}
         text = "; ".join(f"{key} was {saved.get(key)}, is {now}" for key, now in changed.items())
         only_files = changed.keys() == {"sources"} and len(saved["sources"]) == len(current["sources"])
+        position = state["position"]
         if only_files and self._data.on_changed_files == "go_on":
-            logger.warning("going on at the same document numbers in changed files: %s", text)
+            what = what_a_change_costs(position, saved["sources"], current["sources"])
+            logger.warning("going on at the same document numbers in changed files: %s; %s", text, what)
+            position = in_changed_files(position) if self._packs_whole and position else position
         elif changed:
             hint = f"; {REPAIRED}" if only_files else ""
             raise DataError(f"the saved data position is of other data: {text}{hint}")
         self.close()
-        self._position = state["position"]
+        self._position = position
 
     def close(self) -> None:
         """End the threads. The position stays; a further batch starts them again."""
@@ -158,7 +161,7 @@ class Loader(Iterator[MicroBatch]):
         """What was left out or cut up to the batch handed out last."""
         if self._position is None:
             return Counts(0, 0)
-        so_far = self._position.get("so_far", {"reader": self._position["reader"], "long": 0})
+        so_far = so_far_in(self._position)
         return Counts(sum(source["bad"] for source in so_far["reader"]["sources"]), so_far["long"])
 
     def _start(self) -> BaseNode[MicroBatch | DataError]:
@@ -217,6 +220,26 @@ class Counts:
 
     bad_records: int
     long_documents: int
+
+
+def so_far_in(position: dict[str, Any]) -> dict[str, Any]:
+    """How far the reader of a position is, and how many long documents it came upon, whatever the packing."""
+    so_far: dict[str, Any] = position.get("so_far", {"reader": position["reader"], "long": 0})
+    return so_far
+
+
+def what_a_change_costs(position: dict[str, Any] | None, were: Sequence[str], are: Sequence[str]) -> str:
+    """How many documents come again or not at all where the files of some sources have changed."""
+    if position is None:
+        return "nothing of them was read yet"
+    progress = so_far_in(position)["reader"]["sources"]
+    read = sum(source["used"] for source, was, now in zip(progress, were, are, strict=True) if was != now)
+    told = "none is read twice or left out where records were changed in their place; where documents were added or "
+    told += f"taken out, at most the {read} that this pass has read come again, and about as many are left out"
+    gone = {(source, number) for source, number, _ in position.get("gone", ())}
+    return told + (
+        f"; {len(gone)} of the group being packed are used, its others are packed anew" if gone else ""
+    )
 
 
 CONVERSATIONS = ("messages", "alpaca")
