@@ -10,6 +10,7 @@ compared: a speed of other tokens would say nothing. One thread, unless `--worke
 
 import argparse
 import gzip
+import importlib
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -45,7 +47,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the data pipeline.")
     parser.add_argument("--documents", type=int, default=0, help="measure memory over this many documents")
     parser.add_argument(
-        "--kinds", nargs="+", default=["jsonl", "jsonl.gz"], help="kinds of file for --documents"
+        "--kinds",
+        nargs="+",
+        default=["jsonl", "jsonl.gz", "jsonl.zst", "parquet"],
+        help="kinds of file for --documents (default: all four)",
     )
     parser.add_argument(
         "--waiting", action="store_true", help="train debug.toml, without workers and with one"
@@ -199,9 +204,18 @@ def write_records(path: Path, documents: int) -> None:
     if path.suffix == ".parquet":
         write_parquet(path, records)
         return
-    with gzip.open(path, "wb", 1) if path.suffix == ".gz" else path.open("wb") as file:
+    with opened(path) as file:
         while block := b"".join(islice(records, 10_000)):
             file.write(block)
+
+
+def opened(path: Path) -> Any:
+    """A file to write bytes to, compressed as its name says."""
+    if path.suffix == ".zst":
+        import zstandard
+
+        return zstandard.open(path, "wb")
+    return gzip.open(path, "wb", 1) if path.suffix == ".gz" else path.open("wb")
 
 
 def write_parquet(path: Path, records: Iterator[bytes]) -> None:
@@ -217,6 +231,8 @@ def write_parquet(path: Path, records: Iterator[bytes]) -> None:
 
 def memory_while_reading(path: str, documents: int, workers: int) -> dict[str, object]:
     """Resident MiB above that of the imports: after the first batch, and at each tenth of the documents."""
+    if path.endswith(".parquet"):
+        importlib.import_module("pyarrow.parquet")  # 30 MiB that are no documents
     process = psutil.Process()
     data = DataTable(sources=(SourceTable(path=path),), epochs=1, num_workers=workers)
     before = process.memory_info().rss

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,43 @@ def test_a_damaged_row_group_is_named_by_its_first_row(tmp_path: Path) -> None:
     path.write_bytes(bytes(data))
     with pytest.raises(DataError, match=r"x.parquet, row \d+: the parquet file is damaged"):
         walk(open_source(SourceTable(path=str(path))))
+
+
+def test_rows_that_are_no_utf8_are_named_each_and_cost_no_other_row(tmp_path: Path) -> None:
+    """Bytes taken for strings, which nothing checks when they are written; 2500 rows come in three parts."""
+    texts = [b"row %d" % number for number in range(2500)]
+    texts[30], texts[1500] = b"a\xff", b"\xfe"
+    raw = pyarrow.array(texts, pyarrow.binary()).buffers()
+    table = pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), len(texts), raw)})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=2000)
+    source = open_source(SourceTable(path=str(tmp_path / "x.parquet")))
+    place, read, wrong = source.first_place(), [], []
+    while (found := source.locate(place, None)) is not None:
+        try:
+            read.append(source.read(found[0], 0)[0])
+        except DataError as error:
+            wrong.append(str(error))
+        place = found[1]
+    assert [text.encode() for text in read] == [text for text in texts if text.startswith(b"row")]
+    assert [message.partition("x.parquet, ")[2] for message in wrong] == [
+        "row 31: not valid UTF-8 (byte 0xff: invalid start byte)",
+        "row 1501: not valid UTF-8 (byte 0xfe: invalid start byte)",
+    ]
+
+
+def test_a_large_row_group_is_read_part_by_part(tmp_path: Path) -> None:
+    """By what the package itself counts: one row group of 8 MiB that does not compress."""
+    generator = random.Random(0)
+    rows = [{"text": generator.randbytes(256).hex()} for _ in range(16384)]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
+    del table
+    source = open_source(SourceTable(path=str(tmp_path / "x.parquet")))
+    before, most, place = pyarrow.total_allocated_bytes(), 0, source.first_place()
+    while (found := source.locate(place, None)) is not None:
+        most, place = max(most, pyarrow.total_allocated_bytes() - before), found[1]
+    assert (tmp_path / "x.parquet").stat().st_size > 8 * 2**20
+    assert 0 < most < 5 * 2**20
 
 
 def test_one_glob_may_mix_plain_compressed_and_columnar_files(tmp_path: Path) -> None:

@@ -235,7 +235,9 @@ def what_a_change_costs(position: dict[str, Any] | None, were: Sequence[str], ar
     progress = so_far_in(position)["reader"]["sources"]
     read = sum(source["used"] for source, was, now in zip(progress, were, are, strict=True) if was != now)
     told = "none is read twice or left out where records were changed in their place; where documents were added or "
-    told += f"taken out, at most the {read} that this pass has read come again, and about as many are left out"
+    told += (
+        f"taken out, at most the {read} that this pass has read come again, and about as many are left out"
+    )
     gone = {(source, number) for source, number, _ in position.get("gone", ())}
     return told + (
         f"; {len(gone)} of the group being packed are used, its others are packed anew" if gone else ""
