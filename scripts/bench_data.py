@@ -4,8 +4,8 @@
     python scripts/bench_data.py --waiting                # share of debug.toml's steps that waits for data
     python scripts/bench_data.py --documents 10000000    # memory while that many documents are read, by kind of file
 
-Prints JSON. For tokens/s, a vocabulary is trained on the standard library with the package tokenizers, and what is encoded with it is
-compared: a speed of other tokens would say nothing. One thread, unless `--workers` says otherwise.
+Prints JSON. For tokens/s, a vocabulary is trained on the standard library with the package tokenizers, and what is
+encoded with it is compared: a speed of other tokens would say nothing. One thread, unless `--workers` says otherwise.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import psutil
 
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import Tokenizer, build_loader, build_tokenizer, num_tokens
+from torchround.pipeline.devices import find_device
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -39,6 +40,7 @@ PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SEQ_LEN = 2048
+LLAMA_3_2_1B_PARAMETERS = 1_235_814_400  # as released, the tied embedding counted once
 MIB = 2**20
 
 
@@ -85,13 +87,28 @@ def throughput(workers: int, seconds: float) -> dict[str, object]:
             "python-stdlib, end to end": SourceTable(path="python-stdlib"),
             "conversations, whole": SourceTable(path=str(chats), content="messages"),
         }
+        figures = {
+            title: loader_speed(source, tokenizer, workers, seconds) for title, source in sources.items()
+        }
         return {
             "tokenizer": tokenizer_speeds(tokenizer, reference, texts),
-            "file to batch, tokens/s": {
-                title: loader_speed(source, tokenizer, workers, seconds) for title, source in sources.items()
+            "file to batch, tokens/s": figures,
+            "the most that the card takes, tokens/s": round(most_tokens_per_s()),
+            "times that": {
+                title: round(figure / most_tokens_per_s(), 1) for title, figure in figures.items()
             },
             "workers": workers,
         }
+
+
+def most_tokens_per_s() -> float:
+    """No step of Llama-3.2-1B on one RTX 4090 can be faster: 6 FLOPs a parameter and token at the card's bf16 peak.
+
+    Attention, recomputation, transfers and the optimizer are left out; all of them make a step slower.
+    """
+    card = find_device("rtx4090")
+    assert card is not None, "the table of cards has the RTX 4090"
+    return card.flops_per_s("bfloat16") / (6 * LLAMA_3_2_1B_PARAMETERS)
 
 
 def train_vocabulary(folder: Path) -> "object":

@@ -156,10 +156,15 @@ def test_where_every_record_is_bad_skipping_ends_with_an_error_that_says_so(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     (tmp_path / "x.jsonl").write_text("broken\nbroken\n")
-    data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.jsonl")),), on_bad_record="skip")
+    data = DataTable(
+        sources=(SourceTable(path=str(tmp_path / "x.jsonl")),), on_bad_record="skip", validation_fraction=0.9
+    )
     with pytest.raises(
-        DataError, match="none of its documents holds any text; 2 records were skipped as bad"
+        DataError, match="none of its documents holds any text; 2 records were skipped as bad$"
     ):
+        next(build_loader(data, tokenizer, 64, 1, 0))
+    (tmp_path / "x.jsonl").write_text('broken\n{"text": "held out"}\n')
+    with pytest.raises(DataError, match=r"1 records were skipped as bad; data.validation_fraction 0.9 holds"):
         next(build_loader(data, tokenizer, 64, 1, 0))
 
 

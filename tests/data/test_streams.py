@@ -230,6 +230,10 @@ def test_one_glob_may_mix_plain_compressed_and_columnar_files(tmp_path: Path) ->
             {"path": "{folder}/a.txt", "content": "messages"},
             "a.txt is a file of text, which cannot hold 'messages'",
         ),
+        (
+            {"path": "{folder}/b.json", "content": "alpaca"},
+            r"jq -c '\.\[\]' .*/b.json > .*/b.jsonl makes one object a line",
+        ),
     ],
 )
 def test_a_source_that_cannot_be_is_named_when_it_is_opened(
@@ -237,6 +241,7 @@ def test_a_source_that_cannot_be_is_named_when_it_is_opened(
 ) -> None:
     write_dataset(tmp_path, RECORDS)
     (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.json").write_text("[]")
     path = table["path"].format(folder=tmp_path)
     with pytest.raises(DataError, match=message):
         open_source(SourceTable(**{**table, "path": path}))

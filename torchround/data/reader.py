@@ -152,7 +152,7 @@ class Reader(BaseNode[Piece]):
         progress, name = self._progress[number], self._sources[number].name
         if not progress.used and not self._order.validation:
             left = f"; {progress.bad} records were skipped as bad" if progress.bad else ""
-            if self._order.held_out:
+            if self._order.held_out and progress.drawn > progress.bad:
                 left += f"; data.validation_fraction {self._order.held_out} holds out the rest"
             raise DataError(f"source {name!r}: none of its documents holds any text{left}")
         progress.epoch, progress.place, progress.used = (

@@ -70,7 +70,9 @@ class RecordReader:
         wanted = " or ".join(repr(name) for name in names)
         fields = ", ".join(sorted(map(str, record))) or "none"
         meant = next((kind for kind, known in DEFAULT_FIELDS.items() if record.keys() & set(known)), None)
-        hint = "" if meant in (None, self.table.content) else f' (is it a source of content = "{meant}"?)'
+        hint = " (the source's key field names the one to read)"
+        if meant not in (None, self.table.content):
+            hint = f' (is it a source of content = "{meant}"?)'
         raise DataError(f"no field {wanted}; fields: {fields}{hint}")
 
     def _rendered(self, conversation: Conversation) -> tuple[Segment, ...]:

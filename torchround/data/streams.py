@@ -33,9 +33,14 @@ def open_source(table: SourceTable, records: RecordReader | None = None) -> Sour
     kinds = {kind_of(path, table.format) for path in paths}
     if "text" in kinds and table.content != "text":
         example = next(path for path in paths if kind_of(path, table.format) == "text")
+        hint = (
+            f"; jq -c '.[]' {example} > {example}l makes one object a line"
+            if example.suffix == ".json"
+            else ""
+        )
         raise DataError(
             f"source {table.path!r}: {example} is a file of text, which cannot hold {table.content!r}; "
-            "legal for that: JSONL, parquet or a dataset (source key format)"
+            f"legal for that: JSONL, parquet or a dataset (source key format){hint}"
         )
     return Source(table, _file_order(table, paths, records), records)
 
