@@ -174,6 +174,20 @@ def test_a_damaged_row_group_is_named_by_its_first_row(tmp_path: Path) -> None:
         walk(open_source(SourceTable(path=str(path))))
 
 
+def test_a_dataset_that_has_several_subsets_is_read_by_the_name_of_one(tmp_path: Path) -> None:
+    """As on the hub: what the files are is said at the head of its README.md."""
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.jsonl").write_bytes(as_lines([{"text": f"{name} {n}"} for n in range(5)]))
+    files = "\n".join(f"- config_name: {name}\n  data_files: {name}.jsonl" for name in ("first", "second"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{files}\n---\n")
+    source = open_source(SourceTable(path=str(tmp_path), format="dataset", subset="second"))
+    assert [text for text, _, _ in walk(source)] == [f"second {n}" for n in range(5)]
+    with pytest.raises(
+        DataError, match=r"dataset '.*', split 'train': .*'first', 'second'.* \(source keys: split, subset\)$"
+    ):
+        open_source(SourceTable(path=str(tmp_path), format="dataset"))
+
+
 def test_rows_that_are_no_utf8_are_named_each_and_cost_no_other_row(tmp_path: Path) -> None:
     """Bytes taken for strings, which nothing checks when they are written; 2500 rows come in three parts."""
     texts = [b"row %d" % number for number in range(2500)]

@@ -218,8 +218,9 @@ def _dataset_units(table: SourceTable) -> list[Unit]:
     try:
         loaded = _load_dataset(package, table)
     except Exception as error:  # the package raises many kinds; all mean that it could not be loaded
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise DataError(
-            f"dataset {table.path!r}, split {table.split!r}: {type(error).__name__}: {error}"
+            f"dataset {table.path!r}, split {table.split!r}: {reason} (source keys: split, subset)"
         ) from error
     if hasattr(loaded, "__len__"):
         if not len(loaded):
