@@ -4,12 +4,13 @@
     python scripts/bench_data.py --waiting                # share of debug.toml's steps that waits for data
     python scripts/bench_data.py --documents 10000000    # memory while that many documents are read, by kind of file
 
-Prints JSON. For tokens/s, a vocabulary is trained on the standard library with the package tokenizers, and what is encoded with it is
-compared: a speed of other tokens would say nothing. One thread, unless `--workers` says otherwise.
+Prints JSON. For tokens/s, a vocabulary is trained on the standard library with the package tokenizers, and what is
+encoded with it is compared: a speed of other tokens would say nothing. One thread, unless `--workers` says otherwise.
 """
 
 import argparse
 import gzip
+import importlib
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -27,6 +29,7 @@ import psutil
 
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import Tokenizer, build_loader, build_tokenizer, num_tokens
+from torchround.pipeline.devices import find_device
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -37,6 +40,7 @@ PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SEQ_LEN = 2048
+LLAMA_3_2_1B_PARAMETERS = 1_235_814_400  # as released, the tied embedding counted once
 MIB = 2**20
 
 
@@ -45,7 +49,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the data pipeline.")
     parser.add_argument("--documents", type=int, default=0, help="measure memory over this many documents")
     parser.add_argument(
-        "--kinds", nargs="+", default=["jsonl", "jsonl.gz"], help="kinds of file for --documents"
+        "--kinds",
+        nargs="+",
+        default=["jsonl", "jsonl.gz", "jsonl.zst", "parquet"],
+        help="kinds of file for --documents (default: all four)",
     )
     parser.add_argument(
         "--waiting", action="store_true", help="train debug.toml, without workers and with one"
@@ -80,13 +87,28 @@ def throughput(workers: int, seconds: float) -> dict[str, object]:
             "python-stdlib, end to end": SourceTable(path="python-stdlib"),
             "conversations, whole": SourceTable(path=str(chats), content="messages"),
         }
+        figures = {
+            title: loader_speed(source, tokenizer, workers, seconds) for title, source in sources.items()
+        }
         return {
             "tokenizer": tokenizer_speeds(tokenizer, reference, texts),
-            "file to batch, tokens/s": {
-                title: loader_speed(source, tokenizer, workers, seconds) for title, source in sources.items()
+            "file to batch, tokens/s": figures,
+            "the most that the card takes, tokens/s": round(most_tokens_per_s()),
+            "times that": {
+                title: round(figure / most_tokens_per_s(), 1) for title, figure in figures.items()
             },
             "workers": workers,
         }
+
+
+def most_tokens_per_s() -> float:
+    """No step of Llama-3.2-1B on one RTX 4090 can be faster: 6 FLOPs a parameter and token at the card's bf16 peak.
+
+    Attention, recomputation, transfers and the optimizer are left out; all of them make a step slower.
+    """
+    card = find_device("rtx4090")
+    assert card is not None, "the table of cards has the RTX 4090"
+    return card.flops_per_s("bfloat16") / (6 * LLAMA_3_2_1B_PARAMETERS)
 
 
 def train_vocabulary(folder: Path) -> "object":
@@ -199,9 +221,18 @@ def write_records(path: Path, documents: int) -> None:
     if path.suffix == ".parquet":
         write_parquet(path, records)
         return
-    with gzip.open(path, "wb", 1) if path.suffix == ".gz" else path.open("wb") as file:
+    with opened(path) as file:
         while block := b"".join(islice(records, 10_000)):
             file.write(block)
+
+
+def opened(path: Path) -> Any:
+    """A file to write bytes to, compressed as its name says."""
+    if path.suffix == ".zst":
+        import zstandard
+
+        return zstandard.open(path, "wb")
+    return gzip.open(path, "wb", 1) if path.suffix == ".gz" else path.open("wb")
 
 
 def write_parquet(path: Path, records: Iterator[bytes]) -> None:
@@ -217,6 +248,8 @@ def write_parquet(path: Path, records: Iterator[bytes]) -> None:
 
 def memory_while_reading(path: str, documents: int, workers: int) -> dict[str, object]:
     """Resident MiB above that of the imports: after the first batch, and at each tenth of the documents."""
+    if path.endswith(".parquet"):
+        importlib.import_module("pyarrow.parquet")  # 30 MiB that are no documents
     process = psutil.Process()
     data = DataTable(sources=(SourceTable(path=path),), epochs=1, num_workers=workers)
     before = process.memory_info().rss

@@ -83,7 +83,7 @@ def print_batches(config: Config, tokenizer: Tokenizer, batches: int, sequences:
     )
     if packs_whole_documents(config.data):
         print(f"--- {counts.long_documents} documents longer than a sequence: {config.data.long_documents}")
-    print(f"--- read at {tokens / read_s:.3g} tokens/s, start of the pipeline included")
+    print(f"--- read at {tokens / read_s:,.0f} tokens/s, start of the pipeline included")
 
 
 def print_rows(batch: MicroBatch, number: int, rows: int, tokenizer: Tokenizer) -> None:

@@ -115,7 +115,10 @@ def hardware(options: argparse.Namespace, config: Config) -> Hardware:
     """The card of the table with what was given by number put in its place."""
     card = find_device(options.device) if options.device else None
     if options.device and card is None:
-        raise UsageError(f"--device {options.device} is not in the table: {', '.join(device_names())}")
+        raise UsageError(
+            f"--device {options.device} is not in the table: {', '.join(device_names())}; any other card is given "
+            "by --device-memory-gib, --device-tflops and --pcie-gb-per-s"
+        )
     numbers = (options.device_memory_gib, options.device_tflops, options.pcie_gb_per_s)
     if card is None and any(number is None for number in numbers):
         raise UsageError("give --device, or --device-memory-gib, --device-tflops and --pcie-gb-per-s")

@@ -76,6 +76,34 @@ def test_a_bad_record_stops_the_run_or_is_skipped_and_counted_with_file_and_line
     assert "x.jsonl, line 2: " in caplog.text
 
 
+ASKED = '{"instruction": "q", "output": "a"'
+
+
+@pytest.mark.parametrize(
+    ("content", "bad", "message"),
+    [
+        ("alpaca", '{"instruction": "q"}', "field 'output' is a NoneType, not a string"),
+        ("alpaca", '{"instruction": ["q"], "output": "a"}', "field 'instruction' is a list, not a string"),
+        ("alpaca", ASKED + ', "input": 7}', "field 'input' is a int, not a string"),
+        ("alpaca", ASKED + ', "system": ["s"]}', "field 'system' is a list, not a string"),
+        ("alpaca", ASKED + ', "history": "h"}', "field 'history' is not a list of pairs"),
+        ("alpaca", ASKED + ', "history": [["q"]]}', "field 'history' is not a list of pairs"),
+        ("alpaca", ASKED + ', "history": [["q", 7]]}', r"message 1 \(assistant\): the content is a int"),
+        ("messages", GOOD[:-1] + ', "system": 7}', "field 'system' is a int, not a string"),
+        ("messages", '{"conversations": [{"from": 7, "value": "v"}]}', "message 0 has no role; fields: from"),
+        ("tokens", '{"tokens": "1 2"}', "the tokens are not a list of integers"),
+        ("tokens", '{"tokens": [1, true]}', "the tokens are not a list of integers"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_named(tmp_path: Path, content: str, bad: str, message: str) -> None:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    tokenizer = build_tokenizer(TokenizerTable(name="bytes", chat_template=str(tmp_path / "template.jinja")))
+    (tmp_path / "x.jsonl").write_text(bad)
+    data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.jsonl"), content=content),), epochs=1)
+    with pytest.raises(DataError, match=f"x.jsonl, line 1: {message}"):
+        list(build_loader(data, tokenizer, 64, 8, 0))
+
+
 @settings(max_examples=15, deadline=None)
 @given(bad=st.integers(0, 59), workers=st.integers(0, 2), packing=st.sampled_from(["contiguous", "best_fit"]))
 def test_a_run_that_a_bad_record_stopped_goes_on_without_it_as_if_it_had_been_left_out_from_the_start(
@@ -128,10 +156,15 @@ def test_where_every_record_is_bad_skipping_ends_with_an_error_that_says_so(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     (tmp_path / "x.jsonl").write_text("broken\nbroken\n")
-    data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.jsonl")),), on_bad_record="skip")
+    data = DataTable(
+        sources=(SourceTable(path=str(tmp_path / "x.jsonl")),), on_bad_record="skip", validation_fraction=0.9
+    )
     with pytest.raises(
-        DataError, match="none of its documents holds any text; 2 records were skipped as bad"
+        DataError, match="none of its documents holds any text; 2 records were skipped as bad$"
     ):
+        next(build_loader(data, tokenizer, 64, 1, 0))
+    (tmp_path / "x.jsonl").write_text('broken\n{"text": "held out"}\n')
+    with pytest.raises(DataError, match=r"1 records were skipped as bad; data.validation_fraction 0.9 holds"):
         next(build_loader(data, tokenizer, 64, 1, 0))
 
 

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -203,6 +204,25 @@ def test_what_is_held_out_is_never_trained_on_not_even_as_a_copy(
     assert (len(trained), len(validated)) == (2 * 2 * len(set(trained)), 2 * len(set(validated)))
     # 300 draws: within four standard deviations of the share.
     assert abs(len(set(validated)) / 300 - fraction) < 4 * (fraction * (1 - fraction) / 300) ** 0.5
+
+
+def test_validation_on_another_split_reads_that_split_and_training_its_own(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    splits = {
+        name: datasets.Dataset.from_list([{"text": f"{name} {number}"} for number in range(20)])
+        for name in ("train", "held")
+    }
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    train, held = (
+        SourceTable(path=str(tmp_path / "saved"), format="dataset", split=split) for split in splits
+    )
+    data = DataTable(sources=(train,), epochs=2)
+    table = ValidationTable(interval_steps=1, sources=(held,), max_batches=1000)
+    trained = documents(build_loader(data, tokenizer, 512, 4, 0), tokenizer)
+    validated = documents(build_validation_loader(table, tokenizer, 512, 4, data), tokenizer)
+    assert Counter(text.split()[0] for text, _ in trained) == {"<|bos|>train": 40}
+    assert sorted(text for text, _ in validated) == sorted(f"<|bos|>held {n}<|eos|>" for n in range(20))
 
 
 def test_a_fraction_that_holds_nothing_out_is_an_error_and_no_loss_of_zero(

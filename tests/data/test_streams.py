@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -173,6 +174,57 @@ def test_a_damaged_row_group_is_named_by_its_first_row(tmp_path: Path) -> None:
         walk(open_source(SourceTable(path=str(path))))
 
 
+def test_a_dataset_that_has_several_subsets_is_read_by_the_name_of_one(tmp_path: Path) -> None:
+    """As on the hub: what the files are is said at the head of its README.md."""
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.jsonl").write_bytes(as_lines([{"text": f"{name} {n}"} for n in range(5)]))
+    files = "\n".join(f"- config_name: {name}\n  data_files: {name}.jsonl" for name in ("first", "second"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{files}\n---\n")
+    source = open_source(SourceTable(path=str(tmp_path), format="dataset", subset="second"))
+    assert [text for text, _, _ in walk(source)] == [f"second {n}" for n in range(5)]
+    with pytest.raises(
+        DataError, match=r"dataset '.*', split 'train': .*'first', 'second'.* \(source keys: split, subset\)$"
+    ):
+        open_source(SourceTable(path=str(tmp_path), format="dataset"))
+
+
+def test_rows_that_are_no_utf8_are_named_each_and_cost_no_other_row(tmp_path: Path) -> None:
+    """Bytes taken for strings, which nothing checks when they are written; 2500 rows come in three parts."""
+    texts = [b"row %d" % number for number in range(2500)]
+    texts[30], texts[1500] = b"a\xff", b"\xfe"
+    raw = pyarrow.array(texts, pyarrow.binary()).buffers()
+    table = pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), len(texts), raw)})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=2000)
+    source = open_source(SourceTable(path=str(tmp_path / "x.parquet")))
+    place, read, wrong = source.first_place(), [], []
+    while (found := source.locate(place, None)) is not None:
+        try:
+            read.append(source.read(found[0], 0)[0])
+        except DataError as error:
+            wrong.append(str(error))
+        place = found[1]
+    assert [text.encode() for text in read] == [text for text in texts if text.startswith(b"row")]
+    assert [message.partition("x.parquet, ")[2] for message in wrong] == [
+        "row 31: not valid UTF-8 (byte 0xff: invalid start byte)",
+        "row 1501: not valid UTF-8 (byte 0xfe: invalid start byte)",
+    ]
+
+
+def test_a_large_row_group_is_read_part_by_part(tmp_path: Path) -> None:
+    """By what the package itself counts: one row group of 8 MiB that does not compress."""
+    generator = random.Random(0)
+    rows = [{"text": generator.randbytes(256).hex()} for _ in range(16384)]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
+    del table
+    source = open_source(SourceTable(path=str(tmp_path / "x.parquet")))
+    before, most, place = pyarrow.total_allocated_bytes(), 0, source.first_place()
+    while (found := source.locate(place, None)) is not None:
+        most, place = max(most, pyarrow.total_allocated_bytes() - before), found[1]
+    assert (tmp_path / "x.parquet").stat().st_size > 8 * 2**20
+    assert 0 < most < 5 * 2**20
+
+
 def test_one_glob_may_mix_plain_compressed_and_columnar_files(tmp_path: Path) -> None:
     write_gzip(tmp_path, RECORDS[:10])
     write_parquet(tmp_path, RECORDS[10:20])
@@ -192,6 +244,10 @@ def test_one_glob_may_mix_plain_compressed_and_columnar_files(tmp_path: Path) ->
             {"path": "{folder}/a.txt", "content": "messages"},
             "a.txt is a file of text, which cannot hold 'messages'",
         ),
+        (
+            {"path": "{folder}/b.json", "content": "alpaca"},
+            r"jq -c '\.\[\]' .*/b.json > .*/b.jsonl makes one object a line",
+        ),
     ],
 )
 def test_a_source_that_cannot_be_is_named_when_it_is_opened(
@@ -199,6 +255,7 @@ def test_a_source_that_cannot_be_is_named_when_it_is_opened(
 ) -> None:
     write_dataset(tmp_path, RECORDS)
     (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.json").write_text("[]")
     path = table["path"].format(folder=tmp_path)
     with pytest.raises(DataError, match=message):
         open_source(SourceTable(**{**table, "path": path}))

@@ -96,7 +96,7 @@ def test_a_change_that_is_said_to_fit_does() -> None:
 def test_state_that_the_host_cannot_hold_is_told_in_gib() -> None:
     answer = report(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
     assert answer.plan is None
-    assert "16.0 GiB of 10.0 GiB" in answer.problem and "6.0 GiB are missing" in answer.problem
+    assert "16.00 GiB of 10.00 GiB" in answer.problem and "6.00 GiB are missing" in answer.problem
     assert any("lora.rank" in change.setting and change.fits for change in answer.changes)
 
 

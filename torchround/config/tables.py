@@ -148,7 +148,8 @@ class DataTable(Table):
     on_changed_files: Literal["stop", "go_on"] = "stop"
     """What a run does that is resumed on files of another size or number. `stop`: nothing, exit code 2. `go_on`: it
     goes on at the same document numbers, as after a bad record was repaired in place; it is needed once. Where
-    documents were added or taken out, the rest of the epoch has another order."""
+    documents were added or taken out, the rest of the epoch has another order: a warning tells how many may come
+    again or be left out."""
 
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the documents that is never trained on, at least 0 and below 1; `validation` without sources uses

@@ -7,6 +7,8 @@ wait for the next group. Sequences leave in a hashed order, since packing sorts 
 
 The state is where the group began and how many of its sequences have left: a resumed run packs the group again.
 Nothing of a group leaves before all of its documents are read, so a record at fault stops a run where its group began.
+Where a file has changed, the group would be packed in another way. For that, the state also has the names of the
+documents that have left: they are left out, and what remains of the group is packed anew (`in_changed_files`).
 """
 
 from bisect import bisect_left, insort
@@ -25,6 +27,9 @@ from torchround.layer import IGNORED_LABEL
 
 GROUP_SEQUENCES = 64
 
+Name = tuple[int, int, int]
+"""Number of the source, of the document in it, and of the part of that document."""
+
 
 @dataclass(frozen=True)
 class WholeDocument:
@@ -32,7 +37,19 @@ class WholeDocument:
 
     tokens: Ids
     labels: Ids
+    name: Name
     waited: bool = False
+
+
+def in_changed_files(state: dict[str, Any]) -> dict[str, Any]:
+    """A packer's state for files in which records have changed.
+
+    The group holds the documents of the same numbers as before, without those that have left it.
+    """
+    if not state["gone"]:
+        return state
+    until = [source["drawn"] for source in state["so_far"]["reader"]["sources"]]
+    return {**state, "without": state["gone"], "until": until, "left": 0}
 
 
 class BestFitPacker(BaseNode[PackedSequence | DataError]):
@@ -54,27 +71,39 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin empty, or in the middle of the group that `initial_state` was taken in."""
         super().reset(initial_state)
-        state = initial_state or {"reader": None, "waiting": [], "left": 0, "group": 0, "long": 0}
+        state: dict[str, Any] = initial_state or {
+            "reader": None,
+            "waiting": [],
+            "group": 0,
+            "long": 0,
+            "without": [],
+            "until": None,
+            "left": 0,
+            "gone": [],
+        }
         self._waiting = [
-            WholeDocument(np.array(tokens, dtype=np.int64), np.array(labels, dtype=np.int64), waited=True)
-            for tokens, labels in state["waiting"]
+            WholeDocument(
+                np.array(tokens, dtype=np.int64), np.array(labels, dtype=np.int64), tuple(name), waited=True
+            )
+            for tokens, labels, name in state["waiting"]
         ]
         self._group: int = state["group"]
         self._num_long: int = state["long"]
         self._source.reset(state["reader"])
-        self._begin_group()
+        self._begin_group(state["without"], state["until"])
         self._left: int = state["left"]
+        self._gone = [tuple(name) for name in state["gone"]]
         self._rows: list[list[WholeDocument]] | None = None
         self._error: DataError | None = None
         self._ended = False
 
     def get_state(self) -> dict[str, Any]:
-        """Where the group began, the documents that waited for it, and how much of it has left.
+        """Where the group began, the documents that waited for it, and what of it has left.
 
         `so_far` is only for reports: a resumed run counts the group again.
         """
         so_far = {"long": self._num_long, "reader": self._source.state_dict()}
-        return {**self._group_start, "left": self._left, "so_far": so_far}
+        return {**self._group_start, "left": self._left, "gone": list(self._gone), "so_far": so_far}
 
     def next(self) -> PackedSequence | DataError:
         """The next sequence; `StopIteration` when the data has ended."""
@@ -84,22 +113,30 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
                 if self._error is not None:
                     return self._error
             if self._left < len(self._rows):
+                row = self._rows[self._left]
                 self._left += 1
-                return self._row(self._rows[self._left - 1])
+                self._gone += [document.name for document in row]
+                return self._row(row)
             if self._ended:
                 raise StopIteration
             self._waiting = self._next_waiting
             self._group += 1
-            self._begin_group()
-            self._left, self._rows = 0, None
+            self._begin_group([], None)
+            self._left, self._gone, self._rows = 0, [], None
 
-    def _begin_group(self) -> None:
-        waiting = [(document.tokens.tolist(), document.labels.tolist()) for document in self._waiting]
+    def _begin_group(self, without: Iterable[Sequence[int]], until: list[int] | None) -> None:
+        """`without` documents that have left it already; up to document `until` of each source, not until it is full."""
+        self._without, self._until = {tuple(name) for name in without}, until
+        waiting = [
+            (document.tokens.tolist(), document.labels.tolist(), document.name) for document in self._waiting
+        ]
         self._group_start = {
             "reader": self._source.state_dict(),
             "waiting": waiting,
             "group": self._group,
             "long": self._num_long,
+            "without": sorted(self._without),
+            "until": until,
         }
 
     def _pack_group(self) -> list[list[WholeDocument]]:
@@ -120,11 +157,12 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         documents, pieces = list(self._waiting), list[TokenPiece]()
         room = GROUP_SEQUENCES * self._seq_len - total(documents)
         fruitless: dict[int, int] = {}  # since which epoch a source has given nothing
-        while room > 0 and self._error is None:
+        while self._error is None and (room > 0 if self._until is None else self._is_before(self._until)):
             item = next(self._source, None)
             if not isinstance(item, TokenPiece):
                 self._error, self._ended = item, item is None
-                return documents + self._parts(pieces)
+                documents += self._parts(pieces)
+                break
             if item.starts_document and pieces:  # a bad record broke off what came before
                 documents += self._parts(pieces)
                 pieces = []
@@ -136,7 +174,12 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
                 fruitless = {} if parts else fruitless
                 if item.epoch > fruitless.setdefault(item.source, item.epoch) + 1:
                     self._error = self._nothing_fits()
-        return documents
+        return [document for document in documents if document.name not in self._without]
+
+    def _is_before(self, until: Sequence[int]) -> bool:
+        """Whether a source has documents of the group to give."""
+        sources = self._source.state_dict()["sources"]
+        return any(source["drawn"] < end for source, end in zip(sources, until, strict=True))
 
     def _nothing_fits(self) -> DataError:
         """An endless loader would search for ever."""
@@ -160,9 +203,12 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
             self._num_long += 1
             kept = {"cut": 1, "skip": 0, "split": len(starts)}[self._long_documents]
             starts = starts[:kept]
+        document = pieces[0].source, pieces[0].number
         return [
-            WholeDocument(tokens[low : low + self._seq_len], labels[low : low + self._seq_len])
-            for low in starts
+            WholeDocument(
+                tokens[low : low + self._seq_len], labels[low : low + self._seq_len], (*document, part)
+            )
+            for part, low in enumerate(starts)
         ]
 
     def _take_emptiest(self, packed: list[list[WholeDocument]]) -> list[WholeDocument]:
@@ -178,15 +224,18 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
     def _row(self, documents: Sequence[WholeDocument]) -> PackedSequence:
         """Documents one after the other and padding as one more, whose labels are ignored."""
         missing = self._seq_len - total(documents)
-        padding = WholeDocument(
-            np.full(missing, self._pad_id, dtype=np.int64), np.full(missing, IGNORED_LABEL, dtype=np.int64)
+        tokens, labels = (
+            [document.tokens for document in documents],
+            [document.labels for document in documents],
         )
-        parts = [*documents, padding] if missing else documents
+        if missing:
+            tokens.append(np.full(missing, self._pad_id, dtype=np.int64))
+            labels.append(np.full(missing, IGNORED_LABEL, dtype=np.int64))
         begins = np.zeros(self._seq_len, dtype=np.bool_)
-        begins[np.cumsum([0, *(len(part.tokens) for part in parts[:-1])])] = True
+        begins[np.cumsum([0, *map(len, tokens[:-1])])] = True
         return PackedSequence(
-            tokens=np.concatenate([part.tokens for part in parts]),
-            labels=np.concatenate([part.labels for part in parts]),
+            tokens=np.concatenate(tokens),
+            labels=np.concatenate(labels),
             positions=positions_from(begins),
             document_ids=np.cumsum(begins, dtype=np.int64) - 1,
         )

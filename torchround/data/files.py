@@ -29,7 +29,7 @@ def find_files(path: str) -> list[Path]:
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         raise DataError(
-            f"source {path!r} is a folder; name its files with a glob such as {path + '/**/*.txt'!r}"
+            f"source {path!r} is a folder; name its files with a glob such as {path.rstrip('/') + '/**/*.txt'!r}"
         )
     if os.path.isfile(path):
         return [Path(path)]

@@ -15,7 +15,7 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, ValidationTable
 from torchround.data.batches import Batches
-from torchround.data.best_fit import BestFitPacker
+from torchround.data.best_fit import BestFitPacker, in_changed_files
 from torchround.data.chat import ChatTemplate
 from torchround.data.errors import DataError
 from torchround.data.packing import PackedSequence, Packer
@@ -148,14 +148,16 @@ class Loader(Iterator[MicroBatch]):
             and isinstance(files, list)
             and len(files) == len(current["sources"])
         )
-        if only_files and self._data.on_changed_files == "go_on":
-            logger.warning("going on at the same document numbers in changed files: %s", text)
-        elif changed:
+        if changed and not (only_files and self._data.on_changed_files == "go_on"):
             hint = f"; {REPAIRED}" if only_files else ""
             raise DataError(f"the saved data position is of other data: {text}{hint}")
         if position is not None:
             first_places = [source.first_place() for source in self._sources]
             check_position(position, first_places, self._tokenizer.vocab_size)
+        if changed:
+            what = what_a_change_costs(position, saved["sources"], current["sources"])
+            logger.warning("going on at the same document numbers in changed files: %s; %s", text, what)
+            position = in_changed_files(position) if self._packs_whole and position else position
         self.close()
         self._position = position
 
@@ -170,7 +172,7 @@ class Loader(Iterator[MicroBatch]):
         """What was left out or cut up to the batch handed out last."""
         if self._position is None:
             return Counts(0, 0)
-        so_far = self._position.get("so_far", {"reader": self._position["reader"], "long": 0})
+        so_far = so_far_in(self._position)
         return Counts(sum(source["bad"] for source in so_far["reader"]["sources"]), so_far["long"])
 
     def _start(self) -> BaseNode[MicroBatch | DataError]:
@@ -229,6 +231,28 @@ class Counts:
 
     bad_records: int
     long_documents: int
+
+
+def so_far_in(position: dict[str, Any]) -> dict[str, Any]:
+    """How far the reader of a position is, and how many long documents it came upon, whatever the packing."""
+    so_far: dict[str, Any] = position.get("so_far", {"reader": position["reader"], "long": 0})
+    return so_far
+
+
+def what_a_change_costs(position: dict[str, Any] | None, were: Sequence[str], are: Sequence[str]) -> str:
+    """How many documents come again or not at all where the files of some sources have changed."""
+    if position is None:
+        return "nothing of them was read yet"
+    progress = so_far_in(position)["reader"]["sources"]
+    read = sum(source["used"] for source, was, now in zip(progress, were, are, strict=True) if was != now)
+    told = "none is read twice or left out where records were changed in their place; where documents were added or "
+    told += (
+        f"taken out, at most the {read} that this pass has read come again, and about as many are left out"
+    )
+    gone = {(source, number) for source, number, _ in position.get("gone", ())}
+    return told + (
+        f"; {len(gone)} of the group being packed are used, its others are packed anew" if gone else ""
+    )
 
 
 CONVERSATIONS = ("messages", "alpaca")

@@ -26,8 +26,8 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 class TokenPiece:
     """A run of tokens `[n]`; `starts_document` where it is not the continuation of the piece before.
 
-    `learn` `[n]`: tokens that are a label of the position before them; `None`: all. `epoch`: the pass over source
-    number `source` that it comes from.
+    `learn` `[n]`: tokens that are a label of the position before them; `None`: all. It is of document `number` of
+    source number `source`, in that source's pass `epoch`.
     """
 
     tokens: Ids
@@ -36,6 +36,7 @@ class TokenPiece:
     ends_document: bool = True
     epoch: int = 0
     source: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,10 @@ TWO_WAYS_ON = 'repair it, or leave such records out with data.on_bad_record = "s
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a document of source number `source`, and whether it is the first and the last part."""
+    """A part of document `number` of source number `source`, and whether it is the first and the last part.
+
+    Numbers go on from epoch to epoch, and count documents that hold nothing or cannot be used.
+    """
 
     content: Content
     source: int
@@ -33,6 +36,7 @@ class Piece:
     document: Document
     first: bool
     last: bool
+    number: int = 0
 
 
 @dataclass
@@ -109,6 +113,7 @@ class Reader(BaseNode[Piece]):
     def _read(self, number: int, document: Document, after: Place) -> Piece | None:
         """The piece of a document at the present offset, `None` where it is not to be used."""
         progress, offset, content = self._progress[number], self._offset, None
+        drawn = progress.drawn
         try:
             content, next_offset = self._sources[number].read(document, offset)
         except DataError as error:
@@ -126,7 +131,7 @@ class Reader(BaseNode[Piece]):
             progress.used += content is not None
         if content is None:
             return None
-        return Piece(content, number, progress.epoch, document, first=offset == 0, last=next_offset is None)
+        return Piece(content, number, progress.epoch, document, offset == 0, next_offset is None, drawn)
 
     def _choose_source(self) -> int:
         """The source with the fewest documents for its weight; the first of equals."""
@@ -147,7 +152,7 @@ class Reader(BaseNode[Piece]):
         progress, name = self._progress[number], self._sources[number].name
         if not progress.used and not self._order.validation:
             left = f"; {progress.bad} records were skipped as bad" if progress.bad else ""
-            if self._order.held_out:
+            if self._order.held_out and progress.drawn > progress.bad:
                 left += f"; data.validation_fraction {self._order.held_out} holds out the rest"
             raise DataError(f"source {name!r}: none of its documents holds any text{left}")
         progress.epoch, progress.place, progress.used = (

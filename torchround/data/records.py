@@ -70,7 +70,9 @@ class RecordReader:
         wanted = " or ".join(repr(name) for name in names)
         fields = ", ".join(sorted(map(str, record))) or "none"
         meant = next((kind for kind, known in DEFAULT_FIELDS.items() if record.keys() & set(known)), None)
-        hint = "" if meant in (None, self.table.content) else f' (is it a source of content = "{meant}"?)'
+        hint = " (the source's key field names the one to read)"
+        if meant not in (None, self.table.content):
+            hint = f' (is it a source of content = "{meant}"?)'
         raise DataError(f"no field {wanted}; fields: {fields}{hint}")
 
     def _rendered(self, conversation: Conversation) -> tuple[Segment, ...]:
@@ -102,8 +104,8 @@ def _from_messages(value: Any, record: dict[str, Any]) -> Conversation:
     if not isinstance(value, list) or not value:
         raise DataError("the messages are not a list with at least one message")
     messages = [_message(message, index) for index, message in enumerate(value)]
-    system = record.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
+    system = _optional_text(record, "system")
+    if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return _conversation(messages, record.get("tools"))
 
@@ -133,11 +135,15 @@ def _from_alpaca(record: dict[str, Any]) -> Conversation:
     for name in ("instruction", "output"):
         if not isinstance(record.get(name), str):
             raise DataError(f"field {name!r} is a {type(record.get(name)).__name__}, not a string")
-    question, further = record["instruction"], record.get("input")
+    question, further, system = (
+        record["instruction"],
+        *(_optional_text(record, name) for name in ("input", "system")),
+    )
     if further:
         question = f"{question}\n\n{further}"
-    messages = [("system", record["system"])] if record.get("system") else []
-    for turn in record.get("history") or ():
+    messages = [("system", system)] if system else []
+    history = record.get("history") or []
+    for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list) or len(turn) != 2:
             raise DataError("field 'history' is not a list of pairs of question and answer")
         messages += [("user", turn[0]), ("assistant", turn[1])]
@@ -146,6 +152,14 @@ def _from_alpaca(record: dict[str, Any]) -> Conversation:
         _message({"role": role, "content": content}, index) for index, (role, content) in enumerate(messages)
     ]
     return _conversation(as_fields, None)
+
+
+def _optional_text(record: dict[str, Any], name: str) -> str:
+    """A field that may be missing, null or empty."""
+    value = record.get(name) or ""
+    if not isinstance(value, str):
+        raise DataError(f"field {name!r} is a {type(value).__name__}, not a string")
+    return value
 
 
 def _conversation(messages: list[dict[str, Any]], tools: Any) -> Conversation:

@@ -103,7 +103,7 @@ def tokenise(tokenizer: Tokenizer, piece: Piece) -> TokenPiece:
         parts = [_encoded(tokenizer, segment) for segment in piece.content]
         tokens = np.concatenate(parts)
         learn = np.repeat([segment.learn for segment in piece.content], [len(part) for part in parts])
-    return TokenPiece(tokens, piece.first, learn, piece.last, piece.epoch, piece.source)
+    return TokenPiece(tokens, piece.first, learn, piece.last, piece.epoch, piece.source, piece.number)
 
 
 def _encoded(tokenizer: Tokenizer, segment: Segment) -> Ids:

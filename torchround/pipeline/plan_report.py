@@ -17,6 +17,7 @@ from torchround.pipeline.memory import (
     device_memory,
     host_activation_bytes,
     rounding,
+    size_text,
 )
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import InfeasiblePlanError, Plan, evaluate_plan, make_plan
@@ -168,10 +169,9 @@ def _state_problem(question: RunQuestion) -> str:
     missing_gib = question.state().short_by(question.host_bytes)
     if not missing_gib or question.host_bytes is None:
         return ""
-    needed = question.state().state_bytes / GIB
     return (
-        f"weights, gradients and optimizer state need {needed:.1f} GiB of {question.host_bytes / GIB:.1f} GiB "
-        f"of host memory: {missing_gib:.1f} GiB are missing"
+        f"weights, gradients and optimizer state need {size_text(question.state().state_bytes)} of "
+        f"{size_text(question.host_bytes)} of host memory: {size_text(round(missing_gib * GIB))} are missing"
     )
 
 

@@ -4,6 +4,7 @@ Used by `train.py --dry-run` and `scripts/plan.py`. The figures come from `pipel
 config is turned into its question and the answers into text.
 """
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -173,14 +174,16 @@ def _speed_lines(report: PlanReport) -> Iterator[str]:
     if device is None or transfers is None or plan is None:
         yield "the device's speed is not in the table, so there is no tokens/s and no PCIe load"
         return
-    yield f"about {report.tokens_per_s:,.0f} tokens/s, counted from FLOPs, not measured"
+    yield f"about {report.tokens_per_s:,.0f} tokens/s, counted from FLOPs, not measured, with transfers taken as hidden"
     stage = plan.stages[transfers.busiest_stage]
     yield (
         f"PCIe at {device.pcie_gb_per_s:g} GB/s each way: {100 * transfers.up_load:.0f} % up, "
         f"{100 * transfers.down_load:.0f} % down on average; {100 * transfers.busiest_load:.0f} % in the "
         f"busiest stage, {transfers.busiest_stage} ({stage.kind}, {stage.first_layer} .. {stage.last_layer})"
     )
-    if report.micro_batches_to_hide is not None:
+    if report.micro_batches_to_hide == math.inf:
+        yield "activations alone take longer than what is computed: no number of micro-batches hides the weights"
+    elif report.micro_batches_to_hide is not None:
         size = plan.num_micro_batches / plan.rounds
         verdict = (
             "computation hides them" if size >= report.micro_batches_to_hide else "devices wait for them"

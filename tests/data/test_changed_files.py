@@ -1,0 +1,136 @@
+"""Runs that go on in files in which a record was changed, with half of a group of whole documents used up."""
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.reading import documents
+from torchround.config import DataTable, SourceTable
+from torchround.data import Tokenizer, build_loader
+from torchround.data import best_fit as best_fit_module
+from torchround.layer import MicroBatch
+
+SEQ_LEN = 64
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best_fit_module, "GROUP_SEQUENCES", 6)
+
+
+def text_of(number: int) -> str:
+    return f"record {number:02} " + "x" * (number * 7 % 40)
+
+
+def write(path: Path, texts: list[str]) -> None:
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+
+
+class Run:
+    """A run over two sources that stops, is saved as JSON, and goes on after `change`."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, keys: dict[str, Any]) -> None:
+        self.texts = {name: [text_of(number) + name for number in range(40)] for name in ("a", "b")}
+        self._paths = {name: folder / f"{name}.jsonl" for name in self.texts}
+        for name, texts in self.texts.items():
+            write(self._paths[name], texts)
+        sources = tuple(
+            SourceTable(path=str(path), weight=weight)
+            for path, weight in zip(self._paths.values(), (1.0, 1.7), strict=True)
+        )
+        self._tokenizer = tokenizer
+        self._data = DataTable(
+            sources=sources, epochs=1, packing="best_fit", on_changed_files="go_on", **keys
+        )
+        self._state: dict[str, Any] | None = None
+        self.batches: list[MicroBatch] = []
+
+    def go_on(self, count: int | None) -> None:
+        loader = build_loader(self._data, self._tokenizer, SEQ_LEN, 2, 3)
+        if self._state is not None:
+            loader.load_state_dict(self._state)
+        self.batches += islice(loader, count)
+        self._state = json.loads(json.dumps(loader.state_dict()))
+        loader.close()
+
+    def change(self, name: str, number: int, text: str) -> None:
+        self.texts[name][number] = text
+        write(self._paths[name], self.texts[name])
+
+    def trained_on(self) -> Counter[str]:
+        return Counter(
+            text.removeprefix("<|bos|>").removesuffix("<|eos|>")
+            for text, _ in documents(self.batches, self._tokenizer)
+        )
+
+
+changes = st.tuples(
+    st.integers(0, 25), st.sampled_from("ab"), st.integers(0, 39), st.sampled_from(["", "y", "y" * 50])
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stops=st.lists(changes, min_size=1, max_size=3),
+    workers=st.integers(0, 2),
+    shuffle=st.booleans(),
+)
+def test_every_document_is_trained_on_once_whichever_record_was_changed_wherever_the_run_stopped(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: Tokenizer,
+    stops: list[tuple[int, str, int, str]],
+    workers: int,
+    shuffle: bool,
+) -> None:
+    """A changed record, too, is read as it was or as it is, and not as both; an empty one is none."""
+    keys = {"num_workers": workers, "shuffle": shuffle}
+    run = Run(tmp_path_factory.mktemp("changed"), tokenizer, keys)
+    versions = {(name, number): {text} for name in run.texts for number, text in enumerate(run.texts[name])}
+    for number_of_change, (batches, name, number, text) in enumerate(stops):
+        run.go_on(batches)
+        text = text and f"{text} {number_of_change}"
+        versions[name, number].add(text)
+        run.change(name, number, text)
+    run.go_on(None)
+    trained = run.trained_on()
+    for (name, number), texts in versions.items():
+        times = sum(trained[text] for text in texts if text)
+        assert times == 1 or (times == 0 and "" in texts), f"{name} {number} {times} times"
+    assert sum(trained.values()) <= len(versions)
+
+
+def test_a_change_is_told_with_the_number_of_documents_that_it_may_cost(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, tokenizer, {"num_workers": 0})
+    run.go_on(2)
+    used = sum(run.trained_on().values())
+    run.change("b", 39, "longer than it was " * 2)
+    run.go_on(0)
+    assert f"; {used} of the group being packed are used, its others are packed anew" in caplog.text
+    assert "sources was ['40 documents in " in caplog.text
+    told = int(caplog.text.split("at most the ")[1].split()[0])
+    assert 0 < told <= 40  # only of the source that has changed
+
+
+def test_a_run_that_goes_on_twice_after_a_change_gives_the_batches_of_one_that_went_on_once(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """A group of longer documents would end sooner, were its end not kept."""
+    tokens = []
+    for folder, parts in (("once", [None]), ("twice", [0, 1, 2, None])):
+        (tmp_path / folder).mkdir()
+        run = Run(tmp_path / folder, tokenizer, {"num_workers": 0})
+        run.go_on(2)
+        for number in range(0, 40, 2):
+            run.change("a", number, f"another text {number} " * 3)
+        for count in parts:
+            run.go_on(count)
+        tokens.append([batch.tokens.tolist() for batch in run.batches])
+    assert tokens[0] == tokens[1]
