@@ -10,7 +10,8 @@ from torchround.engine import link_probe
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.link_probe import LEAST_BYTES, PROBE_BYTES, find_link_use, measure_rates
 
-RATE = 20e9  # bytes per second of a device's own link, and of each switch's
+RATE = 20e9  # bytes per second of a device's own link, and of each switch's for one device
+CARRIES = 0.7  # for several devices together, a switch carries so much of that
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ class Switch:
         """Let everything queued so far arrive: between two arrivals, all rates are constant."""
         left, self.queued = self.queued, {}
         while left:
-            rate = RATE / len(left)
+            rate = RATE if len(left) == 1 else CARRIES * RATE / len(left)
             device, nbytes = min(left.items(), key=lambda item: item[1])
             self.now_s += nbytes / rate
             left = {other: rest - nbytes for other, rest in left.items() if other != device}
@@ -99,7 +100,7 @@ def test_devices_below_one_switch_are_found(switches, turns):
 def test_measured_rates_are_those_of_the_links():
     rates = measure_rates(linked(0, 0, 1), torch.zeros(LEAST_BYTES, dtype=torch.uint8))
     assert rates.alone == pytest.approx([RATE] * 3)
-    assert rates.together[0, 1] == pytest.approx((RATE / 2, RATE / 2))
+    assert rates.together[0, 1] == pytest.approx([CARRIES * RATE / 2] * 2)
     assert [*rates.together[0, 2], *rates.together[1, 2]] == pytest.approx([RATE] * 4)
 
 

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torchround.pipeline.shared_links import LinkRates, Waves, find_shared_links, use_of_links
 
 DEVICE_RATE = 25e9
-ERROR = 0.02  # of a measurement, either way
+ERROR = 0.04  # of a measurement, either way
+DISTURBED = 0.7  # what a link carries for several devices, of what it carries for one
 
 
-def rates_of(switches, uplink=DEVICE_RATE, device_rate=DEVICE_RATE, noise=lambda: 1.0):
+def rates_of(switches, uplink=DISTURBED * DEVICE_RATE, device_rate=DEVICE_RATE, noise=lambda: 1.0):
     """`switches[d]`: the switch of device d. Two devices of one switch share its uplink equally."""
     together = {}
     for first, second in combinations(range(len(switches)), 2):
@@ -45,7 +46,7 @@ def test_devices_of_one_switch_take_turns(topology, data):
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=8), st.data())
 @settings(max_examples=30, deadline=None)
 def test_the_links_found_are_the_switches_of_any_topology(switches, data):
-    rates = rates_of(switches, noise=lambda: data.draw(st.floats(1 - 3 * ERROR, 1 + 3 * ERROR)))
+    rates = rates_of(switches, noise=lambda: data.draw(st.floats(1 - ERROR, 1 + ERROR)))
     groups = [tuple(d for d, s in enumerate(switches) if s == switch) for switch in set(switches)]
     assert sorted(link.devices for link in find_shared_links(rates)) == sorted(
         g for g in groups if len(g) > 1
@@ -54,10 +55,12 @@ def test_the_links_found_are_the_switches_of_any_topology(switches, data):
 
 @pytest.mark.parametrize(
     ("uplink_share", "shares", "takes_turns"),
-    [(1.0, True, True), (1.04, True, True), (1.1, True, False), (1.6, True, False), (1.8, False, False)],
+    [(0.5, True, True), (0.85, True, True), (0.9, True, False), (1.6, True, False), (1.8, False, False)],
 )
-def test_turns_are_taken_only_where_they_move_as_much_as_both_together(uplink_share, shares, takes_turns):
-    """An uplink that carries more than one device's rate would be idle in part while one of them waits."""
+def test_turns_are_taken_only_where_they_move_clearly_more_than_both_together(
+    uplink_share, shares, takes_turns
+):
+    """Turns cost something where a link is shared fairly, and more where it carries more than one device's rate."""
     rates = rates_of([0, 0], uplink=uplink_share * DEVICE_RATE)
     assert bool(find_shared_links(rates)) == shares
     assert bool(use_of_links(rates).turns) == takes_turns
@@ -93,8 +96,8 @@ def test_pairs_that_were_not_measured_share_nothing_and_the_line_says_so():
 
 def test_the_line_says_what_was_found():
     assert use_of_links(rates_of([0, 0, 1, 1])).text == (
-        "links    25.0 to 25.0 GB/s to a device alone; 0 + 1 share one (each keeps 50% of its rate beside another) "
-        "and take turns; 2 + 3 share one (each keeps 50% of its rate beside another) and take turns"
+        "links    25.0 to 25.0 GB/s to a device alone; 0 + 1 share one (each keeps 35% of its rate beside another) "
+        "and take turns; 2 + 3 share one (each keeps 35% of its rate beside another) and take turns"
     )
     assert "no two devices share one" in use_of_links(rates_of([0, 1])).text
     assert "take no turns" in use_of_links(rates_of([0, 0], uplink=1.5 * DEVICE_RATE)).text

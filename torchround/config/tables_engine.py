@@ -92,8 +92,8 @@ class EngineTable(Table):
 
     share_links: bool | Literal["auto"] = "auto"
     """Whether GPUs that share a link to the host, such as those below one PCIe switch, take turns to upload weights.
-    `auto`: measured at the start of a run with several GPUs, which takes about a second; those that get no more
-    through together than one after the other take turns. `true`: all devices take turns, without measuring. `false`:
+    `auto`: measured at the start of a run with several GPUs, which takes about a second; those that get clearly
+    less through together than one after the other take turns. `true`: all devices take turns, without measuring. `false`:
     nothing is measured, and none do. Losses do not depend on it."""
 
     cpu_threads: PositiveInt | None = None
