@@ -43,6 +43,7 @@ from torchround.engine.build import (
 from torchround.engine.device import GIB, Device
 from torchround.engine.engine import Engine
 from torchround.engine.host_store import HostStore
+from torchround.engine.link_probe import find_link_use
 from torchround.engine.measure import measured_costs, one_layer_a_stage
 from torchround.engine.results import StepResult
 from torchround.layer import LayeredModel, MicroBatch
@@ -164,14 +165,18 @@ class Bench:
         choice = choose_devices(table)
         plan = plan_run(self.shape.model, self.shape.training, table, choice)
         devices = choice.make()
+        links = find_link_use(table.share_links, devices, store)
         baseline_bytes = start_peak(devices)
-        with build_engine(self.shape.model, store, devices, plan, table, OPTIMIZER, max_norm=1.0) as engine:
+        with build_engine(
+            self.shape.model, store, devices, plan, table, OPTIMIZER, 1.0, turns=links.turns
+        ) as engine:
             results, ends_s, allocations = self._steps(engine)
             allocations = [count - allocations[WARM_UP_STEPS - 1] for count in allocations]
             peak_bytes = peak(devices) - baseline_bytes
         figures |= self._speed(results, ends_s, choice, workers)
         figures |= {
             "plan": json.loads(plan.to_json()),
+            "links": links.text,
             "predicted_step_s": plan.step_s if choice.spec is not None else None,
             "predicted_from_measured_layers_s": self._predicted_s(plan, measured),
             # Several workers may share a card, whose peak is theirs together.

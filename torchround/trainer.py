@@ -19,12 +19,14 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.host_store import HostStore
+from torchround.engine.link_probe import find_link_use
 from torchround.engine.results import StepResult
 from torchround.hf import PretrainedWeights, WithAdapters
 from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
+from torchround.pipeline.shared_links import LinkUse
 from torchround.run.bad_steps import BadSteps
 from torchround.run.checkpoints import Position, RunCheckpoints
 from torchround.run.console import say
@@ -104,6 +106,11 @@ class Trainer:
         return self._traces.devices
 
     @cached_property
+    def _links(self) -> LinkUse:
+        """Measured when first asked for: before the first engine, whose devices must be empty."""
+        return find_link_use(self.config.engine.share_links, self._devices, self.store)
+
+    @cached_property
     def _reports(self) -> StepReports:
         """The first interval begins when this is first asked for: at the first batch."""
         return StepReports(
@@ -147,6 +154,8 @@ class Trainer:
             self.config, self._model, self._choice, self._plan, kept, self._position.step
         )
         say(planning.text())
+        if self._links.text:
+            say(self._links.text)
         self._folder.describe(self.config, planning.settled)
         if self._position.step < planning.until:
             with self._running_engine(planning.measuring) as engine:
@@ -296,6 +305,7 @@ class Trainer:
                 config.optimizer,
                 config.training.max_norm,
                 self._compiler,
+                self._links.turns,
             )
         try:
             with engine:

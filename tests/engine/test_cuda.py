@@ -97,6 +97,19 @@ def test_rounds_and_layerwise_recompute_do_not_depend_on_the_number_of_workers(o
         assert_same_state(state, states[0])
 
 
+@pytest.mark.parametrize("workers", WORKERS)
+def test_workers_that_take_turns_to_upload_give_the_same_bits(workers):
+    model, batches = toy_model(), toy_batches(STEPS, micro_batches=4)
+    store = toy_store(model, pinned=True)
+    loop = device_loop(model, store, False, torch.float32)
+    turns = [range(workers)]
+    with cuda_engine(model, store, PARTITIONS["one layer a stage"], workers, turns=turns) as engine:
+        losses = train(engine, batches, LR)
+    assert losses == loop.train(batches, LR)
+    assert_same_state(store.named_views(), loop.state())
+    store.close()
+
+
 def test_micro_batches_that_grow_and_shrink_give_the_same_bits():
     """Staging buffers are outgrown and replaced while other streams still use the old ones."""
     model = toy_model()

@@ -23,15 +23,16 @@ from tests.engine.toy import (
 from torchround.engine import host_memory
 from torchround.engine.device import UPLOADS, CudaDevice, Stream
 from torchround.engine.errors import DeviceMemoryError
+from torchround.engine.link_probe import LEAST_BYTES, measure_rates
 
 
 class FakeEvent:
     def __init__(self, enable_timing=False, blocking=False):
-        self.timed, self.blocking, self.recorded_s = enable_timing, blocking, None
+        self.timed, self.blocking, self.recorded_s, self.stream = enable_timing, blocking, None, None
 
     def record(self, stream):
         assert isinstance(stream, FakeStream)
-        self.recorded_s = time.perf_counter()
+        self.recorded_s, self.stream = time.perf_counter(), stream
 
     def synchronize(self):
         assert self.recorded_s is not None, "an event that was never recorded orders nothing"
@@ -120,6 +121,30 @@ def test_the_engine_trains_on_cuda_devices_as_on_others(current, num_workers):
         times = engine.forward_backward(batches[0]).device_times(num_workers)
         engine.step(0.0)
     assert sum(time.busy_s for time in times) > 0 and all(time.uploaded_bytes > 0 for time in times)
+
+
+def test_devices_of_one_link_wait_for_each_others_uploads(current):
+    devices = [fake_cuda_device(worker) for worker in range(3)]
+    model, left = toy_model(), iter(devices)
+    with toy_engine(
+        model,
+        toy_store(model),
+        PARTITIONS["one layer a stage"],
+        3,
+        wrap=lambda _: next(left),
+        turns=[(0, 1)],
+    ) as engine:
+        train(engine, toy_batches(2, micro_batches=4))
+    streams = [device._streams[Stream.WEIGHT_UPLOAD] for device in devices]
+    heard_of = [{event.stream for event in stream.waits} & set(streams) for stream in streams]
+    assert heard_of == [{streams[1]}, {streams[0]}, set()]
+
+
+def test_a_link_is_measured_with_the_devices_own_marks(current):
+    devices = [fake_cuda_device(worker) for worker in range(2)]
+    assert all(device.has_link for device in devices)
+    rates = measure_rates(devices, torch.zeros(LEAST_BYTES, dtype=torch.uint8))
+    assert len(rates.alone) == 2 and list(rates.together) == [(0, 1)]
 
 
 def test_a_fresh_buffer_is_ordered_after_the_stream_that_allocated_it(current):

@@ -90,6 +90,12 @@ class EngineTable(Table):
     `TORCHINDUCTOR_CACHE_DIR`. Needs a C++ compiler (`CXX`) and, on CUDA, Triton; what cannot be compiled runs as it
     is, with one warning."""
 
+    share_links: bool | Literal["auto"] = "auto"
+    """Whether GPUs that share a link to the host, such as those below one PCIe switch, take turns to upload weights.
+    `auto`: measured at the start of a run with several GPUs, which takes about a second; those that get clearly
+    less through together than one after the other take turns. `true`: all devices take turns, without measuring. `false`:
+    nothing is measured, and none do. Losses do not depend on it."""
+
     cpu_threads: PositiveInt | None = None
     """Threads that PyTorch uses inside one operation on the CPU, at least 1. When left out: PyTorch's choice.
     With several `cpu` devices, devices x threads should not exceed the cores."""

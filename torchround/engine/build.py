@@ -208,8 +208,12 @@ def build_engine(
     optimizer: OptimizerTable,
     max_norm: float,
     compiler: LayerCompiler | None = None,
+    turns: Sequence[Sequence[int]] = (),
 ) -> Engine:
-    """An engine that runs `plan` on `devices`. `compiler` holds what an engine before it compiled of this model."""
+    """An engine that runs `plan` on `devices`. `compiler` holds what an engine before it compiled of this model.
+
+    `turns` are the groups of devices that take turns (`find_link_use`).
+    """
     settings = EngineSettings(
         rounds=plan.rounds,
         max_norm=max_norm,
@@ -218,6 +222,7 @@ def build_engine(
         hang_timeout_s=table.hang_timeout_s,
         compile_update=compiles_update(table, store),
         compiler=compiler or layer_compiler(model, table),
+        turns=turns,
     )
     return Engine(model, store, devices, plan.partition, optimizer=optimizer, settings=settings)
 

@@ -57,6 +57,7 @@ class Device(ABC):
     name: str
     torch_device: torch.device
     pins_host_memory: bool
+    has_link: bool  # copies go over a link to the host, which other devices may be on too
 
     def __init__(self) -> None:
         self.uploaded_bytes = 0
@@ -129,6 +130,7 @@ class ForwardingDevice(Device):
         self.name = inner.name
         self.torch_device = inner.torch_device
         self.pins_host_memory = inner.pins_host_memory
+        self.has_link = inner.has_link
         self._inner = inner
 
     def _allocate(self, nbytes: int) -> Tensor:
@@ -191,6 +193,7 @@ class CpuDevice(Device):
     """A virtual device: a thread with its own memory ledger and limit. Copies do not overlap with compute."""
 
     pins_host_memory = False
+    has_link = False
 
     def __init__(self, index: int, memory_limit_bytes: int | None = None) -> None:
         super().__init__()
@@ -263,6 +266,7 @@ class CudaDevice(Device):
     """A GPU, or one of several workers that share a GPU; each worker has its own five streams."""
 
     pins_host_memory = True
+    has_link = True
 
     def __init__(self, index: int, worker: int | None = None) -> None:
         super().__init__()

@@ -40,11 +40,13 @@ from torchround.engine.results import StepResult
 from torchround.engine.saver import PendingSave, SaveJob, Saver, SaveSource
 from torchround.engine.slots import upload_use
 from torchround.engine.staging import Boundary
+from torchround.engine.turns import Turns
 from torchround.engine.watchdog import Watchdog, WatchedDevice
 from torchround.engine.worker import Worker, WorkerSetup
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition, StageKind
 from torchround.pipeline.schedule import StageTask, evaluation_tasks, step_tasks
+from torchround.pipeline.shared_links import Waves
 
 T = TypeVar("T")
 
@@ -57,7 +59,8 @@ class EngineSettings:
     """How an engine runs. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
 
     `compile_update` compiles the optimizer's pass before the first update (`optim/kernel_compiler.py`), `compiler` the
-    layers; engines of one model that follow each other may share it.
+    layers; engines of one model that follow each other may share it. `turns` are groups of devices, by index, whose
+    weight uploads take turns (`engine/turns.py`).
     """
 
     rounds: int = 1
@@ -67,6 +70,7 @@ class EngineSettings:
     hang_timeout_s: float = 600.0
     compile_update: bool = False
     compiler: LayerCompiler | None = None
+    turns: Sequence[Sequence[int]] = ()
 
 
 class Engine:
@@ -104,6 +108,7 @@ class Engine:
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
         self._life = Lifecycle(self._board, self.pool, self.devices)
         self._next_slot = self._next_pass = self._next_job = self._next_save = 0
+        self._waves = Waves(len(self.devices))
         self._step = store.step
         self._awaiting_step = False
         self._results: list[StepResult] = []
@@ -268,7 +273,8 @@ class Engine:
         for bundle, use in self._uploads(tasks):
             self._ordering.expect_upload(bundle, work.version, use)
         for task in tasks:
-            self._board.post(Fact("task", task.slot), Order(task, work, self._contributions(task)))
+            wave = self._waves.next(len(task.micro_batches))
+            self._board.post(Fact("task", task.slot), Order(task, work, self._contributions(task), wave))
         self._next_slot += len(tasks)
 
     def _expect_gradients(self, rounds: int) -> None:
@@ -336,6 +342,7 @@ class Engine:
             layer_names=model.names,
             stages=self.partition.stages(),
             num_devices=len(self.devices),
+            turns=Turns(self.settings.turns),
             layerwise_recompute=self.settings.layerwise_recompute,
             accumulate_dtype=self.settings.accumulate_dtype,
             compiler=self.settings.compiler,

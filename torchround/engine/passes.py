@@ -42,12 +42,14 @@ class Pass:
 class Order:
     """A stage task of a pass.
 
-    `contribution` says, by layer and bundle, which part of the step's gradient it makes.
+    `contribution` says, by layer and bundle, which part of the step's gradient it makes. Its transfer windows come at
+    waves `wave`, `wave + 1`, .. (`pipeline/shared_links.py`).
     """
 
     task: StageTask
     work: Pass
     contribution: dict[tuple[int, int], int]
+    wave: int
 
 
 def handovers(partition: Partition) -> frozenset[int]:

@@ -101,7 +101,7 @@ class WeightUpload:
 
     def advance(self, numel: int) -> None:
         """Enqueue up to `numel` elements, stopping at a bundle whose version is not complete yet."""
-        while numel > 0 and not self.complete and self._may_upload():
+        while numel > 0 and self.may_advance:
             numel -= self._enqueue(numel)
 
     def finish(self) -> Event:
@@ -120,6 +120,14 @@ class WeightUpload:
         return self._part == len(self.layout.weights)
 
     @property
+    def may_advance(self) -> bool:
+        """Whether `advance` would enqueue anything."""
+        if self.complete:
+            return False
+        bundle = self._store.bundles[self.layout.weights[self._part].bundle]
+        return not bundle.trainable or self._ordering.may_upload(bundle.index, self._version)
+
+    @property
     def blocked(self) -> bool:
         """Whether `finish` would have to wait for the optimizer."""
         return not self.complete and not all(
@@ -127,10 +135,6 @@ class WeightUpload:
             for part in self.layout.weights[self._part :]
             if self._store.bundles[part.bundle].trainable
         )
-
-    def _may_upload(self) -> bool:
-        bundle = self._store.bundles[self.layout.weights[self._part].bundle]
-        return not bundle.trainable or self._ordering.may_upload(bundle.index, self._version)
 
     def _enqueue(self, numel: int) -> int:
         part = self.layout.weights[self._part]

@@ -6,6 +6,7 @@ post. Before any such wait it sends off gradients it still holds, because the op
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from torchround.engine.slots import (
 )
 from torchround.engine.staging import RingEntry, as_tuple
 from torchround.engine.traffic import Traffic
+from torchround.engine.turns import Turns
 from torchround.layer import Hidden
 from torchround.pipeline.memory import ROUNDING_ELEMENTS
 from torchround.pipeline.partition import Stage, StageKind
@@ -52,6 +54,7 @@ class WorkerSetup:
     layer_names: tuple[str, ...]
     stages: tuple[Stage, ...]
     num_devices: int
+    turns: Turns
     layerwise_recompute: bool
     accumulate_dtype: torch.dtype
     compiler: LayerCompiler | None
@@ -66,7 +69,7 @@ class Worker:
         self._skeletons = skeletons
         self._setup = setup
         self._store = setup.store
-        self._next_slot = index
+        self._index = self._next_slot = index
         self._micro_batch: int | None = None
         self._order: Order | None = None
         self._layouts: dict[range, StageLayout] = {}
@@ -120,7 +123,9 @@ class Worker:
         self._upload = None
         if upload.blocked:
             self._flush()
-        self._device.wait(Stream.COMPUTE, upload.finish())
+        with self._turn(order.wave, upload.complete):
+            filled = upload.finish()
+        self._device.wait(Stream.COMPUTE, filled)
         weights_ready = self._device.mark(Stream.WEIGHT_UPLOAD)
         gradients = None if order.task.stage.kind is StageKind.FORWARD else self._clear_gradients()
         modules = bind(self._store, self._skeletons, upload.layout, upload.slot, gradients)
@@ -129,7 +134,7 @@ class Worker:
         for position, micro_batch in enumerate(order.task.micro_batches):
             self._micro_batch = micro_batch
             self._setup.board.raise_if_stopped()
-            self._windows(len(order.task.micro_batches) - position)
+            self._windows(len(order.task.micro_batches) - position, order.wave + position)
             _STAGES[order.task.stage.kind](self, order, layers, micro_batch, shared)
         self._finish(order, upload, gradients)
         self._report(order, upload, weights_ready)
@@ -268,7 +273,7 @@ class Worker:
             self._device, self._store, self._setup.ordering, self._weights.next(), layout, version, use
         )
 
-    def _windows(self, remaining: int) -> None:
+    def _windows(self, remaining: int, wave: int) -> None:
         """One transfer window: an equal chunk of the next stage's weights and of the last one's gradients.
 
         Each chunk queues behind the activations already on their way, so that those never wait for a whole
@@ -279,10 +284,15 @@ class Worker:
             self._upload = self._start_upload(self._setup.board.wait(following))
         if self._upload is not None:
             self._device.wait(Stream.WEIGHT_UPLOAD, self._device.record(Stream.ACTIVATION_UPLOAD))
-            self._upload.advance(-(-self._upload.remaining // remaining))
+            with self._turn(wave, not self._upload.may_advance):
+                self._upload.advance(-(-self._upload.remaining // remaining))
         if self._download is not None:
             self._device.wait(Stream.GRADIENT_DOWNLOAD, self._device.record(Stream.ACTIVATION_DOWNLOAD))
             self._download.advance(-(-self._download.remaining // remaining))
+
+    def _turn(self, wave: int, nothing_to_do: bool) -> AbstractContextManager[None]:
+        """For weights that go up within the block."""
+        return nullcontext() if nothing_to_do else self._setup.turns.turn(self._index, self._device, wave)
 
     def _clear_gradients(self) -> Slot:
         slot = self._gradients.next()

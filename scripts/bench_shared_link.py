@@ -1,0 +1,178 @@
+"""What turns on a shared link do to a step: recorded runs of the engine, replayed on devices with a link.
+
+    python scripts/bench_shared_link.py
+
+Each run is recorded on virtual devices, with turns and without: every copy, launch, event and hand-over. The replay
+keeps that order and gives it times: an operation on a compute stream takes 1, uploads of weights share their link
+equally, everything else takes none. `--carries`: what a link carries for several devices at once, of what it
+carries for one; 1 is a fair link, less is one on which copies disturb each other. `--uploads`: how long a stage's
+weights take alone, of the time that it computes in a forward. No clock is read, but recordings differ from each other in
+how far threads were ahead: the range over `--runs` is printed. Prints JSON.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from scripts.timed_layers import Sleeper, SleepLayer
+from torchround.config import OptimizerTable
+from torchround.engine.device import CpuDevice, Stream
+from torchround.engine.engine import Engine, EngineSettings
+from torchround.engine.host_store import HostStore
+from torchround.engine.recording import AccessLog, Action, Entry, RecordingDevice
+from torchround.engine.update_policy import POLICIES
+from torchround.layer import LayeredModel, MicroBatch
+from torchround.pipeline.partition import Partition
+
+SLEEP_S = (
+    0.0005  # of a layer while recording, so that threads are ahead of each other as little as on devices
+)
+PARTITION = Partition((2,) * 7, 3, (2,) * 7)
+
+
+class Replay:
+    """Gives a recording times. `link_of`: a weight upload stream's link, by actor."""
+
+    def __init__(
+        self, entries: Sequence[Entry], link_of: dict[str, int], rate: float, carries: float
+    ) -> None:
+        self._queues: dict[str, list[Entry]] = defaultdict(list)
+        for entry in entries:
+            self._queues[entry.actor].append(entry)
+        self._next = dict.fromkeys(self._queues, 0)
+        self._link_of, self._rate, self._carries = link_of, rate, carries
+        self._signalled: set[object] = set()
+        self._blocked: dict[object, set[str]] = defaultdict(set)
+        self._computing: dict[str, float] = {}  # actor -> when it is done
+        self._uploading: dict[str, float] = {}  # actor -> bytes left
+        self._now = 0.0
+
+    def duration(self) -> float:
+        """Of the whole recording."""
+        ready = set(self._queues)
+        while ready or self._computing or self._uploading:
+            while ready:
+                ready |= self._advance(ready.pop())
+            ready = self._pass_time() if self._computing or self._uploading else set()
+        stuck = [actor for actor, queue in self._queues.items() if self._next[actor] < len(queue)]
+        assert not stuck, f"the recording waits for what never happens: {stuck}"
+        return self._now
+
+    def _advance(self, actor: str) -> set[str]:
+        """Go on until something takes time or has not happened yet. Who was waiting for what happened here."""
+        woken: set[str] = set()
+        for entry in self._queues[actor][self._next[actor] :]:
+            if entry.action is Action.WAIT and entry.token not in self._signalled:
+                self._blocked[entry.token].add(actor)
+                break
+            self._next[actor] += 1
+            if entry.action is Action.SIGNAL:
+                self._signalled.add(entry.token)
+                woken |= self._blocked.pop(entry.token, set())
+            elif entry.action is Action.ACCESS and actor in self._link_of:
+                self._uploading[actor] = sum(region.stop - region.start for region in entry.reads)
+                break
+            elif entry.action is Action.ACCESS and actor.endswith(Stream.COMPUTE.value) and entry.reads:
+                self._computing[actor] = self._now + 1.0
+                break
+        return woken
+
+    def _pass_time(self) -> set[str]:
+        """Up to the next end of something. Whose it is."""
+        rates = {actor: self._rate_of(actor) for actor in self._uploading}
+        ends = self._computing | {
+            actor: self._now + left / rates[actor] for actor, left in self._uploading.items()
+        }
+        then = min(ends.values())
+        self._uploading = {
+            actor: left - (then - self._now) * rates[actor] for actor, left in self._uploading.items()
+        }
+        self._now = then
+        ended = {actor for actor, end in ends.items() if end <= then + 1e-9}
+        for actor in ended:
+            self._computing.pop(actor, None)
+            self._uploading.pop(actor, None)
+        return ended
+
+    def _rate_of(self, actor: str) -> float:
+        beside = sum(self._link_of[other] == self._link_of[actor] for other in self._uploading)
+        return self._rate * (self._carries / beside if beside > 1 else 1.0)
+
+
+def record(options: argparse.Namespace, update: str, turns: Sequence[Sequence[int]]) -> list[Entry]:
+    """A run of `options.steps` steps."""
+    log, sleeper = AccessLog(), Sleeper()
+    count = PARTITION.num_layers
+    layers = tuple(SleepLayer(sleeper, SLEEP_S, SLEEP_S, index == count - 1) for index in range(count))
+    model = LayeredModel(tuple(f"layer.{index}" for index in range(count)), layers)
+    store = HostStore(model, policy=POLICIES[update])
+    store.initialize(model, seed=0)
+    devices = [RecordingDevice(CpuDevice(index), log) for index in range(options.devices)]
+    integers = torch.ones(1, 2, dtype=torch.int64)
+    batch = [MicroBatch(integers, integers, integers, integers) for _ in range(options.microbatches)]
+    settings = EngineSettings(turns=turns)
+    with Engine(
+        model, store, devices, PARTITION, optimizer=OptimizerTable(), settings=settings, observer=log
+    ) as engine:
+        for _ in range(options.steps):
+            engine.forward_backward(batch)
+            engine.step(0.0)
+        engine.drain()
+    return log.entries
+
+
+def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Step times in units of one operation, by update, link and length of uploads."""
+    numbers = range(options.devices)
+    links = [
+        tuple(numbers[start : start + options.per_link])
+        for start in range(0, options.devices, options.per_link)
+    ]
+    link_of = {
+        f"cpu:{device} {Stream.WEIGHT_UPLOAD.value}": link
+        for link, group in enumerate(links)
+        for device in group
+    }
+    stage_bytes = 2 * 128 * 4  # two layers, padded, in fp32
+    for update in options.updates:
+        recorded = {
+            name: [record(options, update, turns) for _ in range(options.runs)]
+            for name, turns in (("together", ()), ("in_turns", links))
+        }
+        for carries, share in product(options.carries, options.uploads):
+            rate = stage_bytes / (share * options.microbatches)
+            figures: dict[str, Any] = {"update": update, "carries": carries, "upload": share}
+            for name, runs in recorded.items():
+                steps = [Replay(run, link_of, rate, carries).duration() / options.steps for run in runs]
+                figures[name] = [round(min(steps), 2), round(max(steps), 2)]
+            yield figures
+
+
+def main(arguments: list[str]) -> list[dict[str, Any]]:
+    """Compare, print, and return what was printed."""
+    parser = argparse.ArgumentParser(description="Step times with and without turns on a shared link.")
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--per-link", type=int, default=2, help="devices that share a link")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--updates", nargs="+", default=["sync", "async"])
+    parser.add_argument("--carries", type=float, nargs="+", default=[1.0, 0.85, 0.7])
+    parser.add_argument("--uploads", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
+    rows = list(compare(parser.parse_args(arguments)))
+    for row in rows:
+        print(json.dumps(row))
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,156 @@
+"""The probe finds which devices share a link, on virtual devices with a link whose times are computed, not taken."""
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from tests.engine.toy import toy_model, toy_store
+from torchround.engine import link_probe
+from torchround.engine.device import CpuDevice, Stream
+from torchround.engine.link_probe import LEAST_BYTES, PROBE_BYTES, find_link_use, measure_rates
+
+RATE = 20e9  # bytes per second of a device's own link, and of each switch's for one device
+CARRIES = 0.7  # for several devices together, a switch carries so much of that
+
+
+@pytest.fixture(autouse=True)
+def all_the_time_it_takes(monkeypatch):
+    monkeypatch.setattr(link_probe, "BUDGET_S", float("inf"))
+
+
+class Switch:
+    """Shares its rate equally among the devices below it that have something to copy."""
+
+    def __init__(self):
+        self.queued = {}
+        self.finished = {}
+        self.now_s = 0.0
+
+    def settle(self):
+        """Let everything queued so far arrive: between two arrivals, all rates are constant."""
+        left, self.queued = self.queued, {}
+        while left:
+            rate = RATE if len(left) == 1 else CARRIES * RATE / len(left)
+            device, nbytes = min(left.items(), key=lambda item: item[1])
+            self.now_s += nbytes / rate
+            left = {other: rest - nbytes for other, rest in left.items() if other != device}
+            self.finished[device] = self.now_s
+
+
+class LinkMark:
+    """Before or after what its device queued: its time is known once the switch has settled."""
+
+    def __init__(self, device):
+        self.device = device
+        self.after = device in device.switch.queued
+        self.start_s = device.switch.now_s
+
+    def seconds_since(self, earlier):
+        assert self.after and not earlier.after, "not the marks around one device's copies"
+        self.device.switch.settle()
+        return self.device.switch.finished[self.device] - earlier.start_s
+
+
+class LinkedDevice(CpuDevice):
+    """Copies in no time, by the clock on the wall, and moves no bytes."""
+
+    has_link = True
+
+    def __init__(self, index, switch, memory_limit_bytes=2 * PROBE_BYTES - 1):
+        super().__init__(index, memory_limit_bytes)
+        self.switch = switch
+
+    def _copy(self, stream, destination, source):
+        assert stream is Stream.WEIGHT_UPLOAD and destination.numel() == source.numel()
+        self.switch.queued[self] = self.switch.queued.get(self, 0) + source.nbytes
+
+    def mark(self, stream):
+        return LinkMark(self)
+
+
+def linked(*switches):
+    made = {number: Switch() for number in switches}
+    return [LinkedDevice(index, made[number]) for index, number in enumerate(switches)]
+
+
+class Store:
+    """As much of a host store as the probe asks for."""
+
+    def __init__(self, nbytes):
+        self.bundles = [type("Bundle", (), {"masters": [torch.zeros(nbytes // 2, dtype=torch.bfloat16)]})]
+
+
+@pytest.mark.parametrize(
+    ("switches", "turns"),
+    [
+        ((0, 0, 1, 1), ((0, 1), (2, 3))),
+        ((0, 1, 0, 1), ((0, 2), (1, 3))),
+        ((0, 0, 0, 0, 1, 1, 1, 1), ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ((0, 1, 2), ()),
+    ],
+    ids=str,
+)
+def test_devices_below_one_switch_are_found(switches, turns):
+    use = find_link_use("auto", linked(*switches), Store(2 * PROBE_BYTES))
+    assert use.turns == turns
+    assert "20.0 to 20.0 GB/s" in use.text and ("take turns" in use.text) is bool(turns)
+
+
+def test_measured_rates_are_those_of_the_links():
+    rates = measure_rates(linked(0, 0, 1), torch.zeros(LEAST_BYTES, dtype=torch.uint8))
+    assert rates.alone == pytest.approx([RATE] * 3)
+    assert rates.together[0, 1] == pytest.approx([CARRIES * RATE / 2] * 2)
+    assert [*rates.together[0, 2], *rates.together[1, 2]] == pytest.approx([RATE] * 4)
+
+
+def test_a_device_is_as_empty_after_the_probe_as_before():
+    """Each has room for one probe's buffer, not for two."""
+    devices = linked(0, 0)
+    for _ in range(2):
+        find_link_use("auto", devices, Store(2 * PROBE_BYTES))
+    for device in devices:
+        device.allocate(PROBE_BYTES)
+
+
+def test_without_time_no_pair_is_measured_and_nobody_takes_turns(monkeypatch):
+    monkeypatch.setattr(link_probe, "BUDGET_S", 0.0)
+    use = find_link_use("auto", linked(0, 0), Store(2 * PROBE_BYTES))
+    assert use.turns == () and "1 of 1 pairs not measured" in use.text
+
+
+def test_the_likeliest_pairs_are_measured_first(monkeypatch):
+    """Time is up after the neighbours."""
+    monkeypatch.setattr(link_probe, "BUDGET_S", 1.0)
+    ticks = iter([0.0, 0.0, 0.0, 0.0, 2.0])
+    monkeypatch.setattr(link_probe.time, "monotonic", lambda: next(ticks))
+    rates = measure_rates(linked(0, 0, 1, 1), torch.zeros(LEAST_BYTES, dtype=torch.uint8))
+    assert set(rates.together) == {(0, 1), (1, 2), (2, 3)} < set(combinations(range(4), 2))
+
+
+class Untouchable(CpuDevice):
+    """Fails when anything is asked of it."""
+
+    def _copy(self, *_):
+        raise AssertionError("a device was probed")
+
+    _allocate = mark = _copy
+
+
+def test_virtual_devices_and_a_single_one_are_not_probed():
+    model = toy_model()
+    for devices in ([Untouchable(0), Untouchable(1)], [LinkedDevice(0, Switch(), 0)]):
+        use = find_link_use("auto", devices, toy_store(model))
+        assert use.turns == () and use.text == ""
+
+
+def test_what_the_config_decides_is_not_measured():
+    devices = [LinkedDevice(index, Switch(), 0) for index in range(3)]
+    assert find_link_use(False, devices, Store(PROBE_BYTES)).turns == ()
+    use = find_link_use(True, devices, Store(PROBE_BYTES))
+    assert use.turns == ((0, 1, 2),) and "engine.share_links" in use.text
+
+
+def test_a_model_too_small_to_measure_with_takes_no_turns():
+    use = find_link_use("auto", linked(0, 0), Store(LEAST_BYTES - 2))
+    assert use.turns == () and f"{LEAST_BYTES - 2} bytes of weights" in use.text

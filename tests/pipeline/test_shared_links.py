@@ -1,0 +1,119 @@
+"""Shared links are found from rates on topologies whose answer is known, and waves are those of a uniform pipeline."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchround.pipeline.shared_links import LinkRates, Waves, find_shared_links, use_of_links
+
+DEVICE_RATE = 25e9
+ERROR = 0.04  # of a measurement, either way
+DISTURBED = 0.7  # what a link carries for several devices, of what it carries for one
+
+
+def rates_of(switches, uplink=DISTURBED * DEVICE_RATE, device_rate=DEVICE_RATE, noise=lambda: 1.0):
+    """`switches[d]`: the switch of device d. Two devices of one switch share its uplink equally."""
+    together = {}
+    for first, second in combinations(range(len(switches)), 2):
+        shared = switches[first] == switches[second]
+        rate = min(device_rate, uplink / 2) if shared else device_rate
+        together[first, second] = rate * noise(), rate * noise()
+    return LinkRates([device_rate * noise() for _ in switches], together)
+
+
+TOPOLOGIES = {
+    "4 on 2 switches": ([0, 0, 1, 1], [(0, 1), (2, 3)]),
+    "4 on 2 switches, numbered in turn": ([0, 1, 0, 1], [(0, 2), (1, 3)]),
+    "8 on 2 switches": ([0] * 4 + [1] * 4, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+    "8 on 4 switches": ([0, 0, 1, 1, 2, 2, 3, 3], [(0, 1), (2, 3), (4, 5), (6, 7)]),
+    "none shared": ([0, 1, 2, 3], []),
+    "one alone": ([0, 0, 1], [(0, 1)]),
+    "all on one": ([0, 0, 0], [(0, 1, 2)]),
+}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_devices_of_one_switch_take_turns(topology, data):
+    switches, expected = TOPOLOGIES[topology]
+    rates = rates_of(switches, noise=lambda: data.draw(st.floats(1 - ERROR, 1 + ERROR)))
+    assert list(use_of_links(rates).turns) == expected
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=8), st.data())
+@settings(max_examples=30, deadline=None)
+def test_the_links_found_are_the_switches_of_any_topology(switches, data):
+    rates = rates_of(switches, noise=lambda: data.draw(st.floats(1 - ERROR, 1 + ERROR)))
+    groups = [tuple(d for d, s in enumerate(switches) if s == switch) for switch in set(switches)]
+    assert sorted(link.devices for link in find_shared_links(rates)) == sorted(
+        g for g in groups if len(g) > 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("uplink_share", "shares", "takes_turns"),
+    [(0.5, True, True), (0.85, True, True), (0.9, True, False), (1.6, True, False), (1.8, False, False)],
+)
+def test_turns_are_taken_only_where_they_move_clearly_more_than_both_together(
+    uplink_share, shares, takes_turns
+):
+    """Turns cost something where a link is shared fairly, and more where it carries more than one device's rate."""
+    rates = rates_of([0, 0], uplink=uplink_share * DEVICE_RATE)
+    assert bool(find_shared_links(rates)) == shares
+    assert bool(use_of_links(rates).turns) == takes_turns
+
+
+def test_copies_that_disturb_each_other_beyond_their_share_take_turns():
+    """Together they move less than one of them alone, which is what the paper met."""
+    rates = rates_of([0, 0], uplink=0.7 * DEVICE_RATE)
+    [link] = find_shared_links(rates)
+    assert link.takes_turns and link.kept == pytest.approx(0.35)
+    assert link.turns_gain == pytest.approx(1 / 0.7)
+
+
+def test_a_slow_device_beside_a_fast_one_does_not_hold_it_up():
+    """A card with 4 lanes and one with 16 below a switch with 16: turns would leave the uplink idle."""
+    rates = LinkRates([25e9, 6e9], {(0, 1): (19e9, 6e9)})
+    assert find_shared_links(rates) == []
+
+
+def test_one_disturbed_measurement_joins_no_links():
+    rates = rates_of([0, 0, 1, 1])
+    disturbed = LinkRates(rates.alone, {**rates.together, (1, 2): (DEVICE_RATE / 3, DEVICE_RATE / 3)})
+    assert [link.devices for link in find_shared_links(disturbed)] == [(0, 1), (2, 3)]
+
+
+def test_pairs_that_were_not_measured_share_nothing_and_the_line_says_so():
+    rates = rates_of([0, 0, 0])
+    part = LinkRates(rates.alone, {(0, 1): rates.together[0, 1]})
+    use = use_of_links(part)
+    assert use.turns == ((0, 1),)
+    assert "2 of 3 pairs not measured" in use.text
+
+
+def test_the_line_says_what_was_found():
+    assert use_of_links(rates_of([0, 0, 1, 1])).text == (
+        "links    25.0 to 25.0 GB/s to a device alone; 0 + 1 share one (each keeps 35% of its rate beside another) "
+        "and take turns; 2 + 3 share one (each keeps 35% of its rate beside another) and take turns"
+    )
+    assert "no two devices share one" in use_of_links(rates_of([0, 1])).text
+    assert "take no turns" in use_of_links(rates_of([0, 0], uplink=1.5 * DEVICE_RATE)).text
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 30))
+@settings(max_examples=50, deadline=None)
+def test_waves_are_the_times_of_a_pipeline_of_equal_windows(num_devices, num_windows, num_slots):
+    """Window by window: after the same one of the slot before, and after whatever its device did before."""
+    waves = Waves(num_devices)
+    starts = [waves.next(num_windows) for _ in range(num_slots)]
+    free, before = [0] * num_devices, [-1] * num_windows
+    for slot, start in enumerate(starts):
+        device, times = slot % num_devices, []
+        for window in range(num_windows):
+            times.append(max(free[device], before[window] + 1))
+            free[device] = times[-1] + 1
+        before = times
+        assert times == [start + window for window in range(num_windows)]

@@ -1,0 +1,127 @@
+"""Devices that share a link to the host: found from measured rates, and when turns on it are due.
+
+GPUs below one PCIe switch disturb each other's copies (PipeOffload appendix D). Where two of them together get
+clearly less through than one after the other, they take turns. A link that both only share fairly needs none.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+# Two devices share a link when each, beside the other, keeps less than this of its rate alone.
+KEPT_WHEN_SHARED = 0.85
+# Turns are taken when they move at least this many times what the devices move together: waiting for a turn costs
+# something too, up to 5 % of a step at equal rates, and is made up for from about here on (scripts/bench_shared_link.py).
+TURNS_AT_LEAST = 1.15
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Bytes per second from the host: of each device `alone`, and of both of a pair `(a, b)`, a < b, `together`.
+
+    A pair that was not measured counts as one that shares nothing.
+    """
+
+    alone: Sequence[float]
+    together: Mapping[Pair, tuple[float, float]]
+
+    def kept(self, pair: Pair) -> tuple[float, float]:
+        """Of its rate alone, what each of a pair has beside the other."""
+        first, second = (
+            rate / self.alone[device] for device, rate in zip(pair, self.together[pair], strict=True)
+        )
+        return first, second
+
+    def turns_gain(self, pair: Pair) -> float:
+        """Bytes moved in turns for each byte moved together in the same time."""
+        in_turns = 2 / sum(1 / self.alone[device] for device in pair)
+        return in_turns / sum(self.together[pair])
+
+
+@dataclass(frozen=True)
+class SharedLink:
+    """Devices that share a link; means over its pairs of what each keeps, and of what turns gain."""
+
+    devices: tuple[int, ...]
+    kept: float
+    turns_gain: float
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.turns_gain >= TURNS_AT_LEAST
+
+    def __str__(self) -> str:
+        verdict = "take turns" if self.takes_turns else "take no turns, which would gain nothing"
+        named = " + ".join(map(str, self.devices))
+        return f"{named} share one (each keeps {self.kept:.0%} of its rate beside another) and {verdict}"
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """Which devices take turns, by group, and a line that says why. Empty where there was nothing to find out."""
+
+    turns: tuple[tuple[int, ...], ...] = ()
+    text: str = ""
+
+
+def find_shared_links(rates: LinkRates) -> list[SharedLink]:
+    """The links that several devices share, by their first device.
+
+    A device counts to a link only if it shares with all of the link's devices: one disturbed measurement may separate
+    two devices, but joins no two links.
+    """
+    groups: list[list[int]] = []
+    for device in range(len(rates.alone)):
+        for group in groups:
+            if all(_share(rates, (other, device)) for other in group):
+                group.append(device)
+                break
+        else:
+            groups.append([device])
+    return [_link(rates, group) for group in groups if len(group) > 1]
+
+
+def use_of_links(rates: LinkRates) -> LinkUse:
+    """What the measured rates say."""
+    links = find_shared_links(rates)
+    found = "; ".join(str(link) for link in links) or "no two devices share one"
+    pairs = len(rates.alone) * (len(rates.alone) - 1) // 2
+    left_out = pairs - len(rates.together)
+    skipped = f"; {left_out} of {pairs} pairs not measured for lack of time" if left_out else ""
+    slowest, fastest = (pick(rates.alone) / 1e9 for pick in (min, max))
+    return LinkUse(
+        tuple(link.devices for link in links if link.takes_turns),
+        f"links    {slowest:.1f} to {fastest:.1f} GB/s to a device alone; {found}{skipped}",
+    )
+
+
+class Waves:
+    """When each stage slot's transfer windows come, counted in windows, if all took the same time.
+
+    Window `p` of a slot comes at wave `start + p`. A slot starts one window after the slot before it, whose outputs
+    it reads, and not before its device is done with its last slot.
+    """
+
+    def __init__(self, num_devices: int) -> None:
+        self._ends: deque[int] = deque([0] * num_devices, num_devices)
+        self._start = -1
+
+    def next(self, num_windows: int) -> int:
+        """The wave at which the next slot of the dispatch sequence starts."""
+        self._start = max(self._start + 1, self._ends[0])
+        self._ends.append(self._start + num_windows)
+        return self._start
+
+
+def _share(rates: LinkRates, pair: Pair) -> bool:
+    return pair in rates.together and max(rates.kept(pair)) < KEPT_WHEN_SHARED
+
+
+def _link(rates: LinkRates, devices: list[int]) -> SharedLink:
+    pairs = list(combinations(devices, 2))
+    kept = sum(sum(rates.kept(pair)) / 2 for pair in pairs) / len(pairs)
+    gain = sum(rates.turns_gain(pair) for pair in pairs) / len(pairs)
+    return SharedLink(tuple(devices), kept, gain)
