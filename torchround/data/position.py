@@ -34,10 +34,16 @@ def _check(position: Mapping[str, Any], first_places: Sequence[Place], vocab_siz
         return
     for name in ("left", "group", "long"):
         _check_numbers(name, [position[name]])
-    for tokens, labels in position["waiting"]:
+    for tokens, labels, name in position["waiting"]:
         _check_numbers("tokens", tokens, vocab_size)
         _check_numbers("labels", [label for label in labels if label != IGNORED_LABEL], vocab_size)
         _require(len(tokens) == len(labels), "waiting", (len(tokens), len(labels)))
+        _check_name(name)
+    for name in (*position["without"], *position["gone"]):
+        _check_name(name)
+    if position["until"] is not None:
+        _require(len(position["until"]) == len(first_places), "until", position["until"])
+        _check_numbers("until", position["until"])
     so_far = position.get("so_far", {"reader": position["reader"], "long": 0})
     _check_numbers("long", [so_far["long"]])
     _check_reader(so_far["reader"], first_places)
@@ -55,6 +61,12 @@ def _check_reader(reader: Mapping[str, Any] | None, first_places: Sequence[Place
         _check_numbers("sources", [progress[name] for name in COUNTS if name in progress])
     _check_numbers("source", [] if number is None else [number], len(sources))
     _check_numbers("offset", [reader["offset"]])
+
+
+def _check_name(name: Sequence[Any]) -> None:
+    """That of a document: its source, its number and its part."""
+    _require(len(name) == 3, "name", name)
+    _check_numbers("name", name)
 
 
 def _check_numbers(name: str, values: Sequence[Any], end: int = MOST) -> None:
