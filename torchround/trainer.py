@@ -133,18 +133,18 @@ class Trainer:
         if not self._checkpoints.restore(self.store, self._loader):
             self._initialize()
         self._metrics = self._open_metrics()
-        try:
-            with StopRequest() as stop:
+        with StopRequest() as stop:  # to the last line: closing may take seconds, and what is saved did not fail
+            try:
                 ended_by, exit_code = self._measure_and_train(stop)
-        finally:
-            self._metrics.close()
-            self._loader.close()
-            self.store.close()
-        self._say_what_was_left_out()
-        say(
-            f"{self._folder.path}: saved after step {self._checkpoints.saved_step} of {self.config.training.steps}; "
-            f"{ended_by}"
-        )
+            finally:
+                self._metrics.close()
+                self._loader.close()
+                self.store.close()
+            self._say_what_was_left_out()
+            say(
+                f"{self._folder.path}: saved after step {self._checkpoints.saved_step} of {self.config.training.steps}; "
+                f"{ended_by}"
+            )
         return exit_code
 
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
