@@ -173,7 +173,13 @@ class Soak:
         try:
             verify_checkpoint(runs.path("run") / "checkpoints" / f"step-{STEPS}")
             runs.assert_same("run", "undisturbed", step=STEPS)
-        except (AssertionError, CheckpointError, OSError, KeyError, ValueError) as error:  # also broken metrics
+        except (
+            AssertionError,
+            CheckpointError,
+            OSError,
+            KeyError,
+            ValueError,
+        ) as error:  # also broken metrics
             raise SoakError(
                 f"it is another run than one that was left alone: {type(error).__name__}: {error}"
             ) from error
@@ -250,7 +256,8 @@ def main(arguments: list[str], tamper: Callable[[Path], object] = lambda run: No
                 told = soak.iterate(number)
             except SoakError as error:
                 failed.append(number)
-                told = f"FAILED, kept in {folder / f'iteration-{number}'}; again: --seed {options.seed} --only {number}\n{error}"
+                kept, again = folder / f"iteration-{number}", f"--seed {options.seed} --only {number}"
+                told = f"FAILED, kept in {kept}; again: {again}\n{error}"
             print(f"iteration {number} ({time.monotonic() - begin_s:.1f} s): {told}", flush=True)
     met = ", ".join(f"{count} x {trouble}" for trouble, count in summary(soak.met).items())
     print(f"{done} iterations in {(time.monotonic() - start_s) / 60:.1f} minutes, seed {options.seed}: {met}")

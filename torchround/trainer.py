@@ -120,8 +120,8 @@ class Trainer:
     def run(self) -> int:
         """Train to the end, or until a signal. Returns the exit code of the process.
 
-        Raises `ResumeError`, `RunFolderError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`; whatever
-        could be saved is saved before.
+        Raises `ResumeError`, `RunFolderError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`;
+        whatever could be saved is saved before.
         """
         newest = self._checkpoints.complete_step()
         if newest is not None:
@@ -133,7 +133,9 @@ class Trainer:
         if not self._checkpoints.restore(self.store, self._loader):
             self._initialize()
         self._metrics = self._open_metrics()
-        with StopRequest() as stop:  # to the last line: closing may take seconds, and what is saved did not fail
+        with (
+            StopRequest() as stop
+        ):  # to the last line: closing may take seconds, and what is saved did not fail
             try:
                 ended_by, exit_code = self._measure_and_train(stop)
             finally:
@@ -141,10 +143,8 @@ class Trainer:
                 self._loader.close()
                 self.store.close()
             self._say_what_was_left_out()
-            say(
-                f"{self._folder.path}: saved after step {self._checkpoints.saved_step} of {self.config.training.steps}; "
-                f"{ended_by}"
-            )
+            saved, steps = self._checkpoints.saved_step, self.config.training.steps
+            say(f"{self._folder.path}: saved after step {saved} of {steps}; {ended_by}")
         return exit_code
 
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
