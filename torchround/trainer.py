@@ -99,7 +99,8 @@ class Trainer:
 
     @cached_property
     def _traces(self) -> StepTraces:
-        return StepTraces(self.config.trace, self._folder.path / "trace", self._choice.make())
+        folder, devices = self._folder.path / "trace", self._choice.make()
+        return StepTraces(self.config.trace, folder, devices, self.config.training.steps)
 
     @property
     def _devices(self) -> Sequence[Device]:
