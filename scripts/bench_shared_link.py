@@ -33,9 +33,8 @@ from torchround.engine.update_policy import POLICIES
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition
 
-SLEEP_S = (
-    0.0005  # of a layer while recording, so that threads are ahead of each other as little as on devices
-)
+# Of a layer while recording, so that threads are ahead of each other as little as on devices.
+SLEEP_S = 0.0005
 PARTITION = Partition((2,) * 7, 3, (2,) * 7)
 
 

@@ -134,13 +134,19 @@ class Soak:
             return Broken(f"{kind} {device}", child, (0,) if kind == "slow" else (0, 1))
         if trouble in ("killed", "signalled"):
             number = signal.SIGKILL if trouble == "killed" else moment.choice(STOP_SIGNALS)
-            child = self._zygote.start("trains", arguments, folder=folder)
-            if trouble == "signalled":  # before its first step nobody listens
-                child.wait_until(lambda text: "\nstep " in text or "is complete" in text)
-            time.sleep(moment.uniform(0, 0.3))
-            child.send(number)
-            code = -number if trouble == "killed" else 128 + number
-            return Broken(signal.Signals(number).name, self._waited(child), (code, 0))
+            wait_s = moment.uniform(0, 0.3)
+
+            def send(child: Child) -> None:
+                if trouble == "signalled":  # before its first step nobody listens
+                    child.wait_until(lambda text: "\nstep " in text or "is complete" in text)
+                time.sleep(wait_s)
+                child.send(number)
+
+            child = self._ended("trains", arguments, folder=folder, meanwhile=send)
+            codes = [0, -number] if trouble == "killed" else [0, 128 + number]
+            if "is complete" in child.text():  # nor does anybody after it has said so
+                codes.append(-number)
+            return Broken(signal.Signals(number).name, child, tuple(codes))
         return Broken(trouble, self._ended("trains", arguments, folder=folder), (0,))
 
     def _starve(self, runs: SmallRuns, moment: random.Random, arguments: list[str]) -> str:
@@ -167,8 +173,11 @@ class Soak:
         try:
             verify_checkpoint(runs.path("run") / "checkpoints" / f"step-{STEPS}")
             runs.assert_same("run", "undisturbed", step=STEPS)
-        except (AssertionError, CheckpointError) as error:
-            raise SoakError(f"it is another run than one that was left alone: {error}") from error
+        # Metrics that are missing or broken are no assertion that fails.
+        except (AssertionError, CheckpointError, OSError, KeyError, ValueError) as error:
+            raise SoakError(
+                f"it is another run than one that was left alone: {type(error).__name__}: {error}"
+            ) from error
 
     def _runs(self, name: str) -> SmallRuns:
         folder = self._folder / name
@@ -176,13 +185,18 @@ class Soak:
         folder.mkdir()
         return SmallRuns(folder)
 
-    def _ended(self, scenario: str, *arguments: Any, folder: Path) -> Child:
-        return self._waited(self._zygote.start(scenario, *arguments, folder=folder))
-
-    def _waited(self, child: Child) -> Child:
-        """Ended by itself. Raises `SoakError` for one that hangs, after ending it."""
+    def _ended(
+        self,
+        scenario: str,
+        *arguments: Any,
+        folder: Path,
+        meanwhile: Callable[[Child], object] = lambda child: None,
+    ) -> Child:
+        """Started, and ended by itself or `meanwhile`. Raises `SoakError` for one that hangs, after ending it."""
+        child = self._zygote.start(scenario, *arguments, folder=folder)
         hung = threading.Timer(HUNG_AFTER_S, child.send, [signal.SIGABRT])
         hung.start()
+        meanwhile(child)
         code = child.wait()
         hung.cancel()
         require(code != -signal.SIGABRT, f"nothing came of it in {HUNG_AFTER_S:.0f} s", child.text())
@@ -237,7 +251,8 @@ def main(arguments: list[str], tamper: Callable[[Path], object] = lambda run: No
                 told = soak.iterate(number)
             except SoakError as error:
                 failed.append(number)
-                told = f"FAILED, kept in {folder / f'iteration-{number}'}; again: --seed {options.seed} --only {number}\n{error}"
+                kept, again = folder / f"iteration-{number}", f"--seed {options.seed} --only {number}"
+                told = f"FAILED, kept in {kept}; again: {again}\n{error}"
             print(f"iteration {number} ({time.monotonic() - begin_s:.1f} s): {told}", flush=True)
     met = ", ".join(f"{count} x {trouble}" for trouble, count in summary(soak.met).items())
     print(f"{done} iterations in {(time.monotonic() - start_s) / 60:.1f} minutes, seed {options.seed}: {met}")

@@ -107,6 +107,17 @@ def test_metrics_go_on_after_a_resume_without_repeating_steps(
     assert small_runs.losses("sparse").items() <= small_runs.losses("run").items()
 
 
+def test_a_metrics_file_that_cannot_be_opened_before_step_3_has_every_step_and_is_one_warning(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    obstacle = small_runs.path("run") / "metrics.jsonl"
+    obstacle.mkdir(parents=True)
+    before_step(monkeypatch, 3, obstacle.rmdir)
+    assert small_runs("run") == 0
+    assert list(small_runs.losses("run")) == [1, 2, 3, 4, 5]
+    assert caplog.text.count("metrics.jsonl failed") == 1
+
+
 def test_the_resolved_config_can_be_run_again_and_is_the_same(small_runs: SmallRuns) -> None:
     overrides = ["--run.name=run", "--training.max_norm=0.5", ASYNC]
     assert small_runs("run", *overrides) == 0

@@ -99,7 +99,8 @@ class Trainer:
 
     @cached_property
     def _traces(self) -> StepTraces:
-        return StepTraces(self.config.trace, self._folder.path / "trace", self._choice.make())
+        folder, devices = self._folder.path / "trace", self._choice.make()
+        return StepTraces(self.config.trace, folder, devices, self.config.training.steps)
 
     @property
     def _devices(self) -> Sequence[Device]:
@@ -120,8 +121,8 @@ class Trainer:
     def run(self) -> int:
         """Train to the end, or until a signal. Returns the exit code of the process.
 
-        Raises `ResumeError`, `RunFolderError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`; whatever
-        could be saved is saved before.
+        Raises `ResumeError`, `RunFolderError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`;
+        whatever could be saved is saved before.
         """
         newest = self._checkpoints.complete_step()
         if newest is not None:
@@ -133,18 +134,18 @@ class Trainer:
         if not self._checkpoints.restore(self.store, self._loader):
             self._initialize()
         self._metrics = self._open_metrics()
-        try:
-            with StopRequest() as stop:
+        with (
+            StopRequest() as stop
+        ):  # to the last line: closing may take seconds, and what is saved did not fail
+            try:
                 ended_by, exit_code = self._measure_and_train(stop)
-        finally:
-            self._metrics.close()
-            self._loader.close()
-            self.store.close()
-        self._say_what_was_left_out()
-        say(
-            f"{self._folder.path}: saved after step {self._checkpoints.saved_step} of {self.config.training.steps}; "
-            f"{ended_by}"
-        )
+            finally:
+                self._metrics.close()
+                self._loader.close()
+                self.store.close()
+            self._say_what_was_left_out()
+            saved, steps = self._checkpoints.saved_step, self.config.training.steps
+            say(f"{self._folder.path}: saved after step {saved} of {steps}; {ended_by}")
         return exit_code
 
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:

@@ -41,8 +41,8 @@ class LoraShape:
 class Adapter(nn.Module):
     """What all adapters share. `place` is unique in the layer; `seed` is set before each forward, None: no dropout.
 
-    Each mask comes from a generator of its own, made from the seed of layer and micro-batch, place and `use`: the recomputation in a
-    backward stage sees the same mask, and threads share nothing.
+    Each mask comes from a generator of its own, made from the seed of layer and micro-batch, place and `use`: the
+    recomputation in a backward stage sees the same mask, and threads share nothing.
     """
 
     lora: LoraShape

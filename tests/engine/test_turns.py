@@ -151,8 +151,8 @@ def races(partition, policy, **settings):
 class LinkRecordingDevice(RecordingDevice):
     """Each upload of weights also reads the byte of `ruler` that says at which wave it is, `current.wave`.
 
-    Nothing is computed before all
-    stage slots are `dispatched`, so that each window finds the next slot's weights to upload.
+    Nothing is computed before all stage slots are `dispatched`, so that each window finds the next slot's weights to
+    upload.
     """
 
     def __init__(self, inner, log, ruler, current, dispatched):

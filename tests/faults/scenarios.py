@@ -20,6 +20,7 @@ from tests.faults.hostile import be_limited, be_watched
 from tests.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.engine.device import CpuDevice
+from torchround.observe import MetricsLogger
 
 CHECKPOINT_EVENTS = {
     *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir"),
@@ -122,6 +123,19 @@ def hangs(where: str, step: int, arguments: list[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         saves_ended = awaiting_saves(patch)
         before_step(patch, step, lambda: (saves_ended(step - 2), hang()))
+        return trains(arguments)
+
+
+def is_signalled_on_its_way_out(number: int, arguments: list[str]) -> int:
+    """A run that gets a signal once all is trained and saved, while its metrics are closed."""
+    close = MetricsLogger.close
+
+    def interrupted(self: MetricsLogger) -> None:
+        signal.raise_signal(number)
+        close(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsLogger, "close", interrupted)
         return trains(arguments)
 
 

@@ -53,6 +53,17 @@ def stop_until_complete(
         last_step, stops = int(saved), stops + 1
 
 
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_a_signal_after_the_last_save_does_not_make_a_complete_run_a_failed_one(
+    zygote: Zygote, tmp_path: Path, number: signal.Signals
+) -> None:
+    SmallRuns(tmp_path)
+    run = zygote.run("is_signalled_on_its_way_out", number, ["--run.name=run"], folder=tmp_path)
+    assert run.wait() == 0, run.text()
+    assert run.text().endswith("saved after step 5 of 5; the run is complete\n")
+    assert f"{number.name}: finishing" in run.text() and "interrupted" not in run.text()
+
+
 @pytest.mark.parametrize("while_saving", [False, True], ids=["in a step", "in a save"])
 def test_a_second_signal_ends_the_run_at_once_and_what_was_saved_before_is_good(
     zygote: Zygote, tmp_path: Path, while_saving: bool

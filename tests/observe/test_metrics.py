@@ -144,6 +144,35 @@ def test_what_cannot_be_written_to_the_end_leaves_no_half_line(tmp_path: Path) -
     assert steps_in(path) == [1]
 
 
+@pytest.mark.parametrize("earlier_steps", [3, 5], ids=["nothing to drop", "two steps to drop"])
+def test_a_disk_that_is_full_at_the_start_costs_no_line(tmp_path: Path, earlier_steps: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, earlier_steps + 1))
+    before = path.read_bytes()
+    with files_limited_to(20):
+        file = MetricsFile(path, after_step=3)
+        for step in (4, 5):
+            with pytest.raises(OSError):
+                file.log(record(step))
+        assert path.read_bytes() == before
+    file.log(record(6))
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6]
+    file.close()
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl"}
+
+
+def test_a_file_that_can_only_be_opened_at_the_end_has_every_line(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.write_text("a file where the folder should be")
+    file = MetricsFile(path)
+    with pytest.raises(OSError):
+        file.log(record(1))
+    path.parent.unlink()
+    file.close()
+    file.close()
+    assert steps_in(path) == [1]
+
+
 def test_what_was_logged_before_a_kill_is_there(tmp_path: Path) -> None:
     program = f"""
 import os, signal

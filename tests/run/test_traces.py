@@ -4,6 +4,8 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 
+import pytest
+
 from tests.small_run import ASYNC, TWO_ROUNDS, SmallRuns, small_runs
 
 __all__ = ["small_runs"]
@@ -26,7 +28,7 @@ def spans_of(small_runs: SmallRuns) -> list[dict]:
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["ph"] for event in events} == {"X", "M"}
     for event in spans:
-        assert event["ts"] >= 0 and event["dur"] > 0 and event["name"] and event["args"]["step"] == 2
+        assert event["ts"] >= 0 and event["dur"] > 0 and event["name"] and event["args"]["step"] == 3
     threads = {(event["pid"], event["tid"]) for event in spans}
     assert threads == {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     assert {pid for pid, _ in threads} == {e["pid"] for e in events if e["name"] == "process_name"}
@@ -77,3 +79,13 @@ def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(
     down = moved_bytes(of_kind(spans, "gradients"))
     assert ROUNDS * trained <= down <= ROUNDS * (trained + padding)
     assert down < up / 4
+
+
+def test_steps_that_the_run_does_not_have_are_one_warning(
+    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert small_runs("run", "--trace.steps=[9, 5, 6]") == 0
+    assert [entry.getMessage() for entry in caplog.records] == [
+        "trace.steps: 6, 9 will not be traced; the run ends after training.steps = 5"
+    ]
+    assert [path.name for path in (small_runs.path("run") / "trace").iterdir()] == ["step-5.json"]

@@ -1,4 +1,4 @@
-"""The soak: one iteration of it, and that it tells of a run whose result somebody altered."""
+"""The soak: a few iterations of it, that it tells of a run whose result somebody altered, and that it cannot hang."""
 
 import json
 import re
@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from scripts.soak import main, newest
+import scripts.soak
+from scripts.soak import Soak, SoakError, main, newest
+from tests.faults.zygote import zygote_in
+from tests.small_run import SmallRuns
 from torchround.checkpoint import verify_checkpoint
 
 
@@ -26,22 +29,42 @@ def alter_a_weight(run: Path) -> None:
     assert verify_checkpoint(path) == 12
 
 
-def test_an_iteration_ends_as_a_run_that_was_left_alone_and_one_altered_bit_is_told_with_how_to_see_it_again(
+def remove_the_metrics(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+
+
+def cut_the_metrics(run: Path) -> None:
+    """Half of the last line is missing."""
+    path = run / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_an_iteration_ends_as_a_run_that_was_left_alone_and_any_difference_is_told_with_how_to_see_it_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    runs: list[Path] = []
-
-    def alter_the_second(run: Path) -> None:
-        runs.append(run)
-        if len(runs) == 2:
-            alter_a_weight(run)
-
-    arguments = ["--minutes=10", "--iterations=2", "--seed=1", f"--folder={tmp_path}"]
-    assert main(arguments, tamper=alter_the_second) == 1
+    """One is left as it is, one bit of another is altered, the metrics of two are broken and missing."""
+    tampering = iter([lambda run: None, alter_a_weight, cut_the_metrics, remove_the_metrics])
+    arguments = ["--minutes=10", "--iterations=4", "--seed=1", f"--folder={tmp_path}"]
+    assert main(arguments, tamper=lambda run: next(tampering)(run)) == 1
     told = capfd.readouterr().out
     assert re.search(r"^iteration 0 \(.* s\): .*: the same$", told, re.MULTILINE), told
     assert "again: --seed 1 --only 1" in told and "1 of " in told and "tensors differ" in told, told
-    assert re.search(r"^2 iterations in .* minutes, seed 1: .*\n1 failed: 1$", told, re.MULTILINE), told
-    [kept] = tmp_path.glob("*/iteration-*")
-    assert kept.name == "iteration-1"
-    assert newest(kept / "outputs" / "run" / "checkpoints", set()) == 12
+    assert "JSONDecodeError" in told and "FileNotFoundError" in told, told
+    assert re.search(r"^4 iterations in .* minutes, seed 1: .*\n3 failed: 1, 2, 3$", told, re.MULTILINE), told
+    kept = {path.name: path for path in tmp_path.glob("*/iteration-*")}
+    assert sorted(kept) == ["iteration-1", "iteration-2", "iteration-3"]
+    assert newest(kept["iteration-1"] / "outputs" / "run" / "checkpoints", set()) == 12
+
+
+def test_a_child_that_hangs_is_ended_also_while_something_is_awaited_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripts.soak, "HUNG_AFTER_S", 0.5)
+    SmallRuns(tmp_path)
+    (tmp_path / "zygote").mkdir()
+    with zygote_in(tmp_path / "zygote") as zygote:
+        hanging = "hangs", "step", 1, ["--run.name=run"]
+        with pytest.raises(SoakError, match="nothing came of it"):
+            Soak(zygote, tmp_path, seed=0)._ended(
+                *hanging, folder=tmp_path, meanwhile=lambda child: child.wait_until(lambda text: False)
+            )

@@ -326,7 +326,8 @@ class TraceTable(Table):
     """Timelines for finding out where time and memory go."""
 
     steps: Many[PositiveInt] = ()
-    """Steps (counted from 1) whose tasks and copies are written to `trace/` in the run's folder. Empty: none."""
+    """Steps (counted from 1) whose tasks and copies are written to `trace/` in the run's folder. Empty: none. One
+    after the last step is a warning."""
 
     memory: bool = False
     """Also write a snapshot of device memory for each traced step."""

@@ -45,7 +45,10 @@ class StoredTensor:
 
 
 def read_folder(folder: Path, single_file: str = SINGLE_FILE) -> dict[str, StoredTensor]:
-    """Every tensor by name, of `single_file` or of the index's files. Raises `HFError` for files that are missing, truncated or not safetensors."""
+    """Every tensor by name, of `single_file` or of the index's files.
+
+    Raises `HFError` for files that are missing, truncated or not safetensors.
+    """
     tensors: dict[str, StoredTensor] = {}
     for path in _files(folder, single_file):
         for name, tensor in read_header(path).items():

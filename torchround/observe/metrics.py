@@ -7,6 +7,7 @@ disk takes it, and what a killed process left is dropped when the file is opened
 import json
 import os
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from torchround.observe.record import StepRecord
@@ -17,19 +18,21 @@ KEPT_LINES = 10_000  # about 10 MB
 class MetricsFile:
     """Appends records to `path`. Opening it drops the records after step `after_step`, where a run goes on.
 
-    `after_step` is 0 for a run that starts anew: nothing of an earlier attempt stays. Raises `OSError` when
-    the disk fails; the file can go on being used: the records so far stay, and what could not be written (the newest
-    `KEPT_LINES` of it) is written with the next record, or on closing.
+    `after_step` is 0 for a run that starts anew: nothing of an earlier attempt stays. `log` and `close` raise
+    `OSError` when the disk fails; the file can go on being used: the records so far stay, and what could not be
+    written (the newest `KEPT_LINES` of it) is written with the next record, or on closing. A file that cannot even be
+    opened is opened then.
     """
 
     def __init__(self, path: Path | str, after_step: int = 0) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            _drop_after(self.path, after_step)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        self._end_bytes = os.fstat(self._descriptor).st_size
+        self._after_step = after_step
+        self._descriptor = -1
+        self._end_bytes = 0
         self._unwritten: deque[bytes] = deque(maxlen=KEPT_LINES)
+        self._closed = False
+        with suppress(OSError):  # tried again with the first record, and told then
+            self._open()
 
     def log(self, record: StepRecord) -> None:
         """Append one line; it is in the file when this returns."""
@@ -38,16 +41,27 @@ class MetricsFile:
 
     def close(self) -> None:
         """Close the file. Can be repeated."""
-        if self._descriptor < 0:
+        if self._closed:
             return
+        self._closed = True
         try:
             self._write()
         finally:
-            os.close(self._descriptor)
-            self._descriptor = -1
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _drop_after(self.path, self._after_step)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._end_bytes = os.fstat(descriptor).st_size
+        self._descriptor = descriptor
 
     def _write(self) -> None:
         """All that is unwritten. A line that only fits in part is cut off again."""
+        if self._descriptor < 0:
+            self._open()
         try:
             self._write_lines()
         finally:

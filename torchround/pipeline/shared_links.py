@@ -12,7 +12,8 @@ from itertools import combinations
 # Two devices share a link when each, beside the other, keeps less than this of its rate alone.
 KEPT_WHEN_SHARED = 0.85
 # Turns are taken when they move at least this many times what the devices move together: waiting for a turn costs
-# something too, up to 5 % of a step at equal rates, and is made up for from about here on (scripts/bench_shared_link.py).
+# something too, up to 5 % of a step at equal rates, and is made up for from about here on
+# (scripts/bench_shared_link.py).
 TURNS_AT_LEAST = 1.15
 
 Pair = tuple[int, int]

@@ -33,8 +33,9 @@ class TaskKind(str, Enum):
 class Task:
     """A piece of work for one stream of one device.
 
-    It starts no sooner than the end of each task in `after` plus that one's lag. `holds_bytes` of device memory are taken at the start and kept, `scratch_bytes` are taken for the
-    duration only, `frees_bytes` are given back at the end. `moves_bytes` leave or reach the device for it.
+    It starts no sooner than the end of each task in `after` plus that one's lag. `holds_bytes` of device memory are
+    taken at the start and kept, `scratch_bytes` are taken for the duration only, `frees_bytes` are given back at the
+    end. `moves_bytes` leave or reach the device for it.
     """
 
     device: int

@@ -23,7 +23,7 @@ LETTERS = {
 
 
 def trace_events(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
-    """One JSON-able trace of several named timelines. Times in it are microseconds."""
+    """One JSON-able trace of several named timelines. Times in it are microseconds; steps count from 1."""
     events: list[dict[str, Any]] = []
     first_process = 0
     for name, line in timelines:
@@ -78,5 +78,5 @@ def _event(task: Task, start_s: float, process: int, thread: int) -> dict[str, A
         "tid": thread,
         "ts": start_s * 1e6,
         "dur": task.duration_s * 1e6,
-        "args": {"step": task.step, "micro_batch": task.micro_batch, "moved_bytes": task.moves_bytes},
+        "args": {"step": task.step + 1, "micro_batch": task.micro_batch, "moved_bytes": task.moves_bytes},
     }

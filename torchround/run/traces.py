@@ -21,7 +21,7 @@ class StepTraces:
     recorded at any time.
     """
 
-    def __init__(self, table: TraceTable, folder: Path, devices: Sequence[Device]) -> None:
+    def __init__(self, table: TraceTable, folder: Path, devices: Sequence[Device], total_steps: int) -> None:
         self._steps = frozenset(table.steps)
         self._folder = folder
         self._tracer = Tracer(devices) if self._steps else None
@@ -29,6 +29,12 @@ class StepTraces:
         self._memory = table.memory and any(device.torch_device.type == "cuda" for device in devices)
         if table.memory and not self._memory:
             logger.warning("trace.memory: cpu devices have no memory snapshots; only timelines are written")
+        if beyond := sorted(step for step in self._steps if step > total_steps):
+            logger.warning(
+                "trace.steps: %s will not be traced; the run ends after training.steps = %d",
+                ", ".join(map(str, beyond)),
+                total_steps,
+            )
 
     def wants(self, step: int) -> bool:
         """Whether `step`, counted from 1, is to be traced."""

@@ -1,7 +1,8 @@
 """1F1B without a flush: stages take forwards and backwards as they arrive and update on their own.
 
-Where both have arrived, a stage alternates, as 1F1B's order and PACI's algorithm 1 do. PipeDream's asynchronous 1F1B, and PACI (Elam et al., 2026), which bounds how far weights move on between a
-micro-batch's forward and backward. Stage i counts from 1 in the formulas, N stages.
+Where both have arrived, a stage alternates, as 1F1B's order and PACI's algorithm 1 do. PipeDream's asynchronous
+1F1B, and PACI (Elam et al., 2026), which bounds how far weights move on between a micro-batch's forward and
+backward. Stage i counts from 1 in the formulas, N stages.
 """
 
 from collections.abc import Sequence

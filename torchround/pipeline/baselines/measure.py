@@ -21,7 +21,8 @@ class Schedule:
 
     `tasks(steps)` builds them. `partition` is JSON-able: layers per virtual stage, or RoundPipe's ranges.
     `ready_first`: devices take what is ready instead of following their order. `tail_steps`: steps at the end
-    of a continuous run that are over sooner because nothing follows them. `warm_up[i]`: the forward of device i after which waiting for the first backward counts as `switch`; None: the last before it.
+    of a continuous run that are over sooner because nothing follows them. `warm_up[i]`: the forward of device i
+    after which waiting for the first backward counts as `switch`; None: the last before it.
     `backwards_per_update`: after how many of its backwards a stage updates its weights. `update_s`: seconds
     per step that all devices wait for the optimizer.
     """
