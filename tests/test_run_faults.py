@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tests.small_run import (
     small_runs,
     with_model,
 )
+from torchround.engine import lifecycle
+from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.layer import LayeredModel
 
 __all__ = ["small_runs"]
@@ -63,6 +66,41 @@ def test_a_stage_that_hangs_is_reported_after_the_timeout_and_the_state_is_saved
     message = capsys.readouterr().err
     assert "HangError: controller: nothing moved for 1 s" in message and "engine.hang_timeout_s" in message
     assert "Traceback" not in message
+    assert small_runs.saved("run") == [2]
+
+
+def test_an_update_that_gets_stuck_is_not_saved_half_way_and_the_newest_checkpoint_is_named(
+    small_runs: SmallRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A device fails in step 4 while step 3's update stands still between two bundles."""
+    monkeypatch.setattr(lifecycle, "JOIN_S", 0.2)
+    over, stuck, update = threading.Event(), threading.Event(), OptimizerWorker._update_bundle
+
+    def standing_still(worker, bundle, job, *arguments):
+        if (job.step, bundle.index) == (2, 2):
+            stuck.set()
+            assert over.wait(60)
+        update(worker, bundle, job, *arguments)
+
+    def fail(call: int) -> None:
+        if call == 25:  # 8 a step
+            assert stuck.wait(60)
+            raise RuntimeError("planted")
+
+    monkeypatch.setattr(OptimizerWorker, "_update_bundle", standing_still)
+    before_forward(monkeypatch, 0, fail)
+    saves_ended = awaiting_saves(monkeypatch)
+    before_step(monkeypatch, 4, lambda: saves_ended(1))
+    try:
+        assert small_runs("run", "--checkpoint.interval_steps=2") == 1
+    finally:
+        over.set()
+    assert "RuntimeError: planted" in capsys.readouterr().err
+    assert "an update was not completed" in caplog.text
+    assert "the newest checkpoint is that of step 2" in caplog.text
     assert small_runs.saved("run") == [2]
 
 

@@ -17,7 +17,7 @@ from tests.engine.toy import (
     train,
 )
 from torchround.engine.device import CpuDevice
-from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError
+from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError, Place
 from torchround.engine.optimizer_worker import OptimizerWorker
 
 PARTITION = PARTITIONS["forward coarser"]
@@ -169,6 +169,69 @@ def test_a_device_fault_during_an_update_lets_the_update_finish(monkeypatch):
     assert store.step == 1 and store.is_consistent
     monkeypatch.undo()
     assert_same_state(store.named_views(), state_after(1))
+
+
+def test_an_update_that_outlasts_every_wait_is_waited_for_as_long_as_it_moves(monkeypatch):
+    """Each wait for the optimizer ends, as one whose time is up, when it has come to the next bundle."""
+    update, may_go_on, arrived = (
+        OptimizerWorker._update_bundle,
+        threading.Semaphore(0),
+        threading.Semaphore(0),
+    )
+
+    def gated(worker, bundle, *arguments):
+        if bundle.index > 2:
+            arrived.release()
+        if bundle.index > 1:  # the fault is in the layer of bundle 1
+            assert may_go_on.acquire(timeout=60)
+        update(worker, bundle, *arguments)
+
+    def join(timeout=None):
+        may_go_on.release()
+        while thread.is_alive() and not arrived.acquire(timeout=0.01):
+            pass
+
+    monkeypatch.setattr(OptimizerWorker, "_update_bundle", gated)
+    plant(monkeypatch, block=1, call=9)
+    store = toy_store(toy_model())
+    engine = toy_engine(marked_model(), store, PARTITIONS["one layer a stage"], 2)
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "torchround optimizer"]
+    monkeypatch.setattr(thread, "join", join)
+    with pytest.raises(PipelineError, match="forward stage"):
+        train(engine, BATCHES)
+    assert store.step == 1 and store.is_consistent
+    monkeypatch.undo()
+    assert_same_state(store.named_views(), state_after(1))
+
+
+@pytest.mark.parametrize("bundle_index", [-1, 0])
+def test_no_update_begins_after_a_stop_though_all_its_gradients_have_landed(monkeypatch, bundle_index):
+    """The stop comes while the norm of the first or the last gradient is taken."""
+
+    inside, stopped, norms = threading.Event(), threading.Event(), []
+    norm_squared = OptimizerWorker._norm_squared
+
+    def blocking(self, bundle):
+        norms.append(bundle)
+        if bundle is self._store.trained[bundle_index]:
+            inside.set()
+            assert stopped.wait(60)
+        return norm_squared(self, bundle)
+
+    monkeypatch.setattr(OptimizerWorker, "_norm_squared", blocking)
+    store = toy_store(toy_model())
+    engine = toy_engine(toy_model(), store, PARTITION, 2)
+    result = engine.forward_backward(BATCHES[0])
+    engine.step(1e-2)
+    result.reports()
+    assert inside.wait(60)
+    engine._life.fail(PipelineError(Place("test"), "planted"))
+    stopped.set()
+    with pytest.raises(PipelineError, match="planted"):
+        engine.drain()
+    assert norms[-1] is store.trained[bundle_index]
+    assert store.step == 0 and store.is_consistent and engine_threads() == []
+    assert_same_state(store.named_views(), state_after(0))
 
 
 def test_a_fault_reaches_the_caller_within_a_second(monkeypatch):

@@ -72,7 +72,10 @@ class UpdateReport:
 
 
 class OptimizerWorker:
-    """Runs jobs `Fact("job", 0)`, `Fact("job", 1)`, ... in order; posts `Fact("updated", step)`."""
+    """Runs jobs `Fact("job", 0)`, `Fact("job", 1)`, ... in order; posts `Fact("updated", step)`.
+
+    `moves` grows with each bundle that an update comes to. After a stop, a store that is consistent stays as it is.
+    """
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class OptimizerWorker:
         self._max_norm = max_norm
         self._on_failure = on_failure
         self._num_threads = num_threads
+        self.moves = 0
         self._compiles = compiles
         self._kernels: Mapping[Dtypes, UpdateKernel] = {}
         self._squares: dict[int, float] = {}
@@ -138,6 +142,7 @@ class OptimizerWorker:
     def _collect(self, job: CollectGradients) -> None:
         """Round by round, and in each the deepest layers first: the order in which gradients land."""
         for bundle, parts in self._landing_order(job.step):
+            self._board.raise_if_stopped()  # gradients that landed before a stop would else all be gone through
             self._place = self._place_of(bundle)
             landings = [self._ordering.before_gradient_read(bundle.index, job.step, part) for part in parts]
             start = time.perf_counter()
@@ -194,6 +199,7 @@ class OptimizerWorker:
         loss = sum(self._losses) / max(self._num_labels, 1)
         fault, overflowed = self._fault(loss, norm, loss_scale), not math.isfinite(norm)
         skipped = overflowed or bool(fault)
+        self._begin_update()
         if skipped:
             overcome = self._advance_version(job)
         else:
@@ -201,6 +207,7 @@ class OptimizerWorker:
             self._store.spikes.record(loss, norm)
         self._store.loss_scaling.record(job.step, overflowed)
         self._store.step = job.step + 1
+        self._store.is_consistent = True
         self._ordering.settled(job.step + 1, self._store.resume_state())
         seconds = self._busy_s + time.perf_counter() - start - self._waited_for_save_s
         not_finite = tuple(index for index, loss in enumerate(self._losses) if not math.isfinite(loss))
@@ -220,6 +227,15 @@ class OptimizerWorker:
         self._board.post(Fact("updated", job.step), report)
         self._board.raise_if_stopped()
 
+    def _begin_update(self) -> None:
+        """None begins after a stop. Marked before looking: whoever sees a whole store after a stop may read it."""
+        self._store.is_consistent = False
+        try:
+            self._board.raise_if_stopped()
+        except Stopped:
+            self._store.is_consistent = True
+            raise
+
     def _fault(self, loss: float, norm: float, loss_scale: float) -> str:
         """Why the update is skipped. Empty also where it overflowed under a loss scale that a lower one replaces."""
         if not math.isfinite(loss):
@@ -231,7 +247,6 @@ class OptimizerWorker:
     def _apply(self, job: UpdateWeights, gradient_scale: float) -> BaseException | None:
         """Update every bundle, in forward order. Returns a fault that a second try overcame."""
         overcome: BaseException | None = None
-        self._store.is_consistent = False
         self._store.applied_updates += 1
         for bundle in self._store.trained:
             self._place = self._place_of(bundle)
@@ -248,7 +263,6 @@ class OptimizerWorker:
             self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
             self._ordering.gradient_consumed(bundle.index, job.step)
             self._ordering.updated(bundle.index, job.step)
-        self._store.is_consistent = True
         if overcome is not None:
             self._place = failed_place
         return overcome
@@ -295,7 +309,6 @@ class OptimizerWorker:
         for bundle in self._store.trained:
             self._ordering.gradient_consumed(bundle.index, job.step)
         overcome: BaseException | None = None
-        self._store.is_consistent = False
         for bundle in self._store.trained:
             self._place = self._place_of(bundle)
             self._before_update(bundle, job)
@@ -305,10 +318,10 @@ class OptimizerWorker:
                 self._board.observer.touched(reads=[source], writes=[target])
                 target.copy_(source)
             self._ordering.updated(bundle.index, job.step)
-        self._store.is_consistent = True
         return overcome
 
     def _before_update(self, bundle: Bundle, job: UpdateWeights) -> None:
+        self.moves += 1
         self._ordering.before_update(bundle.index, job.step)
         start_s = time.perf_counter()
         self._ordering.before_overwriting_saved(bundle.index, job.step)
