@@ -141,6 +141,20 @@ def test_an_update_that_fails_in_the_middle_is_completed_before_the_fault_is_rai
     assert_same_state(store.named_views(), state_after(2))
 
 
+def test_a_fault_that_an_update_overcame_is_known_before_a_call_can_see_its_step(monkeypatch):
+    fail_in_bundle(monkeypatch, bundle_index=3, times=1)
+    store = toy_store(toy_model())
+    engine = toy_engine(toy_model(), store, PARTITION, 2)
+    optimizer, steps_seen = engine._life._writer, []
+    tell = optimizer._on_failure
+    monkeypatch.setattr(
+        optimizer, "_on_failure", lambda failure: [steps_seen.append(store.step), tell(failure)]
+    )
+    with pytest.raises(PipelineError):
+        train(engine, BATCHES)
+    assert steps_seen == [1] and store.step == 2
+
+
 def test_an_update_that_cannot_be_completed_marks_the_store_as_inconsistent(monkeypatch):
     fail_in_bundle(monkeypatch, bundle_index=3, times=1000)
     store = toy_store(toy_model())

@@ -125,7 +125,7 @@ class OptimizerWorker:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
-            self._fail(error)
+            self._fail(error, self._store.is_consistent)
 
     def _dtypes(self) -> set[Dtypes]:
         """What the bundles' gradients and masters are made of."""
@@ -206,6 +206,10 @@ class OptimizerWorker:
             overcome = self._apply(job, clip_scale(norm, self._max_norm) / loss_scale)
             self._store.spikes.record(loss, norm)
         self._store.loss_scaling.record(job.step, overflowed)
+        if overcome is not None:
+            self._fail(
+                overcome, leaves_whole=True
+            )  # before a call could see the step, and end as if all were well
         self._store.step = job.step + 1
         self._store.is_consistent = True
         self._ordering.settled(job.step + 1, self._store.resume_state())
@@ -222,8 +226,6 @@ class OptimizerWorker:
             self._waited_for_save_s,
         )
         self._busy_s, self._waited_for_save_s, self._bundle_updates = 0.0, 0.0, []
-        if overcome is not None:
-            self._fail(overcome)  # first, so that no call ends as if nothing had happened
         self._board.post(Fact("updated", job.step), report)
         self._board.raise_if_stopped()
 
@@ -342,11 +344,10 @@ class OptimizerWorker:
             "optimizer worker", layers=tuple(self._store.layer_names[layer] for layer in bundle.layers)
         )
 
-    def _fail(self, error: BaseException) -> None:
-        consistent = self._store.is_consistent
+    def _fail(self, error: BaseException, leaves_whole: bool) -> None:
         problem = f"{type(error).__name__}: {error}"
-        if not consistent:
+        if not leaves_whole:
             problem += " (a second try failed too: the host store mixes two weight versions, do not save it)"
-        failure = PipelineError(self._place, problem, consistent)
+        failure = PipelineError(self._place, problem, leaves_whole)
         failure.__cause__ = error
         self._on_failure(failure)
