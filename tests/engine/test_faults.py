@@ -19,6 +19,7 @@ from tests.engine.toy import (
 from torchround.engine.device import CpuDevice
 from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError, Place
 from torchround.engine.optimizer_worker import OptimizerWorker
+from torchround.engine.ordering import Ordering
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
@@ -139,6 +140,31 @@ def test_an_update_that_fails_in_the_middle_is_completed_before_the_fault_is_rai
     assert store.is_consistent and store.step == 2
     monkeypatch.undo()
     assert_same_state(store.named_views(), state_after(2))
+
+
+@pytest.mark.parametrize("case", ["update", "readers", "readers, skipped"])
+def test_of_two_faults_that_an_update_overcame_the_first_is_raised(monkeypatch, case):
+    """In the bundles of layers 2 and 4, each at its first try."""
+    owner, name = (
+        (OptimizerWorker, "_update_bundle") if case == "update" else (Ordering, "before_master_write")
+    )
+    original, failed = getattr(owner, name), []
+
+    def failing(self, bundle, *arguments):
+        index = getattr(bundle, "index", bundle)
+        if index in (2, 4) and index not in failed:
+            failed.append(index)
+            raise PlantedError(f"bundle {index}")
+        original(self, bundle, *arguments)
+
+    monkeypatch.setattr(owner, name, failing)
+    store = toy_store(toy_model())
+    if "skipped" in case:
+        store.bundles[1].masters[0].fill_(torch.inf)
+    with pytest.raises(PipelineError, match=r"optimizer worker, block\.1: PlantedError: bundle 2"):
+        train(toy_engine(toy_model(), store, PARTITION, 2), BATCHES)
+    assert failed == [2, 4]
+    assert store.step == 1 and store.is_consistent
 
 
 def test_a_fault_that_an_update_overcame_is_known_before_a_call_can_see_its_step(monkeypatch):

@@ -125,7 +125,7 @@ class OptimizerWorker:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
-            self._fail(error, self._store.is_consistent)
+            self._on_failure(self._failure(error, self._store.is_consistent))
 
     def _dtypes(self) -> set[Dtypes]:
         """What the bundles' gradients and masters are made of."""
@@ -207,9 +207,7 @@ class OptimizerWorker:
             self._store.spikes.record(loss, norm)
         self._store.loss_scaling.record(job.step, overflowed)
         if overcome is not None:
-            self._fail(
-                overcome, leaves_whole=True
-            )  # before a call could see the step, and end as if all were well
+            self._on_failure(overcome)  # before a call could see the step, and end as if all were well
         self._store.step = job.step + 1
         self._store.is_consistent = True
         self._ordering.settled(job.step + 1, self._store.resume_state())
@@ -246,27 +244,25 @@ class OptimizerWorker:
             return "" if self._store.loss_scaling.can_fall(loss_scale) else "the gradient is not finite"
         return str(self._store.spikes.spike(loss, norm) or "")
 
-    def _apply(self, job: UpdateWeights, gradient_scale: float) -> BaseException | None:
-        """Update every bundle, in forward order. Returns a fault that a second try overcame."""
-        overcome: BaseException | None = None
+    def _apply(self, job: UpdateWeights, gradient_scale: float) -> PipelineError | None:
+        """Update every bundle, in forward order. Returns the first fault that a second try overcame."""
+        overcome: PipelineError | None = None
         self._store.applied_updates += 1
         for bundle in self._store.trained:
             self._place = self._place_of(bundle)
             self._before_update(bundle, job)
-            if (fault := self._await_readers(bundle, job)) is not None:
-                overcome, failed_place = fault, self._place
+            fault = self._await_readers(bundle, job)
+            overcome = overcome or fault
             progress = (UpdateProgress(), UpdateProgress())
             start_s = time.perf_counter()
             try:
                 self._update_bundle(bundle, job, gradient_scale, progress, self._kernels)
             except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
-                overcome, failed_place = error, self._place
+                overcome = overcome or self._failure(error)
                 self._update_bundle(bundle, job, gradient_scale, progress, {})
             self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
             self._ordering.gradient_consumed(bundle.index, job.step)
             self._ordering.updated(bundle.index, job.step)
-        if overcome is not None:
-            self._place = failed_place
         return overcome
 
     def _update_bundle(
@@ -303,18 +299,19 @@ class OptimizerWorker:
                 kernel=kernels.get((gradient.dtype, master.dtype)),
             )
 
-    def _advance_version(self, job: UpdateWeights) -> BaseException | None:
+    def _advance_version(self, job: UpdateWeights) -> PipelineError | None:
         """A skipped update: version `step + 1` equals version `step`, and the gradient is of no more use.
 
-        Returns a fault that did not keep the new version from being complete.
+        Returns the first fault that did not keep the new version from being complete.
         """
         for bundle in self._store.trained:
             self._ordering.gradient_consumed(bundle.index, job.step)
-        overcome: BaseException | None = None
+        overcome: PipelineError | None = None
         for bundle in self._store.trained:
             self._place = self._place_of(bundle)
             self._before_update(bundle, job)
-            overcome = self._await_readers(bundle, job) or overcome
+            fault = self._await_readers(bundle, job)
+            overcome = overcome or fault
             if len(bundle.masters) > 1:
                 target, source = (bundle.masters[(job.step + back) % len(bundle.masters)] for back in (1, 0))
                 self._board.observer.touched(reads=[source], writes=[target])
@@ -329,14 +326,14 @@ class OptimizerWorker:
         self._ordering.before_overwriting_saved(bundle.index, job.step)
         self._waited_for_save_s += time.perf_counter() - start_s
 
-    def _await_readers(self, bundle: Bundle, job: UpdateWeights) -> BaseException | None:
+    def _await_readers(self, bundle: Bundle, job: UpdateWeights) -> PipelineError | None:
         """Until nobody reads the version to be overwritten. A device that failed reads no more: its fault."""
         try:
             self._ordering.before_master_write(bundle.index, job.step + 1)
         except Stopped:
             return None  # what the devices of an engine that has stopped still read is used by nobody
         except BaseException as error:  # noqa: BLE001  (reported once the update is whole)
-            return error
+            return self._failure(error)
         return None
 
     def _place_of(self, bundle: Bundle) -> Place:
@@ -344,10 +341,10 @@ class OptimizerWorker:
             "optimizer worker", layers=tuple(self._store.layer_names[layer] for layer in bundle.layers)
         )
 
-    def _fail(self, error: BaseException, leaves_whole: bool) -> None:
+    def _failure(self, error: BaseException, leaves_whole: bool = True) -> PipelineError:
         problem = f"{type(error).__name__}: {error}"
         if not leaves_whole:
             problem += " (a second try failed too: the host store mixes two weight versions, do not save it)"
         failure = PipelineError(self._place, problem, leaves_whole)
         failure.__cause__ = error
-        self._on_failure(failure)
+        return failure
