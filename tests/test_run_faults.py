@@ -42,6 +42,27 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works
     assert small_runs.saved("run") == [4, 5]
 
 
+def test_a_checkpoint_that_could_not_be_written_before_a_fault_is_not_said_to_be_of_a_run_that_goes_on(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    obstacle = small_runs.path("run") / "checkpoints"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_text("a file where the folder should be")
+    saves_ended = awaiting_saves(monkeypatch)
+
+    def fail() -> None:
+        saves_ended(1)
+        obstacle.unlink()
+        raise RuntimeError("planted")
+
+    before_step(monkeypatch, 3, fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        small_runs("run", "--checkpoint.interval_steps=2")
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "step 2 could not be written" in warning and "training goes on" not in warning
+    assert len(small_runs.saved("run")) == 1
+
+
 def test_a_last_checkpoint_that_cannot_be_written_is_a_fault(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -170,16 +170,22 @@ class RunCheckpoints:
             self.begin_save(engine)
             self._conclude(self._under_way.popleft())
 
-    def rescue(self, store: HostStore) -> None:
-        """Save the state that a fault left, unless it mixes two weight versions or is saved already.
-
-        The engine has ended, so saves that were under way have too, or were given up. An update may still be under
-        way that does not get anywhere; none begins.
-        """
+    def end_saves(self) -> None:
+        """The engine has ended after a fault, so saves that were under way have too, or were given up."""
         ended = [save for save in self._under_way if save.pending.ended]
         self._under_way.clear()
         for save in ended:
-            self._tell(save)
+            try:
+                self._conclude(save)
+            except CheckpointError as error:
+                logger.warning("%s", error)
+
+    def rescue(self, store: HostStore) -> None:
+        """Save the state that a fault left, unless it mixes two weight versions or is saved already.
+
+        The engine has ended, and the saves with it. An update may still be under way that does not get anywhere;
+        none begins.
+        """
         if not store.is_consistent:  # looked at first: a store that is whole now stays so
             newest = self._checkpointer.latest_step()
             left = (
