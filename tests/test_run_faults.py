@@ -2,7 +2,7 @@
 
 import logging
 import signal
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,23 @@ from tests.small_run import (
     small_runs,
     with_model,
 )
+from torchround.engine import lifecycle
+from torchround.engine.optimizer_worker import OptimizerWorker
+from torchround.engine.watchdog import Watchdog
 from torchround.layer import LayeredModel
 
 __all__ = ["small_runs"]
+
+
+@pytest.fixture
+def over():
+    """Set at the end of a test: whatever it made block goes on, and ends."""
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("torchround"):
+            thread.join(20)
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works(
@@ -39,6 +53,27 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works
     assert small_runs.saved("run") == [4, 5]
 
 
+def test_a_checkpoint_that_could_not_be_written_before_a_fault_is_not_said_to_be_of_a_run_that_goes_on(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    obstacle = small_runs.path("run") / "checkpoints"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_text("a file where the folder should be")
+    saves_ended = awaiting_saves(monkeypatch)
+
+    def fail() -> None:
+        saves_ended(1)
+        obstacle.unlink()
+        raise RuntimeError("planted")
+
+    before_step(monkeypatch, 3, fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        small_runs("run", "--checkpoint.interval_steps=2")
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "step 2 could not be written" in warning and "training goes on" not in warning
+    assert len(small_runs.saved("run")) == 1
+
+
 def test_a_last_checkpoint_that_cannot_be_written_is_a_fault(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -53,16 +88,59 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_fault(
 
 
 def test_a_stage_that_hangs_is_reported_after_the_timeout_and_the_state_is_saved(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_runs: SmallRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    over: threading.Event,
 ) -> None:
-    assert small_runs("whole") == 0  # the first step of a process imports what torch needs for it
-    before_forward(
-        monkeypatch, 0, lambda call: time.sleep(2.5) if call == 18 else None
-    )  # step 3: calls 17 to 24
+    """The watchdog looks from when the stage hangs: on a slow machine nothing before is taken for a hang."""
+    monkeypatch.setattr(lifecycle, "JOIN_S", 0.2)
+    hangs, look = threading.Event(), Watchdog._look
+
+    def hang(call: int) -> None:
+        if call == 18:  # step 3: calls 17 to 24
+            hangs.set()
+            over.wait()
+
+    monkeypatch.setattr(Watchdog, "_look", lambda watchdog: look(watchdog) if hangs.is_set() else None)
+    before_forward(monkeypatch, 0, hang)
     assert small_runs("run", "--engine.hang_timeout_s=1.0") == 1
     message = capsys.readouterr().err
     assert "HangError: controller: nothing moved for 1 s" in message and "engine.hang_timeout_s" in message
     assert "Traceback" not in message
+    assert small_runs.saved("run") == [2]
+
+
+def test_an_update_that_gets_stuck_is_not_saved_half_way_and_the_newest_checkpoint_is_named(
+    small_runs: SmallRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    over: threading.Event,
+) -> None:
+    """A device fails in step 4 while step 3's update stands still between two bundles."""
+    monkeypatch.setattr(lifecycle, "JOIN_S", 0.2)
+    stuck, update = threading.Event(), OptimizerWorker._update_bundle
+
+    def standing_still(worker, bundle, job, *arguments):
+        if (job.step, bundle.index) == (2, 2):
+            stuck.set()
+            over.wait()
+        update(worker, bundle, job, *arguments)
+
+    def fail(call: int) -> None:
+        if call == 25:  # 8 a step
+            assert stuck.wait(60)
+            raise RuntimeError("planted")
+
+    monkeypatch.setattr(OptimizerWorker, "_update_bundle", standing_still)
+    before_forward(monkeypatch, 0, fail)
+    saves_ended = awaiting_saves(monkeypatch)
+    before_step(monkeypatch, 4, lambda: saves_ended(1))
+    assert small_runs("run", "--checkpoint.interval_steps=2") == 1
+    assert "RuntimeError: planted" in capsys.readouterr().err
+    assert "an update was not completed" in caplog.text
+    assert "the newest checkpoint is that of step 2" in caplog.text
     assert small_runs.saved("run") == [2]
 
 

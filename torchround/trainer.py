@@ -314,6 +314,7 @@ class Trainer:
         except CheckpointError:
             raise
         except Exception:
+            self._checkpoints.end_saves()
             self._report_finished()
             self._checkpoints.rescue(self.store)
             raise

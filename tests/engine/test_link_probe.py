@@ -1,6 +1,7 @@
 """The probe finds which devices share a link, on virtual devices with a link whose times are computed, not taken."""
 
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_the_likeliest_pairs_are_measured_first(monkeypatch):
     """Time is up after the neighbours."""
     monkeypatch.setattr(link_probe, "BUDGET_S", 1.0)
     ticks = iter([0.0, 0.0, 0.0, 0.0, 2.0])
-    monkeypatch.setattr(link_probe.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(link_probe, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     rates = measure_rates(linked(0, 0, 1, 1), torch.zeros(LEAST_BYTES, dtype=torch.uint8))
     assert set(rates.together) == {(0, 1), (1, 2), (2, 3)} < set(combinations(range(4), 2))
 

@@ -209,6 +209,24 @@ def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(p
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchround")]
 
 
+def test_nothing_is_published_after_a_fault_though_it_was_allowed_before():
+    failed, published = threading.Event(), []
+
+    def late(source):
+        assert failed.wait(60)
+        source.before_publishing()
+        published.append(source.step)
+
+    engine = build()
+    save = engine.save(late)
+    save.may_publish()
+    engine._life.fail(PipelineError(None, "planted"))
+    failed.set()
+    with pytest.raises(PipelineError, match="planted"):
+        engine.drain()
+    assert not published and not save.ended
+
+
 def test_a_save_between_forward_backward_and_step_is_refused():
     with build() as engine:
         engine.forward_backward(toy_batches(1, micro_batches=4)[0])

@@ -135,7 +135,7 @@ class Engine:
         self._watchdog = Watchdog(
             self._board, workers, watched, others, self.settings.hang_timeout_s, self._life.fail
         )
-        self._life.start([*(worker.thread for worker in workers), *others])
+        self._life.start([*(worker.thread for worker in workers), *others], optimizer_worker)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Dispatch one training step: loss and gradients of all micro-batches.
@@ -203,7 +203,7 @@ class Engine:
         with self._life.call():
             for result in self._results:
                 result.wait()
-            if self.store.step < self._step:
+            if self.store.step < self._step or not self.store.is_consistent:
                 self._watchdog.wait(Fact("updated", self._step - 1))
 
     def close(self) -> None:

@@ -5,15 +5,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
+from typing import Protocol
 
 from torchround.engine.device import Device
 from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
 from torchround.engine.host_memory import HostPool
 from torchround.engine.ordering import Board
 
-# How long ending waits for all threads together. One inside a computation cannot be interrupted; it is a daemon
-# and ends with the process.
+# How long ending waits for all threads together, and then for an update under way from one bundle to the next. One
+# inside a computation cannot be interrupted; it is a daemon and ends with the process.
 JOIN_S = 30.0
+
+
+class Writer(Protocol):
+    """What updates the host store: the optimizer's worker. `moves` grows as long as an update gets anywhere."""
+
+    thread: threading.Thread
+    moves: int
 
 
 class Lifecycle:
@@ -25,6 +33,7 @@ class Lifecycle:
         self._pool = pool
         self._devices = devices
         self._threads: Sequence[threading.Thread] = ()
+        self._writer: Writer | None = None
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -32,9 +41,9 @@ class Lifecycle:
     def stopped(self) -> bool:
         return self._stopped
 
-    def start(self, threads: Sequence[threading.Thread]) -> None:
-        """Start the engine's threads; those of the devices come first, in device order."""
-        self._threads = threads
+    def start(self, threads: Sequence[threading.Thread], writer: Writer) -> None:
+        """Start the engine's threads; those of the devices come first, in device order. `writer`'s is among them."""
+        self._threads, self._writer = threads, writer
         for thread in threads:
             thread.start()
 
@@ -71,16 +80,23 @@ class Lifecycle:
             raise EngineUsageError("the engine is closed")
 
     def stop(self) -> None:
-        """End every thread and give devices and pool back. What still runs at the deadline keeps its memory."""
+        """End every thread and give devices and pool back. What still runs at the deadline keeps its memory.
+
+        An update under way is waited for as long as it moves: only a whole one leaves a store that can be saved.
+        """
         with self._lock:
             if self._stopped:
                 return
             self._stopped = True
         self._board.stop()
+        moves = self._writer.moves if self._writer else 0
         deadline_s = time.monotonic() + JOIN_S
         ours = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in ours:
             thread.join(max(deadline_s - time.monotonic(), 0.0))
+        while self._writer and self._writer.thread.is_alive() and self._writer.moves != moves:
+            moves = self._writer.moves
+            self._writer.thread.join(JOIN_S)
         busy = {thread.name for thread in ours if thread.is_alive()}
         for device, thread in zip_longest(self._devices, self._threads[: len(self._devices)]):
             drives = thread is not None and thread.name in busy  # no thread yet: the engine did not fit

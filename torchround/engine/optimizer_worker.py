@@ -72,7 +72,10 @@ class UpdateReport:
 
 
 class OptimizerWorker:
-    """Runs jobs `Fact("job", 0)`, `Fact("job", 1)`, ... in order; posts `Fact("updated", step)`."""
+    """Runs jobs `Fact("job", 0)`, `Fact("job", 1)`, ... in order; posts `Fact("updated", step)`.
+
+    `moves` grows with each bundle that an update comes to. After a stop, a store that is consistent stays as it is.
+    """
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class OptimizerWorker:
         self._max_norm = max_norm
         self._on_failure = on_failure
         self._num_threads = num_threads
+        self.moves = 0
         self._compiles = compiles
         self._kernels: Mapping[Dtypes, UpdateKernel] = {}
         self._squares: dict[int, float] = {}
@@ -121,7 +125,7 @@ class OptimizerWorker:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
-            self._fail(error)
+            self._on_failure(self._failure(error, self._store.is_consistent))
 
     def _dtypes(self) -> set[Dtypes]:
         """What the bundles' gradients and masters are made of."""
@@ -138,6 +142,7 @@ class OptimizerWorker:
     def _collect(self, job: CollectGradients) -> None:
         """Round by round, and in each the deepest layers first: the order in which gradients land."""
         for bundle, parts in self._landing_order(job.step):
+            self._board.raise_if_stopped()  # gradients that landed before a stop would else all be gone through
             self._place = self._place_of(bundle)
             landings = [self._ordering.before_gradient_read(bundle.index, job.step, part) for part in parts]
             start = time.perf_counter()
@@ -194,13 +199,17 @@ class OptimizerWorker:
         loss = sum(self._losses) / max(self._num_labels, 1)
         fault, overflowed = self._fault(loss, norm, loss_scale), not math.isfinite(norm)
         skipped = overflowed or bool(fault)
+        self._begin_update()
         if skipped:
             overcome = self._advance_version(job)
         else:
             overcome = self._apply(job, clip_scale(norm, self._max_norm) / loss_scale)
             self._store.spikes.record(loss, norm)
         self._store.loss_scaling.record(job.step, overflowed)
+        if overcome is not None:
+            self._on_failure(overcome)  # before a call could see the step, and end as if all were well
         self._store.step = job.step + 1
+        self._store.is_consistent = True
         self._ordering.settled(job.step + 1, self._store.resume_state())
         seconds = self._busy_s + time.perf_counter() - start - self._waited_for_save_s
         not_finite = tuple(index for index, loss in enumerate(self._losses) if not math.isfinite(loss))
@@ -215,10 +224,17 @@ class OptimizerWorker:
             self._waited_for_save_s,
         )
         self._busy_s, self._waited_for_save_s, self._bundle_updates = 0.0, 0.0, []
-        if overcome is not None:
-            self._fail(overcome)  # first, so that no call ends as if nothing had happened
         self._board.post(Fact("updated", job.step), report)
         self._board.raise_if_stopped()
+
+    def _begin_update(self) -> None:
+        """None begins after a stop. Marked before looking: whoever sees a whole store after a stop may read it."""
+        self._store.is_consistent = False
+        try:
+            self._board.raise_if_stopped()
+        except Stopped:
+            self._store.is_consistent = True
+            raise
 
     def _fault(self, loss: float, norm: float, loss_scale: float) -> str:
         """Why the update is skipped. Empty also where it overflowed under a loss scale that a lower one replaces."""
@@ -228,29 +244,25 @@ class OptimizerWorker:
             return "" if self._store.loss_scaling.can_fall(loss_scale) else "the gradient is not finite"
         return str(self._store.spikes.spike(loss, norm) or "")
 
-    def _apply(self, job: UpdateWeights, gradient_scale: float) -> BaseException | None:
-        """Update every bundle, in forward order. Returns a fault that a second try overcame."""
-        overcome: BaseException | None = None
-        self._store.is_consistent = False
+    def _apply(self, job: UpdateWeights, gradient_scale: float) -> PipelineError | None:
+        """Update every bundle, in forward order. Returns the first fault that a second try overcame."""
+        overcome: PipelineError | None = None
         self._store.applied_updates += 1
         for bundle in self._store.trained:
             self._place = self._place_of(bundle)
             self._before_update(bundle, job)
-            if (fault := self._await_readers(bundle, job)) is not None:
-                overcome, failed_place = fault, self._place
+            fault = self._await_readers(bundle, job)
+            overcome = overcome or fault
             progress = (UpdateProgress(), UpdateProgress())
             start_s = time.perf_counter()
             try:
                 self._update_bundle(bundle, job, gradient_scale, progress, self._kernels)
             except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
-                overcome, failed_place = error, self._place
+                overcome = overcome or self._failure(error)
                 self._update_bundle(bundle, job, gradient_scale, progress, {})
             self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
             self._ordering.gradient_consumed(bundle.index, job.step)
             self._ordering.updated(bundle.index, job.step)
-        self._store.is_consistent = True
-        if overcome is not None:
-            self._place = failed_place
         return overcome
 
     def _update_bundle(
@@ -287,41 +299,41 @@ class OptimizerWorker:
                 kernel=kernels.get((gradient.dtype, master.dtype)),
             )
 
-    def _advance_version(self, job: UpdateWeights) -> BaseException | None:
+    def _advance_version(self, job: UpdateWeights) -> PipelineError | None:
         """A skipped update: version `step + 1` equals version `step`, and the gradient is of no more use.
 
-        Returns a fault that did not keep the new version from being complete.
+        Returns the first fault that did not keep the new version from being complete.
         """
         for bundle in self._store.trained:
             self._ordering.gradient_consumed(bundle.index, job.step)
-        overcome: BaseException | None = None
-        self._store.is_consistent = False
+        overcome: PipelineError | None = None
         for bundle in self._store.trained:
             self._place = self._place_of(bundle)
             self._before_update(bundle, job)
-            overcome = self._await_readers(bundle, job) or overcome
+            fault = self._await_readers(bundle, job)
+            overcome = overcome or fault
             if len(bundle.masters) > 1:
                 target, source = (bundle.masters[(job.step + back) % len(bundle.masters)] for back in (1, 0))
                 self._board.observer.touched(reads=[source], writes=[target])
                 target.copy_(source)
             self._ordering.updated(bundle.index, job.step)
-        self._store.is_consistent = True
         return overcome
 
     def _before_update(self, bundle: Bundle, job: UpdateWeights) -> None:
+        self.moves += 1
         self._ordering.before_update(bundle.index, job.step)
         start_s = time.perf_counter()
         self._ordering.before_overwriting_saved(bundle.index, job.step)
         self._waited_for_save_s += time.perf_counter() - start_s
 
-    def _await_readers(self, bundle: Bundle, job: UpdateWeights) -> BaseException | None:
+    def _await_readers(self, bundle: Bundle, job: UpdateWeights) -> PipelineError | None:
         """Until nobody reads the version to be overwritten. A device that failed reads no more: its fault."""
         try:
             self._ordering.before_master_write(bundle.index, job.step + 1)
         except Stopped:
             return None  # what the devices of an engine that has stopped still read is used by nobody
         except BaseException as error:  # noqa: BLE001  (reported once the update is whole)
-            return error
+            return self._failure(error)
         return None
 
     def _place_of(self, bundle: Bundle) -> Place:
@@ -329,11 +341,10 @@ class OptimizerWorker:
             "optimizer worker", layers=tuple(self._store.layer_names[layer] for layer in bundle.layers)
         )
 
-    def _fail(self, error: BaseException) -> None:
-        consistent = self._store.is_consistent
+    def _failure(self, error: BaseException, leaves_whole: bool = True) -> PipelineError:
         problem = f"{type(error).__name__}: {error}"
-        if not consistent:
+        if not leaves_whole:
             problem += " (a second try failed too: the host store mixes two weight versions, do not save it)"
-        failure = PipelineError(self._place, problem, consistent)
+        failure = PipelineError(self._place, problem, leaves_whole)
         failure.__cause__ = error
-        self._on_failure(failure)
+        return failure

@@ -68,9 +68,13 @@ class SaveSource:
             self._ordering.read_by_save(bundle, self.step, self._index)
 
     def before_publishing(self) -> None:
-        """Nothing is read again. Waits for `PendingSave.may_publish`."""
+        """Nothing is read again. Waits for `PendingSave.may_publish`. Raises `Stopped` where the engine has ended.
+
+        Also where it might have gone on before: whoever ended the engine may be at these files by now.
+        """
         self.finish_reading()
         self._board.wait(Fact("save may be published", self._index))
+        self._board.raise_if_stopped()
 
     def finish_reading(self) -> None:
         """Whatever was not read is not going to be."""

@@ -170,17 +170,33 @@ class RunCheckpoints:
             self.begin_save(engine)
             self._conclude(self._under_way.popleft())
 
-    def rescue(self, store: HostStore) -> None:
-        """Save the state that a fault left, unless it mixes two weight versions or is saved already.
-
-        The engine has ended, so saves that were under way have too, or were given up.
-        """
+    def end_saves(self) -> None:
+        """The engine has ended after a fault, so saves that were under way have too, or were given up."""
         ended = [save for save in self._under_way if save.pending.ended]
         self._under_way.clear()
         for save in ended:
-            self._tell(save)
+            try:
+                self._conclude(save)
+            except CheckpointError as error:
+                logger.warning("%s", error)
+
+    def rescue(self, store: HostStore) -> None:
+        """Save the state that a fault left, unless it mixes two weight versions or is saved already.
+
+        The engine has ended, and the saves with it. An update may still be under way that does not get anywhere;
+        none begins.
+        """
+        if not store.is_consistent:  # looked at first: a store that is whole now stays so
+            newest = self._checkpointer.latest_step()
+            left = (
+                "there is no checkpoint"
+                if newest is None
+                else f"the newest checkpoint is that of step {newest}"
+            )
+            logger.warning("an update was not completed, so what it left is not saved; %s", left)
+            return
         position = next((p for p in self.positions if p.step == store.step), None)
-        if position is None or not store.is_consistent or position.step == self.saved_step:
+        if position is None or position.step == self.saved_step:
             return
         try:
             self._note(position, self._write(position, store.resume_state(), store.named_views()))
