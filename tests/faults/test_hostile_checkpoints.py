@@ -21,6 +21,7 @@ from tests.faults.zygote import Zygote
 
 TENSORS = "tensors-00000.safetensors"
 STEP = 5
+TITLE = "\x1b]0;pwned\x07"  # a terminal would change its title
 GIVEN = ("--run.name=new", "--checkpoint.load_path=theirs", "--training.steps=8", "--training.on_spike=skip")
 OWN = ("--run.name=run", "--training.steps=8")
 
@@ -118,6 +119,17 @@ def first(entries: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
+def renamed_to(name: str):
+    """The first tensor has another name."""
+
+    def rename(entries: dict[str, Any]) -> bytes:
+        old = next(name for name in entries if name != "__metadata__")
+        renamed = {name if key == old else key: entry for key, entry in entries.items()}
+        return json.dumps(renamed).encode()
+
+    return rename
+
+
 def twice(entries: dict[str, Any]) -> bytes:
     """A name that comes twice: other readers take the first, or the last."""
     name = next(name for name in entries if name != "__metadata__")
@@ -178,7 +190,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "an absolute name": (listed("/etc/passwd"), "lists the strange file '/etc/passwd'"),
     "a name with NUL": (listed("tensors-00001.safetensors\0"), "lists the strange file"),
     "a name of two lines": (listed("tensors-00001.safetensors\n"), "lists the strange file"),
-    "a name that is a terminal's command": (listed("\x1b]0;pwned\x07"), "lists the strange file"),
+    "a name that is a terminal's command": (listed(TITLE), "lists the strange file"),
     "a step below nothing": (manifest(lambda content: content.update(step=-1)), "manifest.json was altered"),
     "a step that is no number": (
         manifest(lambda content: content.update(step=float("nan"))),
@@ -221,6 +233,29 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         header(lambda entries: json.dumps(entries).replace("weights/", "../weights/", 1).encode()),
         "not this model's",
     ),
+    "a tensor that is a terminal's command": (
+        header(
+            lambda entries: entries.update({TITLE: first(entries) | {"shape": [0], "data_offsets": [1, 0]}})
+        ),
+        r"header of .* is damaged: \\x1b\]0;pwned\\x07 is at \[1, 0\]",
+    ),
+    "a tensor too many that is a terminal's command": (
+        header(renamed_to(TITLE)),
+        r"\\x1b\]0;pwned\\x07 is not part of it",
+    ),
+    "a tensor of a name without end": (header(renamed_to("a" * 10**6)), r"not this model's(?s:.{0,2500})$"),
+    "a checksum that is a terminal's command": (
+        manifest(lambda content: content["files"][TENSORS].update(xxh3_128=TITLE)),
+        "manifest.json was altered",
+    ),
+    "a checksum that is a list": (
+        manifest(lambda content: content["files"][TENSORS].update(xxh3_128=[TITLE])),
+        "manifest.json was altered",
+    ),
+    "tokens that are a terminal's command": (
+        state(lambda content: content.update(tokens=TITLE)),
+        r"tokens is \\x1b\]0;pwned\\x07",
+    ),
     "a state that is a pickle": (instead("state.json", BOMB), "state.json is not JSON"),
     "a state nested without end": (instead("state.json", DEEP), "state.json is not JSON"),
     "a state that is a list": (instead("state.json", b"[]"), "state.json is not a JSON object"),
@@ -253,7 +288,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "not that of a run",
     ),
     "a configuration that is a terminal's command": (
-        state(lambda content: content["config"]["model"].update(flavor="\x1b]0;pwned\x07")),
+        state(lambda content: content["config"]["model"].update(flavor=TITLE)),
         "is of another model",
     ),
     "no position": (state(lambda content: content.update(data={})), "data position"),

@@ -212,6 +212,19 @@ MODELS = {
     ),
     "a shape below nothing": Case(with_header(lambda h: entry(h, shape=[-16])), "damaged", PRETRAINED),
     "a shape of fractions": Case(with_header(lambda h: entry(h, shape=[16.5])), "damaged", PRETRAINED),
+    "a tensor that is a terminal's command": Case(
+        with_header(lambda h: h.update({"\x1b]0;pwned\x07": h.pop("model.norm.weight")})),
+        r"not part of the model: \\x1b\]0;pwned\\x07",
+        PRETRAINED,
+    ),
+    "a tensor of a name without end": Case(
+        with_header(lambda h: h.update({"a" * 10**6: h.pop("model.norm.weight")})),
+        r"not part of the model: a(?s:.{0,2500})$",
+        PRETRAINED,
+    ),
+    "a file in the index that is a terminal's command": Case(
+        index({"a": "\x1b]0;pwned\x07"}), r"files are missing: \\x1b\]0;pwned\\x07", PRETRAINED
+    ),
     "an index that climbs": Case(
         index({"a": "../outside.safetensors"}), "is not the name of a file", PRETRAINED
     ),

@@ -14,6 +14,7 @@ import numpy as np
 from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, ValidationTable
+from torchround.config.harmless import harmless
 from torchround.data.batches import Batches
 from torchround.data.best_fit import BestFitPacker, in_changed_files
 from torchround.data.chat import ChatTemplate
@@ -156,7 +157,8 @@ class Loader(Iterator[MicroBatch]):
             check_position(position, first_places, self._tokenizer.vocab_size)
         if changed:
             what = what_a_change_costs(position, saved["sources"], current["sources"])
-            logger.warning("going on at the same document numbers in changed files: %s; %s", text, what)
+            told = f"going on at the same document numbers in changed files: {text}"
+            logger.warning("%s; %s", harmless(told), what)
             position = in_changed_files(position) if self._packs_whole and position else position
         self.close()
         self._position = position
