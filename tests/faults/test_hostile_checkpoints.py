@@ -98,6 +98,26 @@ def progress(**changes: Any):
     return state(lambda content: content["data"]["position"]["reader"]["sources"][0].update(changes))
 
 
+def group(**changes: Any):
+    """The position of a run with whole documents in a sequence, at the beginning of a group."""
+
+    def become_group(content: dict[str, Any]) -> None:
+        data = content["data"]
+        reader = data["position"]["reader"]
+        data["data"].update(packing="best_fit", seq_len=16, long_documents="cut")
+        counts = {"group": 0, "long": 0, "left": 0}
+        names: dict[str, Any] = {"waiting": [], "without": [], "gone": [], "until": None}
+        so_far = {"long": 0, "reader": reader}
+        data["position"] = {"reader": reader, **counts, **names, "so_far": so_far, **changes}
+
+    return state(become_group)
+
+
+def without(key: str):
+    """A source's progress lacks something."""
+    return state(lambda content: content["data"]["position"]["reader"]["sources"][0].pop(key))
+
+
 def header(change: Callable[[dict[str, Any]], Any], length: int | None = None):
     """The tensors with another header in front."""
 
@@ -304,6 +324,11 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a place that is a fraction": (progress(place=[0.5]), "data position"),
     "a place of too many numbers": (progress(place=[0, 0, 0]), "data position"),
     "an epoch that is infinite": (progress(epoch=float("inf")), "data position"),
+    "a source without its place": (without("place"), "none that a run could have left"),
+    "a source without its bad records": (without("bad"), "none that a run could have left"),
+    "no reader": (position(reader=None), "none that a run could have left"),
+    "tokens that are a table": (position(tokens={}), "none that a run could have left"),
+    "a position of the other packing too": (position(so_far=1), "none that a run could have left"),
     "a field that no source has": (progress(__class__=1), "data position"),
     "a source that is not there": (
         state(lambda content: content["data"]["position"]["reader"].update(source=99)),
@@ -327,7 +352,29 @@ def given(harm: Callable[[Path], object]):
     return prepare_given
 
 
-CASES = {name: Case(given(harm), says, GIVEN) for name, (harm, says) in CHECKPOINTS.items()}
+# The same of a run that keeps documents whole.
+GROUPS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a document longer than a sequence": (
+        group(waiting=[[[1] * 17, [1] * 17, [0, 0, 0]]]),
+        "none that a run could have left: .*17 tokens of a document",
+    ),
+    "a document of nothing": (
+        group(waiting=[[[], [], [0, 0, 0]]]),
+        "none that a run could have left: .*0 tokens of a document",
+    ),
+    "a group that nothing is known of": (group(so_far=None), "none that a run could have left"),
+}
+CASES = {name: Case(given(harm), says, GIVEN) for name, (harm, says) in CHECKPOINTS.items()} | {
+    name: Case(given(harm), says, (*GIVEN, "--data.packing=best_fit"))
+    for name, (harm, says) in GROUPS.items()
+}
+# What is no harm, or the cases above would tell nothing.
+CASES["a group as a run leaves it"] = Case(
+    given(group(waiting=[[[1] * 16, [1] * 16, [0, 0, 0]]])),
+    "the run is complete",
+    (*GIVEN, "--data.packing=best_fit"),
+    code=0,
+)
 
 
 @pytest.mark.parametrize("name", CASES)
