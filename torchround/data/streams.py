@@ -34,7 +34,7 @@ FEED_BYTES = 1 << 10  # to zstd at once: each may become 32 KiB per byte
 MOST_BLANK_LINES = 100_000  # in a row, in an archive: it may unpack to any number of them
 ROWS_AT_ONCE = 1024
 # What pyarrow raises for files that are damaged or of a kind that it does not read, and for values Python has none of.
-UNREADABLE = (OSError, ValueError, MemoryError, RuntimeError, TypeError, KeyError, OverflowError)
+UNREADABLE = (OSError, ValueError, MemoryError, RuntimeError, TypeError, LookupError, OverflowError)
 
 
 def open_source(table: SourceTable, records: RecordReader | None = None) -> Source:
