@@ -33,6 +33,7 @@ from models import (
 from scripts.export_hf import Export, export
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.config import Config, ConfigError, LoraTable, ModelTable, Options, parse_command_line, to_toml
+from torchround.config.harmless import escaped
 from torchround.data import (
     DataError,
     Tokenizer,
@@ -121,12 +122,12 @@ def main(arguments: list[str]) -> int:
     try:
         return run(arguments)
     except MISTAKES as error:
-        print(error, file=sys.stderr, flush=True)
+        print(escaped(str(error)), file=sys.stderr, flush=True)
         return 2
     except FAULTS as error:
         if isinstance(error, PipelineError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"{type(error).__name__}: {escaped(str(error))}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print("interrupted before the first step", file=sys.stderr, flush=True)

@@ -153,7 +153,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a path out of the folder": (
         lambda path: forge_manifest(
-            path, lambda m: m["files"].update({"../x": {"size_bytes": 0, "xxh3_128": ""}})
+            path, lambda m: m["files"].update({"../x": {"size_bytes": 0, "xxh3_128": "0" * 32}})
         ),
         "strange file '../x'",
     ),

@@ -210,6 +210,30 @@ def test_rows_that_are_no_utf8_are_named_each_and_cost_no_other_row(tmp_path: Pa
     ]
 
 
+@pytest.mark.parametrize("bad", [[0], [5, 6, 1500], [1023, 1024, 2499]])
+def test_a_row_of_a_saved_dataset_that_cannot_be_read_is_named_and_costs_no_other(
+    tmp_path: Path, bad: list[int]
+) -> None:
+    """Dates of no year that Python knows; 2500 rows come in three parts."""
+    days = [2**30 if number in bad else number for number in range(2500)]
+    texts = [f"row {number}" for number in range(2500)]
+    table = pyarrow.table({"text": texts, "day": pyarrow.array(days, pyarrow.date32())})
+    datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
+    source = open_source(SourceTable(path=str(tmp_path / "saved"), format="dataset"))
+    read, wrong = [], []
+    place = source.first_place()
+    while (found := source.locate(place, None)) is not None:
+        try:
+            read.append(source.read(found[0], 0)[0])
+        except DataError as error:
+            wrong.append(str(error))
+        place = found[1]
+    assert read == [text for number, text in enumerate(texts) if number not in bad]
+    assert [message.partition("saved, ")[2].partition(": Overflow")[0] for message in wrong] == [
+        f"row {number + 1}: cannot be read" for number in bad
+    ]
+
+
 def test_a_large_row_group_is_read_part_by_part(tmp_path: Path) -> None:
     """By what the package itself counts: one row group of 8 MiB that does not compress."""
     generator = random.Random(0)

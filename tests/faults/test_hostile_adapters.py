@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from tests.faults.hostile import Case, judge
 from tests.faults.scenarios import prepare
-from tests.faults.test_hostile_models import ADAPTED, adapter
+from tests.faults.test_hostile_models import ADAPTED, BOMB, DEEP, adapter
 from tests.faults.zygote import Zygote
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 16, "bias": "none"}
@@ -36,6 +36,25 @@ def with_config(says: str, **changes: Any) -> Case:
 
 
 CASES = {
+    "adapters as a pickle": Case(
+        adapter(CONFIG, "adapter_model.bin", BOMB),
+        "neither adapter_model.safetensors .*adapter_model.bin",
+        ADAPTED,
+    ),
+    "a pickle called adapters": Case(
+        adapter(CONFIG, content=BOMB),
+        "adapter_model.safetensors: ",
+        ADAPTED,
+    ),
+    "an adapter's config nested without end": Case(
+        adapter(DEEP.decode()), "adapter_config.json cannot be read", ADAPTED
+    ),
+    "an adapter's config that is a list": Case(adapter([]), "adapter_config.json", ADAPTED),
+    "an adapter of a rank without end": Case(
+        adapter(CONFIG | {"r": 10**18}),
+        "r is 1000000000000000000",
+        ADAPTED,
+    ),
     "offsets that overlap": with_header({NAME: ENTRY, "other": ENTRY}),
     "offsets past the end": with_header(
         {NAME: ENTRY | {"data_offsets": [2**40, 2**40 + 128]}}, says="truncated"

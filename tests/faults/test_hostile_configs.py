@@ -100,6 +100,12 @@ CASES = {
     "no text": Case(only(b"\xff\xfe\x00"), "not UTF-8"),
     "a pipe as the config": Case(pipe_base, "there is no file"),
     "a key of the class": Case(small("\n[run]\n__class__ = 1\n"), "run.__class__: unknown key"),
+    "a key that is a terminal's command": Case(
+        small('\n[run]\n"\\u001b]0;pwned" = 1\n'), r"run.\\x1b\]0;pwned: unknown key"
+    ),
+    "a plan that is a terminal's command": Case(
+        nothing, r"\\x1b\]0;pwned", ('--engine.plan="\\u001b]0;pwned"',)
+    ),
     "a key of pydantic's": Case(small("\n[run]\nmodel_config = 1\n"), "run.model_config: unknown key"),
     "a model with NUL": Case(
         only(b'model = { family = "small", hf_path = "a\\u0000b" }\ndata = { sources = [{ path = "a" }] }\n'),

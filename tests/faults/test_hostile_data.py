@@ -222,6 +222,12 @@ TABLES = {
     "the same text again and again": Case(
         file("bad.parquet", same_text_again_and_again), "bad.parquet.*memory", reads("bad.parquet"), 1
     ),
+    "a date beyond all years": Case(
+        file("bad.parquet", parquet(text=pyarrow.array([2**30], pyarrow.date32()))),
+        "row 1: the parquet file is damaged",
+        reads("bad.parquet"),
+        1,
+    ),
     "texts that are numbers": Case(
         file("bad.parquet", parquet(text=[1.5])), "is a float", reads("bad.parquet"), 1
     ),

@@ -212,6 +212,19 @@ MODELS = {
     ),
     "a shape below nothing": Case(with_header(lambda h: entry(h, shape=[-16])), "damaged", PRETRAINED),
     "a shape of fractions": Case(with_header(lambda h: entry(h, shape=[16.5])), "damaged", PRETRAINED),
+    "a tensor that is a terminal's command": Case(
+        with_header(lambda h: h.update({"\x1b]0;pwned\x07": h.pop("model.norm.weight")})),
+        r"not part of the model: \\x1b\]0;pwned\\x07",
+        PRETRAINED,
+    ),
+    "a tensor of a name without end": Case(
+        with_header(lambda h: h.update({"a" * 10**6: h.pop("model.norm.weight")})),
+        r"not part of the model: a(?s:.{0,2500})$",
+        PRETRAINED,
+    ),
+    "a file in the index that is a terminal's command": Case(
+        index({"a": "\x1b]0;pwned\x07"}), r"files are missing: \\x1b\]0;pwned\\x07", PRETRAINED
+    ),
     "an index that climbs": Case(
         index({"a": "../outside.safetensors"}), "is not the name of a file", PRETRAINED
     ),
@@ -239,25 +252,6 @@ MODELS = {
     "no heads": Case(with_config(num_attention_heads=0), "num_attention_heads", PRETRAINED),
     "a theta that is no number": Case(with_config(rope_theta=float("nan")), "rope_theta|theta", PRETRAINED),
     "an infinite epsilon": Case(with_config(rms_norm_eps=float("inf")), "rms_norm_eps|eps", PRETRAINED),
-    "adapters as a pickle": Case(
-        adapter({"peft_type": "LORA", "r": 2, "lora_alpha": 16, "bias": "none"}, "adapter_model.bin", BOMB),
-        "neither adapter_model.safetensors .*adapter_model.bin",
-        ADAPTED,
-    ),
-    "a pickle called adapters": Case(
-        adapter({"peft_type": "LORA", "r": 2, "lora_alpha": 16, "bias": "none"}, content=BOMB),
-        "adapter_model.safetensors: ",
-        ADAPTED,
-    ),
-    "an adapter's config nested without end": Case(
-        adapter(DEEP.decode()), "adapter_config.json cannot be read", ADAPTED
-    ),
-    "an adapter's config that is a list": Case(adapter([]), "adapter_config.json", ADAPTED),
-    "an adapter of a rank without end": Case(
-        adapter({"peft_type": "LORA", "r": 10**18, "lora_alpha": 16, "bias": "none"}),
-        "r is 1000000000000000000",
-        ADAPTED,
-    ),
 }
 TEMPLATES = {
     "a class by its attribute": Case(template("{{ ''.__class__.__mro__ }}"), "unsafe", CHATS),

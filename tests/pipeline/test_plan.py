@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -303,6 +304,24 @@ def test_what_is_not_a_plan_is_refused(table: object) -> None:
         read_partition(table)
     with pytest.raises(PlanError):
         Plan.from_json(json.dumps(table))
+
+
+@pytest.mark.parametrize("value", ["x", math.nan, math.inf, -1, 2**62, True, None, [1]])
+@pytest.mark.parametrize(
+    "name", ["seconds", "num_layers", "weight_bytes", "step_s", "bubble", "device_bytes"]
+)
+def test_a_plan_whose_figures_are_no_numbers_is_refused(name: str, value: object) -> None:
+    table = json.loads(make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1).to_json())
+    (table if name in table else table["stages"][-1])[name] = value
+    with pytest.raises(PlanError, match=f"{name} = .* must be a number"):
+        Plan.from_json(json.dumps(table))
+
+
+@pytest.mark.parametrize("stages", [1, "x", {"kind": "fused"}, [1], [{}], [{"kind": "fused"}]])
+def test_a_plan_whose_stages_are_none_is_refused(stages: object) -> None:
+    table = json.loads(make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1).to_json())
+    with pytest.raises(PlanError, match="stages must be a list|lacks"):
+        Plan.from_json(json.dumps(table | {"stages": stages}))
 
 
 def test_the_table_shows_every_stage_and_the_figures() -> None:

@@ -121,8 +121,7 @@ class Checkpointer:
                 failures.append(str(error))
                 logger.warning("%s; trying the checkpoint before step %d", error, step)
         if failures:
-            listed = "".join(f"\n  {failure}" for failure in failures)
-            raise CheckpointError(f"none of the checkpoints in {self.folder} can be used:{listed}")
+            raise CheckpointError(f"none of the checkpoints in {self.folder} can be used:", *failures)
         return None
 
     def latest_step(self) -> int | None:

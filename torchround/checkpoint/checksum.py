@@ -3,6 +3,7 @@
 XXH3 hashes faster than memory delivers (33 GB/s on the machine where CRC-32 made 4), so it costs a save nothing.
 """
 
+import re
 import zlib
 from typing import Protocol
 
@@ -34,6 +35,11 @@ class Crc32:
         """32 bits."""
         return self._value
 
+    @staticmethod
+    def can_be(value: object) -> bool:
+        """Whether it is a checksum of this kind, of whatever bytes."""
+        return type(value) is int and 0 <= value < 2**32
+
 
 class Xxh3:
     """XXH3 with 128 bits, from format 2 on: 32 hexadecimal digits."""
@@ -49,6 +55,11 @@ class Xxh3:
     def value(self) -> str:
         """128 bits, most significant digit first."""
         return self._hash.hexdigest()
+
+    @staticmethod
+    def can_be(value: object) -> bool:
+        """Whether it is a checksum of this kind, of whatever bytes."""
+        return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
 
 
 def checksum_of(kind: type[Crc32] | type[Xxh3], content: bytes) -> int | str:

@@ -128,7 +128,9 @@ def _parse(folder: Path, written: bytes) -> Manifest:
         }
         manifest = Manifest(content["step"], files, content["format"])
         numbers = [manifest.format, manifest.step, *(record.size_bytes for record in files.values())]
-        unaltered = manifest.encode() == written and all(map(_is_count, numbers))
+        checksums = [record.checksum for record in files.values()]
+        is_plain = all(map(_is_count, numbers)) and all(map(kind.can_be, checksums))
+        unaltered = is_plain and manifest.encode() == written
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         unaltered = False
     if not unaltered or STATE_FILE not in files:

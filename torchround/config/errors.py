@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from torchround.config.harmless import harmless
 from torchround.config.toml_writer import toml_value
 
 
@@ -30,10 +31,8 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
-        lines = [str(problem) for problem in self.problems]
-        if len(lines) > 1:
-            lines = [f"{len(lines)} problems in the configuration", *(f"  {line}" for line in lines)]
-        super().__init__("\n".join(lines))
+        heading = (f"{len(self.problems)} problems in the configuration",) if len(self.problems) > 1 else ()
+        super().__init__(harmless(*heading, *self.problems))
 
 
 def config_error(source: str, key: str, message: str) -> ConfigError:

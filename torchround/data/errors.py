@@ -1,23 +1,13 @@
 """What can be wrong with the data a user brings; every message names the file, and the line where there is one."""
 
-MOST_LETTERS = 2000  # of a message: it may quote what a file says
+from torchround.config.harmless import harmless
 
 
 class DataError(ValueError):
-    """A source that is missing, empty or unreadable, or a saved position that belongs to other data.
-
-    What it quotes cannot command a terminal, nor fill it.
-    """
+    """A source that is missing, empty or unreadable, or a saved position that belongs to other data."""
 
     def __init__(self, message: object) -> None:
-        text = str(message)
-        if len(text) > MOST_LETTERS:
-            text = f"{text[: MOST_LETTERS // 2]} .. {text[-MOST_LETTERS // 2 :]}"
-        super().__init__(
-            "".join(
-                letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
-            )
-        )
+        super().__init__(harmless(message))
 
 
 class TokenizerError(DataError):

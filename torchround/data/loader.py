@@ -14,6 +14,7 @@ import numpy as np
 from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, ValidationTable
+from torchround.config.harmless import harmless
 from torchround.data.batches import Batches
 from torchround.data.best_fit import BestFitPacker, in_changed_files
 from torchround.data.chat import ChatTemplate
@@ -125,7 +126,8 @@ class Loader(Iterator[MicroBatch]):
         """The position after the batch handed out last, fit for JSON; prefetched batches do not count.
 
         Beside a few integers it holds the tokens that are read but not yet in a batch: less than one sequence and
-        one piece of text (64 Ki characters), or with whole documents less than one sequence.
+        one piece of text (64 Ki characters), or with whole documents less than one sequence and the names of the
+        documents that have left the group being packed (up to twice as many where its files have changed).
         """
         return {"data": self._identity, "position": _plain(self._position)}
 
@@ -153,10 +155,12 @@ class Loader(Iterator[MicroBatch]):
             raise DataError(f"the saved data position is of other data: {text}{hint}")
         if position is not None:
             first_places = [source.first_place() for source in self._sources]
-            check_position(position, first_places, self._tokenizer.vocab_size)
+            most_tokens = self._seq_len if self._packs_whole else None
+            check_position(position, first_places, self._tokenizer.vocab_size, most_tokens)
         if changed:
             what = what_a_change_costs(position, saved["sources"], current["sources"])
-            logger.warning("going on at the same document numbers in changed files: %s; %s", text, what)
+            told = f"going on at the same document numbers in changed files: {text}"
+            logger.warning("%s; %s", harmless(told), what)
             position = in_changed_files(position) if self._packs_whole and position else position
         self.close()
         self._position = position

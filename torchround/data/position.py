@@ -11,54 +11,65 @@ MOST = 2**62  # of anything that is counted
 COUNTS = ("epoch", "used", "drawn", "bad")
 
 
-def check_position(position: Any, first_places: Sequence[Place], vocab_size: int) -> None:
+def check_position(
+    position: Any, first_places: Sequence[Place], vocab_size: int, most_tokens: int | None
+) -> None:
     """Raise `DataError` unless the packers and the reader could have left this, of whatever documents.
 
-    `first_places`: where each source begins. A position of no document is found when it is gone to.
+    `first_places`: where each source begins. A position of no document is found when it is gone to. `most_tokens`:
+    those of a sequence where whole documents are packed (it is then what it was), None where they are not.
     """
     try:
-        _check(position, first_places, vocab_size)
+        _check_reader(position["reader"], first_places)
+        if most_tokens is None:
+            _check_stream(position, vocab_size)
+        else:
+            _check_group(position, first_places, vocab_size, most_tokens)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"the saved data position is none that a run could have left: {type(error).__name__}: {error}"
         ) from error
 
 
-def _check(position: Mapping[str, Any], first_places: Sequence[Place], vocab_size: int) -> None:
-    _check_reader(position["reader"], first_places)
-    if "waiting" not in position:
-        _check_numbers("tokens", position["tokens"], vocab_size)
-        learn = position.get("learn", [])
-        _check_numbers("learn", learn, 2)
-        _require(len(learn) in (0, len(position["tokens"])), "learn", len(learn))
-        return
+def _check_stream(position: Mapping[str, Any], vocab_size: int) -> None:
+    """What `Packer` leaves. How many tokens wait is up to the sequence length there was."""
+    tokens = position["tokens"]
+    _check_numbers("tokens", tokens, vocab_size)
+    if "learn" in position:
+        _check_numbers("learn", position["learn"], 2)
+        _require(len(position["learn"]) == len(tokens), "learn", position["learn"])
+    _require(position.keys() <= {"reader", "tokens", "learn"}, "position", list(position))
+
+
+def _check_group(
+    position: Mapping[str, Any], first_places: Sequence[Place], vocab_size: int, most_tokens: int
+) -> None:
+    """What `BestFitPacker` leaves."""
     for name in ("left", "group", "long"):
         _check_numbers(name, [position[name]])
     for tokens, labels, name in position["waiting"]:
         _check_numbers("tokens", tokens, vocab_size)
         _check_numbers("labels", [label for label in labels if label != IGNORED_LABEL], vocab_size)
         _require(len(tokens) == len(labels), "waiting", (len(tokens), len(labels)))
+        _require(0 < len(tokens) <= most_tokens, "waiting", f"{len(tokens)} tokens of a document")
         _check_name(name)
     for name in (*position["without"], *position["gone"]):
         _check_name(name)
     if position["until"] is not None:
         _require(len(position["until"]) == len(first_places), "until", position["until"])
         _check_numbers("until", position["until"])
-    so_far = position.get("so_far", {"reader": position["reader"], "long": 0})
-    _check_numbers("long", [so_far["long"]])
-    _check_reader(so_far["reader"], first_places)
+    _check_numbers("long", [position["so_far"]["long"]])
+    _check_reader(position["so_far"]["reader"], first_places)
 
 
-def _check_reader(reader: Mapping[str, Any] | None, first_places: Sequence[Place]) -> None:
-    if reader is None:
-        return
+def _check_reader(reader: Mapping[str, Any], first_places: Sequence[Place]) -> None:
     sources, number = reader["sources"], reader["source"]
     _require(len(sources) == len(first_places), "sources", len(sources))
     for progress, first_place in zip(sources, first_places, strict=True):
-        _require(progress.keys() <= {"place", *COUNTS}, "sources", list(progress))
+        _require(progress.keys() == {"place", *COUNTS}, "sources", list(progress))
         _require(len(progress["place"]) == len(first_place), "place", progress["place"])
         _check_numbers("place", progress["place"])
-        _check_numbers("sources", [progress[name] for name in COUNTS if name in progress])
+        _check_numbers("sources", [progress[name] for name in COUNTS])
     _check_numbers("source", [] if number is None else [number], len(sources))
     _check_numbers("offset", [reader["offset"]])
 
@@ -70,6 +81,7 @@ def _check_name(name: Sequence[Any]) -> None:
 
 
 def _check_numbers(name: str, values: Sequence[Any], end: int = MOST) -> None:
+    _require(isinstance(values, (list, tuple)), name, values)
     for value in values:
         _require(type(value) is int and 0 <= value < end, name, value)
 

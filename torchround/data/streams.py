@@ -33,6 +33,8 @@ CHUNK_BYTES = 1 << 18
 FEED_BYTES = 1 << 10  # to zstd at once: each may become 32 KiB per byte
 MOST_BLANK_LINES = 100_000  # in a row, in an archive: it may unpack to any number of them
 ROWS_AT_ONCE = 1024
+# What pyarrow raises for files that are damaged or of a kind that it does not read, and for values Python has none of.
+UNREADABLE = (OSError, ValueError, MemoryError, RuntimeError, TypeError, LookupError, OverflowError)
 
 
 def open_source(table: SourceTable, records: RecordReader | None = None) -> Source:
@@ -140,15 +142,15 @@ def _decompressed(path: Path) -> Iterator[bytes]:
                 yield chunk
         return
     zstandard = _optional("zstandard", "zstd", path)
-    with path.open("rb") as file:
+    with path.open("rb", buffering=CHUNK_BYTES) as file:
         frame = None
-        while data := file.read(CHUNK_BYTES):
+        while data := file.read(FEED_BYTES):
             while data:
                 frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                feed, data = data[:FEED_BYTES], data[FEED_BYTES:]
-                yield frame.decompress(feed)
+                yield frame.decompress(data)
+                data = b""
                 if frame.eof:
-                    data, frame = frame.unused_data + data, None
+                    data, frame = frame.unused_data, None
     if frame is not None:  # its own reader takes a file that is cut off for a whole one
         raise EOFError("the file ends inside a zstd frame")
 
@@ -173,7 +175,7 @@ def _parquet_units(path: Path, fields: tuple[str, ...] | None) -> list[Unit]:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             counts = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         broken = Document(path, record=DataError(f"{path}: not a readable parquet file: {error}"), number=1)
         return [Unit(partial(_only, broken), lambda: 1, size_bytes(path))]
     columns = names if fields is None else [name for name in names if name in fields]
@@ -208,7 +210,7 @@ def _rows(
                         if row > start:
                             yield _row(path, before + row, record)
                 number += len(batch)
-    except (OSError, ValueError, MemoryError) as error:
+    except UNREADABLE as error:
         where = Document(path, 0, before + number + 1, "row")
         reason = "takes more memory than there is" if isinstance(error, MemoryError) else "is damaged"
         if number + 1 > start:
@@ -277,10 +279,27 @@ def _load_dataset(package: Any, table: SourceTable) -> Any:
 
 
 def _dataset_rows(name: str, dataset: Any, rows: range, start: int) -> Iterator[Document]:
+    """One document for each row: any of them can be gone to, so a row that cannot be read costs no other."""
     for low in range(rows.start + start, rows.stop, ROWS_AT_ONCE):
-        part = dataset.select(range(low, min(low + ROWS_AT_ONCE, rows.stop)))
-        for number, record in enumerate(part, start=low + 1):
-            yield Document(name, 0, number, "row", dict(record))
+        number, high = low, min(low + ROWS_AT_ONCE, rows.stop)
+        try:
+            for record in dataset.select(range(low, high)):
+                yield Document(name, 0, number + 1, "row", dict(record))
+                number += 1
+        except Exception:  # noqa: BLE001 (the package raises many kinds, before the row that is at fault)
+            yield from (_dataset_row(name, dataset, index) for index in range(number, high))
+
+
+def _dataset_row(name: str, dataset: Any, index: int) -> Document:
+    try:
+        return Document(name, 0, index + 1, "row", dict(dataset[index]))
+    except Exception as error:  # noqa: BLE001 (the package raises many kinds)
+        return _unreadable(name, index + 1, error)
+
+
+def _unreadable(where: str, number: int, error: Exception) -> Document:
+    here = Document(where, 0, number, "row")
+    return replace(here, record=DataError(f"{here}: cannot be read: {type(error).__name__}: {error}"))
 
 
 def _dataset_stream(name: str, dataset: Any, shard: int, start: int) -> Iterator[Document]:
@@ -291,14 +310,7 @@ def _dataset_stream(name: str, dataset: Any, shard: int, start: int) -> Iterator
             number += 1
             yield Document(where, 0, number, "row", dict(record))
     except Exception as error:  # noqa: BLE001 (the package and its readers raise many kinds)
-        here = Document(where, 0, number + 1, "row")
-        yield Document(
-            where,
-            0,
-            here.number,
-            "row",
-            DataError(f"{here}: cannot be read: {type(error).__name__}: {error}"),
-        )
+        yield _unreadable(where, number + 1, error)
 
 
 def _unknown(table: SourceTable) -> int:

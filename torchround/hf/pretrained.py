@@ -123,8 +123,8 @@ class PretrainedWeights:
         problems["not part of the model"] = sorted(self._tensors.keys() - used)
         problems = {kind: found for kind, found in problems.items() if found}
         if problems:
-            listed = "".join(f"\n  {kind}: {_some(found)}" for kind, found in problems.items())
-            raise HFError(f"{self.folder}: the weights are not those of this model{listed}")
+            listed = (f"{kind}: {_some(found)}" for kind, found in problems.items())
+            raise HFError(f"{self.folder}: the weights are not those of this model", *listed)
 
     def _check_one(self, name: str, shape: tuple[int, ...], problems: dict[str, list[str]]) -> None:
         stored = [self._tensors[part] for part in self._stored(name) if part in self._tensors]

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 UPDATES = ("sync", "async")
+MOST = 2**62  # of any figure
 
 
 class PlanError(ValueError):
@@ -93,11 +94,15 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"a plan must be JSON: {error}") from error
         partition, rounds = read_partition(data)
-        known = {field.name for field in fields(Plan)} - {"partition", "rounds", "stages"}
-        if missing := sorted(known - set(data)):
-            raise PlanError(f"the plan lacks {missing}")
-        stages = tuple(PlannedStage(**stage) for stage in data.get("stages", ()))
-        return Plan(partition=partition, rounds=rounds, stages=stages, **{key: data[key] for key in known})
+        stages = data.get("stages", [])
+        if not isinstance(stages, list):
+            raise PlanError("the plan's stages must be a list of tables")
+        return Plan(
+            partition=partition,
+            rounds=rounds,
+            stages=tuple(PlannedStage(**_read_fields(PlannedStage, stage)) for stage in stages),
+            **_read_fields(Plan, data),
+        )
 
     def __str__(self) -> str:
         return self.text()
@@ -146,6 +151,23 @@ class Plan:
 
 def _looks(stage: PlannedStage) -> tuple[object, ...]:
     return stage.kind, stage.num_layers, round(stage.seconds, 6), stage.weight_bytes, stage.compute_bytes
+
+
+def _read_fields(kind: type[Plan | PlannedStage], data: object) -> dict[str, Any]:
+    """The texts and figures of a plan or stage. Raises `PlanError`: who prints and sums them must be able to."""
+    wanted = {field.name: field.type for field in fields(kind) if field.type in (str, int, float)}
+    wanted.pop("rounds", None)
+    if not isinstance(data, Mapping) or not wanted.keys() <= data.keys():
+        found = data.keys() if isinstance(data, Mapping) else ()
+        raise PlanError(f"the plan lacks {sorted(wanted.keys() - found)}")
+    for name, what in wanted.items():
+        value = data[name]
+        is_figure = type(value) in (int, float) and 0 <= value < MOST
+        if not (isinstance(value, str) if what is str else is_figure):
+            raise PlanError(
+                f"the plan's {name} = {str(value)[:100]} must be a {'text' if what is str else 'number'}"
+            )
+    return {name: data[name] for name in wanted}
 
 
 def read_partition(data: object) -> tuple[Partition, int]:

@@ -2,8 +2,10 @@
 
 from contextlib import suppress
 
+from torchround.config.harmless import escaped
+
 
 def say(line: str) -> None:
-    """A line on the console. That nobody reads it any more, as after `| head`, does not end a run."""
+    """A line on the console, which may quote names of others. That nobody reads it any more, as after `| head`, does not end a run."""
     with suppress(OSError):
-        print(line, flush=True)
+        print(escaped(line), flush=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torchround.checkpoint.sync import read_regular
 from torchround.config import Config, RunTable, to_toml
+from torchround.config.harmless import harmless
 from torchround.pipeline.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 class RunFolderError(Exception):
     """The folder cannot be made or written, or another process works in it."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(harmless(message))
 
 
 class RunFolder:

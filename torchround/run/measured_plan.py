@@ -10,7 +10,7 @@ from torchround.engine.measure import measured_costs, one_layer_a_stage
 from torchround.engine.results import StepResult
 from torchround.layer import LayeredModel
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import InfeasiblePlanError, Plan
+from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlannedStage
 
 
 class PlanByMeasuring:
@@ -81,11 +81,16 @@ class PlanByMeasuring:
         ) or kept.partition.num_layers != counted.partition.num_layers:
             return False
         try:
-            self._evaluated(kept.partition, kept.rounds)
+            made = self._evaluated(kept.partition, kept.rounds)
         except InfeasiblePlanError:
             return False
-        return True
+        return [_what(stage) for stage in kept.stages] == [_what(stage) for stage in made.stages]
 
     def _evaluated(self, partition: Partition, rounds: int) -> Plan:
         training, engine = self._config.training, self._config.engine
         return plan_of(partition, rounds, self._costs, training, engine, self._devices)
+
+
+def _what(stage: PlannedStage) -> tuple[str, str, str, int]:
+    """What a stage is, without what it costs."""
+    return stage.kind, stage.first_layer, stage.last_layer, stage.num_layers

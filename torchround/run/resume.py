@@ -16,6 +16,7 @@ from torchround.checkpoint import (
     load_checkpoint,
 )
 from torchround.config import Config
+from torchround.config.harmless import harmless
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,9 @@ MOST = 2**62  # of anything that is counted
 
 class ResumeError(Exception):
     """The run cannot go on from the checkpoint that it found or was given."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(harmless(message))
 
 
 def find_checkpoint(
@@ -145,7 +149,8 @@ def _refuse_another_model(loaded: Loaded, config: Config) -> None:
 
 def _tell_changes(loaded: Loaded, config: Config) -> None:
     if changes := list(_changes(loaded.state, config, TELLING_KEYS)):
-        logger.warning("%s was made with other settings; from now on %s", loaded.path, ", ".join(changes))
+        told = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
+        logger.warning("%s", harmless(told))
 
 
 def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -1,0 +1,111 @@
+"""Folders of runs from somebody who means harm: the run tells what it does not use, and touches nothing outside."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.hostile import Case, judge
+from tests.faults.scenarios import prepare
+from tests.faults.test_hostile_checkpoints import BOMB, DEEP, TITLE, instead, pipe, saved, tensor_values
+from tests.faults.zygote import Zygote
+
+__all__ = ["saved"]
+
+MEASURED = ("--run.name=run", "--training.steps=8", "--engine.plan=none", "--engine.measure_steps=1")
+OWN = ("--run.name=run", "--training.steps=8")
+
+
+def own(harm: Callable[[Path], object]):
+    """The whole folder of a run as somebody sent it."""
+    return lambda folder: harm(folder / "outputs" / "run")
+
+
+def plan(change: Callable[[dict[str, Any]], object]):
+    """A run that measured its plan, which is altered, and goes on."""
+
+    def forge_plan(path: Path) -> None:
+        content = json.loads((path / "plan.json").read_text())
+        change(content)
+        (path / "plan.json").write_text(json.dumps(content))
+
+    return Case(own(forge_plan), "planned again from 1 measured steps", MEASURED, 0)
+
+
+def outside(name: str):
+    """A checkpoint's folder is a link."""
+
+    def link(path: Path) -> None:
+        (path.parents[1] / "elsewhere").mkdir()
+        (path.parents[1] / "elsewhere" / "precious").write_text("precious")
+        (path / "checkpoints" / name).symlink_to(path.parents[1] / "elsewhere")
+
+    return link
+
+
+RUNS = {
+    "nothing but a forged checkpoint": Case(
+        own(lambda path: instead("state.json", BOMB)(path / "checkpoints" / "step-5")),
+        "none of the checkpoints",
+        OWN,
+        1,
+    ),
+    "weights that are no numbers": Case(
+        own(lambda path: tensor_values(float("nan"))(path / "checkpoints" / "step-5")),
+        "BadStepsError|not finite",
+        (*OWN, "--training.steps=40", "--training.max_skipped_steps=3"),
+        1,
+    ),
+    "a checkpoint that is a link": Case(
+        own(outside("step-9")), "step-9: manifest.json cannot be read", OWN, 0
+    ),
+    "leftovers that are a link": Case(own(outside("step-9.tmp")), "could not delete .*step-9.tmp", OWN, 0),
+    "trash that is a link": Case(own(outside("step-9.trash")), "could not delete .*step-9.trash", OWN, 0),
+    "checkpoints that are a file": Case(
+        own(lambda path: (shutil.rmtree(path / "checkpoints"), (path / "checkpoints").touch())),
+        "CheckpointError: the checkpoint of step 8 could not be written .*File exists",
+        OWN,
+        1,
+    ),
+    "metrics nested without end": Case(
+        own(lambda path: (path / "metrics.jsonl").write_bytes(DEEP + b"\n")), "the run is complete", OWN, 0
+    ),
+    "metrics that are a pipe": Case(own(pipe("metrics.jsonl")), "metrics.jsonl .*not an ordinary file", OWN),
+    "a plan nested without end": Case(
+        own(lambda path: (path / "plan.json").write_bytes(DEEP)), "the run is complete", OWN, 0
+    ),
+    "a plan with a terminal's command": plan(lambda content: content["stages"][0].update(first_layer=TITLE)),
+    "a plan of another kind of stage": plan(lambda content: content["stages"][0].update(kind="\x1b[2J")),
+    "a plan without stages": plan(lambda content: content.update(stages=[])),
+    "a plan of seconds in words": plan(lambda content: content["stages"][0].update(seconds="x")),
+    "a plan that is infinite": plan(lambda content: content.update(bubble=float("inf"))),
+    "a plan that is a pipe": Case(own(pipe("plan.json")), "plan.json .*not an ordinary file", OWN),
+    "a plan of numbers beyond all": Case(
+        own(
+            lambda path: (path / "plan.json").write_text(
+                '{"forward": [1e999], "fused": -1, "backward": [], "rounds": 1e9}'
+            )
+        ),
+        "the run is complete",
+        (*OWN, "--engine.plan=none"),
+        0,
+    ),
+    "a lock that is a pipe": Case(
+        own(lambda path: ((path / ".lock").unlink(), os.mkfifo(path / ".lock"))),
+        "lock .*not an ordinary file",
+        OWN,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_hostile_folder_of_a_run_is_told_of_and_nothing_outside_is_touched(
+    zygote: Zygote, saved: Path, tmp_path: Path, name: str
+) -> None:
+    prepare(tmp_path)
+    shutil.copytree(saved, tmp_path / "outputs" / "run")
+    judge(RUNS[name], zygote, tmp_path)
