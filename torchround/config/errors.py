@@ -7,6 +7,9 @@ from typing import Any
 
 from torchround.config.toml_writer import toml_value
 
+MODEL_FOLDER = "legal: a local folder with config.json (a name on the Hugging Face hub is not downloaded)"
+"""What `model.hf_path` may be, for messages."""
+
 
 @dataclass(frozen=True)
 class Problem:
