@@ -32,10 +32,21 @@ from models import (
 )
 from scripts.export_hf import Export, export
 from torchround.checkpoint import Checkpointer, CheckpointError
-from torchround.config import Config, ConfigError, LoraTable, ModelTable, Options, parse_command_line, to_toml
+from torchround.config import (
+    MODEL_FOLDER,
+    Config,
+    ConfigError,
+    LoraTable,
+    ModelTable,
+    Options,
+    parse_command_line,
+    show,
+    to_toml,
+)
 from torchround.config.harmless import escaped
 from torchround.data import (
     DataError,
+    MissingTokenizerError,
     Tokenizer,
     TokenizerError,
     build_loader,
@@ -171,7 +182,7 @@ def dry_run(options: Options) -> int:
     """Print the config, and the plan of the run with all it needs or what would make it fit."""
     config = options.config
     print(to_toml(config))
-    tokenizer = build_tokenizer(config.tokenizer, config.model.hf_path)
+    tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     devices = choose_devices(config.engine)
     build_loaders(options, tokenizer)  # for the mistakes that only show when the data is looked at
@@ -193,7 +204,7 @@ def build(options: Options) -> Run:
     config = options.config
     if config.engine.cpu_threads is not None:
         torch.set_num_threads(config.engine.cpu_threads)
-    tokenizer = build_tokenizer(config.tokenizer, config.model.hf_path)
+    tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(config, model)
     devices = choose_devices(config.engine)
@@ -201,6 +212,15 @@ def build(options: Options) -> Run:
     plan = plan_for(config, folder, model, devices)
     loader, validation = build_loaders(options, tokenizer)
     return Run(config, folder, model, loader, validation, devices, plan, pretrained, mapped)
+
+
+def find_tokenizer(options: Options) -> Tokenizer:
+    """The tokenizer that the config names. Raises `TokenizerError`, or `ConfigError` where nothing is at its path."""
+    config = options.config
+    try:
+        return build_tokenizer(config.tokenizer, config.model.hf_path)
+    except MissingTokenizerError as error:
+        raise options.error(error.key, error.message) from error
 
 
 def build_model(options: Options, vocab_size: int) -> LayeredModel:
@@ -227,10 +247,16 @@ def model_config(options: Options, vocab_size: int) -> tuple[Family[Any], Transf
     path = Path(os.path.expanduser(table.hf_path)) / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        lacks = f"no {path}" if path.parent.is_dir() else "no such folder"
+        raise options.error(
+            "model.hf_path", f"given {show(table.hf_path)}, but there is {lacks}; {MODEL_FOLDER}"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise options.error("model.hf_path", f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise options.error("model.hf_path", f"{path} holds no JSON object")
+    refuse_another_family(options, path, content.get("model_type"))
     model = family.config_from_hf(content)
     if model.vocab_size < vocab_size:
         raise options.error(
@@ -239,6 +265,18 @@ def model_config(options: Options, vocab_size: int) -> tuple[Family[Any], Transf
             "legal: a tokenizer with at most as many",
         )
     return family, model
+
+
+def refuse_another_family(options: Options, path: Path, model_type: Any) -> None:
+    """A type that no family reads is left to the family's own message."""
+    given = options.config.model.family
+    fitting = [family.name for family in FAMILIES.values() if model_type in family.hf_model_types]
+    if fitting and given not in fitting:
+        raise options.error(
+            "model.family",
+            f"given {show(given)}, but {path} has model_type {show(model_type)}; "
+            f"legal for it: {' or '.join(show(name) for name in fitting)}",
+        )
 
 
 def find_weights(

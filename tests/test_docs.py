@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Names that stand for a user's own file, or for what a run leaves (a test of the trainer looks for that one).
-NOT_OURS = {"other.toml", "config.toml", "metrics.jsonl"}
+NOT_OURS = {"other.toml", "chats.toml", "config.toml", "metrics.jsonl"}
 SHORT_RUN = ["--training.steps=2", "--lr_schedule.warmup_steps=1"]
 
 
@@ -142,7 +142,8 @@ def test_an_example_in_python_runs(block: Block, clone: Path) -> None:
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
 def test_an_example_in_toml_loads(block: Block, tmp_path: Path) -> None:
     (tmp_path / "debug.toml").write_bytes((ROOT / "configs" / "debug.toml").read_bytes())
-    based = block.text if "base =" in block.text else f'base = "debug.toml"\n{block.text}'
+    is_whole = re.search(r"^(base|hf_path) =", block.text, re.MULTILINE)
+    based = block.text if is_whole else f'base = "debug.toml"\n{block.text}'
     (tmp_path / "example.toml").write_text(based, encoding="utf-8")
     load_config(tmp_path / "example.toml")
 

@@ -24,11 +24,25 @@ MISTAKES = {
     "a flavor": (["--config", "debug.toml", "--model.flavor=debugg"], "nearest: debug"),
     "a model's folder": (
         ["--config", "debug.toml", "--model.flavor=none", "--model.hf_path=nowhere"],
-        "model.hf_path: nowhere/config.json",
+        'command line: model.hf_path: given "nowhere", but there is no such folder; legal: a local folder',
     ),
     "a tokenizer": (
         ["--config", "debug.toml", "--tokenizer.name=none", "--tokenizer.path=nowhere"],
-        "nowhere",
+        'command line: tokenizer.path: given "nowhere", but there is no such file or folder; legal: ',
+    ),
+    "a model's folder that brings the tokenizer": (
+        [
+            "--config",
+            "debug.toml",
+            "--model.flavor=none",
+            "--model.hf_path=~/nowhere",
+            "--tokenizer.name=none",
+        ],
+        'command line: model.hf_path: given "~/nowhere", but there is no such folder; legal: a local folder',
+    ),
+    "a tokenizer that the file names": (
+        ["--config", "llama3_1_8b.toml"],
+        'configs/llama3_1_8b.toml: tokenizer.path: given "Llama-3.1-8B", but there is no such file or folder',
     ),
     "a plan": (
         ["--config", "debug.toml", "--engine.plan={forward = [1], fused = 1, backward = [1]}"],

@@ -63,13 +63,24 @@ def truncate(folder: Path) -> None:
 FAULTS = {
     "a folder that is not there": (
         lambda folder: (folder / "release").rename(folder / "gone"),
-        "release/config.json cannot be read",
+        'small.toml: model.hf_path: given "release", but there is no such folder; legal: a local folder',
+    ),
+    "a folder without a config": (
+        lambda folder: (folder / "release" / "config.json").unlink(),
+        'small.toml: model.hf_path: given "release", but there is no release/config.json; legal: a local folder',
     ),
     "a folder without weights": (
         lambda folder: (folder / "release" / "model.safetensors").unlink(),
         "release: neither model.safetensors nor",
     ),
-    "another family": (lambda folder: change_config(folder, model_type="qwen3"), "model_type = 'qwen3'"),
+    "another family": (
+        lambda folder: change_config(folder, model_type="qwen3_moe"),
+        'model.family: given "llama3", but release/config.json has model_type "qwen3_moe"; legal for it: "qwen3"',
+    ),
+    "a model that no family reads": (
+        lambda folder: change_config(folder, model_type="mamba"),
+        "model_type = 'mamba' is not supported",
+    ),
     "a truncated file": (truncate, "model.safetensors: truncated"),
     "another shape": (
         lambda folder: change_config(folder, vocab_size=290),
@@ -99,6 +110,14 @@ def test_a_fault_in_the_folder_is_one_message_before_anything_is_made(fault, fol
     printed = capsys.readouterr()
     assert expected in printed.err and printed.out == ""
     assert "Traceback" not in printed.err and not (folder / "outputs").exists()
+
+
+def test_weights_beside_their_own_tokenizer_are_not_trained_on_bytes_without_a_word(folder, caplog):
+    assert train.main(["--config", "small.toml", "--run.name=plain"]) == 0
+    assert "vocabulary" not in caplog.text
+    (folder / "release" / "tokenizer.json").write_text("{}")
+    assert train.main(["--config", "small.toml"]) == 0
+    assert caplog.text.count("know the vocabulary of the tokenizer in that folder") == 1
 
 
 LORA = ("--lora.rank=2", "--lora.alpha=4.0", "--lora.path=adapters")

@@ -24,7 +24,7 @@ class Family(Generic[Config]):
     `flavors`: published sizes by name. `config_from_hf`: from the content of a Hugging Face `config.json`;
     raises `ModelConfigError`. `build`: the layers, on `meta`. `hf_names`: where Hugging Face files hold each
     stored parameter (a tied head is stored in the embedding). `config_to_hf`: a `config.json` that gives the same
-    config back.
+    config back. `hf_model_types`: the `model_type` of every `config.json` that the family reads.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Family(Generic[Config]):
     build: Callable[[Config], LayeredModel]
     hf_names: Callable[[Config], HFNames]
     config_to_hf: Callable[[Config], dict[str, Any]]
+    hf_model_types: tuple[str, ...]
 
     def config_from_flavor(self, name: str, vocab_size: int | None = None, **overrides: Any) -> Config:
         """A flavor's config, with the tokenizer's vocabulary size and any other field put in its place."""

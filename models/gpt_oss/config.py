@@ -13,6 +13,8 @@ from models.common.rope import Rope, YarnScaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
+MODEL_TYPES = ("gpt_oss",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(TransformerConfig):
@@ -46,7 +48,7 @@ class GptOssConfig(TransformerConfig):
 def config_from_hf(content: Mapping[str, Any]) -> GptOssConfig:
     """From the content of a `config.json` with `model_type` gpt_oss."""
     hf = HFConfig(content)
-    hf.expect("model_type", "gpt_oss")
+    hf.expect("model_type", *MODEL_TYPES)
     hf.expect("hidden_act", "silu")
     hf.expect("attention_bias", True)
     moe = MoEShape(

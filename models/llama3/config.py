@@ -9,6 +9,8 @@ from models.common.config import TransformerConfig
 from models.common.hf_config import HFConfig, transformer_content
 from models.common.rope import Llama3Scaling, Rope
 
+MODEL_TYPES = ("llama",)
+
 
 @dataclass(frozen=True)
 class Llama3Config(TransformerConfig):
@@ -18,7 +20,7 @@ class Llama3Config(TransformerConfig):
 def config_from_hf(content: Mapping[str, Any]) -> Llama3Config:
     """From the content of a `config.json` with `model_type` llama."""
     hf = HFConfig(content)
-    hf.expect("model_type", "llama")
+    hf.expect("model_type", *MODEL_TYPES)
     hf.expect("hidden_act", "silu")
     hf.expect("attention_bias", False)
     hf.expect("mlp_bias", False)

@@ -10,6 +10,8 @@ from models.common.hf_config import HFConfig, balance_content, transformer_conte
 from models.common.moe import MoEShape
 from models.common.rope import Rope
 
+MODEL_TYPES = ("qwen3", "qwen3_moe")
+
 
 @dataclass(frozen=True)
 class Qwen3Config(TransformerConfig):
@@ -21,7 +23,7 @@ class Qwen3Config(TransformerConfig):
 def config_from_hf(content: Mapping[str, Any]) -> Qwen3Config:
     """From the content of a `config.json` with `model_type` qwen3 or qwen3_moe."""
     hf = HFConfig(content)
-    hf.expect("model_type", "qwen3", "qwen3_moe")
+    hf.expect("model_type", *MODEL_TYPES)
     hf.expect("hidden_act", "silu")
     hf.expect("attention_bias", False)
     hf.expect("use_sliding_window", False)

@@ -81,6 +81,19 @@ def test_a_base_is_relative_to_the_file_that_names_it_and_may_have_a_base(tmp_pa
     assert (config.run.seed, config.training.steps) == (3, 9)
 
 
+def test_a_base_that_is_not_beside_the_file_is_looked_up_in_configs_as_a_config_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "configs/root.toml", MINIMAL + "[training]\nsteps = 7")
+    ours = write(tmp_path, "elsewhere/mine.toml", 'base = "root.toml"')
+    assert load_config(ours).training.steps == 7
+    write(tmp_path, "elsewhere/root.toml", MINIMAL + "[training]\nsteps = 8")
+    assert load_config(ours).training.steps == 8
+    anywhere = write(tmp_path, "elsewhere/other.toml", 'base = "debug.toml"')
+    assert load_config(anywhere).engine.devices == "cpu"
+
+
 def test_a_list_of_sources_and_a_plan_replace_their_base_as_a_whole(tmp_path: Path) -> None:
     plan = "[engine]\nplan = {forward = [2], fused = 1, backward = [2], rounds = 2}"
     write(tmp_path, "base.toml", MINIMAL + plan)
@@ -122,8 +135,9 @@ def test_a_base_in_a_diamond_is_no_cycle(tmp_path: Path) -> None:
 
 def test_a_missing_base_names_the_file_that_asks_for_it(tmp_path: Path) -> None:
     child = write(tmp_path, "child.toml", 'base = "gone.toml"')
-    assert (
-        refusal(child) == f'{child}: base: given "gone.toml", but there is no file {tmp_path / "gone.toml"}'
+    beside = tmp_path / "gone.toml"
+    assert refusal(child).startswith(
+        f'{child}: base: given "gone.toml", but there is no such file; looked for {beside}, configs/gone.toml, '
     )
 
 

@@ -54,6 +54,7 @@ def message(folder: Path, text: str, *overrides: str) -> str:
             "optimizer.betas[1]: given 2; legal: a number of at least 0 and below 1",
         ),
         ("--engine.update=asyncc", 'engine.update: given "asyncc"; legal: "sync" or "async"; nearest: async'),
+        ("--engine.update=Async", 'engine.update: given "Async"; legal: "sync" or "async"; nearest: async'),
         ("--engine.rounds=autoo", 'given "autoo"; legal: an integer of at least 1 or "auto"; nearest: auto'),
         (
             "--engine.plan=3",
@@ -134,7 +135,11 @@ CONFLICTS = [
         ["3 and 2"],
     ),
     ({"engine.plan": "{forward=[1,1],fused=1,backward=[1]}"}, ["engine.plan"], ["2 layers", "1"]),
-    ({"lr_schedule.warmup_steps": "50"}, ["lr_schedule.warmup_steps", "training.steps"], ["50 and 50", "49"]),
+    (
+        {"lr_schedule.warmup_steps": "50"},
+        ["lr_schedule.warmup_steps", "training.steps"],
+        ["50 and 50", "49", "for example --lr_schedule.warmup_steps 5"],
+    ),
     ({"lora.path": "folder"}, ["lora.path", "lora.rank"], ["folder", "0"]),
     ({"lora.path": "folder", "lora.rank": "4"}, ["lora.path", "model.hf_path"], ["no folder"]),
     ({"checkpoint.load": '"weights"'}, ["checkpoint.load", "checkpoint.load_path"], ["no folder"]),

@@ -241,19 +241,23 @@ LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end
     [
         ("{% for %}", "the chat template is not valid Jinja"),
         ("{{ messages.x.y }}", "a plain question and answer cannot be written: error in the chat template"),
-        (LOOP, "asks the assistant to speak with ''"),
+        (
+            LOOP,
+            "chat template chat.jinja: the assistant's header, what it adds for add_generation_prompt, is ''; legal",
+        ),
         (
             LOOP + "{% if add_generation_prompt %}Assistant:{% endif %}",
-            "asks the assistant to speak with 'Ass",
+            "is 'Assistant:'; legal: one that begins with a special token",
         ),
-        ("<|im_start|>", "writes an answer 0 times"),
+        ("<|im_start|>", "chat.jinja: it writes the answers .* 0 times in all; legal: each answer once"),
+        (LOOP + LOOP, "4 times in all"),
     ],
 )
 def test_a_template_that_tells_no_turns_apart_is_refused(
     ours: dict[str, Tokenizer], template: str, message: str
 ) -> None:
     with pytest.raises(TokenizerError, match=message):
-        with_template(ours["qwen3"], template)
+        with_template(replace(ours["qwen3"], template_file=Path("chat.jinja")), template)
 
 
 def test_no_template_at_all_says_which_key_gives_one(tokenizer: Tokenizer) -> None:

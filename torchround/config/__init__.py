@@ -2,7 +2,7 @@
 
 from torchround.config.command_line import Options, parse_command_line
 from torchround.config.config import Config
-from torchround.config.errors import ConfigError, Problem
+from torchround.config.errors import MODEL_FOLDER, ConfigError, Problem, show
 from torchround.config.load import load_config
 from torchround.config.tables import (
     CheckpointTable,
@@ -23,6 +23,7 @@ from torchround.config.tables_engine import EngineTable, PlanTable
 from torchround.config.toml_writer import to_toml
 
 __all__ = [
+    "MODEL_FOLDER",
     "CheckpointTable",
     "Config",
     "ConfigError",
@@ -44,5 +45,6 @@ __all__ = [
     "ValidationTable",
     "load_config",
     "parse_command_line",
+    "show",
     "to_toml",
 ]

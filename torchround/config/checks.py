@@ -76,7 +76,10 @@ def _rounds(config: Config) -> Iterator[Conflict]:
 def _lr_schedule(config: Config) -> Iterator[Conflict]:
     warmup, steps = config.lr_schedule.warmup_steps, config.training.steps
     if warmup >= steps:
-        message = f"given {warmup} and {steps}; legal: a warm-up of at most steps - 1 = {steps - 1}"
+        message = (
+            f"given {warmup} and {steps}; legal: a warm-up of at most steps - 1 = {steps - 1}; "
+            f"for example --lr_schedule.warmup_steps {min(steps - 1, steps // 10)}"
+        )
         yield ("lr_schedule.warmup_steps", "training.steps"), message
 
 

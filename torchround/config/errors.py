@@ -8,6 +8,9 @@ from typing import Any
 from torchround.config.harmless import harmless
 from torchround.config.toml_writer import toml_value
 
+MODEL_FOLDER = "legal: a local folder with config.json (a name on the Hugging Face hub is not downloaded)"
+"""What `model.hf_path` may be, for messages."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -50,6 +53,7 @@ def show(value: Any) -> str:
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """`; nearest: x` for the known name that resembles what was given most, or nothing."""
-    matches = get_close_matches(given, list(known), n=1, cutoff=0.6)
-    return f"; nearest: {matches[0]}" if matches else ""
+    """`; nearest: x` for the known name that resembles what was given most, whatever its case, or nothing."""
+    by_lower_case = {name.lower(): name for name in known}
+    matches = get_close_matches(given.lower(), by_lower_case, n=1, cutoff=0.6)
+    return f"; nearest: {by_lower_case[matches[0]]}" if matches else ""

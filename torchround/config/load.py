@@ -1,7 +1,7 @@
 """TOML file + the files it is based on + overrides -> `Config`.
 
-`base = "other.toml"` at the top of a file takes that file's keys, relative to the file itself; a key that the file
-gives replaces the base's whole value, arrays and inline tables included. `run.name` is not taken from a base, so
+`base = "other.toml"` at the top of a file takes that file's keys, looked up beside the file itself and then in
+`configs/`, as a config is; a key that the file gives replaces the base's whole value, arrays and inline tables included. `run.name` is not taken from a base, so
 that two files never share a run's folder by accident. Overrides come last.
 """
 
@@ -53,13 +53,18 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
 
 def find_config(path: str | Path) -> Path:
     """The file as given, else in `configs/` of the working directory, else in `configs/` beside `torchround/`."""
+    found, looked_up = _look_up(Path(path), path)
+    if found is None:
+        raise config_error(str(path), "", f"no such file; looked for {looked_up}")
+    return found
+
+
+def _look_up(first: Path, name: str | Path) -> tuple[Path | None, str]:
+    """`first`, else `name` in `configs/`; and where was looked."""
     repository = Path(__file__).parents[2]
-    candidates = [Path(path), Path("configs") / path, repository / "configs" / path]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    looked_up = ", ".join(dict.fromkeys(str(candidate) for candidate in candidates))
-    raise config_error(str(path), "", f"no such file; looked for {looked_up}")
+    candidates = [first, Path("configs") / name, repository / "configs" / name]
+    found = next((candidate for candidate in candidates if candidate.is_file()), None)
+    return found, ", ".join(dict.fromkeys(str(candidate) for candidate in candidates))
 
 
 def _run_name(file: Path) -> str:
@@ -90,9 +95,11 @@ def _base_file(file: Path, base: Any, chain: list[Path]) -> Path:
         raise config_error(
             str(file), BASE, f"given {show(base)}; legal: a chain of at most {MOST_BASES} files"
         )
-    found = file.parent / base
-    if not found.is_file():
-        raise config_error(str(file), BASE, f"given {show(base)}, but there is no file {found}")
+    found, looked_up = _look_up(file.parent / base, base)
+    if found is None:
+        raise config_error(
+            str(file), BASE, f"given {show(base)}, but there is no such file; looked for {looked_up}"
+        )
     if found.resolve() in [link.resolve() for link in chain]:
         path = " -> ".join(str(link) for link in [*chain, found])
         raise config_error(str(file), BASE, f"given {show(base)}, which is based on this file: {path}")

@@ -35,8 +35,8 @@ A run is one TOML file: `torchrun train.py --config NAME.toml`. The name is look
 of the working directory and of the repository. What is wrong with it (file, key, type, range, combination) is said
 in one message before any work, and the exit code is 2.
 
-**Inheritance.** `base = "other.toml"`, the first line of a file, takes all keys of the other file, whose path is
-relative to the file that names it. A key that is given again replaces the base's whole value. `run.name` is not
+**Inheritance.** `base = "other.toml"`, the first line of a file, takes all keys of the other file, which is
+looked up beside the file that names it, then in `configs/`. A key that is given again replaces the base's whole value. `run.name` is not
 inherited. `"none"` takes back a key that may be left out: `flavor = "none"`.
 
 **Command line.** Any key, after the files: `--training.steps 20`, `--engine.update=sync`,

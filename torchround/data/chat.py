@@ -35,6 +35,7 @@ class ChatTemplate:
                 f"a source holds conversations, but tokenizer {tokenizer.name!r} has no chat template beside it; "
                 "give tokenizer.chat_template"
             )
+        self._where = f"chat template {tokenizer.template_file or ''}".rstrip()
         self._template = Template(tokenizer.chat_template, tokenizer.template_tokens)
         names = sorted(tokenizer.special, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, names))})")
@@ -104,10 +105,15 @@ class ChatTemplate:
         prompt = asked[len(commonprefix([asked, self._probe([question])])) :]
         dialogue = self._probe([question, answer, question, answer])
         begins = self._special.match(prompt)
-        if begins is None or dialogue.count(ANSWER) != 2:
+        if dialogue.count(ANSWER) != 2:
             raise TokenizerError(
-                f"the chat template asks the assistant to speak with {prompt!r} and writes an answer "
-                f"{dialogue.count(ANSWER)} times for 2; needed: a header that begins with a special token, and 2"
+                f"{self._where}: it writes the answers of a conversation that has two of them "
+                f"{dialogue.count(ANSWER)} times in all; legal: each answer once"
+            )
+        if begins is None:
+            raise TokenizerError(
+                f"{self._where}: the assistant's header, what it adds for add_generation_prompt, is {prompt!r}; "
+                "legal: one that begins with a special token of the tokenizer, by which its turns are told apart"
             )
         places = [match.start() for match in re.finditer(re.escape(ANSWER), dialogue)]
         headers = [dialogue[dialogue.rfind(begins[0], 0, place) : place] for place in places]
@@ -116,7 +122,7 @@ class ChatTemplate:
         ends = {match[0] for match in after if match is not None}
         if not ends or len(self._header) < 2:
             raise TokenizerError(
-                f"the chat template begins the assistant's turns with {headers} and ends them with {sorted(ends)}; "
+                f"{self._where}: it begins the assistant's turns with {headers} and ends them with {sorted(ends)}; "
                 "needed: the same special token and name, and a special token"
             )
         known = {*TURN_ENDS, tokenizer.template_tokens.get("eos_token", "")}
@@ -133,7 +139,9 @@ class ChatTemplate:
         try:
             return self._template.render(messages, None, add_generation_prompt)
         except DataError as error:
-            raise TokenizerError(f"a plain question and answer cannot be written: {error}") from error
+            raise TokenizerError(
+                f"{self._where}: a plain question and answer cannot be written: {error}"
+            ) from error
 
     # Text that looks like a special token.
 

@@ -12,3 +12,11 @@ class DataError(ValueError):
 
 class TokenizerError(DataError):
     """No tokenizer is given, or its file is missing, damaged or of a kind that is not supported."""
+
+
+class MissingTokenizerError(TokenizerError):
+    """There is nothing at the path that `key` gives; key and message apart, for who knows where it was given."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"{key}: {message}")
+        self.key, self.message = key, message

@@ -5,6 +5,7 @@
 """
 
 import json
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -16,12 +17,14 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from torchround.config import TokenizerTable
+from torchround.config import MODEL_FOLDER, TokenizerTable, show
 from torchround.data.documents import Ids
-from torchround.data.errors import DataError, TokenizerError
+from torchround.data.errors import DataError, MissingTokenizerError, TokenizerError
 from torchround.data.nfc import nfc
 from torchround.data.rank_file import read_rank_file
 from torchround.data.tokenizer_json import read_tokenizer_json
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED = (
     'supported: name = "bytes", a byte-level BPE tokenizer.json, and the tiktoken rank files of Llama 3 '
@@ -37,7 +40,7 @@ class Tokenizer:
 
     `bos_id` is `None` where documents begin with no token of their own. `in_text`: added tokens that are no special
     ones, so that they are recognised in any text (`<think>`). `nfc`: text is normalised first. `chat_template`:
-    Jinja source, where there is one; `template_tokens`: names that it may ask for, such as `bos_token`.
+    Jinja source, where there is one, and `template_file`, where it was read; `template_tokens`: names that it may ask for, such as `bos_token`.
     """
 
     encoding: tiktoken.Encoding
@@ -48,6 +51,7 @@ class Tokenizer:
     in_text: dict[str, int] = field(default_factory=dict)
     nfc: bool = False
     chat_template: str | None = None
+    template_file: Path | None = None
     template_tokens: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -113,6 +117,7 @@ def build_tokenizer(table: TokenizerTable, hf_path: str | Path | None = None) ->
     Raises `TokenizerError` where there is none, or none that is supported.
     """
     if table.name == "bytes":
+        _warn_of_another_vocabulary(hf_path)
         tokenizer, folder = _byte_tokenizer(), None
     else:
         path = table.path or hf_path
@@ -120,11 +125,37 @@ def build_tokenizer(table: TokenizerTable, hf_path: str | Path | None = None) ->
             raise TokenizerError(
                 f"no tokenizer: give tokenizer.path, tokenizer.name or model.hf_path; {SUPPORTED}"
             )
+        _refuse_missing(table, hf_path)
         file = _find_file(Path(os.path.expanduser(path)))
         folder = file.parent.parent if file.parent.name == "original" else file.parent
         settings = _read_settings(folder / "tokenizer_config.json")
         tokenizer = _from_json(file, settings) if file.suffix == ".json" else _from_ranks(file)
-    return replace(tokenizer, chat_template=_chat_template(table, folder))
+    template, template_file = _chat_template(table, folder)
+    return replace(tokenizer, chat_template=template, template_file=template_file)
+
+
+def _refuse_missing(table: TokenizerTable, hf_path: str | Path | None) -> None:
+    if table.path is not None and not Path(os.path.expanduser(table.path)).exists():
+        raise MissingTokenizerError(
+            "tokenizer.path",
+            f"given {show(table.path)}, but there is no such file or folder; legal: a local tokenizer file or the "
+            "folder of a model's release (a name on the Hugging Face hub is not downloaded)",
+        )
+    if table.path is None and hf_path is not None and not Path(os.path.expanduser(hf_path)).is_dir():
+        raise MissingTokenizerError(
+            "model.hf_path", f"given {show(str(hf_path))}, but there is no such folder; {MODEL_FOLDER}"
+        )
+
+
+def _warn_of_another_vocabulary(hf_path: str | Path | None) -> None:
+    """Legal, but weights that know another vocabulary begin as if at random."""
+    folder = Path(os.path.expanduser(hf_path)) if hf_path is not None else None
+    if folder is not None and any((folder / name).is_file() for name in FILES):
+        logger.warning(
+            'tokenizer.name = "bytes", but the weights of model.hf_path = "%s" know the vocabulary of the tokenizer '
+            'in that folder; tokenizer.name = "none" takes that one',
+            hf_path,
+        )
 
 
 def _byte_tokenizer() -> Tokenizer:
@@ -185,17 +216,20 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _chat_template(table: TokenizerTable, folder: Path | None) -> str | None:
-    if table.chat_template is not None:
-        return _read_template(Path(os.path.expanduser(table.chat_template)))
+def _chat_template(table: TokenizerTable, folder: Path | None) -> tuple[str | None, Path | None]:
+    """The template, and the file that holds it."""
+    given = Path(os.path.expanduser(table.chat_template)) if table.chat_template is not None else None
+    if given is None and folder is not None and (folder / "chat_template.jinja").is_file():
+        given = folder / "chat_template.jinja"
+    if given is not None:
+        return _read_template(given), given
     if folder is None:
-        return None
-    if (folder / "chat_template.jinja").is_file():
-        return _read_template(folder / "chat_template.jinja")
-    template = _read_settings(folder / "tokenizer_config.json").get("chat_template")
+        return None, None
+    settings = folder / "tokenizer_config.json"
+    template = _read_settings(settings).get("chat_template")
     if isinstance(template, list):  # several by name
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-    return template if isinstance(template, str) else None
+    return (template, settings) if isinstance(template, str) else (None, None)
 
 
 def _read_template(path: Path) -> str:
@@ -224,8 +258,6 @@ def _from_ranks(path: Path) -> Tokenizer:
 def _find_file(path: Path) -> Path:
     if path.is_file():
         return path
-    if not path.is_dir():
-        raise TokenizerError(f"tokenizer path {path} does not exist")
     for name in FILES:
         if (path / name).is_file():
             return path / name
