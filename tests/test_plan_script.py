@@ -86,7 +86,7 @@ def test_the_papers_runs_fit_eight_cards_of_24_gb_and_the_host_that_heads_their_
         "of 21.60 GiB usable",
         "tokens/s",
         "PCIe at 32 GB/s",
-        "longest sequence",
+        "longest sequence that fits with a batch of 8 sequences, one per micro-batch, one round, recompute =",
     ):
         assert words in re.sub(" +", " ", done.stdout)
 
