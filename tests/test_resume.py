@@ -221,7 +221,11 @@ def test_a_new_stage_begins_at_step_0_on_other_data_with_the_weights_of_a_checkp
     ("folder", "overrides", "message"),
     [
         ("nowhere", [], "checkpoint.load_path: given nowhere; legal: one checkpoint, a folder step-N"),
-        ("outputs/first", [], "given outputs/first; legal: one checkpoint, such as outputs/first/checkpoints/step-5"),
+        (
+            "outputs/first",
+            [],
+            "given outputs/first; legal: one checkpoint, such as outputs/first/checkpoints/step-5",
+        ),
         ("outputs/first/checkpoints/step-5", [TIED], "model.flavor 'untied' -> 'tied'"),
     ],
 )
