@@ -29,6 +29,7 @@ from rich.table import Table
 from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpointError, verify_checkpoint
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import CheckpointTable, ConfigError, RunTable, load_config
+from torchround.pipeline.memory import size_text
 from torchround.run.folder import RunFolder, RunFolderError
 
 CHECKPOINTS = "checkpoints"
@@ -85,9 +86,7 @@ def list_all(options: argparse.Namespace) -> int:
     rows = list(rows_of(Checkpointer(checkpoints_of(options.folder))))
     table = Table("folder", "size", "age", "condition", "run", box=None)
     for row in rows:
-        table.add_row(
-            row.name, f"{row.size_bytes / 2**30:.2f} GiB", age(row.age_s), row.condition, row.run_name
-        )
+        table.add_row(row.name, size_text(row.size_bytes), age(row.age_s), row.condition, row.run_name)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     return int(any(row.condition.startswith("damaged") for row in rows))
 
@@ -164,7 +163,9 @@ def prune(options: argparse.Namespace) -> int:
         if doomed:
             newest = newest_sound(checkpointer)
             doomed = [path for path in doomed if path != newest]
-        for path in (doomed := [*checkpointer.leftovers(), *doomed]):
+        if not (doomed := [*checkpointer.leftovers(), *doomed]):
+            print("nothing to delete")
+        for path in doomed:
             print(f"{'would delete' if options.dry_run else 'deleting'} {path}")
         if not options.dry_run:
             checkpointer.delete(doomed)

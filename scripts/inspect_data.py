@@ -2,8 +2,9 @@
 
     python scripts/inspect_data.py --config debug.toml --batches 2 --data.shuffle false
 
-Takes the overrides that `train.py` takes. Text between « and » is not followed by anything to learn: the label of
-each token in it is ignored. A line is one document of a sequence.
+Takes the overrides that `train.py` takes. Text between « and » is not learnt: no label that counts is one of its tokens.
+A line is one document of a sequence. Nothing in the line predicts its first token; where a document goes on from the
+sequence before, that is the last label there.
 """
 
 import argparse
@@ -102,8 +103,11 @@ def print_sequence(batch: MicroBatch, row: int, tokenizer: Tokenizer) -> None:
 
 
 def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> str:
-    """Text of `tokens` `[n]`, with « and » around runs whose `labels` `[n]` are ignored."""
-    ignored = (labels == IGNORED_LABEL).tolist()
+    """Text of `tokens` `[n]` of a document with its `labels` `[n]`, with « and » around runs that are not learnt.
+
+    `labels[i]` is token `i + 1`, so it tells of that one.
+    """
+    ignored = [True, *(labels == IGNORED_LABEL).tolist()[:-1]]
     edges = [
         0,
         *(index for index in range(1, len(ignored)) if ignored[index] != ignored[index - 1]),

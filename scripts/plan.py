@@ -7,6 +7,7 @@ given by numbers: `--device-memory-gib 24 --device-tflops 165 --pcie-gb-per-s 32
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -73,13 +74,31 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("--config", required=True, help="TOML file, looked up as given, then in configs/")
     add("--device", help=f"card: {', '.join(device_names())}")
-    add("--num-devices", type=int, help="default: engine.num_devices, else 1")
-    add("--host-memory-gib", type=float, help="host memory that the run may use; default: no limit")
-    add("--device-memory-gib", type=float, help="of each device; default: the card's")
-    add("--device-tflops", type=float, help="dense peak in the run's dtype, instead of the card's")
-    add("--pcie-gb-per-s", type=float, help="nominal, one direction, instead of the card's")
-    add("--lora-rank", type=int, default=0, help="plan adapters of this rank on lora.targets")
+    add("--num-devices", type=count, help="default: engine.num_devices, else 1")
+    add("--host-memory-gib", type=positive, help="host memory that the run may use; default: no limit")
+    add("--device-memory-gib", type=positive, help="of each device; default: the card's")
+    add("--device-tflops", type=positive, help="dense peak in the run's dtype, instead of the card's")
+    add("--pcie-gb-per-s", type=positive, help="nominal, one direction, instead of the card's")
+    add("--lora-rank", type=count, default=0, help="plan adapters of this rank on lora.targets")
     return result
+
+
+def count(text: str) -> int:
+    """A number of things from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"given {text}; legal: an integer of at least 1")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """An amount from the command line."""
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = 0.0
+    if not 0 < amount < math.inf:
+        raise argparse.ArgumentTypeError(f"given {text}; legal: a number above 0")
+    return amount
 
 
 def build_model(config: Config) -> tuple[LayeredModel, Mapped]:

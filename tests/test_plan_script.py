@@ -86,7 +86,7 @@ def test_the_papers_runs_fit_eight_cards_of_24_gb_and_the_host_that_heads_their_
         "of 21.60 GiB usable",
         "tokens/s",
         "PCIe at 32 GB/s",
-        "longest sequence",
+        "longest sequence that fits with a batch of 8 sequences, one per micro-batch, one round, recompute =",
     ):
         assert words in re.sub(" +", " ", done.stdout)
 
@@ -126,3 +126,25 @@ def test_a_mistake_is_one_message_and_exit_code_2(plan: Plan, arguments: list[st
     done = plan(*arguments)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("--num-devices", "0"),
+        ("--num-devices", "2.5"),
+        ("--host-memory-gib", "-5"),
+        ("--host-memory-gib", "inf"),
+        ("--device-memory-gib", "0"),
+        ("--device-tflops", "nan"),
+        ("--pcie-gb-per-s", "fast"),
+        ("--lora-rank", "-1"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused_with_what_is_legal(
+    plan: Plan, capsys: pytest.CaptureFixture[str], option: str, given: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan("--config", "debug.toml", "--device", "rtx4090", option, given)
+    assert ended.value.code == 2
+    assert f"argument {option}: given {given}; legal: " in capsys.readouterr().err

@@ -220,7 +220,12 @@ def test_a_new_stage_begins_at_step_0_on_other_data_with_the_weights_of_a_checkp
 @pytest.mark.parametrize(
     ("folder", "overrides", "message"),
     [
-        ("nowhere", [], "checkpoint.load_path: checkpoint nowhere: manifest.json cannot be read"),
+        ("nowhere", [], "checkpoint.load_path: given nowhere; legal: one checkpoint, a folder step-N"),
+        (
+            "outputs/first",
+            [],
+            "given outputs/first; legal: one checkpoint, such as outputs/first/checkpoints/step-5",
+        ),
         ("outputs/first/checkpoints/step-5", [TIED], "model.flavor 'untied' -> 'tied'"),
     ],
 )
@@ -267,7 +272,7 @@ def test_what_does_not_fit_a_checkpoint_is_a_mistake_with_what_to_do(
     assert small_runs(name, "--training.steps=6", change) == 2
     message = capsys.readouterr().err
     assert (
-        expected or "checkpoint.load_path: checkpoint nowhere: manifest.json cannot be read"
+        expected or "checkpoint.load_path: given nowhere; legal: one checkpoint, a folder step-N of a run"
     ) in message and "Traceback" not in message
     assert not expected or "--run.name" in message
 

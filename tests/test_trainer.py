@@ -72,7 +72,23 @@ def test_metrics_have_exactly_the_documented_keys_and_add_up(small_runs: SmallRu
     counted = [later["tokens"] - earlier["tokens"] for earlier, later in itertools.pairwise(steps)]
     assert all(0 < tokens <= 7 * 16 for tokens in counted)
     per_second = [line["tokens_per_s"] * line["step_s"] for line in steps[1:]]
-    assert per_second == pytest.approx(counted)
+    assert per_second == pytest.approx([7 * 16] * 4)  # nothing is padding
+
+
+def test_the_rate_counts_masked_tokens_and_no_padding(small_runs: SmallRuns) -> None:
+    """A conversation has 9 tokens before its answer, the answer and an end: 13 of the 16 positions of a sequence."""
+    (small_runs.folder / "template.jinja").write_text(
+        "{% for m in messages %}<|bos|>{{ m.role[0] }}:{{ m.content }}<|eos|>{% endfor %}"
+        "{% if add_generation_prompt %}<|bos|>a:{% endif %}"
+    )
+    record = json.dumps({"instruction": "qq", "output": "aaa"})
+    (small_runs.folder / "chats.jsonl").write_text(f"{record}\n" * 50)
+    source, template = "{path='chats.jsonl', content='alpaca'}", "--tokenizer.chat_template=template.jinja"
+    assert small_runs("run", f"--data.sources=[{source}]", template) == 0
+    steps = small_runs.steps("run")
+    assert [line["tokens"] for line in steps] == [7 * 4 * step for step in range(1, 6)]
+    per_second = [line["tokens_per_s"] * line["step_s"] for line in steps]
+    assert per_second == pytest.approx([7 * 13] * 5)
 
 
 @pytest.mark.parametrize("overrides", [[], [ASYNC, TWO_ROUNDS]], ids=["sync", "async, two rounds"])

@@ -50,6 +50,7 @@ class Dispatched:
     result: StepResult
     position: Position
     lr: float
+    num_tokens: int
 
 
 class Trainer:
@@ -230,7 +231,7 @@ class Trainer:
             self._position.step + 1, self._position.tokens + result.num_labels, self._loader.state_dict()
         )
         self._checkpoints.positions.append(position)
-        self._under_way.append(Dispatched(result, position, lr))
+        self._under_way.append(Dispatched(result, position, lr, self._loader.num_tokens(batch)))
         if traced:
             self._traces.finish(position.step, result)
         return result
@@ -239,7 +240,7 @@ class Trainer:
         """Wait for all but the newest `leave` steps, and log those that are due."""
         while len(self._under_way) > leave:
             done = self._under_way[0]
-            self._reports.add(done.position.step, done.result)
+            self._reports.add(done.position.step, done.result, done.num_tokens)
             tokens_before = done.position.tokens - done.result.num_labels
             self._bad_steps.add(done.position.step, tokens_before, done.result)
             if self._should_log(done.position.step) or validation_loss is not None:

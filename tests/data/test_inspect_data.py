@@ -52,11 +52,11 @@ def test_documents_of_a_sequence_are_shown_with_what_is_not_learnt_marked(tmp_pa
     lines = inspect(tmp_path).stdout.splitlines()
     assert lines[:6] == [
         "--- batch 0, sequence 0",
-        "   0      12 tokens  <|bos|>0123456789«<|eos|>»",
-        "   1       4 tokens  <|bos|>sho",
+        "   0      12 tokens  «<|bos|>»0123456789<|eos|>",
+        "   1       4 tokens  «<|bos|>»sho",
         "--- batch 0, sequence 1",
-        "   0       3 tokens  rt«<|eos|>»",
-        "   1      13 tokens  <|bos|>longlonglong",
+        "   0       3 tokens  «r»t<|eos|>",
+        "   1      13 tokens  «<|bos|>»longlonglong",
     ]
     assert lines[6] == "--- 32 positions: 100.00% tokens, 93.75% with a label"
 
@@ -94,13 +94,13 @@ def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what
     ).stdout.splitlines()
     assert lines[:9] == [
         "--- batch 0, sequence 0",
-        "   0      14 tokens  «<|bos|>u:q<|eos|><|bos|>a»:aaaaa«<|eos|>»",
+        "   0      14 tokens  «<|bos|>u:q<|eos|><|bos|>a:»aaaaa<|eos|>",
         "   1       2 tokens  «<|pad|><|pad|>»",
         "--- batch 0, sequence 1",
-        "   0      10 tokens  «<|bos|>u:q<|eos|><|bos|>a»:a«<|eos|>»",
+        "   0      10 tokens  «<|bos|>u:q<|eos|><|bos|>a:»a<|eos|>",
         "   1       6 tokens  «" + "<|pad|>" * 6 + "»",
         "--- batch 0, sequence 2",
-        "   0      16 tokens  «<|bos|>u:q<|eos|><|bos|>a»:aaaaaaaa",
+        "   0      16 tokens  «<|bos|>u:q<|eos|><|bos|>a:»aaaaaaaa",
         "--- 48 positions: 83.33% tokens, 35.42% with a label",
     ]
     assert lines[9] == "--- 1 documents longer than a sequence: cut"

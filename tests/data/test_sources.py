@@ -179,6 +179,25 @@ def test_a_source_without_documents_is_named_when_it_is_built(
     assert f"{tmp_path}/{path}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("names", "ending"),
+    [
+        (["a.jsonl.gz", "b.jsonl.gz", "notes.txt", ".hidden"], ".jsonl.gz"),
+        (["below/a.parquet", "below/b.parquet", "README.md"], ".parquet"),
+        (["LICENSE"], ".txt"),
+    ],
+)
+def test_in_the_place_of_a_folder_a_glob_of_what_is_in_it_is_proposed(
+    tmp_path: Path, names: list[str], ending: str
+) -> None:
+    (tmp_path / "below").mkdir()
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(DataError) as caught:
+        open_source(SourceTable(path=str(tmp_path)))
+    assert str(caught.value).endswith(f"such as '{tmp_path}/**/*{ending}'")
+
+
 def test_a_file_that_disappears_is_named_when_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("text")
     source = open_source(SourceTable(path=str(tmp_path / "x.txt")))

@@ -134,6 +134,9 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(releases, tmp_path, 
     assert export_hf.main([str(checkpoint), str(output)]) == 2
     assert "is there already" in capsys.readouterr().err
     output.rmdir()
+    assert export_hf.main([str(checkpoint.parents[1]), str(output)]) == 2
+    said = f"given {checkpoint.parents[1]}; legal: one checkpoint, such as {checkpoint}\n"
+    assert capsys.readouterr().err == said and not output.exists()
     assert export_hf.main([str(checkpoint), str(output), "--base", str(tmp_path / "gone")]) == 2
     assert "--base says where" in capsys.readouterr().err
     damaged = next(checkpoint.glob("tensors-*.safetensors"))

@@ -93,6 +93,24 @@ def test_a_change_that_is_said_to_fit_does() -> None:
     assert 'engine.update = "sync"' not in fitting  # it is that already
 
 
+def test_the_batch_that_is_said_to_fit_is_the_largest_halving_that_does() -> None:
+    tight = replace(QUESTION, host_bytes=453 * MIB, micro_batch_size=1, global_batch_size=64)
+    answer = report(tight)
+    sizes = [size for size in (32, 16, 8, 4, 2, 1) if fits(replace(tight, global_batch_size=size))]
+    assert answer.plan is None and 1 < sizes[0] < 32
+    told = {change.setting: change.fits for change in answer.changes}
+    assert told[f"training.global_batch_size = {sizes[0]}"]
+    assert sum("global_batch_size" in setting for setting in told) == 1
+
+
+def test_no_batch_is_proposed_that_has_no_micro_batch_for_each_round() -> None:
+    never = replace(QUESTION, device_bytes=MIB, rounds=2, micro_batch_size=4)
+    settings = {change.setting: change.fits for change in report(never).changes}
+    assert settings["training.global_batch_size = 8"] is False
+    least = report(replace(never, global_batch_size=8)).changes
+    assert not any("global_batch_size" in change.setting for change in least)
+
+
 def test_state_that_the_host_cannot_hold_is_told_in_gib() -> None:
     answer = report(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
     assert answer.plan is None

@@ -1,5 +1,6 @@
 """The checkpoint command: what it lists, what it finds damaged, what it deletes and what it leaves."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def test_list_tells_what_is_there_and_what_is_damaged(
     ]
     assert all("complete" in line and line.endswith("my-run") for line in map(str.rstrip, lines[1:7]))
     assert "left by a killed save" in lines[7]
+    assert not any("0.00 GiB" in line for line in lines) and " MiB" in lines[1]
     (run / "checkpoints" / "step-4" / "state.json").unlink()
     assert main(["list", str(run / given)]) == 1
     assert "damaged: state.json is missing" in capsys.readouterr().out.splitlines()[4]
@@ -71,6 +73,14 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(
     assert main(["verify", str(run / "checkpoints" / "step-6")]) == 0
 
 
+def test_the_commands_to_copy_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parents[1])
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^python scripts/checkpoint\.py (.+)$", page, re.MULTILINE)
+    assert [line.split()[0] for line in lines] == ["list", "verify", "prune"]
+    assert [main(line.split()) for line in lines] == [0, 0, 0]
+
+
 def test_prune_deletes_what_the_runs_own_keys_do_not_keep(run: Path) -> None:
     assert main(["prune", str(run), "--dry-run"]) == 0
     assert len(left(run)) == 8
@@ -84,6 +94,9 @@ def test_prune_says_before_what_it_would_delete(run: Path, capsys: pytest.Captur
     main(["prune", str(run), "--dry-run"])
     told = [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()]
     assert told == ["step-7.tmp", "step-1", "step-2", "step-4"]
+    for _ in range(2):
+        main(["prune", str(run)])
+    assert capsys.readouterr().out.splitlines()[4:] == ["nothing to delete"]
 
 
 def test_prune_keeps_the_newest_sound_one_where_all_that_are_kept_are_damaged(run: Path) -> None:

@@ -1,7 +1,12 @@
 """Checkpoints: written straight from the training state and read back into it, never half there."""
 
 from torchround.checkpoint.checkpointer import Checkpointer, Loaded, load_checkpoint, verify_checkpoint
-from torchround.checkpoint.errors import CheckpointError, DamagedCheckpointError, ForeignCheckpointError
+from torchround.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    ForeignCheckpointError,
+    NoCheckpointError,
+)
 from torchround.checkpoint.watch import SaveWatch
 
 __all__ = [
@@ -10,6 +15,7 @@ __all__ = [
     "DamagedCheckpointError",
     "ForeignCheckpointError",
     "Loaded",
+    "NoCheckpointError",
     "SaveWatch",
     "load_checkpoint",
     "verify_checkpoint",

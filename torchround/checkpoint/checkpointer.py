@@ -24,9 +24,10 @@ from torchround.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
     ForeignCheckpointError,
+    NoCheckpointError,
 )
 from torchround.checkpoint.folder import check_contents, check_structure, read_into, write_folder
-from torchround.checkpoint.manifest import Manifest, encode_state, read_manifest
+from torchround.checkpoint.manifest import MANIFEST_FILE, Manifest, encode_state, read_manifest
 from torchround.checkpoint.sync import make_folder, sync_folder
 from torchround.checkpoint.tensor_file import plan_files
 from torchround.checkpoint.watch import Alone, SaveWatch
@@ -224,22 +225,38 @@ def load_checkpoint(
     Everything but the tensors' bytes is checked before the first one is written: files, sizes, state, and the
     name, dtype and shape of every tensor. The bytes are checked as they are read, so that they are read once:
     after an error about a checksum, and only then, `tensors` are partly overwritten. Raises
-    `DamagedCheckpointError` or `ForeignCheckpointError`.
+    `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`.
     """
     path = Path(path)
+    _refuse_other_folders(path)
     return _load(path, read_manifest(path), tensors, optional)
 
 
 def verify_checkpoint(path: Path | str, advance: Callable[[int], object] = lambda nbytes: None) -> int:
     """Check every byte of the checkpoint at `path` against its checksums. Returns its step.
 
-    Raises `DamagedCheckpointError` or `ForeignCheckpointError`. Reads the whole folder once and needs no model and no
+    Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`. Reads the whole folder once and needs no model and no
     memory for one; `advance` is told how many bytes were read, piece by piece.
     """
     path = Path(path)
+    _refuse_other_folders(path)
     manifest = read_manifest(path)
     check_contents(path, manifest, advance)
     return manifest.step
+
+
+def _refuse_other_folders(path: Path) -> None:
+    """Raise `NoCheckpointError` for a run's folder, its checkpoints, or anything else of another name than ours that
+    has no manifest. One of our names without a manifest is a damaged checkpoint."""
+    try:
+        (path / MANIFEST_FILE).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        if not _FOLDER_NAME.fullmatch(path.name):
+            below = (Checkpointer(folder) for folder in (path, path / "checkpoints"))
+            newest = [found.checkpoints()[step] for found in below for step in found.complete_steps()]
+            raise NoCheckpointError(path, newest[-1] if newest else None) from None
+    except OSError:
+        pass  # reading it tells why not
 
 
 def _load(

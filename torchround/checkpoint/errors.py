@@ -21,6 +21,15 @@ class DamagedCheckpointError(CheckpointError):
         super().__init__(f"checkpoint {folder}: {reason}")
 
 
+class NoCheckpointError(CheckpointError):
+    """What was given is not the folder of one checkpoint. `newest` is one below it, where there is any."""
+
+    def __init__(self, given: Path, newest: Path | None) -> None:
+        such = f"such as {newest}" if newest else "a folder step-N of a run"
+        none = "" if newest else "; there is no manifest.json in it"
+        super().__init__(f"given {given}; legal: one checkpoint, {such}{none}")
+
+
 class ForeignCheckpointError(CheckpointError):
     """The checkpoint in `folder` is whole, and of another model or written by a newer version of this program.
 

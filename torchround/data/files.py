@@ -6,7 +6,9 @@ import os
 import re
 import sysconfig
 from array import array
+from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ from torchround.data.errors import DataError
 
 PYTHON_STDLIB = "python-stdlib"
 NOT_STDLIB_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+JSONL_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+FILES_LOOKED_AT = 1000
 PIECE_SIZE = 1 << 16
 SCAN_BYTES = 1 << 20
 MOST_LINE_BYTES = 1 << 27  # a record takes several times its size in memory
@@ -28,9 +32,8 @@ def find_files(path: str) -> list[Path]:
         return _stdlib_files()
     path = os.path.expanduser(path)
     if os.path.isdir(path):
-        raise DataError(
-            f"source {path!r} is a folder; name its files with a glob such as {path.rstrip('/') + '/**/*.txt'!r}"
-        )
+        such = f"{path.rstrip('/')}/**/*{_usual_ending(path)}"
+        raise DataError(f"source {path!r} is a folder; name its files with a glob such as {such!r}")
     if os.path.isfile(path):
         return [Path(path)]
     if os.path.exists(path):  # opening a pipe waits for ever, and a device may have no end
@@ -41,6 +44,17 @@ def find_files(path: str) -> list[Path]:
     if not found:
         raise DataError(f"source {path!r}: no file matches (working directory: {os.getcwd()})")
     return [Path(name) for name in found]
+
+
+def _usual_ending(folder: str) -> str:
+    """What most files in and below it end with, of the first few; `.txt` where there is none."""
+    names = (name for _, _, names in os.walk(folder) for name in sorted(names))
+    endings = Counter(
+        next((known for known in JSONL_ENDINGS if name.endswith(known)), os.path.splitext(name)[1])
+        for name in islice(names, FILES_LOOKED_AT)
+    )
+    del endings[""]  # as of names that begin with a dot
+    return endings.most_common(1)[0][0] if endings else ".txt"
 
 
 def _stdlib_files() -> list[Path]:
@@ -68,7 +82,7 @@ def kind_of(path: Path, format: str) -> str:
     """`text`, `jsonl` or `parquet`; `auto` goes by the name's ending."""
     if format != "auto":
         return format
-    if path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
+    if path.name.endswith(JSONL_ENDINGS):
         return "jsonl"
     return "parquet" if path.suffix == ".parquet" else "text"
 

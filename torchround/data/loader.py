@@ -15,7 +15,7 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, ValidationTable
 from torchround.config.harmless import harmless
-from torchround.data.batches import Batches
+from torchround.data.batches import Batches, num_tokens
 from torchround.data.best_fit import BestFitPacker, in_changed_files
 from torchround.data.chat import ChatTemplate
 from torchround.data.errors import DataError
@@ -171,6 +171,10 @@ class Loader(Iterator[MicroBatch]):
         if self._tokenising is not None:
             self._tokenising.close()
             self._tokenising = None
+
+    def num_tokens(self, batch: MicroBatch) -> int:
+        """Tokens of one of its batches, without padding."""
+        return num_tokens(batch, self._tokenizer.pad_id)
 
     def counts(self) -> "Counts":
         """What was left out or cut up to the batch handed out last."""

@@ -12,7 +12,7 @@ class StepRecord:
     """One logged step. Rates and times are means over the steps since the last record.
 
     `step` counts finished updates, so the first is 1. `tokens` counts the labels trained on since the run
-    began; padding and masked tokens are not among them. `loss` is the mean over the step's labels,
+    began; padding and masked tokens are not among them. `tokens_per_s` and `mfu` leave out padding alone. `loss` is the mean over the step's labels,
     `grad_norm` the norm before clipping, `bubble` and `mfu` fractions of 1, GiB are 2^30 bytes. `None` is a
     value that is not known here (`mfu` of a device whose peak is not, `device_peak_gib` without a device).
     `engine` tells more about the devices; a record without it has no such key.

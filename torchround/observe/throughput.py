@@ -2,7 +2,8 @@
 
 The interval is the time from one report to the next, less what is spent in validation and checkpoints:
 those come every so many steps and would make the rate of a step depend on whether it happens to be followed
-by one. Waiting for data counts, because it slows training. Tokens are labels that the loss counts.
+by one. Waiting for data counts, because it slows training. Tokens are all
+that are computed but padding, whether or not the loss counts them: in conversations it counts few.
 """
 
 import time
@@ -31,7 +32,7 @@ class Throughput:
         self._restart()
 
     def count(self, tokens: int) -> None:
-        """One more step is done, trained on `tokens` labels."""
+        """One more step is done, of `tokens` tokens without padding."""
         self._num_steps += 1
         self._tokens += tokens
 

@@ -299,9 +299,21 @@ def _frozen(question: RunQuestion) -> RunQuestion:
     return replace(question, costs_for=costs_for, parameters=frozen)
 
 
+def _smaller_batch(question: RunQuestion) -> tuple[str, RunQuestion]:
+    """The largest halving of the batch that fits, else the smallest: every round has a whole micro-batch."""
+    changed, rounds = question, question.rounds if isinstance(question.rounds, int) else 1
+    least = rounds * question.micro_batch_size
+    while changed.global_batch_size // 2 >= least:
+        changed = replace(changed, global_batch_size=changed.global_batch_size // 2)
+        if fits(changed):
+            break
+    return f"training.global_batch_size = {changed.global_batch_size}", changed
+
+
 def _changes(question: RunQuestion) -> Iterator[Change]:
     """What could be changed, each tried alone."""
     alternatives = [
+        _smaller_batch(question),
         ("training.micro_batch_size = 1", replace(question, micro_batch_size=1)),
         (f"training.seq_len = {question.seq_len // 2}", replace(question, seq_len=question.seq_len // 2)),
         ('engine.accumulate_dtype = "bfloat16"', replace(question, accumulate_bytes=2)),

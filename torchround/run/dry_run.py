@@ -208,7 +208,8 @@ def _change_lines(report: PlanReport) -> Iterator[str]:
 def _length_line(report: PlanReport) -> str:
     if not report.longest_tokens:
         return "no sequence length fits, not even 1024 tokens in micro-batches of one sequence"
+    question = report.question
     return (
-        f"longest sequence that fits, one per micro-batch and recompute = "
-        f'"{report.question.recompute}": {report.longest_tokens:,} tokens (predicted)'
+        f"longest sequence that fits with a batch of {question.num_devices} sequences, one per micro-batch, one round, "
+        f'recompute = "{question.recompute}": {report.longest_tokens:,} tokens (predicted)'
     )

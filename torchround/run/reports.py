@@ -36,13 +36,13 @@ class StepReports:
         self._grad_norm = 0.0
         self._loss = 0.0
 
-    def add(self, step: int, result: StepResult) -> None:
-        """Wait for a step and its update, and count them."""
+    def add(self, step: int, result: StepResult, num_tokens: int) -> None:
+        """Wait for a step of `num_tokens` tokens without padding and its update, and count them."""
         update = result.update()
         self._loss, self._grad_norm = result.loss(), update.grad_norm
         self._engine.add(result)
         self._skipped_steps += update.skipped
-        self.throughput.count(result.num_labels)
+        self.throughput.count(num_tokens)
 
     def record(self, step: int, tokens: int, lr: float, validation_loss: float | None) -> StepRecord:
         """Of the step added last, with means over the steps since the last record."""
