@@ -98,7 +98,7 @@ CASES = {
     "no number": Case(nothing, "optimizer.lr", ("--optimizer.lr=nan",)),
     "an infinite number": Case(nothing, "max_norm", ("--training.max_norm=inf",)),
     "no text": Case(only(b"\xff\xfe\x00"), "not UTF-8"),
-    "a pipe as the config": Case(pipe_base, "there is no file"),
+    "a pipe as the config": Case(pipe_base, "there is no such file"),
     "a key of the class": Case(small("\n[run]\n__class__ = 1\n"), "run.__class__: unknown key"),
     "a key of pydantic's": Case(small("\n[run]\nmodel_config = 1\n"), "run.model_config: unknown key"),
     "a model with NUL": Case(
