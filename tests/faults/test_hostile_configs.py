@@ -98,7 +98,7 @@ CASES = {
     "no number": Case(nothing, "optimizer.lr", ("--optimizer.lr=nan",)),
     "an infinite number": Case(nothing, "max_norm", ("--training.max_norm=inf",)),
     "no text": Case(only(b"\xff\xfe\x00"), "not UTF-8"),
-    "a pipe as the config": Case(pipe_base, "there is no file"),
+    "a pipe as the config": Case(pipe_base, "there is no such file"),
     "a key of the class": Case(small("\n[run]\n__class__ = 1\n"), "run.__class__: unknown key"),
     "a key that is a terminal's command": Case(
         small('\n[run]\n"\\u001b]0;pwned" = 1\n'), r"run.\\x1b\]0;pwned: unknown key"

@@ -135,13 +135,13 @@ def build_tokenizer(table: TokenizerTable, hf_path: str | Path | None = None) ->
 
 
 def _refuse_missing(table: TokenizerTable, hf_path: str | Path | None) -> None:
-    if table.path is not None and not Path(os.path.expanduser(table.path)).exists():
+    if table.path is not None and not os.path.exists(os.path.expanduser(table.path)):
         raise MissingTokenizerError(
             "tokenizer.path",
             f"given {show(table.path)}, but there is no such file or folder; legal: a local tokenizer file or the "
             "folder of a model's release (a name on the Hugging Face hub is not downloaded)",
         )
-    if table.path is None and hf_path is not None and not Path(os.path.expanduser(hf_path)).is_dir():
+    if table.path is None and hf_path is not None and not os.path.isdir(os.path.expanduser(hf_path)):
         raise MissingTokenizerError(
             "model.hf_path", f"given {show(str(hf_path))}, but there is no such folder; {MODEL_FOLDER}"
         )
