@@ -81,14 +81,12 @@ def test_the_rate_counts_masked_tokens_and_no_padding(small_runs: SmallRuns) -> 
         "{% for m in messages %}<|bos|>{{ m.role[0] }}:{{ m.content }}<|eos|>{% endfor %}"
         "{% if add_generation_prompt %}<|bos|>a:{% endif %}"
     )
-    record = json.dumps({"instruction": "qq", "output": "aaa"})
-    (small_runs.folder / "chats.jsonl").write_text(f"{record}\n" * 50)
+    (small_runs.folder / "chats.jsonl").write_text('{"instruction": "qq", "output": "aaa"}\n' * 50)
     source, template = "{path='chats.jsonl', content='alpaca'}", "--tokenizer.chat_template=template.jinja"
     assert small_runs("run", f"--data.sources=[{source}]", template) == 0
     steps = small_runs.steps("run")
     assert [line["tokens"] for line in steps] == [7 * 4 * step for step in range(1, 6)]
-    per_second = [line["tokens_per_s"] * line["step_s"] for line in steps]
-    assert per_second == pytest.approx([7 * 13] * 5)
+    assert [line["tokens_per_s"] * line["step_s"] for line in steps] == pytest.approx([7 * 13] * 5)
 
 
 @pytest.mark.parametrize("overrides", [[], [ASYNC, TWO_ROUNDS]], ids=["sync", "async, two rounds"])
