@@ -85,6 +85,7 @@ def test_a_second_signal_stops_at_once(small_runs: SmallRuns) -> None:
     assert errors == "SIGINT: finishing the step and saving; once more stops at once\n"
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_worker_that_was_killed_and_the_run_equals_an_uninterrupted_one(
     small_runs: SmallRuns,
 ) -> None:
@@ -102,6 +103,7 @@ def test_torchrun_restarts_a_worker_that_was_killed_and_the_run_equals_an_uninte
     small_runs.assert_same("run", "whole", step=40)
 
 
+@pytest.mark.slow
 def test_torchrun_hands_a_signal_on_and_wandb_is_rejoined_afterwards(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:

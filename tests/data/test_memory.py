@@ -12,6 +12,7 @@ from scripts.bench_data import write_records
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_data.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.jsonl.zst"])
 def test_memory_does_not_grow_with_the_documents_that_are_read(tmp_path: Path, name: str) -> None:
     """From 24 000 documents (three blocks of a stream) on to 60 000: keeping each shows as 7 MiB or more."""

@@ -39,6 +39,7 @@ def cut_the_metrics(run: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+@pytest.mark.slow
 def test_an_iteration_ends_as_a_run_that_was_left_alone_and_any_difference_is_told_with_how_to_see_it_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
