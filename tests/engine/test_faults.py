@@ -274,28 +274,6 @@ def test_no_update_begins_after_a_stop_though_all_its_gradients_have_landed(monk
     assert_same_state(store.named_views(), state_after(0))
 
 
-def test_a_fault_reaches_the_caller_while_every_other_worker_waits(monkeypatch):
-    """For what the one at fault would have made next."""
-    forward = ToyBlock.forward
-
-    def others_waiting():
-        return [name for name in engine._board.waiting() if name.startswith("torchround cpu:")]
-
-    def failing(self, hidden, micro_batch):
-        if self.position == 3:
-            deadline_s = time.monotonic() + 60
-            while len(others_waiting()) < 7 and time.monotonic() < deadline_s:
-                time.sleep(0.005)
-            raise PlantedError(f"{len(others_waiting())} others wait")
-        return forward(self, hidden, micro_batch)
-
-    monkeypatch.setattr(ToyBlock, "forward", failing)
-    engine = toy_engine(marked_model(), toy_store(toy_model()), PARTITION, 8)
-    with pytest.raises(PipelineError, match="PlantedError: 7 others wait"):
-        train(engine, BATCHES)
-    assert engine_threads() == []
-
-
 def test_every_later_call_raises_the_first_fault(monkeypatch):
     plant(monkeypatch, block=1, call=1)
     engine = toy_engine(marked_model(), toy_store(toy_model()), PARTITION, 2)
