@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import train
+from tests.hangs import over, planted
 from tests.small_run import (
     STEPS,
     SmallRuns,
@@ -21,21 +22,9 @@ from tests.small_run import (
 )
 from torchround.engine import lifecycle
 from torchround.engine.optimizer_worker import OptimizerWorker
-from torchround.engine.watchdog import Watchdog
 from torchround.layer import LayeredModel
 
-__all__ = ["small_runs"]
-
-
-@pytest.fixture
-def over():
-    """Set at the end of a test: whatever it made block goes on, and ends."""
-    event = threading.Event()
-    yield event
-    event.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("torchround"):
-            thread.join(20)
+__all__ = ["over", "planted", "small_runs"]
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works(
@@ -92,17 +81,16 @@ def test_a_stage_that_hangs_is_reported_after_the_timeout_and_the_state_is_saved
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     over: threading.Event,
+    planted: threading.Event,
 ) -> None:
     """The watchdog looks from when the stage hangs: on a slow machine nothing before is taken for a hang."""
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.2)
-    hangs, look = threading.Event(), Watchdog._look
 
     def hang(call: int) -> None:
         if call == 18:  # step 3: calls 17 to 24
-            hangs.set()
+            planted.set()
             over.wait()
 
-    monkeypatch.setattr(Watchdog, "_look", lambda watchdog: look(watchdog) if hangs.is_set() else None)
     before_forward(monkeypatch, 0, hang)
     assert small_runs("run", "--engine.hang_timeout_s=1.0") == 1
     message = capsys.readouterr().err

@@ -19,11 +19,14 @@ from tests.engine.toy import (
     toy_store,
     train,
 )
+from tests.hangs import over, planted
 from torchround.engine import lifecycle
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import HangError
 from torchround.engine.ordering import Board, Fact
 from torchround.engine.watchdog import LOOKS, Watchdog, WatchedDevice
+
+__all__ = ["over", "planted"]
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(3, micro_batches=3)
@@ -37,30 +40,6 @@ def undisturbed():
     with toy_engine(toy_model(), store, PARTITION, 1) as engine:
         train(engine, BATCHES)
     return store.named_views()
-
-
-@pytest.fixture
-def planted(monkeypatch):
-    """Set when the fault has happened, and somebody waits: the watchdog looks from then on."""
-    event, look = threading.Event(), Watchdog._look
-
-    def from_then_on(self):
-        if event.is_set():
-            look(self)
-
-    monkeypatch.setattr(Watchdog, "_look", from_then_on)
-    return event
-
-
-@pytest.fixture
-def over():
-    """Set at the end of a test: whatever it made block goes on, and ends."""
-    event = threading.Event()
-    yield event
-    event.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("torchround"):
-            thread.join(20)
 
 
 def engine_threads():
