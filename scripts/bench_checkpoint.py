@@ -5,14 +5,17 @@
 
 `beside` trains layers that sleep for a known time, so that a step takes `--steps-per-save` times as long as a save,
 and saves each step: not at all, blocking, and beside training. The cost is how much longer a step is than without.
-`disk` saves and loads the state of a model of `--parameters`, in turns with a plain loop that writes the same bytes
-to one file, syncs it, and reads it back; files are dropped from the page cache before each, every second turn goes
-the other way round, and the fastest of each counts, since other programs can only slow a disk down. Runs in a process of
-its own, whose peak memory is compared with what it held before. Prints JSON.
+`disk` saves and loads the state of a model of `--parameters`, in turns with plain loops that write as many bytes to one
+file, sync it, and read it back: through the page cache as `dd conv=fsync` does (`cached`), past it as
+`dd oflag=direct` does (`direct`), and through it with the pages given back behind (`passing`). Files are dropped from the
+cache before each, and each turn begins with another one. What a save or load reaches is given in percent of each, by
+the medians, and of the fastest of the three, which is the disk's own speed as far as one thread can tell. Runs in a
+process of its own, whose peak memory is compared with what it held before. Prints JSON.
 """
 
 import argparse
 import json
+import mmap
 import os
 import resource
 import shutil
@@ -21,9 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -32,7 +36,7 @@ from torch import nn
 
 from scripts.timed_layers import Sleeper, SleepLayer
 from torchround.checkpoint import Checkpointer
-from torchround.checkpoint.tensor_file import memory_of
+from torchround.checkpoint.page_cache import PassingThrough
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
@@ -42,8 +46,9 @@ from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition
 
 LAYERS, DEVICES, MICRO_BATCHES = 8, 2, 4
-PIECE_BYTES = 2**22
+PIECE_BYTES = 2**23
 MODES = ("none", "blocking", "beside")
+WAYS = ("cached", "direct", "passing")
 
 
 class HeavySleepLayer(SleepLayer):
@@ -156,65 +161,109 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def disk(options: argparse.Namespace) -> dict[str, Any]:
-    """Save and load beside a plain loop, in turns."""
+    """Save and load beside plain loops, in turns."""
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         store = store_of(heavy_model(options.parameters, 0.0))
         views = store.named_views()
-        nbytes = sum(view.nbytes for view in views.values())
+        plain = PlainLoops(folder, sum(view.nbytes for view in views.values()))
         checkpointer = Checkpointer(folder / "checkpoints", keep_latest_k=1)
         checkpointer.save(0, {"small": torch.zeros(1)}, {})  # what is loaded on first use is not the save's
         held_bytes = peak_bytes()
-        times: dict[str, list[float]] = {name: [] for name in ("write", "save", "read", "load")}
-        for step in range(1, options.turns + 1):
-            writes: list[tuple[str, Callable[[], object]]] = [
-                ("write", lambda step=step: plain_write(folder / f"plain-{step}", views)),  # type: ignore[misc]
-                ("save", lambda step=step: checkpointer.save(step, views, {})),  # type: ignore[misc]
-            ]
-            reads: list[tuple[str, Callable[[], object]]] = [
-                ("read", lambda step=step: plain_read(folder / f"plain-{step}", views)),  # type: ignore[misc]
-                ("load", lambda: checkpointer.load_latest(views)),
-            ]
-            for pair in (writes, reads):
-                for name, work in pair if step % 2 else reversed(pair):
-                    drop_from_cache(folder)
-                    times[name].append(timed(work))
-            # Like the checkpoint before: pages that were freed just now are taken again at five times the speed.
-            (folder / f"plain-{step - 1}").unlink(missing_ok=True)
+        writes: dict[str, Callable[[int], object]] = {
+            "save": lambda turn: checkpointer.save(turn, views, {}),
+            **{way: partial(plain.write, way) for way in WAYS},
+        }
+        reads: dict[str, Callable[[int], object]] = {
+            "load": lambda turn: checkpointer.load_latest(views),
+            **{way: partial(plain.read, way) for way in WAYS},
+        }
+        written_s = in_turns(folder, writes, range(1, options.turns + 1))
+        read_s = in_turns(folder, reads, range(1, options.turns + 1))
         extra_bytes = peak_bytes() - held_bytes
     finally:
         shutil.rmtree(folder)
-    gb_per_s = {name: nbytes / 1e9 / min(seconds) for name, seconds in times.items()}
     return {
         "parameters": store.num_parameters(),
-        "gb": nbytes / 1e9,
-        "gb_per_s": gb_per_s,
-        "save_percent_of_disk": 100 * gb_per_s["save"] / gb_per_s["write"],
-        "load_percent_of_disk": 100 * gb_per_s["load"] / gb_per_s["read"],
+        "gb": plain.nbytes / 1e9,
+        "save": compared("save", written_s, plain.nbytes),
+        "load": compared("load", read_s, plain.nbytes),
         "held_gib": held_bytes / 2**30,
         "extra_memory_percent": 100 * extra_bytes / held_bytes,
-        "seconds": times,
     }
 
 
-def plain_write(path: Path, views: dict[str, torch.Tensor]) -> None:
-    """What `dd conv=fsync` does, from the same memory."""
-    with open(path, "wb", buffering=0) as file:
-        for view in views.values():
-            memory = memory_of(view)
-            file.writelines(
-                memory[start : start + PIECE_BYTES] for start in range(0, len(memory), PIECE_BYTES)
-            )
-        os.fsync(file.fileno())
+def in_turns(
+    folder: Path, works: dict[str, Callable[[int], object]], turns: Iterable[int]
+) -> dict[str, list[float]]:
+    """Seconds of each work in each turn, none of the files cached, each turn beginning with another one."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    names = list(works)
+    for turn in turns:
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            drop_from_cache(folder)
+            seconds[name].append(timed(partial(works[name], turn)))
+            show_progress(name, turn, seconds[name][-1])
+    return seconds
 
 
-def plain_read(path: Path, views: dict[str, torch.Tensor]) -> None:
-    """Into the same memory."""
-    with open(path, "rb", buffering=0) as file:
-        for view in views.values():
-            memory = memory_of(view)
-            for start in range(0, len(memory), PIECE_BYTES):
-                file.readinto(memory[start : start + PIECE_BYTES])  # type: ignore[attr-defined]
+def compared(ours: str, seconds: dict[str, list[float]], nbytes: int) -> dict[str, Any]:
+    """Medians in GB/s, and ours in percent of each plain way and of the fastest one."""
+    gb_per_s = {name: nbytes / 1e9 / statistics.median(times) for name, times in seconds.items()}
+    fastest = max(WAYS, key=lambda way: gb_per_s[way])
+    return {
+        "gb_per_s": gb_per_s,
+        "percent_of": {way: 100 * gb_per_s[ours] / gb_per_s[way] for way in WAYS},
+        "percent_of_disk": 100 * gb_per_s[ours] / gb_per_s[fastest],
+        "seconds": seconds,
+    }
+
+
+class PlainLoops:
+    """Sequential writes and reads of `nbytes` between one file and one aligned piece of memory, with no checksum."""
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._folder = folder
+        self._piece = memoryview(mmap.mmap(-1, PIECE_BYTES))
+        self._piece[:] = os.urandom(PIECE_BYTES)
+
+    def write(self, way: str, turn: int) -> None:
+        """A new file; the one of the turn before is deleted afterwards, as a save does with the checkpoint before."""
+        with self._opened(way, os.O_CREAT | os.O_EXCL | os.O_WRONLY, turn) as file:
+            for piece in self._pieces(way, file):
+                file.write(piece)
+            os.fsync(file.fileno())
+        self._path(way, turn - 1).unlink(missing_ok=True)
+
+    def read(self, way: str, turn: int) -> None:
+        """The newest file that was written this way."""
+        newest = max(self._folder.glob(f"{way}-*"), key=lambda path: path.stat().st_mtime_ns)
+        with self._opened(way, os.O_RDONLY, int(newest.name.removeprefix(f"{way}-"))) as file:
+            for piece in self._pieces(way, file):
+                file.readinto(piece)  # type: ignore[attr-defined]
+
+    def _pieces(self, way: str, file: BinaryIO) -> Iterator[memoryview]:
+        cache = PassingThrough(file)
+        for start in range(0, self.nbytes, PIECE_BYTES):
+            # Direct transfers are whole blocks: the last piece may be longer than what is left.
+            left_bytes = PIECE_BYTES if way == "direct" else self.nbytes - start
+            yield self._piece[:left_bytes]
+            if way == "passing":
+                cache.passed(PIECE_BYTES)
+
+    def _opened(self, way: str, flags: int, turn: int) -> BinaryIO:
+        flags |= os.O_DIRECT if way == "direct" else 0
+        mode = "rb" if flags & os.O_ACCMODE == os.O_RDONLY else "wb"
+        return open(os.open(self._path(way, turn), flags, 0o666), mode, buffering=0)
+
+    def _path(self, way: str, turn: int) -> Path:
+        return self._folder / f"{way}-{turn}"
+
+
+def show_progress(name: str, turn: int, seconds: float) -> None:
+    """One line on the terminal per measurement: each takes seconds."""
+    print(f"turn {turn}: {name} {seconds:.2f} s", file=sys.stderr)
 
 
 def drop_from_cache(folder: Path) -> None:

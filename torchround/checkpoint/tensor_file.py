@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchround.checkpoint.checksum import Checksum, Xxh3
+from torchround.checkpoint.page_cache import PassingThrough
 from torchround.checkpoint.sync import open_regular
 from torchround.checkpoint.watch import SaveWatch
 
@@ -81,12 +82,14 @@ def write_tensor_file(path: Path, file: TensorFile, watch: SaveWatch) -> int | s
     """Write `file` as the new file `path`, synced to the disk. Returns its checksum."""
     checksum = Xxh3()
     with open(path, "xb", buffering=0) as out:
-        _write(out, memoryview(file.header), checksum, watch)
+        cache = PassingThrough(out)
+        _write(out, memoryview(file.header), checksum, cache, watch)
         for name, tensor in file.tensors.items():
             watch.reading(tensor)
-            _write(out, memory_of(tensor), checksum, watch)
+            _write(out, memory_of(tensor), checksum, cache, watch)
             watch.finished_reading(name)
         os.fsync(out.fileno())
+        cache.end()
     watch.may_go_on()
     return checksum.value()
 
@@ -121,6 +124,7 @@ def read_tensor_file(path: Path, tensors: Mapping[str, Tensor], checksum: Checks
     early.
     """
     with open_regular(path) as file:
+        cache = PassingThrough(file)
         length = file.read(_LENGTH_BYTES)
         header = file.read(int.from_bytes(length, "little"))
         checksum.update(length + header)
@@ -128,10 +132,11 @@ def read_tensor_file(path: Path, tensors: Mapping[str, Tensor], checksum: Checks
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
             if name in tensors:
-                _read(file, memory_of(tensors[name]), checksum)
+                _read(file, memory_of(tensors[name]), checksum, cache)
             else:
                 begin, end = entry["data_offsets"]
-                _pass_by(file, end - begin, checksum)
+                _pass_by(file, end - begin, checksum, cache)
+        cache.end()
 
 
 def checksum_file(
@@ -139,9 +144,12 @@ def checksum_file(
 ) -> None:
     """Put a file of any size into `checksum`, piece by piece; `advance` is told of each piece's bytes."""
     with open_regular(path) as file:
+        cache = PassingThrough(file)
         while piece := file.read(_PIECE_BYTES):
             checksum.update(piece)
+            cache.passed(len(piece))
             advance(len(piece))
+        cache.end()
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -191,21 +199,26 @@ def _require_plain(name: str, tensor: Tensor) -> None:
         )
 
 
-def _pieces(memory: memoryview) -> Iterator[memoryview]:
+def _pieces(memory: memoryview, cache: PassingThrough) -> Iterator[memoryview]:
+    """Each is in the file, or read from it, when the next one is asked for."""
     for start in range(0, len(memory), _PIECE_BYTES):
-        yield memory[start : start + _PIECE_BYTES]
+        piece = memory[start : start + _PIECE_BYTES]
+        yield piece
+        cache.passed(len(piece))
 
 
-def _write(out: BinaryIO, memory: memoryview, checksum: Checksum, watch: SaveWatch) -> None:
-    for piece in _pieces(memory):
+def _write(
+    out: BinaryIO, memory: memoryview, checksum: Checksum, cache: PassingThrough, watch: SaveWatch
+) -> None:
+    for piece in _pieces(memory, cache):
         watch.may_go_on()
         checksum.update(piece)
         while piece:
             piece = piece[out.write(piece) :]
 
 
-def _read(file: BinaryIO, memory: memoryview, checksum: Checksum) -> None:
-    for piece in _pieces(memory):
+def _read(file: BinaryIO, memory: memoryview, checksum: Checksum, cache: PassingThrough) -> None:
+    for piece in _pieces(memory, cache):
         rest = piece
         while rest:
             num_read = file.readinto(rest)  # type: ignore[attr-defined]
@@ -215,8 +228,8 @@ def _read(file: BinaryIO, memory: memoryview, checksum: Checksum) -> None:
         checksum.update(piece)
 
 
-def _pass_by(file: BinaryIO, nbytes: int, checksum: Checksum) -> None:
+def _pass_by(file: BinaryIO, nbytes: int, checksum: Checksum, cache: PassingThrough) -> None:
     scratch = memoryview(bytearray(min(nbytes, _PIECE_BYTES)))
     while nbytes:
-        _read(file, scratch[: min(nbytes, _PIECE_BYTES)], checksum)
+        _read(file, scratch[: min(nbytes, _PIECE_BYTES)], checksum, cache)
         nbytes -= min(nbytes, _PIECE_BYTES)

@@ -1,0 +1,100 @@
+"""A checkpoint passes through the page cache: it leaves no pages there, and never holds many."""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchround.checkpoint import Checkpointer, verify_checkpoint
+from torchround.checkpoint.page_cache import WINDOW_BYTES
+
+FILE_BYTES = 5 * WINDOW_BYTES
+PAGES = FILE_BYTES // mmap.PAGESIZE
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """`FILE_BYTES` in three tensors that end in the middle of pages."""
+    half = FILE_BYTES // 8
+    return {"a": torch.arange(half).float(), "b": torch.ones(half - 80), "small": torch.ones(80)}
+
+
+def cached_pages(path: Path) -> int:
+    """Pages of the file that are in the page cache; looking at them brings none in."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    nbytes = path.stat().st_size
+    residency = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapped:
+        start = ctypes.c_char.from_buffer(mapped)
+        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(nbytes), residency)
+        del start
+    assert not failed, os.strerror(ctypes.get_errno())
+    return sum(page & 1 for page in residency)
+
+
+def tensor_file_in(checkpoint: Path) -> Path:
+    (path,) = checkpoint.glob("*.safetensors")
+    return path
+
+
+def write_plainly(path: Path, nbytes: int) -> Path:
+    """A file as any program writes one, synced, so that all of its pages could be dropped."""
+    with open(path, "xb") as file:
+        file.write(bytes(nbytes))
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def load(checkpoint: Path) -> None:
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    loaded = Checkpointer(checkpoint.parent).load_latest(target)
+    assert loaded is not None and all(torch.equal(target[name], tensors()[name]) for name in target)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda checkpoint: None, load, verify_checkpoint], ids=["saved", "loaded", "verified"]
+)
+def test_nothing_of_a_checkpoint_stays_in_the_page_cache(
+    tmp_path: Path, use: Callable[[Path], object]
+) -> None:
+    """Compared with a file dropped by hand, since a folder in memory keeps every page."""
+    plain = write_plainly(tmp_path / "plain", FILE_BYTES)
+    written = cached_pages(plain)
+    with open(plain, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert written >= PAGES, "a plain file is cached whole: else nothing is shown below"
+    path = Checkpointer(tmp_path / "checkpoints").save(1, tensors(), {})
+    use(path)
+    assert cached_pages(tensor_file_in(path)) <= cached_pages(plain) + 1
+
+
+def test_pages_are_given_back_while_a_file_is_still_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At no time does more than a window and a piece go without the advice, and it reaches back to the start."""
+    told: list[tuple[int, int]] = []
+    advise = os.posix_fadvise
+
+    def recorded(descriptor: int, offset: int, nbytes: int, advice: int) -> None:
+        assert offset == 0 and advice == os.POSIX_FADV_DONTNEED
+        told.append((nbytes, os.fstat(descriptor).st_size))
+        advise(descriptor, offset, nbytes, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", recorded)
+    path = Checkpointer(tmp_path).save(1, tensors(), {})
+    *windows, (last, length) = told
+    assert last == 0 and length == tensor_file_in(path).stat().st_size
+    assert all(nbytes == written for nbytes, written in windows)
+    gaps = [later - earlier for (earlier, _), (later, _) in zip([(0, 0), *windows], windows, strict=False)]
+    assert len(windows) >= 4 and max(gaps) < 2 * WINDOW_BYTES
+
+
+def test_where_the_system_takes_no_advice_checkpoints_work_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fadvise")
+    load(Checkpointer(tmp_path).save(1, tensors(), {}))
