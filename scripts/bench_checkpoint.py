@@ -8,7 +8,7 @@ and saves each step: not at all, blocking, and beside training. The cost is how 
 `disk` saves and loads the state of a model of `--parameters`, in turns with plain loops that write as many bytes to one
 file, sync it, and read it back: through the page cache as `dd conv=fsync` does (`cached`), past it as
 `dd oflag=direct` does (`direct`), and through it with the pages given back behind (`passing`). Files are dropped from the
-cache before each, and each turn begins with another one. What a save or load reaches is given in percent of each, by
+cache before each, older ones are deleted and the disk has a second to settle, and each turn begins with another way. What a save or load reaches is given in percent of each, by
 the medians, and of the fastest of the three, which is the disk's own speed as far as one thread can tell. Runs in a
 process of its own, whose peak memory is compared with what it held before. Prints JSON.
 """
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,7 +36,6 @@ from torch import nn
 
 from scripts.timed_layers import Sleeper, SleepLayer
 from torchround.checkpoint import Checkpointer
-from torchround.checkpoint.page_cache import PassingThrough
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
@@ -49,6 +48,7 @@ LAYERS, DEVICES, MICRO_BATCHES = 8, 2, 4
 PIECE_BYTES = 2**23
 MODES = ("none", "blocking", "beside")
 WAYS = ("cached", "direct", "passing")
+SETTLE_S = 1.0
 
 
 class HeavySleepLayer(SleepLayer):
@@ -167,19 +167,24 @@ def disk(options: argparse.Namespace) -> dict[str, Any]:
         store = store_of(heavy_model(options.parameters, 0.0))
         views = store.named_views()
         plain = PlainLoops(folder, sum(view.nbytes for view in views.values()))
-        checkpointer = Checkpointer(folder / "checkpoints", keep_latest_k=1)
+        checkpointer = Checkpointer(folder / "checkpoints")
         checkpointer.save(0, {"small": torch.zeros(1)}, {})  # what is loaded on first use is not the save's
         held_bytes = peak_bytes()
-        writes: dict[str, Callable[[int], object]] = {
-            "save": lambda turn: checkpointer.save(turn, views, {}),
+        writes: dict[str, Callable[[], object]] = {
+            "save": lambda: checkpointer.save(1, views, {}),
             **{way: partial(plain.write, way) for way in WAYS},
         }
-        reads: dict[str, Callable[[int], object]] = {
-            "load": lambda turn: checkpointer.load_latest(views),
+        reads: dict[str, Callable[[], object]] = {
+            "load": lambda: checkpointer.load_latest(views),
             **{way: partial(plain.read, way) for way in WAYS},
         }
-        written_s = in_turns(folder, writes, range(1, options.turns + 1))
-        read_s = in_turns(folder, reads, range(1, options.turns + 1))
+
+        def delete(name: str) -> None:
+            checkpointer.delete(checkpointer.checkpoints().values() if name == "save" else [])
+            plain.path(name).unlink(missing_ok=True)
+
+        written_s = in_turns(folder, writes, options.turns, delete)
+        read_s = in_turns(folder, reads, options.turns)
         extra_bytes = peak_bytes() - held_bytes
     finally:
         shutil.rmtree(folder)
@@ -194,16 +199,23 @@ def disk(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_turns(
-    folder: Path, works: dict[str, Callable[[int], object]], turns: Iterable[int]
+    folder: Path,
+    works: dict[str, Callable[[], object]],
+    turns: int,
+    prepare: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each work in each turn, none of the files cached, each turn beginning with another one."""
+    """Seconds of each work in each turn, prepared and with no file cached, each turn beginning with another one."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
-    for turn in turns:
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+    for turn in range(turns):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            prepare(name)
             drop_from_cache(folder)
-            seconds[name].append(timed(partial(works[name], turn)))
-            show_progress(name, turn, seconds[name][-1])
+            os.sync()
+            time.sleep(SETTLE_S)
+            seconds[name].append(timed(works[name]))
+            print(f"turn {turn + 1}: {name} {seconds[name][-1]:.2f} s", file=sys.stderr)
     return seconds
 
 
@@ -228,42 +240,35 @@ class PlainLoops:
         self._piece = memoryview(mmap.mmap(-1, PIECE_BYTES))
         self._piece[:] = os.urandom(PIECE_BYTES)
 
-    def write(self, way: str, turn: int) -> None:
-        """A new file; the one of the turn before is deleted afterwards, as a save does with the checkpoint before."""
-        with self._opened(way, os.O_CREAT | os.O_EXCL | os.O_WRONLY, turn) as file:
+    def path(self, way: str) -> Path:
+        """The file that is written this way."""
+        return self._folder / way
+
+    def write(self, way: str) -> None:
+        """It must not be there."""
+        with self._opened(way, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as file:
             for piece in self._pieces(way, file):
                 file.write(piece)
             os.fsync(file.fileno())
-        self._path(way, turn - 1).unlink(missing_ok=True)
 
-    def read(self, way: str, turn: int) -> None:
-        """The newest file that was written this way."""
-        newest = max(self._folder.glob(f"{way}-*"), key=lambda path: path.stat().st_mtime_ns)
-        with self._opened(way, os.O_RDONLY, int(newest.name.removeprefix(f"{way}-"))) as file:
+    def read(self, way: str) -> None:
+        """What was written this way."""
+        with self._opened(way, os.O_RDONLY) as file:
             for piece in self._pieces(way, file):
                 file.readinto(piece)  # type: ignore[attr-defined]
 
     def _pieces(self, way: str, file: BinaryIO) -> Iterator[memoryview]:
-        cache = PassingThrough(file)
         for start in range(0, self.nbytes, PIECE_BYTES):
-            # Direct transfers are whole blocks: the last piece may be longer than what is left.
+            # Direct transfers are whole blocks: the last one may be longer than what is left.
             left_bytes = PIECE_BYTES if way == "direct" else self.nbytes - start
             yield self._piece[:left_bytes]
             if way == "passing":
-                cache.passed(PIECE_BYTES)
+                os.posix_fadvise(file.fileno(), 0, start + PIECE_BYTES, os.POSIX_FADV_DONTNEED)
 
-    def _opened(self, way: str, flags: int, turn: int) -> BinaryIO:
+    def _opened(self, way: str, flags: int) -> BinaryIO:
         flags |= os.O_DIRECT if way == "direct" else 0
         mode = "rb" if flags & os.O_ACCMODE == os.O_RDONLY else "wb"
-        return open(os.open(self._path(way, turn), flags, 0o666), mode, buffering=0)
-
-    def _path(self, way: str, turn: int) -> Path:
-        return self._folder / f"{way}-{turn}"
-
-
-def show_progress(name: str, turn: int, seconds: float) -> None:
-    """One line on the terminal per measurement: each takes seconds."""
-    print(f"turn {turn}: {name} {seconds:.2f} s", file=sys.stderr)
+        return open(os.open(self.path(way), flags, 0o666), mode, buffering=0)
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -291,7 +296,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, help="of the model (default: 48 Mi beside, 320 M disk)")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a run beside a save")
     parser.add_argument("--steps-per-save", type=float, default=2.0, help="length of a step, in saves")
-    parser.add_argument("--turns", type=int, default=3, help="runs of each")
+    parser.add_argument("--turns", type=int, default=5, help="runs of each")
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.parameters = options.parameters or {"beside": 48 * 2**20, "disk": 320_000_000}[options.part]

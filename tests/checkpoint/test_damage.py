@@ -90,7 +90,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tensors": (lambda path: (path / TENSORS).unlink(), f"{TENSORS} is missing"),
     "no state": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
     "empty folder": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json cannot be read"),
-    "tensors cut short": (lambda path: truncate(path / TENSORS), f"{TENSORS} is 1\\d+ bytes long instead of"),
+    "tensors cut short": (lambda path: truncate(path / TENSORS), f"{TENSORS} is \\d+ bytes long instead of"),
     "state cut short": (
         lambda path: truncate(path / "state.json"),
         "state.json is 10 bytes long instead of 11",

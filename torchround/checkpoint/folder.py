@@ -84,7 +84,7 @@ def check_contents(
         checksum = manifest.checksum_kind()
         try:
             checksum_file(path / name, checksum, advance)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from error
         check_file(path, name, manifest, checksum.value())
 

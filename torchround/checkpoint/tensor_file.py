@@ -8,16 +8,18 @@ here open with the library, and nothing in them is ever executed, unlike a pickl
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchround.checkpoint.checksum import Checksum, Xxh3
-from torchround.checkpoint.page_cache import PassingThrough
+from torchround.checkpoint.direct_file import LARGEST_BLOCK_BYTES, SMALLEST_BLOCK_BYTES, DirectFile
+from torchround.checkpoint.one_pass import ReadPass, WritePass
 from torchround.checkpoint.sync import open_regular
 from torchround.checkpoint.watch import SaveWatch
 
@@ -39,8 +41,8 @@ DTYPE_NAMES = {
 # A file takes no further tensor once it holds this much: small enough to copy and check file by file.
 FILE_BYTES = 2**30
 
-# Read or written and checksummed at once, while the bytes are in the cache.
-_PIECE_BYTES = 2**21
+# Between two reports of how far a file is verified.
+_VERIFIED_BYTES = 2**25
 _LENGTH_BYTES = 8
 # Some 80,000 tensors; the safetensors library reads up to 100 MB. JSON takes several times its size in memory.
 _MAX_HEADER_BYTES = 2**24
@@ -81,15 +83,14 @@ def plan_files(tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> l
 def write_tensor_file(path: Path, file: TensorFile, watch: SaveWatch) -> int | str:
     """Write `file` as the new file `path`, synced to the disk. Returns its checksum."""
     checksum = Xxh3()
-    with open(path, "xb", buffering=0) as out:
-        cache = PassingThrough(out)
-        _write(out, memoryview(file.header), checksum, cache, watch)
+    with closing(DirectFile(path)) as out, closing(WritePass(out, checksum)) as one_pass:
+        one_pass.write(memoryview(file.header), watch.may_go_on)
         for name, tensor in file.tensors.items():
             watch.reading(tensor)
-            _write(out, memory_of(tensor), checksum, cache, watch)
+            one_pass.write(memory_of(tensor), watch.may_go_on)
             watch.finished_reading(name)
-        os.fsync(out.fileno())
-        cache.end()
+        out.sync()
+        one_pass.end()
     watch.may_go_on()
     return checksum.value()
 
@@ -123,8 +124,7 @@ def read_tensor_file(path: Path, tensors: Mapping[str, Tensor], checksum: Checks
     The header has been checked against `tensors`, which may leave some out. Raises `ValueError` if the file ends
     early.
     """
-    with open_regular(path) as file:
-        cache = PassingThrough(file)
+    with open_regular(path) as file, closing(ReadPass(file, checksum)) as one_pass:
         length = file.read(_LENGTH_BYTES)
         header = file.read(int.from_bytes(length, "little"))
         checksum.update(length + header)
@@ -132,24 +132,25 @@ def read_tensor_file(path: Path, tensors: Mapping[str, Tensor], checksum: Checks
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
             if name in tensors:
-                _read(file, memory_of(tensors[name]), checksum, cache)
+                one_pass.read_into(memory_of(tensors[name]))
             else:
                 begin, end = entry["data_offsets"]
-                _pass_by(file, end - begin, checksum, cache)
-        cache.end()
+                one_pass.pass_by(end - begin)
+        one_pass.end()
 
 
 def checksum_file(
     path: Path, checksum: Checksum, advance: Callable[[int], object] = lambda nbytes: None
 ) -> None:
-    """Put a file of any size into `checksum`, piece by piece; `advance` is told of each piece's bytes."""
-    with open_regular(path) as file:
-        cache = PassingThrough(file)
-        while piece := file.read(_PIECE_BYTES):
-            checksum.update(piece)
-            cache.passed(len(piece))
-            advance(len(piece))
-        cache.end()
+    """Put a file of any size into `checksum`, step by step; `advance` is told of each step's bytes."""
+    with open_regular(path) as file, closing(ReadPass(file, checksum)) as one_pass:
+        left_bytes = os.fstat(file.fileno()).st_size
+        while left_bytes:
+            step_bytes = min(left_bytes, _VERIFIED_BYTES)
+            one_pass.pass_by(step_bytes)
+            advance(step_bytes)
+            left_bytes -= step_bytes
+        one_pass.end()
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -169,8 +170,12 @@ def no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
-    # Wide elements first: each tensor is then aligned to its element, as safetensors' own writer has it.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    # Whole blocks of the disk first: those behind one that is none could no longer be written as they lie. Then wide
+    # elements first: each tensor is aligned to its element, as safetensors' own writer has it.
+    def place(item: tuple[str, Tensor]) -> tuple[bool, int]:
+        return item[1].nbytes % SMALLEST_BLOCK_BYTES != 0, -item[1].element_size()
+
+    ordered = dict(sorted(tensors.items(), key=place))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, tensor in ordered.items():
@@ -181,7 +186,8 @@ def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
             "data_offsets": [begin, end],
         }
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
+    # The tensors begin where a block of the disk does.
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % LARGEST_BLOCK_BYTES)
     return TensorFile(name, ordered, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
 
 
@@ -197,39 +203,3 @@ def _require_plain(name: str, tensor: Tensor) -> None:
             f"{name} cannot be stored where it lies: {tensor.dtype} on {tensor.device} with shape "
             f"{tuple(tensor.shape)} and stride {tensor.stride()}; it must be contiguous and on the CPU"
         )
-
-
-def _pieces(memory: memoryview, cache: PassingThrough) -> Iterator[memoryview]:
-    """Each is in the file, or read from it, when the next one is asked for."""
-    for start in range(0, len(memory), _PIECE_BYTES):
-        piece = memory[start : start + _PIECE_BYTES]
-        yield piece
-        cache.passed(len(piece))
-
-
-def _write(
-    out: BinaryIO, memory: memoryview, checksum: Checksum, cache: PassingThrough, watch: SaveWatch
-) -> None:
-    for piece in _pieces(memory, cache):
-        watch.may_go_on()
-        checksum.update(piece)
-        while piece:
-            piece = piece[out.write(piece) :]
-
-
-def _read(file: BinaryIO, memory: memoryview, checksum: Checksum, cache: PassingThrough) -> None:
-    for piece in _pieces(memory, cache):
-        rest = piece
-        while rest:
-            num_read = file.readinto(rest)  # type: ignore[attr-defined]
-            if not num_read:
-                raise ValueError(f"it ends {len(rest)} bytes before a tensor does")
-            rest = rest[num_read:]
-        checksum.update(piece)
-
-
-def _pass_by(file: BinaryIO, nbytes: int, checksum: Checksum, cache: PassingThrough) -> None:
-    scratch = memoryview(bytearray(min(nbytes, _PIECE_BYTES)))
-    while nbytes:
-        _read(file, scratch[: min(nbytes, _PIECE_BYTES)], checksum, cache)
-        nbytes -= min(nbytes, _PIECE_BYTES)

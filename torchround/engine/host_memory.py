@@ -1,9 +1,10 @@
 """The one place that allocates host memory, and the pool of host buffers that devices stream through.
 
-PyTorch's pinned allocator rounds each block up to a power of two and keeps it, so buffers that devices touch are
-mapped exactly, filled by several threads, then registered with CUDA in chunks (DESIGN section 4). A mapping is
-page-aligned, so that no two registrations share a page; it stays out of forked processes, whose copy-on-write
-would move pages away from under the devices; and it is unregistered before it is unmapped, whoever drops it.
+Buffers are mapped exactly. A mapping is page-aligned, so that checkpoints are written straight from it and no two
+registrations share a page; and it stays out of forked processes, whose copy-on-write would double it and move pages
+away from under the devices. PyTorch's pinned allocator rounds each block up to a power of two and keeps it, so buffers
+that devices touch are filled by several threads, then registered with CUDA in chunks (DESIGN section 4), and
+unregistered before they are unmapped, whoever drops them.
 """
 
 import ctypes
@@ -83,10 +84,12 @@ class HostMemory:
         with self._lock:
             self.allocated_bytes += nbytes
             self.num_allocations += nbytes > 0
-        if not (self._pinned and for_devices) or nbytes == 0:
+        if nbytes == 0:
             return torch.zeros(nbytes, dtype=torch.uint8)
         mapping = _map(nbytes)
         buffer = torch.frombuffer(mapping, dtype=torch.uint8)
+        if not (self._pinned and for_devices):
+            return buffer
         _fill(buffer)
         for start in range(0, nbytes, REGISTRATION_BYTES):
             if self._pinned:

@@ -17,9 +17,9 @@ from torchround.engine.update_policy import SYNC, UpdatePolicy
 from torchround.layer import LayeredModel
 from torchround.optim import LossScaling, SpikeBounds, decayed_names
 
-# 128 elements are 256 bytes in 16 bits: each parameter starts where vector loads and CUDA copies want it, and
+# 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and disks want it, and
 # matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
-ALIGNMENT_ELEMENTS = 128
+ALIGNMENT_ELEMENTS = 256
 
 # How the names of master weights older than the newest begin in a checkpoint.
 OLDER_MASTERS = "master_"

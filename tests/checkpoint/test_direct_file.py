@@ -1,0 +1,183 @@
+"""Files written past the page cache hold what was given, whatever the disk takes and wherever it stops."""
+
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from models import FAMILIES
+from torchround.checkpoint import Checkpointer, direct_file
+from torchround.checkpoint.direct_file import SMALLEST_BLOCK_BYTES, DirectFile
+from torchround.checkpoint.tensor_file import plan_files
+from torchround.engine.host_store import HostStore
+from torchround.engine.update_policy import ASYNC, SYNC, UpdatePolicy
+
+SPACE = memoryview(mmap.mmap(-1, 2**20))
+SPACE[:] = os.urandom(len(SPACE))
+PIECES = st.lists(
+    st.tuples(
+        st.sampled_from([0, 1, 100, 511, 512, 513, 4096, 5000, 8192]) | st.integers(0, 2**16),
+        st.sampled_from([0, 1, 8, 512, 1024, 4096, 12288, 20480]) | st.integers(0, 2**19),
+    ),
+    max_size=12,
+)
+WRITE = os.write
+
+
+def written(folder: Path, pieces: list[tuple[int, int]]) -> bytes:
+    """What a file holds after it was given `pieces` of the space, as (start, length)."""
+    path = folder / "file"
+    path.unlink(missing_ok=True)
+    with closing(DirectFile(path)) as file:
+        for start, length in pieces:
+            file.write(SPACE[start : start + length])
+        file.sync()
+    return path.read_bytes()
+
+
+def given_bytes(pieces: list[tuple[int, int]]) -> bytes:
+    return b"".join(SPACE[start : start + length] for start, length in pieces)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes were copied each time instead of being written as they lie."""
+    sizes: list[int] = []
+    hold = DirectFile._hold
+
+    def counted(file: DirectFile, memory: memoryview) -> None:
+        sizes.append(len(memory))
+        hold(file, memory)
+
+    monkeypatch.setattr(DirectFile, "_hold", counted)
+    return sizes
+
+
+class Disk:
+    """Has `os.write` refuse direct transfers that are not whole blocks in memory and in the file, and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.direct_bytes = self.cached_bytes = self.refused = 0
+        monkeypatch.setattr(os, "write", self._write)
+        monkeypatch.setattr(os, "pwrite", self._pwrite)
+
+    def _write(self, descriptor: int, memory: memoryview) -> int:
+        place = os.lseek(descriptor, 0, os.SEEK_CUR)
+        if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            self.cached_bytes += len(memory)
+        elif (direct_file._address(memory) | len(memory) | place) % self.block_bytes:
+            self.refused += 1
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        else:
+            self.direct_bytes += len(memory)
+        return WRITE(descriptor, memory)
+
+    def _pwrite(self, descriptor: int, memory: memoryview, place: int) -> int:
+        if len(memory) % self.block_bytes:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return len(memory)
+
+
+@settings(max_examples=200, deadline=None)
+@given(pieces=PIECES)
+def test_a_file_holds_what_it_was_given(pieces: list[tuple[int, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert written(Path(folder), pieces) == given_bytes(pieces)
+
+
+@pytest.mark.parametrize("block_bytes", [512, 4096])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pieces=PIECES)
+def test_a_disk_gets_whole_blocks_and_all_but_the_last_directly(
+    monkeypatch: pytest.MonkeyPatch, block_bytes: int, pieces: list[tuple[int, int]]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
+        disk = Disk(patch, block_bytes)
+        assert written(Path(folder), pieces) == given_bytes(pieces)
+    assert disk.refused == 0
+    if sum(length for _, length in pieces) > direct_file._BUFFER_BYTES:
+        assert disk.cached_bytes < direct_file._BUFFER_BYTES
+
+
+def test_what_lies_in_blocks_is_not_copied(tmp_path: Path, copied: list[int]) -> None:
+    """Nor is what comes after pieces that were, where file and memory are in step again."""
+    assert written(tmp_path, pieces := [(0, 2**16), (2**16, 100), (512 + 100, 2**18)]) == given_bytes(pieces)
+    assert copied == [0, 100, 412, 100]
+
+
+def test_of_blocks_larger_than_any_known_nothing_is_written_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = [(0, 2**16), (77, 2**18)]
+    disk = Disk(monkeypatch, 2**16)
+    assert written(tmp_path, pieces) == given_bytes(pieces)
+    assert disk.direct_bytes == disk.refused == 0 and disk.cached_bytes == 2**16 + 2**18
+
+
+@pytest.mark.parametrize("cut_bytes", [1, 512, 5000])
+def test_a_transfer_that_is_cut_short_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_bytes: int
+) -> None:
+    cuts = iter([False, True, False, True])
+
+    def cut_write(descriptor: int, memory: memoryview) -> int:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        if len(memory) <= cut_bytes or not next(cuts, False):
+            return WRITE(descriptor, memory)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        num_written = WRITE(descriptor, memory[:cut_bytes])
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+        return num_written
+
+    monkeypatch.setattr(os, "write", cut_write)
+    pieces = [(0, 2**17), (2**17, 2**17), (4096, 2**18), (0, 700)]
+    assert written(tmp_path, pieces) == given_bytes(pieces)
+
+
+def test_where_nothing_can_be_direct_files_are_ordinary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = [(3, 10_000), (0, 2**18)]
+    monkeypatch.delattr(os, "O_DIRECT")
+    assert written(tmp_path, pieces) == given_bytes(pieces)
+
+
+def test_a_full_disk_and_a_file_that_is_there_are_the_ordinary_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, [(0, 10)])
+    with pytest.raises(FileExistsError):
+        DirectFile(tmp_path / "file")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        written(tmp_path, [(0, 8192)])
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "family, flavor", [("llama3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
+)
+def test_the_host_store_is_written_from_where_it_lies(
+    tmp_path: Path, copied: list[int], family: str, flavor: str, policy: UpdatePolicy
+) -> None:
+    """Only the header and parameters that are no whole blocks are copied."""
+    store = HostStore(FAMILIES[family].build(FAMILIES[family].flavors[flavor]), torch.bfloat16, policy=policy)
+    views = store.named_views()
+    (file,) = plan_files(views)
+    Checkpointer(tmp_path).save(1, views, {})
+    odd_bytes = sum(view.nbytes for view in views.values() if view.nbytes % SMALLEST_BLOCK_BYTES)
+    assert sum(copied) <= odd_bytes + len(file.header)

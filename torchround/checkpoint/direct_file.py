@@ -1,0 +1,112 @@
+"""New files that are written past the page cache, straight from the memory where the tensors lie.
+
+A write through the page cache copies every byte and takes a page for each 4 KiB, which costs a processor several times
+what hashing the bytes does, and costs it beside the optimizer (docs/benchmarks.md). Direct transfers are whole blocks of
+the disk, aligned both in memory and in the file. The host store begins its buffers at a page and each fp32 parameter at
+512 bytes, so nearly all of a checkpoint can go as it lies; what cannot goes through a small buffer.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+# Nearly all disks have the one or the other.
+SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES = 512, 4096
+_BUFFER_BYTES = 2**22
+
+
+class DirectFile:
+    """The new file `path`, written front to back; it must not be there yet.
+
+    Where the file system or the platform has no direct transfers, it is written through the page cache. Raises
+    `OSError` as an ordinary file does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
+        self._held_bytes = 0
+        self._block_bytes = self._find_block()
+
+    def close(self) -> None:
+        """What was not synced may be missing."""
+        os.close(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, memory: memoryview) -> None:
+        """All of `memory`, which may change afterwards; the last of it may be in the file only after `sync`."""
+        rest = memory
+        while rest and self._block_bytes:
+            gap_bytes = -self._held_bytes % self._block_bytes
+            whole_bytes = (len(rest) - gap_bytes) // self._block_bytes * self._block_bytes
+            if whole_bytes > 0 and (_address(rest) + gap_bytes) % self._block_bytes == 0:
+                self._hold(rest[:gap_bytes])
+                self._put_held()
+                self._put(rest[gap_bytes : gap_bytes + whole_bytes])
+                rest = rest[gap_bytes + whole_bytes :]
+            else:
+                copied = rest[: _BUFFER_BYTES - self._held_bytes]
+                self._hold(copied)
+                if self._held_bytes == _BUFFER_BYTES:
+                    self._put_held()
+                rest = rest[len(copied) :]
+        self._put(rest)
+
+    def sync(self) -> None:
+        """Have everything on the disk. Nothing more may be written."""
+        self._end_direct()  # what is held need not be whole blocks
+        self._put_held()
+        os.fsync(self._descriptor)
+
+    def _hold(self, memory: memoryview) -> None:
+        self._buffer[self._held_bytes : self._held_bytes + len(memory)] = memory
+        self._held_bytes += len(memory)
+
+    def _put_held(self) -> None:
+        self._put(self._buffer[: self._held_bytes])
+        self._held_bytes = 0
+
+    def _put(self, memory: memoryview) -> None:
+        while memory:
+            try:
+                memory = memory[os.write(self._descriptor, memory) :]
+            except OSError as error:
+                # The rest of a transfer that ended in the middle of a block.
+                if error.errno != errno.EINVAL or not self._block_bytes:
+                    raise
+                self._end_direct()
+
+    def _find_block(self) -> int:
+        """Begin direct transfers, and return the smallest block that the disk takes, found by trying; 0 where it takes
+        none. Other errors come again with the first write."""
+        if not hasattr(os, "O_DIRECT"):
+            return 0
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, self._flags() | os.O_DIRECT)
+        except OSError:  # some file systems in memory, for instance
+            return 0
+        for block_bytes in (SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES):
+            with suppress(OSError):
+                os.pwrite(self._descriptor, self._buffer[:block_bytes], 0)
+                os.ftruncate(self._descriptor, 0)
+                return block_bytes
+        self._end_direct()
+        return 0
+
+    def _end_direct(self) -> None:
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, self._flags() & ~getattr(os, "O_DIRECT", 0))
+        self._block_bytes = 0
+
+    def _flags(self) -> int:
+        return fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
