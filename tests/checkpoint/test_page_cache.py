@@ -69,7 +69,7 @@ def test_nothing_of_a_checkpoint_stays_in_the_page_cache(
     written = cached_pages(plain)
     with open(plain, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert written >= PAGES, "a plain file is cached whole: else nothing is shown below"
+    assert written > PAGES // 2, "a plain file is cached: else nothing is shown below"
     path = Checkpointer(tmp_path / "checkpoints").save(1, tensors(), {})
     use(path)
     assert cached_pages(tensor_file_in(path)) <= cached_pages(plain) + PAGES // 50

@@ -3,7 +3,9 @@
 CUDA is not needed: a recording page locker stands for the driver, the memory is real.
 """
 
+import ctypes
 import gc
+import mmap
 import os
 import warnings
 
@@ -115,6 +117,31 @@ def test_a_forked_process_neither_holds_the_memory_nor_unlocks_it():
         os._exit(0 if len(locker.locked) == before == 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert len(locker.locked) == 1 and not kept.any()
+    memory.close()
+
+
+def test_a_forked_process_leaves_what_took_the_memorys_place():
+    """There the object is garbage of its own time, when a library may have been loaded where the buffer is here."""
+    memory = HostMemory(True, RecordingLocker())
+    buffer = memory.allocate(PAGE, for_devices=True)
+    libc, address = ctypes.CDLL(None, use_errno=True), buffer.data_ptr()
+    libc.mmap.restype = ctypes.c_void_p
+    fixed, readable = 0x100000 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        taken = libc.mmap(
+            ctypes.c_void_p(address), ctypes.c_size_t(PAGE), readable, fixed, -1, ctypes.c_long(0)
+        )
+        if taken != address:
+            os._exit(1)
+        ctypes.memset(address, 7, PAGE)
+        del buffer, memory
+        gc.collect()
+        os._exit(0 if ctypes.string_at(address, PAGE) == bytes([7]) * PAGE else 2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not buffer.any()
     memory.close()
 
 

@@ -1,10 +1,10 @@
 """The one place that allocates host memory, and the pool of host buffers that devices stream through.
 
-Buffers are mapped exactly. A mapping is page-aligned, so that checkpoints are written straight from it and no two
-registrations share a page; and it stays out of forked processes, whose copy-on-write would double it and move pages
-away from under the devices. PyTorch's pinned allocator rounds each block up to a power of two and keeps it, so buffers
-that devices touch are filled by several threads, then registered with CUDA in chunks (DESIGN section 4), and
-unregistered before they are unmapped, whoever drops them.
+Buffers are mapped exactly, and begin at a page, so that checkpoints are written straight from them. PyTorch's pinned
+allocator rounds each block up to a power of two and keeps it, so buffers that devices touch are filled by several
+threads, then registered with CUDA in chunks (DESIGN section 4); no two of these share a page. They stay out of forked
+processes, whose copy-on-write would move pages away from under the devices, and are unregistered before they are
+unmapped, whoever drops them.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -86,10 +87,12 @@ class HostMemory:
             self.num_allocations += nbytes > 0
         if nbytes == 0:
             return torch.zeros(nbytes, dtype=torch.uint8)
-        mapping = _map(nbytes)
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(mapping, "MADV_HUGEPAGE")
         buffer = torch.frombuffer(mapping, dtype=torch.uint8)
         if not (self._pinned and for_devices):
             return buffer
+        _keep_from_forked_processes(mapping)
         _fill(buffer)
         for start in range(0, nbytes, REGISTRATION_BYTES):
             if self._pinned:
@@ -132,14 +135,29 @@ def _unlock(locker: PageLocker, address: int, process: int) -> None:
         locker.unlock(address)
 
 
-def _map(nbytes: int) -> mmap.mmap:
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for name in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        advice = getattr(mmap, name, None)  # Linux has both
-        if advice is not None:
-            with suppress(OSError):  # a kernel without huge pages
-                mapping.madvise(advice)
-    return mapping
+def _advise(mapping: mmap.mmap, name: str) -> None:
+    advice = getattr(mmap, name, None)  # Linux has those used here
+    if advice is not None:
+        with suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(advice)
+
+
+def _keep_from_forked_processes(mapping: mmap.mmap) -> None:
+    _advise(mapping, "MADV_DONTFORK")
+    _kept_from_forked_processes().add(mapping)
+
+
+@cache
+def _kept_from_forked_processes() -> weakref.WeakSet[mmap.mmap]:
+    """What a forked process does not have. It must never unmap it either: something else may be in its place there."""
+    mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+    def never_drop() -> None:
+        for mapping in mappings:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+    os.register_at_fork(after_in_child=never_drop)
+    return mappings
 
 
 def _fill(buffer: Tensor) -> None:
