@@ -3,13 +3,15 @@
     python scripts/bench_checkpoint.py beside --folder /somewhere/on/the/disk
     python scripts/bench_checkpoint.py disk --folder /somewhere/on/the/disk
 
-`beside` trains layers that sleep for a known time, so that a step takes `--steps-per-save` times as long as a save,
-and saves each step: not at all, blocking, and beside training. The cost is how much longer a step is than without.
+`beside` trains layers that sleep for a known time, so that a step takes `--steps-per-save` times as long as a save, in
+blocks of a few steps, each of which but the last is not saved, saved blocking, or saved beside the next one. What a save
+costs is the median of how much longer such a block is than the one without in the same turn.
 `disk` saves and loads the state of a model of `--parameters`, in turns with plain loops that write as many bytes to one
 file, sync it, and read it back: through the page cache as `dd conv=fsync` does (`cached`), past it as
 `dd oflag=direct` does (`direct`), and through it with the pages given back behind (`passing`). Files are dropped from the
-cache before each, older ones are deleted and the disk has a second to settle, and each turn begins with another way. What a save or load reaches is given in percent of each, by
-the medians, and of the fastest of the three, which is the disk's own speed as far as one thread can tell. Runs in a
+cache before each, older ones are deleted and the disk has a second to settle, and each turn begins with another way.
+What a save or load reaches is given in percent of each, by the medians, and of the fastest of the three, which is the
+disk's own speed as far as one thread can tell. Runs in a
 process of its own, whose peak memory is compared with what it held before. Prints JSON.
 """
 
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,7 +34,7 @@ from typing import Any, BinaryIO
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scripts.timed_layers import Sleeper, SleepLayer
 from torchround.checkpoint import Checkpointer
@@ -81,46 +83,54 @@ def store_of(model: LayeredModel) -> HostStore:
     return store
 
 
-def measure_step(
-    store: HostStore, model: LayeredModel, mode: str, folder: Path, steps: int
-) -> dict[str, float]:
-    """Seconds per step, each but the last one saved, and how long the optimizer waited for a save."""
-    checkpointer = Checkpointer(folder, keep_latest_k=1)
-    partition = Partition((2, 2, 2), 2, (2, 2, 2))
-    zeros = torch.zeros(1, 2, dtype=torch.int64)
-    devices = [CpuDevice(index) for index in range(DEVICES)]
-    results, saves = [], []
+class Steps:
+    """Steps in blocks that end drained, each but a block's last one saved in some way, or none."""
 
-    def write(source: SaveSource) -> float:
+    def __init__(self, engine: Engine, store: HostStore, folder: Path) -> None:
+        self._engine = engine
+        self._store = store
+        self._checkpointer = Checkpointer(folder, keep_latest_k=1)
+        self.longest_wait_s = self.longest_save_s = 0.0
+
+    def block(self, mode: str, steps: int) -> float:
+        """Seconds of `steps` steps."""
+        zeros = torch.zeros(1, 2, dtype=torch.int64)
         start_s = time.perf_counter()
-        checkpointer.save(source.step, source.tensors, source.state, source)
-        return time.perf_counter() - start_s
-
-    with Engine(model, store, devices, partition, optimizer=OptimizerTable()) as engine:
-        for index in range(steps + 1):
-            if index == 1:  # the first step warms up
-                engine.drain()
-                start_s = time.perf_counter()
-            results.append(engine.forward_backward([MicroBatch(zeros, zeros, zeros, zeros)] * MICRO_BATCHES))
-            engine.step(lr=1e-3)
-            if mode == "blocking" and 0 < index < steps:
-                engine.drain()
-                checkpointer.save(store.step, store.named_views(), store.resume_state())
-            elif mode == "beside" and 0 < index < steps:
-                saves.append(engine.save(write))
+        results, saves = [], []
+        for index in range(steps):
+            results.append(
+                self._engine.forward_backward([MicroBatch(zeros, zeros, zeros, zeros)] * MICRO_BATCHES)
+            )
+            self._engine.step(lr=1e-3)
+            if mode == "blocking" and index < steps - 1:
+                self._engine.drain()
+                self._write(self._store.step, self._store.named_views(), self._store.resume_state())
+            elif mode == "beside" and index < steps - 1:
+                saves.append(
+                    self._engine.save(
+                        lambda source: self._write(source.step, source.tensors, source.state, source)
+                    )
+                )
                 saves[-1].may_publish()
-        engine.drain()
-        step_s = (time.perf_counter() - start_s) / steps
-        save_s = [save.result() for save in saves]
-        return {
-            "step_s": step_s,
-            "longest_wait_for_save_s": max(result.update().waited_for_save_s for result in results),
-            "longest_save_s": max(save_s, default=0.0),
-        }
+        self._engine.drain()
+        took_s = time.perf_counter() - start_s
+        self.longest_save_s = max(self.longest_save_s, *(save.result() for save in saves), 0.0)
+        waits_s = [result.update().waited_for_save_s for result in results]
+        self.longest_wait_s = max(self.longest_wait_s, *waits_s)
+        return took_s
+
+    def _write(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        watch: SaveSource | None = None,
+    ) -> float:
+        return timed(lambda: self._checkpointer.save(step, tensors, state, watch))
 
 
 def beside(options: argparse.Namespace) -> dict[str, Any]:
-    """Steps of each mode, in turns."""
+    """Blocks of each mode, in turns, by one engine."""
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         store = store_of(heavy_model(options.parameters, 0.0))
@@ -131,25 +141,35 @@ def beside(options: argparse.Namespace) -> dict[str, Any]:
         # A step's layers take 4 forwards of each (one of them recomputing) on 2 devices.
         forward_s = options.steps_per_save * save_s * DEVICES / (MICRO_BATCHES * LAYERS * 4)
         model = heavy_model(options.parameters, forward_s)
-        found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-        for _ in range(options.turns):
-            for mode, runs in found.items():
-                shutil.rmtree(folder / mode, ignore_errors=True)
-                runs.append(measure_step(store, model, mode, folder / mode, options.steps))
+        partition = Partition((2, 2, 2), 2, (2, 2, 2))
+        devices = [CpuDevice(index) for index in range(DEVICES)]
+        block_s: dict[str, list[float]] = {mode: [] for mode in MODES}
+        with Engine(model, store, devices, partition, optimizer=OptimizerTable()) as engine:
+            steps = Steps(engine, store, folder / "checkpoints")
+            steps.block("none", 2)
+            for turn in range(options.turns):
+                for mode in MODES[turn % 3 :] + MODES[: turn % 3]:
+                    block_s[mode].append(steps.block(mode, options.steps))
+                    print(f"turn {turn + 1}: {mode} {block_s[mode][-1]:.2f} s", file=sys.stderr)
     finally:
         shutil.rmtree(folder)
-    step_s = {mode: statistics.median(run["step_s"] for run in runs) for mode, runs in found.items()}
-    saved_share = (options.steps - 1) / options.steps
+    costs_s = {
+        mode: [
+            (s - none_s) / (options.steps - 1)
+            for s, none_s in zip(block_s[mode], block_s["none"], strict=True)
+        ]
+        for mode in ("blocking", "beside")
+    }
+    cost_s = {mode: statistics.median(costs) for mode, costs in costs_s.items()}
     return {
         "parameters": options.parameters,
         "save_s": save_s,
-        "step_s": step_s,
-        "blocking_save_costs_s": (step_s["blocking"] - step_s["none"]) / saved_share,
-        "save_beside_costs_s": (step_s["beside"] - step_s["none"]) / saved_share,
-        "cost_percent_of_blocking": 100
-        * (step_s["beside"] - step_s["none"])
-        / (step_s["blocking"] - step_s["none"]),
-        "runs": found,
+        "step_s": statistics.median(block_s["none"]) / options.steps,
+        "save_costs_s": cost_s,
+        "cost_percent_of_blocking": 100 * cost_s["beside"] / cost_s["blocking"],
+        "longest_wait_for_save_s": steps.longest_wait_s,
+        "longest_save_s": steps.longest_save_s,
+        "costs_s": costs_s,
     }
 
 
@@ -203,9 +223,10 @@ def in_turns(
     works: dict[str, Callable[[], object]],
     turns: int,
     prepare: Callable[[str], object] = lambda name: None,
-) -> dict[str, list[float]]:
-    """Seconds of each work in each turn, prepared and with no file cached, each turn beginning with another one."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of each work in each turn, and how many of a processor's, prepared and with no file cached; each turn
+    begins with another one."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
     names = list(works)
     for turn in range(turns):
         first = turn % len(names)
@@ -214,20 +235,24 @@ def in_turns(
             drop_from_cache(folder)
             os.sync()
             time.sleep(SETTLE_S)
-            seconds[name].append(timed(works[name]))
-            print(f"turn {turn + 1}: {name} {seconds[name][-1]:.2f} s", file=sys.stderr)
+            start_s = time.process_time()
+            seconds[name].append((timed(works[name]), time.process_time() - start_s))
+            print(f"turn {turn + 1}: {name} {seconds[name][-1][0]:.2f} s", file=sys.stderr)
     return seconds
 
 
-def compared(ours: str, seconds: dict[str, list[float]], nbytes: int) -> dict[str, Any]:
-    """Medians in GB/s, and ours in percent of each plain way and of the fastest one."""
-    gb_per_s = {name: nbytes / 1e9 / statistics.median(times) for name, times in seconds.items()}
+def compared(ours: str, seconds: dict[str, list[tuple[float, float]]], nbytes: int) -> dict[str, Any]:
+    """Medians in GB/s, ours in percent of each plain way and of the fastest one, and processors' seconds."""
+    gb_per_s = {
+        name: nbytes / 1e9 / statistics.median(s for s, _ in times) for name, times in seconds.items()
+    }
     fastest = max(WAYS, key=lambda way: gb_per_s[way])
     return {
         "gb_per_s": gb_per_s,
         "percent_of": {way: 100 * gb_per_s[ours] / gb_per_s[way] for way in WAYS},
         "percent_of_disk": 100 * gb_per_s[ours] / gb_per_s[fastest],
-        "seconds": seconds,
+        "processor_s": {name: statistics.median(s for _, s in times) for name, times in seconds.items()},
+        "seconds": {name: [s for s, _ in times] for name, times in seconds.items()},
     }
 
 
@@ -294,12 +319,13 @@ def main() -> None:
         "--folder", type=Path, help="on the disk to be measured (default: the temporary folder)"
     )
     parser.add_argument("--parameters", type=int, help="of the model (default: 48 Mi beside, 320 M disk)")
-    parser.add_argument("--steps", type=int, default=4, help="measured steps of a run beside a save")
+    parser.add_argument("--steps", type=int, default=4, help="of a block beside saves")
     parser.add_argument("--steps-per-save", type=float, default=2.0, help="length of a step, in saves")
-    parser.add_argument("--turns", type=int, default=5, help="runs of each")
+    parser.add_argument("--turns", type=int, help="measurements of each kind (default: 12 beside, 5 disk)")
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.parameters = options.parameters or {"beside": 48 * 2**20, "disk": 320_000_000}[options.part]
+    options.turns = options.turns or {"beside": 12, "disk": 5}[options.part]
     if not options.in_this_process:
         sys.exit(subprocess.run([sys.executable, *sys.argv, "--in-this-process"], check=False).returncode)
     torch.set_num_threads(1)

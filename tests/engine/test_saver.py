@@ -280,4 +280,5 @@ def test_a_long_run_with_saves_keeps_few_facts_of_old_ones(tmp_path):
             engine.drain()
             save.wait()
             counts.append(len(engine._board._values))
-    assert counts[2] - counts[1] <= 6 + 1  # how each ended, and the last one itself where the saver is not done with it
+    # How each ended, and the last one itself where the saver is not done with it.
+    assert counts[2] - counts[1] <= 6 + 1
