@@ -294,16 +294,17 @@ def test_when_none_can_be_used_the_error_names_all(tmp_path: Path) -> None:
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for name in ("nothing", "file"):
+    for name in ("nothing", "file", "step-1"):
         told = f"given {tmp_path}/{name}; legal: one checkpoint, a folder step-N of a run; there is no manifest.json"
         with pytest.raises(NoCheckpointError, match=told):
             load_checkpoint(tmp_path / name, state_of(0))
+    (tmp_path / "step-1").mkdir()
     with pytest.raises(DamagedCheckpointError, match=f"{tmp_path}/step-1: manifest.json cannot be read"):
         load_checkpoint(tmp_path / "step-1", state_of(0))
 
 
-@pytest.mark.parametrize("given", ["", "checkpoints"])
-def test_in_the_place_of_a_runs_folder_its_newest_whole_checkpoint_is_proposed(
+@pytest.mark.parametrize("given", ["", "checkpoints", "checkpoints/step-9"])
+def test_in_the_place_of_a_runs_folder_or_of_a_step_that_it_does_not_have_its_newest_whole_checkpoint_is_proposed(
     tmp_path: Path, given: str
 ) -> None:
     two_checkpoints(tmp_path / "checkpoints")

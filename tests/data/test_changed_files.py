@@ -14,6 +14,7 @@ from tests.data.reading import documents
 from torchround.config import DataTable, SourceTable
 from torchround.data import Tokenizer, build_loader
 from torchround.data import best_fit as best_fit_module
+from torchround.data.errors import DataError
 from torchround.layer import MicroBatch
 
 SEQ_LEN = 64
@@ -45,18 +46,16 @@ class Run:
             for path, weight in zip(self._paths.values(), (1.0, 1.7), strict=True)
         )
         self._tokenizer = tokenizer
-        self._data = DataTable(
-            sources=sources, epochs=1, packing="best_fit", on_changed_files="go_on", **keys
-        )
-        self._state: dict[str, Any] | None = None
+        self.data = DataTable(sources=sources, epochs=1, packing="best_fit", on_changed_files="go_on", **keys)
+        self.state: dict[str, Any] | None = None
         self.batches: list[MicroBatch] = []
 
     def go_on(self, count: int | None) -> None:
-        loader = build_loader(self._data, self._tokenizer, SEQ_LEN, 2, 3)
-        if self._state is not None:
-            loader.load_state_dict(self._state)
+        loader = build_loader(self.data, self._tokenizer, SEQ_LEN, 2, 3)
+        if self.state is not None:
+            loader.load_state_dict(self.state)
         self.batches += islice(loader, count)
-        self._state = json.loads(json.dumps(loader.state_dict()))
+        self.state = json.loads(json.dumps(loader.state_dict()))
         loader.close()
 
     def change(self, name: str, number: int, text: str) -> None:
@@ -134,3 +133,17 @@ def test_a_run_that_goes_on_twice_after_a_change_gives_the_batches_of_one_that_w
             run.go_on(count)
         tokens.append([batch.tokens.tolist() for batch in run.batches])
     assert tokens[0] == tokens[1]
+
+
+def test_a_group_that_is_said_to_end_nowhere_is_an_error_and_not_a_search_without_end(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    run = Run(tmp_path, tokenizer, {"num_workers": 0})
+    run.data = run.data.model_copy(update={"epochs": None})
+    run.go_on(2)
+    assert run.state is not None
+    run.state["position"]["until"] = [2**60, 2**60]
+    with pytest.raises(
+        DataError, match=r"end at \[\d+, \d+\], by which there are over 16 times as many tokens"
+    ):
+        run.go_on(1)

@@ -174,6 +174,22 @@ def test_a_damaged_row_group_is_named_by_its_first_row(tmp_path: Path) -> None:
         walk(open_source(SourceTable(path=str(path))))
 
 
+@pytest.mark.parametrize("name", ["ArrowCapacityError", "ArrowSerializationError", "ArrowInvalid"])
+def test_every_error_of_pyarrow_names_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Some of its errors are of no kind that Python has."""
+    path = Path(write_parquet(tmp_path, [{"text": "a"}]).path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise getattr(pyarrow.lib, name)("too much")
+
+    source = open_source(SourceTable(path=str(path)))
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", fail)
+    with pytest.raises(DataError, match="x.parquet, row 1: the parquet file is damaged: too much"):
+        walk(source)
+
+
 def test_a_dataset_that_has_several_subsets_is_read_by_the_name_of_one(tmp_path: Path) -> None:
     """As on the hub: what the files are is said at the head of its README.md."""
     for name in ("first", "second"):

@@ -1,6 +1,7 @@
 """Import then export gives back the same tensors, and `transformers` computes the same from what is written."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -148,6 +149,21 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(releases, tmp_path, 
     assert not output.exists()
     shutil.rmtree(checkpoint)
     assert export_hf.main([str(checkpoint), str(output)]) == 2
+
+
+def test_everything_is_on_the_disk_before_the_folder_has_its_name(releases, tmp_path, monkeypatch):
+    synced, sync = [], os.fsync
+
+    def recorded(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    checkpoint, output = imported(releases("llama3"), tmp_path), tmp_path / "exported"
+    monkeypatch.setattr(os, "fsync", recorded)
+    assert export_hf.main([str(checkpoint), str(output)]) == 0
+    unfinished = tmp_path / "exported.tmp"
+    written = [unfinished / path.relative_to(output) for path in output.rglob("*")]
+    assert synced[-2:] == [unfinished, tmp_path] and set(written) == set(synced[:-2])
 
 
 def test_tensors_longer_than_a_piece_are_read_and_written_whole(releases, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from torchround.checkpoint.errors import (
 )
 from torchround.checkpoint.folder import check_contents, check_structure, read_into, write_folder
 from torchround.checkpoint.manifest import MANIFEST_FILE, Manifest, encode_state, read_manifest
-from torchround.checkpoint.sync import make_folder, sync_folder
+from torchround.checkpoint.sync import make_folder, sync_entry
 from torchround.checkpoint.tensor_file import plan_files
 from torchround.checkpoint.watch import Alone, SaveWatch
 from torchround.pipeline.memory import size_text
@@ -181,7 +181,7 @@ class Checkpointer:
         if path.exists():
             path.rename(replaced)
         written.rename(path)
-        sync_folder(self.folder)
+        sync_entry(self.folder)
         if replaced.exists():
             self.delete([replaced])
         return path
@@ -246,14 +246,15 @@ def verify_checkpoint(path: Path | str, advance: Callable[[int], object] = lambd
 
 
 def _refuse_other_folders(path: Path) -> None:
-    """Raise `NoCheckpointError` for a run's folder, its checkpoints, or anything else of another name than ours that
-    has no manifest. One of our names without a manifest is a damaged checkpoint."""
+    """Raise `NoCheckpointError` for what is not there, a run's folder, its checkpoints, or anything else of another
+    name than ours that has no manifest. A folder of one of our names without a manifest is a damaged checkpoint."""
     try:
         (path / MANIFEST_FILE).lstat()
     except (FileNotFoundError, NotADirectoryError):
-        if not _FOLDER_NAME.fullmatch(path.name):
-            below = (Checkpointer(folder) for folder in (path, path / "checkpoints"))
-            newest = [found.checkpoints()[step] for found in below for step in found.complete_steps()]
+        if not (_FOLDER_NAME.fullmatch(path.name) and path.is_dir()):
+            near = (path, path / "checkpoints") if path.exists() else (path.parent,)
+            nearby = (Checkpointer(folder) for folder in near)
+            newest = [found.checkpoints()[step] for found in nearby for step in found.complete_steps()]
             raise NoCheckpointError(path, newest[-1] if newest else None) from None
     except OSError:
         pass  # reading it tells why not

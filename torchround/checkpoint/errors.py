@@ -22,7 +22,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class NoCheckpointError(CheckpointError):
-    """What was given is not the folder of one checkpoint. `newest` is one below it, where there is any."""
+    """What was given is not the folder of one checkpoint. `newest` is one below it, or beside where it is not there."""
 
     def __init__(self, given: Path, newest: Path | None) -> None:
         such = f"such as {newest}" if newest else "a folder step-N of a run"

@@ -22,7 +22,7 @@ from torchround.checkpoint.manifest import (
     check_file,
     read_state,
 )
-from torchround.checkpoint.sync import sync_folder, write_synced
+from torchround.checkpoint.sync import sync_entry, write_synced
 from torchround.checkpoint.tensor_file import (
     TensorFile,
     checksum_file,
@@ -44,7 +44,7 @@ def write_folder(path: Path, step: int, files: list[TensorFile], state_json: byt
     write_synced(path / STATE_FILE, state_json)
     records[STATE_FILE] = FileRecord(len(state_json), checksum_of(Xxh3, state_json))
     write_synced(path / MANIFEST_FILE, Manifest(step, records).encode())
-    sync_folder(path)
+    sync_entry(path)
     return path
 
 

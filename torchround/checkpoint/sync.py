@@ -17,8 +17,8 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(path: Path) -> None:
-    """Put the folder's entries (new names, renames) on the disk."""
+def sync_entry(path: Path) -> None:
+    """Put a file's bytes, or a folder's names and renames, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,7 +33,7 @@ def make_folder(path: Path) -> None:
     if path.parent != path:
         make_folder(path.parent)
     path.mkdir(exist_ok=True)
-    sync_folder(path.parent)
+    sync_entry(path.parent)
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -26,6 +26,8 @@ from torchround.data.sources import shuffled
 from torchround.layer import IGNORED_LABEL
 
 GROUP_SEQUENCES = 64
+# In files that have changed, the documents of a group may be longer than they were, but not by any amount.
+MOST_GROWTH = 16
 
 Name = tuple[int, int, int]
 """Number of the source, of the document in it, and of the part of that document."""
@@ -172,6 +174,8 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
                 documents += parts
                 room -= total(parts)
                 fruitless = {} if parts else fruitless
+                if self._until is not None and -room > MOST_GROWTH * GROUP_SEQUENCES * self._seq_len:
+                    self._error = self._too_much()
                 if item.epoch > fruitless.setdefault(item.source, item.epoch) + 1:
                     self._error = self._nothing_fits()
         return [document for document in documents if document.name not in self._without]
@@ -180,6 +184,13 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         """Whether a source has documents of the group to give."""
         sources = self._source.state_dict()["sources"]
         return any(source["drawn"] < end for source, end in zip(sources, until, strict=True))
+
+    def _too_much(self) -> DataError:
+        """Whoever forges a position may have a group reach to any document."""
+        return DataError(
+            f"the saved data position has a group of documents end at {self._until}, by which there are over "
+            f"{MOST_GROWTH} times as many tokens as a group holds: it was altered, or the files are others"
+        )
 
     def _nothing_fits(self) -> DataError:
         """An endless loader would search for ever."""

@@ -33,7 +33,8 @@ CHUNK_BYTES = 1 << 18
 FEED_BYTES = 1 << 10  # to zstd at once: each may become 32 KiB per byte
 MOST_BLANK_LINES = 100_000  # in a row, in an archive: it may unpack to any number of them
 ROWS_AT_ONCE = 1024
-# What pyarrow raises for files that are damaged or of a kind that it does not read, and for values Python has none of.
+# What pyarrow raises for files that are damaged or of a kind that it does not read, and for values Python has none of,
+# besides errors of its own kind.
 UNREADABLE = (OSError, ValueError, MemoryError, RuntimeError, TypeError, LookupError, OverflowError)
 
 
@@ -171,18 +172,21 @@ def _zstd_error() -> type[Exception]:
 def _parquet_units(path: Path, fields: tuple[str, ...] | None) -> list[Unit]:
     """One unit per row group, so that a large file is not read in its own order."""
     parquet = _optional("pyarrow.parquet", "parquet", path)
+    unreadable = (*UNREADABLE, _optional("pyarrow", "parquet", path).ArrowException)
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             counts = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
-    except UNREADABLE as error:
+    except unreadable as error:
         broken = Document(path, record=DataError(f"{path}: not a readable parquet file: {error}"), number=1)
         return [Unit(partial(_only, broken), lambda: 1, size_bytes(path))]
     columns = names if fields is None else [name for name in names if name in fields]
     before = [sum(counts[:index]) for index in range(len(counts))]
     return [
         Unit(
-            partial(_rows, parquet, path, index, before[index], columns or names), partial(int, count), count
+            partial(_rows, parquet, unreadable, path, index, before[index], columns or names),
+            partial(int, count),
+            count,
         )
         for index, count in enumerate(counts)
     ]
@@ -193,7 +197,13 @@ def _only(document: Document, start: int) -> Iterator[Document]:
 
 
 def _rows(
-    parquet: Any, path: Path, group: int, before: int, columns: list[str], start: int
+    parquet: Any,
+    unreadable: tuple[type[Exception], ...],
+    path: Path,
+    group: int,
+    before: int,
+    columns: list[str],
+    start: int,
 ) -> Iterator[Document]:
     """Rows of a row group from the `start`-th on; `before`: rows of the file that are in earlier groups.
 
@@ -210,7 +220,7 @@ def _rows(
                         if row > start:
                             yield _row(path, before + row, record)
                 number += len(batch)
-    except UNREADABLE as error:
+    except unreadable as error:
         where = Document(path, 0, before + number + 1, "row")
         reason = "takes more memory than there is" if isinstance(error, MemoryError) else "is damaged"
         if number + 1 > start:
