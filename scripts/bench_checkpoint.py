@@ -273,14 +273,15 @@ class PlainLoops:
         """It must not be there."""
         with self._opened(way, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as file:
             for piece in self._pieces(way, file):
-                file.write(piece)
+                assert file.write(piece) == len(piece), "a plain write was cut short"
             os.fsync(file.fileno())
 
     def read(self, way: str) -> None:
         """What was written this way."""
         with self._opened(way, os.O_RDONLY) as file:
             for piece in self._pieces(way, file):
-                file.readinto(piece)  # type: ignore[attr-defined]
+                num_read = file.readinto(piece)  # type: ignore[attr-defined]
+                assert num_read == len(piece), "a plain read was cut short"
 
     def _pieces(self, way: str, file: BinaryIO) -> Iterator[memoryview]:
         for start in range(0, self.nbytes, PIECE_BYTES):

@@ -9,7 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from models import FAMILIES
 from torchround.checkpoint.checksum import Xxh3
+from torchround.checkpoint.direct_file import DirectFile
 from torchround.checkpoint.tensor_file import (
     DTYPE_NAMES,
     plan_files,
@@ -18,6 +20,8 @@ from torchround.checkpoint.tensor_file import (
     write_tensor_file,
 )
 from torchround.checkpoint.watch import Alone
+from torchround.engine.host_store import HostStore
+from torchround.engine.update_policy import ASYNC, SYNC, UpdatePolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,6 +61,51 @@ def test_tensors_are_spread_over_files_in_order() -> None:
     assert [list(file.tensors) for file in files] == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"]]
     assert [file.name for file in files][:2] == ["tensors-00000.safetensors", "tensors-00001.safetensors"]
     assert plan_files({}) == []
+
+
+def test_tensors_of_nothing_that_nobody_asks_for_are_passed_by(tmp_path: Path) -> None:
+    tensors = one_of_each_dtype()
+    (file,) = plan_files(tensors)
+    checksum = Xxh3()
+    written = write_tensor_file(tmp_path / file.name, file, Alone())
+    read_tensor_file(tmp_path / file.name, {}, checksum)
+    assert checksum.value() == written
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "family, flavor", [("llama3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
+)
+def test_each_bundle_is_done_with_when_its_share_of_the_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, flavor: str, policy: UpdatePolicy
+) -> None:
+    """Tensors that are last in the file for their size, biases and norms, keep no update waiting for the whole file."""
+
+    class Watch(Alone):
+        """How much is written when a bundle is read."""
+
+        def __init__(self) -> None:
+            self.given_bytes = 0
+            self.read_at: dict[int, int] = {}
+
+        def finished_reading(self, name: str) -> None:
+            self.read_at[bundle_of[name]] = self.given_bytes
+
+    def counted(file: DirectFile, memory: memoryview) -> None:
+        watch.given_bytes += len(memory)
+        write(file, memory)
+
+    store = HostStore(FAMILIES[family].build(FAMILIES[family].flavors[flavor]), torch.bfloat16, policy=policy)
+    views = {bundle.index: store.bundle_views(bundle, 0) for bundle in store.bundles}
+    bundle_of = {name: index for index, of_bundle in views.items() for name in of_bundle}
+    watch, write = Watch(), DirectFile.write
+    monkeypatch.setattr(DirectFile, "write", counted)
+    (file,) = plan_files(store.named_views())
+    write_tensor_file(tmp_path / file.name, file, watch)
+    so_far = len(file.header)
+    for index, of_bundle in views.items():
+        so_far += sum(view.nbytes for view in of_bundle.values())
+        assert watch.read_at[index] <= so_far
 
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:

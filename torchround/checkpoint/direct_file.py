@@ -2,22 +2,27 @@
 
 A write through the page cache copies every byte and takes a page for each 4 KiB, which costs a processor several times
 what hashing the bytes does, and costs it beside the optimizer (docs/benchmarks.md). Direct transfers are whole blocks of
-the disk, aligned both in memory and in the file. The host store begins its buffers at a page and each fp32 parameter at
-512 bytes, so nearly all of a checkpoint can go as it lies; what cannot goes through a small buffer.
+the disk, aligned both in memory and in the file. The host store begins its buffers at a page and each parameter at a
+multiple of 512 bytes, so nearly all of a checkpoint can go as it lies; what cannot, and what is small, is gathered first.
 """
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
-from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+logger = logging.getLogger(__name__)
+
 # Nearly all disks have the one or the other.
 SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES = 512, 4096
 _BUFFER_BYTES = 2**22
+# Less is gathered in the buffer: each transfer is waited for.
+_DIRECT_BYTES = 2**18
 
 
 class DirectFile:
@@ -28,10 +33,16 @@ class DirectFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
         self._held_bytes = 0
-        self._block_bytes = self._find_block()
+        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            self._block_bytes = self._find_block()
+        except BaseException:
+            self.close()
+            raise
+        if not self._block_bytes:
+            _warn_once()
 
     def close(self) -> None:
         """What was not synced may be missing."""
@@ -46,7 +57,7 @@ class DirectFile:
         while rest and self._block_bytes:
             gap_bytes = -self._held_bytes % self._block_bytes
             whole_bytes = (len(rest) - gap_bytes) // self._block_bytes * self._block_bytes
-            if whole_bytes > 0 and (_address(rest) + gap_bytes) % self._block_bytes == 0:
+            if whole_bytes >= _DIRECT_BYTES and (_address(rest) + gap_bytes) % self._block_bytes == 0:
                 self._hold(rest[:gap_bytes])
                 self._put_held()
                 self._put(rest[gap_bytes : gap_bytes + whole_bytes])
@@ -78,14 +89,14 @@ class DirectFile:
             try:
                 memory = memory[os.write(self._descriptor, memory) :]
             except OSError as error:
-                # The rest of a transfer that ended in the middle of a block.
+                # The rest of a transfer that ended in the middle of a block, or memory that is not aligned enough.
                 if error.errno != errno.EINVAL or not self._block_bytes:
                     raise
                 self._end_direct()
 
     def _find_block(self) -> int:
         """Begin direct transfers, and return the smallest block that the disk takes, found by trying; 0 where it takes
-        none. Other errors come again with the first write."""
+        none."""
         if not hasattr(os, "O_DIRECT"):
             return 0
         try:
@@ -93,8 +104,12 @@ class DirectFile:
         except OSError:  # some file systems in memory, for instance
             return 0
         for block_bytes in (SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES):
-            with suppress(OSError):
+            try:
                 os.pwrite(self._descriptor, self._buffer[:block_bytes], 0)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+            else:
                 os.ftruncate(self._descriptor, 0)
                 return block_bytes
         self._end_direct()
@@ -106,6 +121,14 @@ class DirectFile:
 
     def _flags(self) -> int:
         return fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+
+
+@cache
+def _warn_once() -> None:
+    logger.warning(
+        "the disk takes no direct transfers (O_DIRECT): checkpoints are written through the page cache, which takes "
+        "more of the processors' time"
+    )
 
 
 def _address(memory: memoryview) -> int:

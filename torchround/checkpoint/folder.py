@@ -1,6 +1,6 @@
 """The files of one checkpoint folder: written in an order that makes the manifest the last, and read back.
 
-step-N/tensors-00000.safetensors ..   the tensors, in the order given to `save`
+step-N/tensors-00000.safetensors ..   the tensors, file by file in the order given to `save`
 step-N/state.json                     all that is not a tensor
 step-N/manifest.json                  sizes and checksums of the files above
 """

@@ -10,6 +10,7 @@ would otherwise stand still until the kernel has enough dirty pages, or until th
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import BinaryIO
 
 from torchround.checkpoint.checksum import Checksum
@@ -22,8 +23,8 @@ PIECE_BYTES = 2**23
 class _OnePass:
     """Every byte that passes goes into `checksum`, and leaves the page cache.
 
-    Both have a thread of their own, beside which the next piece is read or written. When a method returns, it has
-    caught up: memory that was given may be changed, and the checksum is that of all so far.
+    Beside each piece the one before it is hashed, in a thread of its own, which never touches the file: nothing waits
+    for a disk that hangs but its caller. When a method returns, all is hashed: memory that was given may be changed.
     """
 
     def __init__(self, descriptor: int, checksum: Checksum) -> None:
@@ -49,22 +50,23 @@ class _OnePass:
             if before is not None:
                 before.result()
             if start + PIECE_BYTES < len(memory):
-                before = self._beside.submit(self._leave_behind, piece)
+                before = self._beside.submit(self._checksum.update, piece)
             else:
-                self._leave_behind(piece)
+                self._checksum.update(piece)
+            self._leave_behind(len(piece))
 
-    def _leave_behind(self, piece: memoryview) -> None:
-        self._checksum.update(piece)
-        self._passed_bytes += len(piece)
+    def _leave_behind(self, nbytes: int) -> None:
+        self._passed_bytes += nbytes
         if self._passed_bytes - self._dropped_bytes >= PIECE_BYTES:
             self._drop_until(self._passed_bytes)
             self._dropped_bytes = self._passed_bytes
 
     def _drop_until(self, end: int) -> None:
         """Advice to the kernel, from the start: pages that are not on the disk yet are only sent there, and are
-        dropped the next time. 0 is the end of the file. Where there is no such advice, nothing happens."""
+        dropped the next time. 0 is the end of the file. Where it takes no such advice, the pages stay."""
         if hasattr(os, "posix_fadvise"):  # Linux, FreeBSD
-            os.posix_fadvise(self._descriptor, 0, end, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):
+                os.posix_fadvise(self._descriptor, 0, end, os.POSIX_FADV_DONTNEED)
 
 
 class WritePass(_OnePass):
@@ -102,5 +104,5 @@ class ReadPass(_OnePass):
         """Read `nbytes` for their checksum alone. Raises `ValueError` if the file ends before."""
         # Two pieces: one to be read into while the other one is hashed.
         scratch = memoryview(bytearray(min(nbytes, 2 * PIECE_BYTES)))
-        for start in range(0, nbytes, len(scratch)):
+        for start in range(0, nbytes, 2 * PIECE_BYTES):
             self.read_into(scratch[: nbytes - start])

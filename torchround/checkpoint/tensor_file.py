@@ -41,6 +41,8 @@ DTYPE_NAMES = {
 # A file takes no further tensor once it holds this much: small enough to copy and check file by file.
 FILE_BYTES = 2**30
 
+# Of norms, biases and sinks in one file; no second copy of anything large.
+_MOST_COPIED_BYTES = 2**24
 # Between two reports of how far a file is verified.
 _VERIFIED_BYTES = 2**25
 _LENGTH_BYTES = 8
@@ -65,6 +67,8 @@ class TensorFile:
 def plan_files(tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> list[TensorFile]:
     """Spread `tensors` over files in the order given, a new file after each `file_bytes`.
 
+    Within a file, tensors that are whole blocks of a disk come first, in that order, and the others last.
+
     Raises `ValueError` naming a tensor that cannot be written where it lies (not on the CPU, not contiguous,
     a dtype safetensors has no name for).
     """
@@ -84,8 +88,12 @@ def write_tensor_file(path: Path, file: TensorFile, watch: SaveWatch) -> int | s
     """Write `file` as the new file `path`, synced to the disk. Returns its checksum."""
     checksum = Xxh3()
     with closing(DirectFile(path)) as out, closing(WritePass(out, checksum)) as one_pass:
+        copies = _copy_odd(file, watch)
         one_pass.write(memoryview(file.header), watch.may_go_on)
         for name, tensor in file.tensors.items():
+            if name in copies:
+                one_pass.write(copies.pop(name), watch.may_go_on)
+                continue
             watch.reading(tensor)
             one_pass.write(memory_of(tensor), watch.may_go_on)
             watch.finished_reading(name)
@@ -170,10 +178,10 @@ def no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
-    # Whole blocks of the disk first: those behind one that is none could no longer be written as they lie. Then wide
-    # elements first: each tensor is aligned to its element, as safetensors' own writer has it.
+    # Whole blocks of the disk first: what is behind a tensor that is none could no longer be written as it lies. Of
+    # those that are none wide elements first: each is aligned to its element, as safetensors' own writer has it.
     def place(item: tuple[str, Tensor]) -> tuple[bool, int]:
-        return item[1].nbytes % SMALLEST_BLOCK_BYTES != 0, -item[1].element_size()
+        return _is_odd(item[1]), -item[1].element_size() if _is_odd(item[1]) else 0
 
     ordered = dict(sorted(tensors.items(), key=place))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -189,6 +197,26 @@ def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
     # The tensors begin where a block of the disk does.
     text += b" " * (-(_LENGTH_BYTES + len(text)) % LARGEST_BLOCK_BYTES)
     return TensorFile(name, ordered, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+
+
+def _is_odd(tensor: Tensor) -> bool:
+    return tensor.nbytes % SMALLEST_BLOCK_BYTES != 0
+
+
+def _copy_odd(file: TensorFile, watch: SaveWatch) -> dict[str, memoryview]:
+    """Copies of the tensors that are last in the file for their size, as far as they are small.
+
+    They are done with at once: whoever waits to change a layer does not wait for the end of the file.
+    """
+    copies: dict[str, memoryview] = {}
+    left_bytes = _MOST_COPIED_BYTES
+    for name, tensor in file.tensors.items():
+        if _is_odd(tensor) and tensor.nbytes <= left_bytes:
+            watch.reading(tensor)
+            copies[name] = memoryview(bytes(memory_of(tensor)))
+            watch.finished_reading(name)
+            left_bytes -= tensor.nbytes
+    return copies
 
 
 def _shape(sizes: list[object]) -> tuple[int, ...]:
