@@ -89,7 +89,7 @@ class DirectFile:
             try:
                 memory = memory[os.write(self._descriptor, memory) :]
             except OSError as error:
-                # The rest of a transfer that ended in the middle of a block, or memory that is not aligned enough.
+                # The rest of a transfer that ended in the middle of a block.
                 if error.errno != errno.EINVAL or not self._block_bytes:
                     raise
                 self._end_direct()
@@ -105,7 +105,8 @@ class DirectFile:
             return 0
         for block_bytes in (SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES):
             try:
-                os.pwrite(self._descriptor, self._buffer[:block_bytes], 0)
+                # From memory that is aligned to a block and no more, as what is written later may be.
+                os.pwrite(self._descriptor, self._buffer[block_bytes : 2 * block_bytes], 0)
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
