@@ -36,7 +36,7 @@ from models import (
 from models.common.family import HFNames
 from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.manifest import read_manifest, read_state
-from torchround.checkpoint.sync import sync_entry
+from torchround.checkpoint.sync import make_folder, sync_entry
 from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.adapters import CONFIG_FILE, TENSOR_FILE
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
@@ -180,7 +180,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which gets its name once the block is done and everything in it is on the disk."""
     unfinished = path.with_name(path.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    make_folder(unfinished)
     yield unfinished
     for written in (*unfinished.rglob("*"), unfinished):
         sync_entry(written)
