@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,7 +34,7 @@ from typing import Any, BinaryIO
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scripts.timed_layers import Sleeper, SleepLayer
 from torchround.checkpoint import Checkpointer
@@ -104,13 +104,11 @@ class Steps:
             self._engine.step(lr=1e-3)
             if mode == "blocking" and index < steps - 1:
                 self._engine.drain()
-                self._write(self._store.step, self._store.named_views(), self._store.resume_state())
-            elif mode == "beside" and index < steps - 1:
-                saves.append(
-                    self._engine.save(
-                        lambda source: self._write(source.step, source.tensors, source.state, source)
-                    )
+                self._checkpointer.save(
+                    self._store.step, self._store.named_views(), self._store.resume_state()
                 )
+            elif mode == "beside" and index < steps - 1:
+                saves.append(self._engine.save(self._save_beside))
                 saves[-1].may_publish()
         self._engine.drain()
         took_s = time.perf_counter() - start_s
@@ -119,14 +117,8 @@ class Steps:
         self.longest_wait_s = max(self.longest_wait_s, *waits_s)
         return took_s
 
-    def _write(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-        watch: SaveSource | None = None,
-    ) -> float:
-        return timed(lambda: self._checkpointer.save(step, tensors, state, watch))
+    def _save_beside(self, source: SaveSource) -> float:
+        return timed(lambda: self._checkpointer.save(source.step, source.tensors, source.state, source))
 
 
 def beside(options: argparse.Namespace) -> dict[str, Any]:

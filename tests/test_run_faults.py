@@ -27,12 +27,18 @@ from torchround.layer import LayeredModel
 __all__ = ["over", "planted", "small_runs"]
 
 
+def file_for_checkpoints(small_runs: SmallRuns) -> Path:
+    """A file where the folder of the run's checkpoints should be."""
+    obstacle = small_runs.path("run") / "checkpoints"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.touch()
+    return obstacle
+
+
 def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    obstacle = small_runs.path("run") / "checkpoints"
-    obstacle.parent.mkdir(parents=True)
-    obstacle.write_text("a file where the folder should be")
+    obstacle = file_for_checkpoints(small_runs)
     saves_ended = awaiting_saves(monkeypatch)
     before_step(monkeypatch, 4, lambda: (saves_ended(1), obstacle.unlink()))
     assert small_runs("run", "--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0") == 0
@@ -45,9 +51,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works
 def test_a_checkpoint_that_could_not_be_written_before_a_fault_is_not_said_to_be_of_a_run_that_goes_on(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    obstacle = small_runs.path("run") / "checkpoints"
-    obstacle.parent.mkdir(parents=True)
-    obstacle.write_text("a file where the folder should be")
+    obstacle = file_for_checkpoints(small_runs)
     saves_ended = awaiting_saves(monkeypatch)
 
     def fail() -> None:
@@ -66,9 +70,7 @@ def test_a_checkpoint_that_could_not_be_written_before_a_fault_is_not_said_to_be
 def test_a_last_checkpoint_that_cannot_be_written_is_a_fault(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    obstacle = small_runs.path("run") / "checkpoints"
-    obstacle.parent.mkdir(parents=True)
-    obstacle.write_text("a file where the folder should be")
+    file_for_checkpoints(small_runs)
     assert small_runs("run") == 1
     message = capsys.readouterr().err
     assert message.startswith("CheckpointError: the checkpoint of step 5 could not be written")

@@ -204,6 +204,18 @@ def test_a_dataset_that_has_several_subsets_is_read_by_the_name_of_one(tmp_path:
         open_source(SourceTable(path=str(tmp_path), format="dataset"))
 
 
+def read_and_wrong(source: Source) -> tuple[list[str], list[str]]:
+    """The texts of the documents that can be read, and what is said of those that cannot."""
+    place, read, wrong = source.first_place(), [], []
+    while (found := source.locate(place, None)) is not None:
+        try:
+            read.append(source.read(found[0], 0)[0])
+        except DataError as error:
+            wrong.append(str(error))
+        place = found[1]
+    return read, wrong
+
+
 def test_rows_that_are_no_utf8_are_named_each_and_cost_no_other_row(tmp_path: Path) -> None:
     """Bytes taken for strings, which nothing checks when they are written; 2500 rows come in three parts."""
     texts = [b"row %d" % number for number in range(2500)]
@@ -212,13 +224,7 @@ def test_rows_that_are_no_utf8_are_named_each_and_cost_no_other_row(tmp_path: Pa
     table = pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), len(texts), raw)})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=2000)
     source = open_source(SourceTable(path=str(tmp_path / "x.parquet")))
-    place, read, wrong = source.first_place(), [], []
-    while (found := source.locate(place, None)) is not None:
-        try:
-            read.append(source.read(found[0], 0)[0])
-        except DataError as error:
-            wrong.append(str(error))
-        place = found[1]
+    read, wrong = read_and_wrong(source)
     assert [text.encode() for text in read] == [text for text in texts if text.startswith(b"row")]
     assert [message.partition("x.parquet, ")[2] for message in wrong] == [
         "row 31: not valid UTF-8 (byte 0xff: invalid start byte)",
@@ -236,14 +242,7 @@ def test_a_row_of_a_saved_dataset_that_cannot_be_read_is_named_and_costs_no_othe
     table = pyarrow.table({"text": texts, "day": pyarrow.array(days, pyarrow.date32())})
     datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
     source = open_source(SourceTable(path=str(tmp_path / "saved"), format="dataset"))
-    read, wrong = [], []
-    place = source.first_place()
-    while (found := source.locate(place, None)) is not None:
-        try:
-            read.append(source.read(found[0], 0)[0])
-        except DataError as error:
-            wrong.append(str(error))
-        place = found[1]
+    read, wrong = read_and_wrong(source)
     assert read == [text for number, text in enumerate(texts) if number not in bad]
     assert [message.partition("saved, ")[2].partition(": Overflow")[0] for message in wrong] == [
         f"row {number + 1}: cannot be read" for number in bad

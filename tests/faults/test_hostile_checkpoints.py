@@ -377,10 +377,15 @@ CASES["a group as a run leaves it"] = Case(
 )
 
 
+def judge_in_copy(case: Case, zygote: Zygote, folder: Path, saved: Path) -> None:
+    """Judge a case whose harm is in a run that was saved, or in what is given to it."""
+    prepare(folder)
+    shutil.copytree(saved, folder / "outputs" / "run")
+    judge(case, zygote, folder)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_checkpoint_is_a_message_and_touches_nothing(
     zygote: Zygote, saved: Path, tmp_path: Path, name: str
 ) -> None:
-    prepare(tmp_path)
-    shutil.copytree(saved, tmp_path / "outputs" / "run")
-    judge(CASES[name], zygote, tmp_path)
+    judge_in_copy(CASES[name], zygote, tmp_path, saved)

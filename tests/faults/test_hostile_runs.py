@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.faults.hostile import Case, judge
-from tests.faults.scenarios import prepare
-from tests.faults.test_hostile_checkpoints import BOMB, DEEP, TITLE, instead, pipe, saved, tensor_values
+from tests.faults.hostile import Case
+from tests.faults.test_hostile_checkpoints import (
+    BOMB,
+    DEEP,
+    TITLE,
+    instead,
+    judge_in_copy,
+    pipe,
+    saved,
+    tensor_values,
+)
 from tests.faults.zygote import Zygote
 
 __all__ = ["saved"]
@@ -106,6 +114,4 @@ RUNS = {
 def test_a_hostile_folder_of_a_run_is_told_of_and_nothing_outside_is_touched(
     zygote: Zygote, saved: Path, tmp_path: Path, name: str
 ) -> None:
-    prepare(tmp_path)
-    shutil.copytree(saved, tmp_path / "outputs" / "run")
-    judge(RUNS[name], zygote, tmp_path)
+    judge_in_copy(RUNS[name], zygote, tmp_path, saved)
