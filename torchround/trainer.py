@@ -135,9 +135,8 @@ class Trainer:
         if not self._checkpoints.restore(self.store, self._loader):
             self._initialize()
         self._metrics = self._open_metrics()
-        with (
-            StopRequest() as stop
-        ):  # to the last line: closing may take seconds, and what is saved did not fail
+        # To the last line: closing may take seconds, and what is saved did not fail.
+        with StopRequest() as stop:
             try:
                 ended_by, exit_code = self._measure_and_train(stop)
             finally:

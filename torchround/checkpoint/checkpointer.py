@@ -235,8 +235,8 @@ def load_checkpoint(
 def verify_checkpoint(path: Path | str, advance: Callable[[int], object] = lambda nbytes: None) -> int:
     """Check every byte of the checkpoint at `path` against its checksums. Returns its step.
 
-    Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`. Reads the whole folder once and needs no model and no
-    memory for one; `advance` is told how many bytes were read, piece by piece.
+    Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`. Reads the whole folder once and
+    needs no model and no memory for one; `advance` is told how many bytes were read, step by step.
     """
     path = Path(path)
     _refuse_other_folders(path)

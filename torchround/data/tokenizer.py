@@ -40,7 +40,8 @@ class Tokenizer:
 
     `bos_id` is `None` where documents begin with no token of their own. `in_text`: added tokens that are no special
     ones, so that they are recognised in any text (`<think>`). `nfc`: text is normalised first. `chat_template`:
-    Jinja source, where there is one, and `template_file`, where it was read; `template_tokens`: names that it may ask for, such as `bos_token`.
+    Jinja source, where there is one, and `template_file`, where it was read; `template_tokens`: names that it may ask
+    for, such as `bos_token`.
     """
 
     encoding: tiktoken.Encoding
