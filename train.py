@@ -21,15 +21,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from models import (
-    FAMILIES,
-    Family,
-    LoraShape,
-    ModelConfigError,
-    TransformerConfig,
-    adapter_names,
-    add_adapters,
-)
 from scripts.export_hf import Export, export
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.config import (
@@ -58,6 +49,15 @@ from torchround.engine.build import DTYPES, DeviceChoice, choose_devices, plan_r
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
 from torchround.hf import HFError, PretrainedWeights, WithAdapters, read_adapters
 from torchround.layer import LayeredModel, MicroBatch
+from torchround.models import (
+    FAMILIES,
+    Family,
+    LoraShape,
+    ModelConfigError,
+    TransformerConfig,
+    adapter_names,
+    add_adapters,
+)
 from torchround.pipeline.host_memory import HostMemory
 from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
 from torchround.pipeline.plan_report import report

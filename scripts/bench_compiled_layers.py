@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from models import FAMILIES
 from scripts.bench_plain_loop import LR, MAX_NORM, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.layer import MicroBatch
+from torchround.models import FAMILIES
 
 
 def step_s(engine: Engine, micro_batches: list[MicroBatch]) -> tuple[float, float]:

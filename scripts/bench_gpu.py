@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 import torch
 
-from models import FAMILIES
 from scripts.gpu_figures import copy_rates, figures_table, machine, test_results
 from scripts.resident_loop import ResidentLoop
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
@@ -47,6 +46,7 @@ from torchround.engine.link_probe import find_link_use
 from torchround.engine.measure import measured_costs, one_layer_a_stage
 from torchround.engine.results import StepResult
 from torchround.layer import LayeredModel, MicroBatch
+from torchround.models import FAMILIES
 from torchround.observe import mfu, train_flops_per_token
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.plan import Plan, evaluate_plan

@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 import torch
 
-from models import FAMILIES, Family
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
@@ -30,6 +29,7 @@ from torchround.engine.host_store import HostStore
 from torchround.engine.measure import one_layer_a_stage
 from torchround.engine.update_policy import POLICIES
 from torchround.layer import MicroBatch
+from torchround.models import FAMILIES, Family
 
 TOKENS = 16
 

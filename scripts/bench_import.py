@@ -22,10 +22,10 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from models import FAMILIES
-from models.llama3.config import Llama3Config
 from torchround.engine.host_store import HostStore
 from torchround.hf import PretrainedWeights
+from torchround.models import FAMILIES
+from torchround.models.llama3.config import Llama3Config
 
 FAMILY = FAMILIES["llama3"]
 SHARD_BYTES = 200_000_000

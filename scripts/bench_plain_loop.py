@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import Tensor, nn
 
-from models import FAMILIES
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
 from torchround.engine.host_store import HostStore, owner_of
 from torchround.layer import LayeredModel, MicroBatch
+from torchround.models import FAMILIES
 from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
 
 LR = 1e-4

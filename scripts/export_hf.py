@@ -23,7 +23,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from models import (
+from torchround.checkpoint import CheckpointError, verify_checkpoint
+from torchround.checkpoint.manifest import read_manifest, read_state
+from torchround.checkpoint.sync import make_folder, sync_entry
+from torchround.hf import HFError, PretrainedWeights
+from torchround.hf.adapters import CONFIG_FILE, TENSOR_FILE
+from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
+from torchround.hf.folder import StoredTensor, read_header
+from torchround.models import (
     FAMILIES,
     Family,
     LoraShape,
@@ -33,14 +40,7 @@ from models import (
     add_adapters,
     peft_config,
 )
-from models.common.family import HFNames
-from torchround.checkpoint import CheckpointError, verify_checkpoint
-from torchround.checkpoint.manifest import read_manifest, read_state
-from torchround.checkpoint.sync import make_folder, sync_entry
-from torchround.hf import HFError, PretrainedWeights
-from torchround.hf.adapters import CONFIG_FILE, TENSOR_FILE
-from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
-from torchround.hf.folder import StoredTensor, read_header
+from torchround.models.common.family import HFNames
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What a tokenizer, or a generation, is made of, where it is there.

@@ -20,12 +20,12 @@ import json
 
 from rich.console import Console
 
-from models import FAMILIES, Family, LoraShape, ModelConfigError, TransformerConfig, add_adapters
 from torchround.config import Config, ConfigError, load_config
 from torchround.engine.build import DTYPES, USABLE_CUDA_FRACTION
 from torchround.engine.errors import EngineUsageError
 from torchround.hf import HFError, PretrainedWeights
 from torchround.layer import LayeredModel
+from torchround.models import FAMILIES, Family, LoraShape, ModelConfigError, TransformerConfig, add_adapters
 from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.plan import PlanError

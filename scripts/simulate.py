@@ -182,7 +182,7 @@ def write_files(reports: Sequence[Report], setting: Setting, options: argparse.N
 
 def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str) -> Costs:
     """Costs counted from a model's shapes, every parameter trained."""
-    from models import FAMILIES, ModelConfigError
+    from torchround.models import FAMILIES, ModelConfigError
 
     family, _, flavor = name.partition("/")
     if family not in FAMILIES:

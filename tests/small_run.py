@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 
 import torchround.trainer
 import train
-from models import FAMILIES, Family
 from torchround.engine.engine import Engine
 from torchround.engine.saver import PendingSave
 from torchround.layer import LayeredModel
+from torchround.models import FAMILIES, Family
 
 ROOT = Path(__file__).parents[1]
 LAYERS = 5  # embedding, three blocks, head

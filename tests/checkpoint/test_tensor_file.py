@@ -9,7 +9,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from models import FAMILIES
 from torchround.checkpoint.checksum import Xxh3
 from torchround.checkpoint.direct_file import DirectFile
 from torchround.checkpoint.tensor_file import (
@@ -22,6 +21,7 @@ from torchround.checkpoint.tensor_file import (
 from torchround.checkpoint.watch import Alone
 from torchround.engine.host_store import HostStore
 from torchround.engine.update_policy import ASYNC, SYNC, UpdatePolicy
+from torchround.models import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 

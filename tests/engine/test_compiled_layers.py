@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from models import FAMILIES
-from models.common.lora import LoraShape, add_adapters
 from tests.engine.toy import (
     PARTITIONS,
     ToyBlock,
@@ -30,6 +28,8 @@ from torchround.engine import build
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import PipelineError
 from torchround.layer import with_dropout_seeds
+from torchround.models import FAMILIES
+from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
 
 BATCHES = toy_batches(4, micro_batches=4)

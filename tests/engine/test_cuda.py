@@ -6,11 +6,11 @@ In deterministic mode and without TF32, which are the caller's to set: the engin
 import pytest
 import torch
 
-from models import FAMILIES
 from tests.engine.cuda_toy import DeviceLoop, cuda_engine
 from tests.engine.toy import PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
 from torchround.engine.update_policy import ASYNC
 from torchround.layer import MicroBatch
+from torchround.models import FAMILIES
 from torchround.pipeline.partition import Partition
 
 pytestmark = pytest.mark.gpu

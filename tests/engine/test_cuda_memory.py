@@ -5,7 +5,6 @@ import gc
 import pytest
 import torch
 
-from models import FAMILIES
 from tests.engine.cuda_toy import cuda_engine
 from tests.engine.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
@@ -14,6 +13,7 @@ from torchround.engine.build import build_engine, build_store, choose_devices, p
 from torchround.engine.host_memory import CudaPageLocker, HostMemory
 from torchround.engine.update_policy import ASYNC, SYNC
 from torchround.layer import MicroBatch
+from torchround.models import FAMILIES
 
 pytestmark = pytest.mark.gpu
 

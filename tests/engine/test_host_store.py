@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import FAMILIES
 from tests.engine.toy import (
     PARTITIONS,
     PlainLoop,
@@ -20,6 +19,7 @@ from tests.engine.toy import (
 from torchround.engine.host_store import Bundle, HostStore
 from torchround.engine.update_policy import ASYNC, POLICIES, SYNC
 from torchround.layer import LayeredModel
+from torchround.models import FAMILIES
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(6, micro_batches=3)

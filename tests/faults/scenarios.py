@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import train
-from models import FAMILIES
 from tests.faults.disks import Disk
 from tests.faults.hostile import be_limited, be_watched
 from tests.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.engine.device import CpuDevice
+from torchround.models import FAMILIES
 from torchround.observe import MetricsLogger
 
 CHECKPOINT_EVENTS = {

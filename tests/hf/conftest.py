@@ -17,8 +17,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from models import FAMILIES
 from tests.models.conftest import tools
+from torchround.models import FAMILIES
 
 __all__ = ["tools"]  # the fixture of the model tests
 

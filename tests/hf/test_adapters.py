@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from models import FAMILIES, LoraShape, add_adapters
 from scripts import export_hf
 from torchround.checkpoint import Checkpointer
 from torchround.engine.host_store import HostStore
+from torchround.models import FAMILIES, LoraShape, add_adapters
 
 TARGETS = ("q_proj", "o_proj", "gate_proj", "down_proj")
 LORA = {"rank": 4, "alpha": 12.0, "dropout": 0.0, "targets": TARGETS}

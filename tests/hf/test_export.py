@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from models import FAMILIES
 from scripts import export_hf
 from torchround.checkpoint import Checkpointer
 from torchround.engine.host_store import HostStore
 from torchround.hf import PretrainedWeights
+from torchround.models import FAMILIES
 
 KINDS = ["llama3", "llama3 tied", "qwen3", "qwen3 moe", "gpt_oss"]
 SINGLE = "model.safetensors"

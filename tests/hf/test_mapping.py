@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models import FAMILIES, LoraShape, add_adapters
 from tests.engine.toy import assert_same_state, toy_engine, train
 from torchround.engine.host_store import HostStore
 from torchround.engine.race_checker import find_races
 from torchround.engine.recording import AccessLog, RecordingDevice
 from torchround.hf import PretrainedWeights
+from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
 
 PARTITION = Partition((1, 2), 1, (1, 1, 1))  # embedding; two blocks; head, and back one by one

@@ -12,12 +12,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 
-from models import LoraShape, adapter_names, add_adapters
 from scripts import export_hf
 from torchround.checkpoint import Checkpointer
 from torchround.config import LoraTable
 from torchround.engine.host_store import HostStore
 from torchround.hf import PretrainedWeights, WithAdapters, read_adapters
+from torchround.models import LoraShape, adapter_names, add_adapters
 
 RANK, ALPHA = 3, 12.0
 ATTENTION, MLP = ("q_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")

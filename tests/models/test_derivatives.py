@@ -2,9 +2,9 @@
 
 import torch
 
-from models.common.experts import _WeightedSwiGLU
-from models.common.mlp import swiglu
-from models.gpt_oss.experts import _ClampedSwiGLU, _WeightedLookup
+from torchround.models.common.experts import _WeightedSwiGLU
+from torchround.models.common.mlp import swiglu
+from torchround.models.gpt_oss.experts import _ClampedSwiGLU, _WeightedLookup
 
 ROWS, WIDTH = 6, 5
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import FAMILIES, ModelConfigError
 from torchround.layer import IGNORED_LABEL, MicroBatch
+from torchround.models import FAMILIES, ModelConfigError
 
 
 @pytest.fixture(params=FAMILIES)

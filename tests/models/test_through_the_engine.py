@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models import FAMILIES
 from tests.engine.toy import PlainLoop, assert_same_state, toy_engine, toy_store, train
+from torchround.models import FAMILIES
 from torchround.pipeline.partition import Partition
 
 CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from models import FAMILIES, LoraShape, add_adapters
 from torchround.engine.host_store import HostStore
+from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.optim import decayed_names
 
 CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]

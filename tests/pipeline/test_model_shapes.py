@@ -2,7 +2,7 @@
 
 import pytest
 
-from models import FAMILIES
+from torchround.models import FAMILIES
 from torchround.pipeline.devices import find_device
 from torchround.pipeline.model_shapes import ModelShape, model_shape, shape_names
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from models import FAMILIES, LoraShape, add_adapters
 from tests.small_run import TIED, SmallRuns, small_runs
 from torchround.config import load_config
 from torchround.engine.build import DeviceChoice, model_costs
 from torchround.layer import LayeredModel
+from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.run.dry_run import Hardware, run_question
 from torchround.run.host_budget import host_budget, parameter_counts
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import torchround.run.host_budget
-from models import FAMILIES, LoraShape, add_adapters
 from torchround.config import EngineTable, TrainingTable
 from torchround.engine.build import DeviceChoice, build_store
 from torchround.layer import LayeredModel
+from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.run.host_budget import HostMemoryError, available_host_bytes, check_host_memory, host_budget
 
 CPU = DeviceChoice("cpu", 1, 2**30, None)

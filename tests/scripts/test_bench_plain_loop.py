@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from models import FAMILIES
 from scripts.bench_plain_loop import LR, MAX_NORM, PlainLoop, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
+from torchround.models import FAMILIES
 
 TRAINING = TrainingTable(seq_len=12, global_batch_size=4, micro_batch_size=2, dtype="float32")
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
-from models.common import documents
-from models.common.attend import Kernel, attend, attention_mask, choose_kernel
-from models.common.documents import document_offsets
 from torchround.layer import most_documents
+from torchround.models.common import documents
+from torchround.models.common.attend import Kernel, attend, attention_mask, choose_kernel
+from torchround.models.common.documents import document_offsets
 
 HEADS, KV_HEADS, CHANNELS = 6, 2, 5
 

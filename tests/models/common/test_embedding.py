@@ -2,10 +2,10 @@
 
 import torch
 
-from models.common.config import TransformerConfig
-from models.common.layers import Embedding
-from models.common.rope import Rope
 from torchround.layer import MicroBatch
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.layers import Embedding
+from torchround.models.common.rope import Rope
 
 
 def make_embedding(dtype):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from models import FAMILIES
-from models.common import initialise
-from models.common.initialise import init_embedding_, init_linear_
+from torchround.models import FAMILIES
+from torchround.models.common import initialise
+from torchround.models.common.initialise import init_embedding_, init_linear_
 
 
 def seeded(seed=0):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import FAMILIES, LoraShape, ModelConfigError, add_adapters
-from models.common.lora import adapter_names, mask_seed
 from tests.engine.toy import assert_same_state, toy_engine, toy_store, train
 from torchround.layer import MicroBatch, with_dropout_seeds
+from torchround.models import FAMILIES, LoraShape, ModelConfigError, add_adapters
+from torchround.models.common.lora import adapter_names, mask_seed
 from torchround.pipeline.partition import Partition
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

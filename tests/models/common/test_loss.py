@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from models.common import loss
 from torchround.layer import IGNORED_LABEL
+from torchround.models.common import loss
 
 IMPLEMENTATIONS = [loss.chunked_loss_sum, loss.token_loss_sum]
 if hasattr(torch.nn, "LinearCrossEntropyOptions"):

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from models.common.rope import Llama3Scaling, Rope, inverse_frequencies, rotate, rotation
+from torchround.models.common.rope import Llama3Scaling, Rope, inverse_frequencies, rotate, rotation
 
 LLAMA_31 = Rope(500000.0, Llama3Scaling(factor=8.0))
 

@@ -7,9 +7,9 @@ import torch
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
-from models import FAMILIES, ModelConfigError
-from models.common.moe import MoEShape
-from models.common.rope import inverse_frequencies
+from torchround.models import FAMILIES, ModelConfigError
+from torchround.models.common.moe import MoEShape
+from torchround.models.common.rope import inverse_frequencies
 
 GPT_OSS = FAMILIES["gpt_oss"]
 

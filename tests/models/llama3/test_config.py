@@ -3,8 +3,8 @@
 import pytest
 from transformers import LlamaConfig
 
-from models import FAMILIES, ModelConfigError
-from models.common.rope import Llama3Scaling, Rope
+from torchround.models import FAMILIES, ModelConfigError
+from torchround.models.common.rope import Llama3Scaling, Rope
 
 LLAMA3 = FAMILIES["llama3"]
 

@@ -3,9 +3,9 @@
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from models import FAMILIES, ModelConfigError
-from models.common.moe import MoEShape
-from models.common.rope import Rope
+from torchround.models import FAMILIES, ModelConfigError
+from torchround.models.common.moe import MoEShape
+from torchround.models.common.rope import Rope
 
 QWEN3 = FAMILIES["qwen3"]
 

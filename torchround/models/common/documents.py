@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.common.sinks import add_sinks, sink_gradient
+from torchround.models.common.sinks import add_sinks, sink_gradient
 
 
 def document_offsets(document_ids: Tensor, max_documents: int) -> Tensor:

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from models.common.config import TransformerConfig
-from models.common.hf_config import HFConfig, transformer_content
-from models.common.rope import Llama3Scaling, Rope
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.hf_config import HFConfig, transformer_content
+from torchround.models.common.rope import Llama3Scaling, Rope
 
 MODEL_TYPES = ("llama",)
 

@@ -1,14 +1,14 @@
 """GPT-OSS as an ordered list of layers, and the Hugging Face names of its parameters."""
 
-from models.common.attention import Attention
-from models.common.family import HFNames
-from models.common.layers import Block
-from models.common.model import ATTENTION_NAMES, assemble, decoder_names
-from models.common.moe import MoE
-from models.common.moe_layers import MoEBlock, MoEHead
-from models.gpt_oss.config import GptOssConfig
-from models.gpt_oss.experts import GptOssExperts
 from torchround.layer import LayeredModel
+from torchround.models.common.attention import Attention
+from torchround.models.common.family import HFNames
+from torchround.models.common.layers import Block
+from torchround.models.common.model import ATTENTION_NAMES, assemble, decoder_names
+from torchround.models.common.moe import MoE
+from torchround.models.common.moe_layers import MoEBlock, MoEHead
+from torchround.models.gpt_oss.config import GptOssConfig
+from torchround.models.gpt_oss.experts import GptOssExperts
 
 OWN_NAMES = {
     "attention.query.bias": "self_attn.q_proj.bias",

@@ -6,13 +6,13 @@ Shapes: B sequences, T tokens, D model width, H heads, K kv heads, C channels of
 import torch
 from torch import Tensor, nn
 
-from models.common.attend import Kernel, attend, choose_kernel
-from models.common.config import TransformerConfig
-from models.common.initialise import init_linear_
-from models.common.norm import RMSNorm
-from models.common.rope import rotate, rotation
-from models.common.work import frozen_elements
 from torchround.layer import MicroBatch
+from torchround.models.common.attend import Kernel, attend, choose_kernel
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.initialise import init_linear_
+from torchround.models.common.norm import RMSNorm
+from torchround.models.common.rope import rotate, rotation
+from torchround.models.common.work import frozen_elements
 
 
 class Attention(nn.Module):

@@ -5,10 +5,10 @@ from types import MappingProxyType
 
 from torch import nn
 
-from models.common.config import TransformerConfig
-from models.common.family import HFNames, HFTensors
-from models.common.layers import Block, Embedding, Head
 from torchround.layer import LayeredModel
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.family import HFNames, HFTensors
+from torchround.models.common.layers import Block, Embedding, Head
 
 # Our parameter of a block to the tensor below `model.layers.<i>.`: what all families name alike.
 ATTENTION_NAMES: Mapping[str, HFTensors] = MappingProxyType(

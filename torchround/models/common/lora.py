@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.common.errors import ModelConfigError
-from models.common.family import HFNames, HFTensors
 from torchround.layer import LayeredModel, MicroBatch
+from torchround.models.common.errors import ModelConfigError
+from torchround.models.common.family import HFNames, HFTensors
 
 PEFT_PREFIX = "base_model.model."
 _WEIGHT = ".weight"

@@ -1,12 +1,12 @@
 """Llama 3 as an ordered list of layers, and the Hugging Face names of its parameters."""
 
-from models.common.attention import Attention
-from models.common.family import HFNames
-from models.common.layers import Block
-from models.common.mlp import SwiGLU
-from models.common.model import ATTENTION_NAMES, SWIGLU_NAMES, assemble, decoder_names
-from models.llama3.config import Llama3Config
 from torchround.layer import LayeredModel
+from torchround.models.common.attention import Attention
+from torchround.models.common.family import HFNames
+from torchround.models.common.layers import Block
+from torchround.models.common.mlp import SwiGLU
+from torchround.models.common.model import ATTENTION_NAMES, SWIGLU_NAMES, assemble, decoder_names
+from torchround.models.llama3.config import Llama3Config
 
 
 def build(config: Llama3Config) -> LayeredModel:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.common.attention import Attention
-from models.common.config import TransformerConfig
-from models.common.initialise import init_embedding_, init_linear_
-from models.common.lookup import lookup
-from models.common.lora import Adapter
-from models.common.loss import loss_workspace_bytes, token_loss_sum
-from models.common.norm import RMSNorm
 from torchround.layer import Hidden, LayerWork, MicroBatch
+from torchround.models.common.attention import Attention
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.initialise import init_embedding_, init_linear_
+from torchround.models.common.lookup import lookup
+from torchround.models.common.lora import Adapter
+from torchround.models.common.loss import loss_workspace_bytes, token_loss_sum
+from torchround.models.common.norm import RMSNorm
 
 
 class FeedForward(Protocol):
@@ -71,7 +71,7 @@ class Block(nn.Module):
         return hidden + self.mlp(self.mlp_norm(hidden))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Norms 1, linear layers as in `models.common.initialise`, residual outputs scaled by 1/sqrt(2 L)."""
+        """Norms 1, linear layers as in `torchround.models.common.initialise`, residual outputs scaled by 1/sqrt(2 L)."""
         self.attention_norm.init_weights()
         self.attention.init_weights(generator, self.output_scale)
         self.mlp_norm.init_weights()

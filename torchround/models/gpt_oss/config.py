@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from models.common.config import TransformerConfig
-from models.common.errors import ModelConfigError
-from models.common.hf_config import HFConfig, balance_content, transformer_content
-from models.common.moe import MoEShape
-from models.common.rope import Rope, YarnScaling
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.errors import ModelConfigError
+from torchround.models.common.hf_config import HFConfig, balance_content, transformer_content
+from torchround.models.common.moe import MoEShape
+from torchround.models.common.rope import Rope, YarnScaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

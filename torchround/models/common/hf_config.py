@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from models.common.config import TransformerConfig
-from models.common.errors import ModelConfigError
-from models.common.moe import MoEShape
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.errors import ModelConfigError
+from torchround.models.common.moe import MoEShape
 
 
 class HFConfig:

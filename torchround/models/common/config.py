@@ -5,8 +5,8 @@ A family's config adds only what differs.
 
 from dataclasses import dataclass
 
-from models.common.errors import ModelConfigError
-from models.common.rope import Rope
+from torchround.models.common.errors import ModelConfigError
+from torchround.models.common.rope import Rope
 
 SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size")
 

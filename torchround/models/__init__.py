@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from models.common.config import TransformerConfig
-from models.common.errors import ModelConfigError
-from models.common.family import Family
-from models.common.lora import LoraShape, adapter_names, adapter_pairs, add_adapters, peft_config
-from models.gpt_oss import GPT_OSS
-from models.llama3 import LLAMA3
-from models.qwen3 import QWEN3
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.errors import ModelConfigError
+from torchround.models.common.family import Family
+from torchround.models.common.lora import LoraShape, adapter_names, adapter_pairs, add_adapters, peft_config
+from torchround.models.gpt_oss import GPT_OSS
+from torchround.models.llama3 import LLAMA3
+from torchround.models.qwen3 import QWEN3
 
 FAMILIES: Mapping[str, Family[Any]] = MappingProxyType(
     {family.name: family for family in (LLAMA3, QWEN3, GPT_OSS)}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.common.initialise import init_linear_
-from models.common.work import frozen_elements
+from torchround.models.common.initialise import init_linear_
+from torchround.models.common.work import frozen_elements
 
 
 class SwiGLU(nn.Module):

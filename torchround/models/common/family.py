@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from models.common.config import TransformerConfig
-from models.common.errors import ModelConfigError, unknown_name
 from torchround.layer import LayeredModel
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.errors import ModelConfigError, unknown_name
 
 # The tensor of a Hugging Face file that holds a parameter, or several, to be stacked along a new first dimension
 # (one tensor for each expert).

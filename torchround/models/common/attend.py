@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.common.documents import attend_by_offsets
-from models.common.sinks import attend_with_sinks
+from torchround.models.common.documents import attend_by_offsets
+from torchround.models.common.sinks import attend_with_sinks
 
 
 class Kernel(Enum):

@@ -1,15 +1,15 @@
 """Qwen3 as an ordered list of layers: Llama's block with normed queries and keys, dense or with experts."""
 
-from models.common.attention import Attention
-from models.common.experts import SwiGLUExperts
-from models.common.family import HFNames, HFTensors
-from models.common.layers import Block
-from models.common.mlp import SwiGLU
-from models.common.model import ATTENTION_NAMES, SWIGLU_NAMES, assemble, decoder_names
-from models.common.moe import MoE, MoEShape
-from models.common.moe_layers import MoEBlock, MoEHead
-from models.qwen3.config import Qwen3Config
 from torchround.layer import LayeredModel
+from torchround.models.common.attention import Attention
+from torchround.models.common.experts import SwiGLUExperts
+from torchround.models.common.family import HFNames, HFTensors
+from torchround.models.common.layers import Block
+from torchround.models.common.mlp import SwiGLU
+from torchround.models.common.model import ATTENTION_NAMES, SWIGLU_NAMES, assemble, decoder_names
+from torchround.models.common.moe import MoE, MoEShape
+from torchround.models.common.moe_layers import MoEBlock, MoEHead
+from torchround.models.qwen3.config import Qwen3Config
 
 QK_NORM_NAMES = {
     "attention.query_norm.weight": "self_attn.q_norm.weight",

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.common.experts import ExpertAdapter, grouped_product
-from models.common.initialise import init_linear_
-from models.common.lookup import lookup, lookup_gradient
-from models.common.lora import LoraShape
-from models.common.routing import Routes
-from models.common.work import frozen_elements
+from torchround.models.common.experts import ExpertAdapter, grouped_product
+from torchround.models.common.initialise import init_linear_
+from torchround.models.common.lookup import lookup, lookup_gradient
+from torchround.models.common.lora import LoraShape
+from torchround.models.common.routing import Routes
+from torchround.models.common.work import frozen_elements
 
 
 class GptOssExperts(nn.Module):

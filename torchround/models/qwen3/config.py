@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from models.common.config import TransformerConfig
-from models.common.hf_config import HFConfig, balance_content, transformer_content
-from models.common.moe import MoEShape
-from models.common.rope import Rope
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.hf_config import HFConfig, balance_content, transformer_content
+from torchround.models.common.moe import MoEShape
+from torchround.models.common.rope import Rope
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.common.initialise import init_linear_
-from models.common.lora import Adapter, LoraShape
-from models.common.routing import Routes
-from models.common.work import frozen_elements
+from torchround.models.common.initialise import init_linear_
+from torchround.models.common.lora import Adapter, LoraShape
+from torchround.models.common.routing import Routes
+from torchround.models.common.work import frozen_elements
 
 
 class SwiGLUExperts(nn.Module):

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from models.common.errors import ModelConfigError
-from models.common.initialise import init_linear_
-from models.common.routing import Routes, combine, dispatch, make_routes, sort_pairs
-from models.common.work import frozen_elements
+from torchround.models.common.errors import ModelConfigError
+from torchround.models.common.initialise import init_linear_
+from torchround.models.common.routing import Routes, combine, dispatch, make_routes, sort_pairs
+from torchround.models.common.work import frozen_elements
 
 # Kept per row: the choice, two permutations and the expert in int64; probability, sums and weight in fp32.
 ROW_SCALARS_BYTES = 4 * 8 + 4 * 4

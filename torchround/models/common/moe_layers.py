@@ -9,11 +9,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from models.common.attention import Attention
-from models.common.config import TransformerConfig
-from models.common.layers import Block, Embedding, Head
-from models.common.moe import MoE, MoEShape, balance_penalty
 from torchround.layer import IGNORED_LABEL, Hidden, LayerWork, MicroBatch
+from torchround.models.common.attention import Attention
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.layers import Block, Embedding, Head
+from torchround.models.common.moe import MoE, MoEShape, balance_penalty
 
 
 class MoEBlock(Block):
