@@ -52,7 +52,7 @@ class ModelTable(Table):
     """Which model: a family, and in it either a named size or a Hugging Face folder."""
 
     family: Name
-    """Model family, a package of `models/` (for example `llama3`). Required."""
+    """Model family, a package of `torchround/models/` (for example `llama3`). Required."""
 
     flavor: Name | None = None
     """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Either this or `hf_path`."""
