@@ -1,0 +1,1 @@
+"""Defence against hostile input: what files of others may cost, hold and print. Imports no other room."""
