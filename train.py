@@ -34,7 +34,6 @@ from torchround.config import (
     show,
     to_toml,
 )
-from torchround.config.harmless import escaped
 from torchround.data import (
     DataError,
     MissingTokenizerError,
@@ -76,6 +75,7 @@ from torchround.run.host_budget import (
 from torchround.run.mapped_base import Mapped, map_base, mapped_text
 from torchround.run.resume import ResumeError
 from torchround.trainer import Trainer
+from torchround.untrusted.terminal import escape_unprintable
 
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
@@ -133,12 +133,12 @@ def main(arguments: list[str]) -> int:
     try:
         return run(arguments)
     except MISTAKES as error:
-        print(escaped(str(error)), file=sys.stderr, flush=True)
+        print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
         return 2
     except FAULTS as error:
         if isinstance(error, PipelineError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        print(f"{type(error).__name__}: {escaped(str(error))}", file=sys.stderr, flush=True)
+        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print("interrupted before the first step", file=sys.stderr, flush=True)

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchround.config.harmless import harmless
+from torchround.untrusted.terminal import terminal_safe
 
 
 class CheckpointError(Exception):
     """A checkpoint could not be written, or none could be read. `lines` stand below the message."""
 
     def __init__(self, message: object, *lines: object) -> None:
-        super().__init__(harmless(message, *lines))
+        super().__init__(terminal_safe(message, *lines))
 
 
 class DamagedCheckpointError(CheckpointError):

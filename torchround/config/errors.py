@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from torchround.config.harmless import harmless
 from torchround.config.toml_writer import toml_value
+from torchround.untrusted.terminal import terminal_safe
 
 MODEL_FOLDER = "legal: a local folder with config.json (a name on the Hugging Face hub is not downloaded)"
 """What `model.hf_path` may be, for messages."""
@@ -35,7 +35,7 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         heading = (f"{len(self.problems)} problems in the configuration",) if len(self.problems) > 1 else ()
-        super().__init__(harmless(*heading, *self.problems))
+        super().__init__(terminal_safe(*heading, *self.problems))
 
 
 def config_error(source: str, key: str, message: str) -> ConfigError:

@@ -1,13 +1,13 @@
 """What can be wrong with the data a user brings; every message names the file, and the line where there is one."""
 
-from torchround.config.harmless import harmless
+from torchround.untrusted.terminal import terminal_safe
 
 
 class DataError(ValueError):
     """A source that is missing, empty or unreadable, or a saved position that belongs to other data."""
 
     def __init__(self, message: object) -> None:
-        super().__init__(harmless(message))
+        super().__init__(terminal_safe(message))
 
 
 class TokenizerError(DataError):

@@ -14,7 +14,6 @@ import numpy as np
 from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, ValidationTable
-from torchround.config.harmless import harmless
 from torchround.data.batches import Batches, num_tokens
 from torchround.data.best_fit import BestFitPacker, in_changed_files
 from torchround.data.chat import ChatTemplate
@@ -28,6 +27,7 @@ from torchround.data.streams import open_source
 from torchround.data.tokenising import Tokenising
 from torchround.data.tokenizer import Tokenizer
 from torchround.layer import MicroBatch
+from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)
 PREFETCHED_BATCHES = 2
@@ -160,7 +160,7 @@ class Loader(Iterator[MicroBatch]):
         if changed:
             what = what_a_change_costs(position, saved["sources"], current["sources"])
             told = f"going on at the same document numbers in changed files: {text}"
-            logger.warning("%s; %s", harmless(told), what)
+            logger.warning("%s; %s", terminal_safe(told), what)
             position = in_changed_files(position) if self._packs_whole and position else position
         self.close()
         self._position = position

@@ -1,10 +1,10 @@
 """The one error of this room: a Hugging Face folder that cannot be used as it is."""
 
-from torchround.config.harmless import harmless
+from torchround.untrusted.terminal import terminal_safe
 
 
 class HFError(Exception):
     """Something is missing, damaged, or of another model; the message holds the path and the names."""
 
     def __init__(self, message: object, *lines: object) -> None:
-        super().__init__(harmless(message, *lines))
+        super().__init__(terminal_safe(message, *lines))

@@ -2,10 +2,10 @@
 
 from contextlib import suppress
 
-from torchround.config.harmless import escaped
+from torchround.untrusted.terminal import escape_unprintable
 
 
 def say(line: str) -> None:
     """A line on the console, which may quote names of others. That nobody reads it any more, as after `| head`, does not end a run."""
     with suppress(OSError):
-        print(escaped(line), flush=True)
+        print(escape_unprintable(line), flush=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torchround.checkpoint.sync import read_regular
 from torchround.config import Config, RunTable, to_toml
-from torchround.config.harmless import harmless
 from torchround.pipeline.plan import Plan
+from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class RunFolderError(Exception):
     """The folder cannot be made or written, or another process works in it."""
 
     def __init__(self, message: object) -> None:
-        super().__init__(harmless(message))
+        super().__init__(terminal_safe(message))
 
 
 class RunFolder:

@@ -16,7 +16,7 @@ from torchround.checkpoint import (
     load_checkpoint,
 )
 from torchround.config import Config
-from torchround.config.harmless import harmless
+from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class ResumeError(Exception):
     """The run cannot go on from the checkpoint that it found or was given."""
 
     def __init__(self, message: object) -> None:
-        super().__init__(harmless(message))
+        super().__init__(terminal_safe(message))
 
 
 def find_checkpoint(
@@ -150,7 +150,7 @@ def _refuse_another_model(loaded: Loaded, config: Config) -> None:
 def _tell_changes(loaded: Loaded, config: Config) -> None:
     if changes := list(_changes(loaded.state, config, TELLING_KEYS)):
         told = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
-        logger.warning("%s", harmless(told))
+        logger.warning("%s", terminal_safe(told))
 
 
 def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[str, ...]]) -> list[str]:
