@@ -1,24 +1,25 @@
-"""Text from files of others, made fit for a terminal: errors that quote such files pass their messages through here."""
+"""Makes text from untrusted files safe to print. Every error that quotes such a file passes its message through here."""
 
-MOST_CHARACTERS = 2000  # of a part of a message
+MOST_CHARACTERS = 2000  # of each part of a message
 
 
 def terminal_safe(message: object, *lines: object) -> str:
-    """`message`, and `lines` indented below it, which can neither command a terminal nor fill it.
+    """Return `message`, with each of `lines` indented below it, safe to print in a terminal.
 
-    Each of them is cut in its middle to `MOST_CHARACTERS`.
+    Control characters are escaped, so they cannot command the terminal. Each part longer than `MOST_CHARACTERS`
+    loses its middle, so it cannot fill the terminal.
     """
-    return "\n  ".join(escape_unprintable(_cut(str(part))) for part in (message, *lines))
+    return "\n  ".join(escape_unprintable(_shortened(str(part))) for part in (message, *lines))
 
 
 def escape_unprintable(text: str) -> str:
-    """What is not printable as Python writes it in a string, but for line breaks."""
+    """Replace each unprintable character by its Python escape. Newlines stay. The length is not limited."""
     return "".join(
         letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
     )
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     if len(text) <= MOST_CHARACTERS:
         return text
     return f"{text[: MOST_CHARACTERS // 2]} .. {text[-MOST_CHARACTERS // 2 :]}"

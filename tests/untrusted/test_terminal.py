@@ -1,4 +1,4 @@
-"""What is quoted of others' files can neither command a terminal nor fill it, and is otherwise as it was."""
+"""Quoted text of untrusted files can neither command a terminal nor fill it, and is otherwise unchanged."""
 
 import unicodedata
 
@@ -10,8 +10,8 @@ from torchround.untrusted.terminal import MOST_CHARACTERS, escape_unprintable, t
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text())
-def test_nothing_that_a_terminal_would_obey_is_left_and_everything_else_is(text: str) -> None:
-    """By what Unicode calls a control, a format or no letter at all."""
+def test_control_characters_are_escaped_and_everything_else_is_kept(text: str) -> None:
+    """Checked against the Unicode categories of control, format, surrogate and unassigned characters."""
     result = escape_unprintable(text)
     assert all(letter == "\n" or unicodedata.category(letter)[0] != "C" for letter in result)
     result.encode()
@@ -19,11 +19,11 @@ def test_nothing_that_a_terminal_would_obey_is_left_and_everything_else_is(text:
         assert result == text
 
 
-def test_bytes_of_commands_are_written_as_python_writes_them() -> None:
+def test_control_characters_become_python_escapes() -> None:
     assert terminal_safe("a\x1b]0;x\x07\x9b2J\u202e\ud800") == r"a\x1b]0;x\x07\x9b2J\u202e\ud800"
 
 
-def test_a_message_is_cut_in_its_middle_line_by_line() -> None:
+def test_each_line_of_a_message_that_is_too_long_loses_its_middle() -> None:
     message = terminal_safe("first", "a" * 5000 + "z" * 5000, "last")
     half = MOST_CHARACTERS // 2
     assert message == f"first\n  {'a' * half} .. {'z' * half}\n  last"
