@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.data import write_records
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_data.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "data.py"
 
 
 @pytest.mark.slow
