@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchdata.nodes import IterableWrapper
+from torchround.data.packing.contiguous.contiguous import PackedSequence, Packer, TokenPiece
 
 from torchround.data.errors import DataError
-from torchround.data.packing import PackedSequence, Packer, TokenPiece
 from torchround.layer import IGNORED_LABEL
 
 PAD = 9999

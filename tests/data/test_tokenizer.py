@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.data import vocabularies
 from torchround.config import TokenizerTable
 from torchround.data import Tokenizer, TokenizerError, build_tokenizer
-from torchround.data.rank_file import LLAMA3, QWEN
+from torchround.data.text.tiktoken_file import LLAMA3, QWEN
 
 text_strategy = st.text(st.characters(codec="utf-8"), max_size=200)
 

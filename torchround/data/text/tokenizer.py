@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,11 +19,10 @@ import numpy as np
 import tiktoken
 
 from torchround.config import MODEL_FOLDER, TokenizerTable, show
-from torchround.data.documents import Ids
+from torchround.data.document_types import TokenIds
 from torchround.data.errors import DataError, MissingTokenizerError, TokenizerError
-from torchround.data.nfc import nfc
-from torchround.data.rank_file import read_rank_file
-from torchround.data.tokenizer_json import read_tokenizer_json
+from torchround.data.text.tiktoken_file import read_tiktoken_file
+from torchround.data.text.tokenizer_json import read_tokenizer_json
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +70,11 @@ class Tokenizer:
         return self.special[name]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` alone. Text that looks like a special token is encoded as text."""
+        """TokenIds of `text` alone. Text that looks like a special token is encoded as text."""
         ids: list[int] = self.encode_array(text).tolist()
         return ids
 
-    def encode_array(self, text: str) -> Ids:
+    def encode_array(self, text: str) -> TokenIds:
         """`encode` as an array `[n]`, without a Python object per token (twice as fast for `bytes`)."""
         if self._in_text is None:
             return self._encode_plain(text)
@@ -92,7 +92,7 @@ class Tokenizer:
         """Text of `ids`: special tokens by name, bytes that are no UTF-8 as U+FFFD."""
         return self.encoding.decode(list(ids))
 
-    def _encode_plain(self, text: str) -> Ids:
+    def _encode_plain(self, text: str) -> TokenIds:
         if self.nfc:
             text = nfc(text)
         try:
@@ -241,7 +241,7 @@ def _read_template(path: Path) -> str:
 
 
 def _from_ranks(path: Path) -> Tokenizer:
-    known, encoding = read_rank_file(path)
+    known, encoding = read_tiktoken_file(path)
     ids, in_text = known.ids(), known.in_text()
     names = {"bos_token": known.bos, "eos_token": known.end_of_turn}
     return Tokenizer(
@@ -265,4 +265,36 @@ def _find_file(path: Path) -> Path:
     found = sorted(entry.name for entry in path.glob("*token*"))
     raise TokenizerError(
         f"no {', '.join(FILES[:-2])} or {FILES[-2]} in {path} (there: {', '.join(found) or 'nothing'}); {SUPPORTED}"
+    )
+
+
+# Normalisation form C by the tables of Unicode 9, as the package tokenizers has it.
+#
+# Python's tables are newer. They know marks that Unicode 9 does not, and move them past other marks; released models were
+# trained on text in which those stayed where they were.
+
+
+# Combining marks from Unicode 10 on, and letters with new compositions: in Unicode 9 none of them combines. Found by
+# asking the package about each one that the tables of the package regex have (its version 2026.11.15: newer than 16).
+NEWER = re.compile(
+    "(["
+    "\u05c8\u05c9\u07fd\u0897-\u089f\u08ca-\u08d3\u09fe\u0c3c\u0d3b\u0d3c\u0eba\u0ece\u1715\u1abf-\u1af0\u1df6-\u1dfa\ua82c"
+    "\U000105c9\U000105d2\U000105da\U000105e4"
+    "\U00010d24-\U00010d27\U00010d69-\U00010d6d\U00010eab\U00010eac\U00010ecb-\U00010eff\U00010f46-\U00010f50"
+    "\U00010f82-\U00010f85\U00011070\U0001133b\U00011380-\U000113ff\U0001145e\U00011839\U0001183a\U00011930"
+    "\U0001193d\U0001193e\U00011943\U000119e0\U00011a34\U00011a47\U00011a99\U00011d42\U00011d44\U00011d45\U00011d97"
+    "\U00011f41\U00011f42\U00016100-\U0001613f\U00016d40-\U00016d7f\U00016ff0\U00016ff1"
+    "\U0001d127\U0001d128\U0001d250-\U0001d281\U0001e08f\U0001e130-\U0001e136"
+    "\U0001e2ae\U0001e2ec-\U0001e2ef\U0001e4ec-\U0001e4ef\U0001e5ee\U0001e5ef\U0001e6e3-\U0001e6f5"
+    "])"
+)
+
+
+def nfc(text: str) -> str:
+    """`text` normalised."""
+    if unicodedata.is_normalized("NFC", text):  # then it is by Unicode 9 too, which combines less
+        return text
+    parts = NEWER.split(text)  # newer marks are at odd places
+    return "".join(
+        part if index % 2 else unicodedata.normalize("NFC", part) for index, part in enumerate(parts)
     )

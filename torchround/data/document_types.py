@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from torchround.data.errors import DataError
 
-Ids = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
+TokenIds = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Segment:
+class TextSpan:
     """A part of a rendered conversation: text, or the name of one special token; learnt or not."""
 
     text: str
@@ -31,13 +31,13 @@ class Conversation:
     tools: tuple[Any, ...] = ()
 
 
-Content = str | Ids | tuple[Segment, ...]
+Content = str | TokenIds | tuple[TextSpan, ...]
 """Text to be framed by BOS and EOS; token ids `[n]` as they are; a rendered conversation."""
 
 Record = bytes | dict[str, Any] | DataError
 """A line, the fields of a row, or why it could not be read."""
 
-Place = list[int]
+Cursor = list[int]
 """Where a source is in a pass over its documents; what the numbers mean is the source's business."""
 
 

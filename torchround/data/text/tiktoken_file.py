@@ -23,7 +23,7 @@ def _pattern(digits: str) -> str:
 
 
 @dataclass(frozen=True)
-class RankVocabulary:
+class TiktokenVocabulary:
     """What belongs to a rank file of `num_ranks`. Ids of `added` follow the ranks; from `first_in_text` on they are
     recognised in any text. `bos` is None where documents begin with no token of their own."""
 
@@ -51,7 +51,7 @@ class RankVocabulary:
         }
 
 
-LLAMA3 = RankVocabulary(
+LLAMA3 = TiktokenVocabulary(
     name="llama3",
     num_ranks=128_000,
     pattern=_pattern(r"\p{N}{1,3}"),
@@ -70,7 +70,7 @@ LLAMA3 = RankVocabulary(
     nfc=False,
 )
 # The file came with Qwen 1; added tokens are those of Qwen3, whose ranks are the same. The first three are in both.
-QWEN = RankVocabulary(
+QWEN = TiktokenVocabulary(
     name="qwen3",
     num_ranks=151_643,
     pattern=_pattern(r"\p{N}"),
@@ -98,7 +98,7 @@ QWEN = RankVocabulary(
 )
 
 
-def read_rank_file(path: Path) -> tuple[RankVocabulary, tiktoken.Encoding]:
+def read_tiktoken_file(path: Path) -> tuple[TiktokenVocabulary, tiktoken.Encoding]:
     """Raises `TokenizerError` where the file is damaged, or has a number of ranks that nothing is known for."""
     ranks = _read_ranks(path)
     for known in (LLAMA3, QWEN):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchround.data.documents import Ids
+from torchround.data.document_types import TokenIds
 from torchround.data.errors import DataError
 
 PYTHON_STDLIB = "python-stdlib"
@@ -101,7 +101,7 @@ def size_bytes(path: Path) -> int:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def line_starts(path: Path) -> Ids:
+def line_starts(path: Path) -> TokenIds:
     """Byte offset of each line; the end of the file begins no line."""
     starts = array("q", [0])  # grows in place: arrays to be joined would need twice the memory
     offset = 0

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from torchround.config import SourceTable
-from torchround.data.documents import Content, Conversation, Document, Ids, Record, Segment
+from torchround.data.document_types import Content, Conversation, Document, Record, TextSpan, TokenIds
 from torchround.data.errors import DataError
 
-Render = Callable[[Conversation], tuple[Segment, ...]]
+Render = Callable[[Conversation], tuple[TextSpan, ...]]
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 DEFAULT_FIELDS = {"text": ("text",), "messages": ("messages", "conversations"), "tokens": ("tokens",)}
@@ -75,7 +75,7 @@ class RecordReader:
             hint = f' (is it a source of content = "{meant}"?)'
         raise DataError(f"no field {wanted}; fields: {fields}{hint}")
 
-    def _rendered(self, conversation: Conversation) -> tuple[Segment, ...]:
+    def _rendered(self, conversation: Conversation) -> tuple[TextSpan, ...]:
         assert self.render is not None, f"source {self.table.path} holds conversations and has no template"
         return self.render(conversation)
 
@@ -90,7 +90,7 @@ def _parsed(line: bytes) -> Any:
         raise DataError(f"not valid JSON: {error}") from error
 
 
-def _ids(value: Any, vocab_size: int | None) -> Ids:
+def _ids(value: Any, vocab_size: int | None) -> TokenIds:
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise DataError("the tokens are not a list of integers")
     if value and (min(value) < 0 or (vocab_size is not None and max(value) >= vocab_size)):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
-from torchround.data.documents import Ids, Mask
+from torchround.data.document_types import BoolArray, TokenIds
 from torchround.data.errors import DataError
 from torchround.layer import IGNORED_LABEL
 
@@ -30,9 +30,9 @@ class TokenPiece:
     source number `source`, in that source's pass `epoch`.
     """
 
-    tokens: Ids
+    tokens: TokenIds
     starts_document: bool
-    learn: Mask | None = None
+    learn: BoolArray | None = None
     ends_document: bool = True
     epoch: int = 0
     source: int = 0
@@ -46,19 +46,19 @@ class PackedSequence:
     Positions restart at 0 with each document and with each sequence, also where a document goes on.
     """
 
-    tokens: Ids
-    labels: Ids
-    positions: Ids
-    document_ids: Ids
+    tokens: TokenIds
+    labels: TokenIds
+    positions: TokenIds
+    document_ids: TokenIds
 
 
 @dataclass(frozen=True)
 class TokenRun:
     """Tokens `[n]` of the stream, where documents start in it, and which tokens are learnt."""
 
-    tokens: Ids
-    starts: Mask
-    learn: Mask
+    tokens: TokenIds
+    starts: BoolArray
+    learn: BoolArray
 
     def join(self, others: "list[TokenRun]") -> "TokenRun":
         """This one with the others after it."""
@@ -96,13 +96,13 @@ def pack_sequence(run: TokenRun, seq_len: int, pad_id: int) -> PackedSequence:
     )
 
 
-def positions_from(begins: Mask) -> Ids:
+def positions_from(begins: BoolArray) -> TokenIds:
     """Distance `[T]` of each token from the last one before it, or itself, that begins a document."""
     index = np.arange(len(begins), dtype=np.int64)
     return index - np.maximum.accumulate(np.where(begins, index, 0))
 
 
-class Packer(BaseNode[PackedSequence | DataError]):
+class ContiguousPacker(BaseNode[PackedSequence | DataError]):
     """Token pieces in, full sequences out. Its state is what is left of the pieces taken so far.
 
     At the end of the data the remaining tokens come as one padded sequence. An error from before it is
@@ -170,7 +170,7 @@ def _run(piece: TokenPiece) -> TokenRun:
     return TokenRun(piece.tokens, starts, learnt_mask(piece))
 
 
-def learnt_mask(piece: TokenPiece) -> Mask:
+def learnt_mask(piece: TokenPiece) -> BoolArray:
     """Tokens `[n]` of a piece that are labels."""
     return np.ones(len(piece.tokens), dtype=np.bool_) if piece.learn is None else piece.learn
 

@@ -18,18 +18,24 @@ from typing import Any
 
 import numpy as np
 from torchdata.nodes import BaseNode
+from torchround.data.packing.contiguous.contiguous import (
+    PackedSequence,
+    TokenPiece,
+    joined,
+    learnt_mask,
+    positions_from,
+)
 
-from torchround.data.documents import Ids
+from torchround.data.document_types import TokenIds
 from torchround.data.errors import DataError
-from torchround.data.packing import PackedSequence, TokenPiece, joined, learnt_mask, positions_from
-from torchround.data.sources import shuffled
+from torchround.data.formats.sources import shuffled
 from torchround.layer import IGNORED_LABEL
 
 GROUP_SEQUENCES = 64
 # In files that have changed, the documents of a group may be longer than they were, but not by any amount.
 MOST_GROWTH = 16
 
-Name = tuple[int, int, int]
+PartId = tuple[int, int, int]
 """Number of the source, of the document in it, and of the part of that document."""
 
 
@@ -37,9 +43,9 @@ Name = tuple[int, int, int]
 class WholeDocument:
     """Inputs and labels `[n]` of a document, or of the part of it that one sequence holds."""
 
-    tokens: Ids
-    labels: Ids
-    name: Name
+    tokens: TokenIds
+    labels: TokenIds
+    name: PartId
     waited: bool = False
 
 

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchround.config import SourceTable
-from torchround.data.documents import Content, Document, Place
+from torchround.data.document_types import Content, Cursor, Document
 from torchround.data.errors import DataError
-from torchround.data.files import (
+from torchround.data.formats.records import RecordReader
+from torchround.data.formats.source_files import (
     PIECE_SIZE,
     kind_of,
     line_starts,
@@ -27,7 +28,6 @@ from torchround.data.files import (
     read_line,
     size_bytes,
 )
-from torchround.data.records import RecordReader
 
 BLOCK_RECORDS = 8192
 BLOCK_BYTES = 1 << 25
@@ -36,11 +36,11 @@ BLOCK_BYTES = 1 << 25
 class Order(Protocol):
     """Documents of a source as places in a pass over them."""
 
-    def first_place(self) -> Place:
+    def first_place(self) -> Cursor:
         """Where a pass begins."""
         ...
 
-    def locate(self, place: Place, key: str | None) -> tuple[Document, Place] | None:
+    def locate(self, place: Cursor, key: str | None) -> tuple[Document, Cursor] | None:
         """The document at a place of the pass shuffled by `key`, and the place after it; `None` at the end."""
         ...
 
@@ -111,11 +111,11 @@ class FileIndex:
         self._ends = np.array(list(accumulate(counts)), dtype=np.int64)
         self._shuffled: tuple[str, npt.NDArray[np.integer]] = "", np.empty(0, dtype=np.int64)
 
-    def first_place(self) -> Place:
+    def first_place(self) -> Cursor:
         """Document 0."""
         return [0]
 
-    def locate(self, place: Place, key: str | None) -> tuple[Document, Place] | None:
+    def locate(self, place: Cursor, key: str | None) -> tuple[Document, Cursor] | None:
         """The document at a place of the order that `key` gives, or as listed."""
         (position,) = place
         if position >= self.count():
@@ -168,11 +168,11 @@ class Stream:
         self._block = Block()
         self._reading: tuple[int, int, Iterator[Document]] = -1, 0, iter(())
 
-    def first_place(self) -> Place:
+    def first_place(self) -> Cursor:
         """The first record of the first unit."""
         return [0, 0, 0]
 
-    def locate(self, place: Place, key: str | None) -> tuple[Document, Place] | None:
+    def locate(self, place: Cursor, key: str | None) -> tuple[Document, Cursor] | None:
         """The document at a place; finds the next unit where one has ended."""
         rank, start, index = place
         while rank < len(self._units):

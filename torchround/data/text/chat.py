@@ -5,15 +5,21 @@ asks the model to speak (what `add_generation_prompt` adds) to the token that en
 are special tokens, and text in a message that looks like one is kept text, so no message can fake a turn.
 """
 
+import datetime
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NoReturn
 
-from torchround.data.documents import Conversation, Segment
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+from torchround.data.document_types import Conversation, TextSpan
 from torchround.data.errors import DataError, TokenizerError
-from torchround.data.template import Template
-from torchround.data.tokenizer import Tokenizer
+from torchround.data.text.tokenizer import Tokenizer
+from torchround.untrusted.template_sandbox import LimitedEnvironment
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>")
 GUARDS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
@@ -42,7 +48,7 @@ class ChatTemplate:
         self._learns_all = loss_on == "all"
         self._find_turns(tokenizer)
 
-    def __call__(self, conversation: Conversation) -> tuple[Segment, ...]:
+    def __call__(self, conversation: Conversation) -> tuple[TextSpan, ...]:
         """The rendered conversation, special tokens apart from text. Raises `DataError`."""
         guard, messages, tools = self._guarded(conversation)
         parts = self._parts(self._template.render(messages, tools))
@@ -55,28 +61,28 @@ class ChatTemplate:
         if guard is None:
             return tuple(segments)
         return tuple(
-            Segment(segment.text.replace(guard, ""), segment.learn, segment.special) for segment in segments
+            TextSpan(segment.text.replace(guard, ""), segment.learn, segment.special) for segment in segments
         )
 
-    def _marked(self, parts: Sequence[Segment]) -> tuple[list[Segment], int]:
+    def _marked(self, parts: Sequence[TextSpan]) -> tuple[list[TextSpan], int]:
         """The parts with what is learnt of them, and how many turns of the assistant there are."""
-        segments: list[Segment] = []
+        segments: list[TextSpan] = []
         index, num_turns, speaking = 0, 0, False
         while index < len(parts):
             part = parts[index]
             if not speaking and self._is_header(parts, index):
                 header, rest = self._cut_header(parts, index)
-                segments += [Segment(piece.text, self._learns_all, piece.special) for piece in header]
-                segments += [Segment(piece.text, True) for piece in rest]
+                segments += [TextSpan(piece.text, self._learns_all, piece.special) for piece in header]
+                segments += [TextSpan(piece.text, True) for piece in rest]
                 index, num_turns, speaking = index + len(self._header), num_turns + 1, True
                 continue
-            segments.append(Segment(part.text, speaking or self._learns_all, part.special))
+            segments.append(TextSpan(part.text, speaking or self._learns_all, part.special))
             index += 1
             if speaking and part.special and part.text in self._ends:
                 speaking = self._joins_headers and self._is_header(parts, index)
         return segments, num_turns
 
-    def _is_header(self, parts: Sequence[Segment], index: int) -> bool:
+    def _is_header(self, parts: Sequence[TextSpan], index: int) -> bool:
         found = parts[index : index + len(self._header)]
         if [part.special for part in found] != [part.special for part in self._header]:
             return False
@@ -86,15 +92,15 @@ class ChatTemplate:
             last[0].text == last[1].text if last[1].special else last[0].text.startswith(last[1].text)
         )
 
-    def _cut_header(self, parts: Sequence[Segment], index: int) -> tuple[list[Segment], list[Segment]]:
+    def _cut_header(self, parts: Sequence[TextSpan], index: int) -> tuple[list[TextSpan], list[TextSpan]]:
         """The header itself, and what its last text goes on with."""
         rest = parts[index + len(self._header) - 1].text[len(self._header[-1].text) :]
-        return list(self._header), [Segment(rest, True)] if rest else []
+        return list(self._header), [TextSpan(rest, True)] if rest else []
 
-    def _parts(self, text: str) -> list[Segment]:
+    def _parts(self, text: str) -> list[TextSpan]:
         """Special tokens and the text between them."""
         found = enumerate(self._special.split(text))
-        return [Segment(part, False, special=index % 2 == 1) for index, part in found if part]
+        return [TextSpan(part, False, special=index % 2 == 1) for index, part in found if part]
 
     # What the template does, found out by rendering.
 
@@ -187,3 +193,68 @@ def _mapped(value: Any, change: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_mapped(item, change) for item in value]
     return value
+
+
+# Jinja chat templates, rendered in a sandbox with what released templates expect to find.
+#
+# `strftime_now` gives one fixed day: a run that is resumed tomorrow reads what it would have read today.
+
+
+FIXED_DAY = datetime.datetime(2024, 7, 26)  # the one that Llama 3.1's template falls back to
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks assistants' turns for other trainers; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 (a plain attribute of the base class)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Its content."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Template:
+    """One chat template. `tokens`: names of special tokens that it may ask for, such as `bos_token`.
+
+    Raises `TokenizerError` where it is no Jinja.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        environment = LimitedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = to_json
+        environment.globals.update(raise_exception=raise_exception, strftime_now=FIXED_DAY.strftime)
+        try:
+            self._template = environment.from_string(environment.metered(source))
+        except (TemplateError, RecursionError, ValueError) as error:
+            raise TokenizerError(f"the chat template is not valid Jinja: {error}") from error
+        self._environment = environment
+        self._tokens = dict(tokens)
+
+    def render(
+        self, messages: Sequence[Any], tools: Sequence[Any] | None, add_generation_prompt: bool = False
+    ) -> str:
+        """The text of a conversation. Raises `DataError` where the template does, or cannot go on."""
+        self._environment.begin()
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._tokens,
+            )
+        except Exception as error:  # expressions in a template raise whatever Python raises
+            raise DataError(f"error in the chat template: {type(error).__name__}: {error}") from error
+
+
+def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **further: Any) -> str:
+    """JSON for a model to read: no HTML escapes, letters of all scripts as they are."""
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **further)
+
+
+def raise_exception(message: str) -> NoReturn:
+    """What templates call on a conversation that they do not write."""
+    raise TemplateError(message)

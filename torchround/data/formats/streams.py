@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from torchround.config import SourceTable
-from torchround.data.documents import Document, Record
+from torchround.data.document_types import Document, Record
 from torchround.data.errors import DataError
-from torchround.data.files import (
+from torchround.data.formats.records import RecordReader
+from torchround.data.formats.source_files import (
     MOST_LINE_BYTES,
     TOO_LONG,
     find_files,
@@ -26,8 +27,7 @@ from torchround.data.files import (
     read_line,
     size_bytes,
 )
-from torchround.data.records import RecordReader
-from torchround.data.sources import FileIndex, Order, Source, Stream, Unit
+from torchround.data.formats.sources import FileIndex, Order, Source, Stream, Unit
 
 CHUNK_BYTES = 1 << 18
 FEED_BYTES = 1 << 10  # to zstd at once: each may become 32 KiB per byte

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchround.data.documents import Place
+from torchround.data.document_types import Cursor
 from torchround.data.errors import DataError
 from torchround.layer import IGNORED_LABEL
 
@@ -11,8 +11,8 @@ MOST = 2**62  # of anything that is counted
 COUNTS = ("epoch", "used", "drawn", "bad")
 
 
-def check_position(
-    position: Any, first_places: Sequence[Place], vocab_size: int, most_tokens: int | None
+def check_data_position(
+    position: Any, first_places: Sequence[Cursor], vocab_size: int, most_tokens: int | None
 ) -> None:
     """Raise `DataError` unless the packers and the reader could have left this, of whatever documents.
 
@@ -42,7 +42,7 @@ def _check_stream(position: Mapping[str, Any], vocab_size: int) -> None:
 
 
 def _check_group(
-    position: Mapping[str, Any], first_places: Sequence[Place], vocab_size: int, most_tokens: int
+    position: Mapping[str, Any], first_places: Sequence[Cursor], vocab_size: int, most_tokens: int
 ) -> None:
     """What `BestFitPacker` leaves."""
     for name in ("left", "group", "long"):
@@ -62,7 +62,7 @@ def _check_group(
     _check_reader(position["so_far"]["reader"], first_places)
 
 
-def _check_reader(reader: Mapping[str, Any], first_places: Sequence[Place]) -> None:
+def _check_reader(reader: Mapping[str, Any], first_places: Sequence[Cursor]) -> None:
     sources, number = reader["sources"], reader["source"]
     _require(len(sources) == len(first_places), "sources", len(sources))
     for progress, first_place in zip(sources, first_places, strict=True):

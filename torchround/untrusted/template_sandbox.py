@@ -41,7 +41,7 @@ class TemplateLimitError(TemplateError):
     """The template does more than any chat template has to."""
 
 
-class Work(threading.local):
+class WorkMeter(threading.local):
     """What the rendering under way in this thread has done."""
 
     spent = 0.0
@@ -59,7 +59,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._work = Work()
+        self._work = WorkMeter()
         for name in _LEFT_OUT:
             self.filters.pop(name, None)
             self.globals.pop(name, None)
