@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.data.reading import TEMPLATE, content, documents
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import DataError, Loader, Tokenizer, build_loader, build_tokenizer
-from torchround.data.packing.contiguous import best_fit as best_fit_module
+from torchround.data.packing import best_fit as best_fit_module
 from torchround.layer import MicroBatch
 
 

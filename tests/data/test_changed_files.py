@@ -14,7 +14,7 @@ from tests.data.reading import documents
 from torchround.config import DataTable, SourceTable
 from torchround.data import Tokenizer, build_loader
 from torchround.data.errors import DataError
-from torchround.data.packing.contiguous import best_fit as best_fit_module
+from torchround.data.packing import best_fit as best_fit_module
 from torchround.layer import MicroBatch
 
 SEQ_LEN = 64

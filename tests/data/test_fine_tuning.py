@@ -27,7 +27,7 @@ from torchround.data import (
     num_tokens,
 )
 from torchround.data.formats import sources as sources_module
-from torchround.data.packing.contiguous import best_fit as best_fit_module
+from torchround.data.packing import best_fit as best_fit_module
 
 
 @pytest.fixture(scope="module")

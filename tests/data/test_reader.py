@@ -1,4 +1,4 @@
-"""MixSettings within a source and the mix of several, against counting."""
+"""The order within a source and the mix of several, against counting."""
 
 from collections import Counter
 from itertools import islice

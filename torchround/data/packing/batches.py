@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from torchdata.nodes import BaseNode
-from torchround.data.packing.contiguous.contiguous import PackedSequence
 
 from torchround.data.errors import DataError
+from torchround.data.packing.contiguous import PackedSequence
 from torchround.layer import IGNORED_LABEL, MicroBatch, most_documents
 from torchround.pipeline.schedule import split_evenly
 

@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 from torchdata.nodes import BaseNode
-from torchround.data.packing.contiguous.contiguous import (
+
+from torchround.data.document_types import TokenIds
+from torchround.data.errors import DataError
+from torchround.data.formats.sources import shuffled
+from torchround.data.packing.contiguous import (
     PackedSequence,
     TokenPiece,
     joined,
     learnt_mask,
     positions_from,
 )
-
-from torchround.data.document_types import TokenIds
-from torchround.data.errors import DataError
-from torchround.data.formats.sources import shuffled
 from torchround.layer import IGNORED_LABEL
 
 GROUP_SEQUENCES = 64

@@ -1,7 +1,7 @@
 """Text to token ids and back, through tiktoken.
 
 `bytes` has one token per UTF-8 byte and needs no file. A byte-level BPE `tokenizer.json` is read in
-`tokenizer_json.py`, the tiktoken rank files of Llama 3 and Qwen in `rank_file.py`.
+`tokenizer_json.py`, the tiktoken rank files of Llama 3 and Qwen in `tiktoken_file.py`.
 """
 
 import json
