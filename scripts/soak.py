@@ -28,8 +28,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.faults.zygote import Child, Zygote, zygote_in
-from tests.small_run import SmallRuns
+from tests.support.fork_server import Child, ForkServer, fork_server_in
+from tests.support.small_run import SmallRuns
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
 from torchround.run.signals import STOP_SIGNALS
 
@@ -63,7 +63,7 @@ class Soak:
     """Iterations in `folder`. `tamper` is called with each complete run before it is compared."""
 
     def __init__(
-        self, zygote: Zygote, folder: Path, seed: int, tamper: Callable[[Path], object] = lambda run: None
+        self, zygote: ForkServer, folder: Path, seed: int, tamper: Callable[[Path], object] = lambda run: None
     ) -> None:
         self.met: Counter[str] = Counter()
         self._zygote = zygote
@@ -242,7 +242,7 @@ def main(arguments: list[str], tamper: Callable[[Path], object] = lambda run: No
     print(f"seed {options.seed}, in {folder}", flush=True)
     start_s, failed, done = time.monotonic(), [], 0
     (folder / "zygote").mkdir()
-    with zygote_in(folder / "zygote") as zygote:
+    with fork_server_in(folder / "zygote") as zygote:
         soak = Soak(zygote, folder, options.seed, tamper)
         for number in numbers(options, start_s):
             done += 1

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.zygote import Zygote, zygote_in
+from tests.support.fork_server import ForkServer, fork_server_in
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Forks processes that train."""
-    with zygote_in(tmp_path_factory.mktemp("children")) as zygote:
+    with fork_server_in(tmp_path_factory.mktemp("children")) as zygote:
         yield zygote

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.zygote import Zygote
-from tests.small_run import ASYNC, SmallRuns
+from tests.support.fork_server import ForkServer
+from tests.support.small_run import ASYNC, SmallRuns
 from torchround.checkpoint import verify_checkpoint
 
 EVERY_SECOND = ["--checkpoint.interval_steps=2", "--training.steps=10", "--checkpoint.keep_latest_k=0"]
@@ -20,7 +20,7 @@ TROUBLES = {
 @pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_training_goes_on_the_old_checkpoint_verifies_and_saves_succeed_once_there_is_room(
-    zygote: Zygote, tmp_path: Path, trouble: str, mode: list[str]
+    zygote: ForkServer, tmp_path: Path, trouble: str, mode: list[str]
 ) -> None:
     """In trouble while step 4 is dispatched and until step 8 is: the saves of steps 4 and 6 fail."""
     runs, disk = SmallRuns(tmp_path), SmallRuns(made(tmp_path / "disk"))

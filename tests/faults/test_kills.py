@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.zygote import Child, Zygote
-from tests.small_run import ASYNC, SmallRuns
+from tests.support.fork_server import Child, ForkServer
+from tests.support.small_run import ASYNC, SmallRuns
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 
 KILLS = 25  # for each way to train
@@ -17,7 +17,7 @@ STEPS = 25
 OFTEN = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1"]
 
 
-def killed(zygote: Zygote, folder: Path, arguments: list[str], moment: random.Random) -> Child:
+def killed(zygote: ForkServer, folder: Path, arguments: list[str], moment: random.Random) -> Child:
     """A run that was killed, or that was complete before: three of four times at a file operation of a checkpoint."""
     if moment.random() < 0.75:
         delay_s = moment.choice((0.0, moment.uniform(0, 0.01)))
@@ -44,7 +44,7 @@ def announced(child: Child) -> int:
 
 @pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
 def test_killed_at_random_moments_every_resume_succeeds_and_the_run_equals_an_uninterrupted_one(
-    zygote: Zygote, tmp_path: Path, mode: list[str]
+    zygote: ForkServer, tmp_path: Path, mode: list[str]
 ) -> None:
     runs, moment, kills, number = SmallRuns(tmp_path), random.Random(5), 0, 0
     whole = zygote.run("trains", ["--run.name=whole", *OFTEN, *mode], folder=tmp_path)
@@ -56,7 +56,7 @@ def test_killed_at_random_moments_every_resume_succeeds_and_the_run_equals_an_un
 
 
 def kill_until_complete(
-    zygote: Zygote, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
+    zygote: ForkServer, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
 ) -> int:
     """A run that is killed and started again until it is complete; how often it was killed."""
     arguments = [f"--run.name={name}", *OFTEN, *mode]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.zygote import Zygote
-from tests.small_run import ASYNC, SmallRuns
+from tests.support.fork_server import ForkServer
+from tests.support.small_run import ASYNC, SmallRuns
 from torchround.checkpoint import verify_checkpoint
 from torchround.run.signals import SAME_REQUEST_S, STOP_SIGNALS
 
@@ -20,7 +20,7 @@ OFTEN = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1"]
 
 @pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
 def test_stopped_at_random_moments_the_run_says_so_is_saved_there_and_equals_an_uninterrupted_one(
-    zygote: Zygote, tmp_path: Path, mode: list[str]
+    zygote: ForkServer, tmp_path: Path, mode: list[str]
 ) -> None:
     runs, moment, sent, number = SmallRuns(tmp_path), random.Random(2), 0, 0
     whole = zygote.run("trains", ["--run.name=whole", *OFTEN, *mode], folder=tmp_path)
@@ -32,7 +32,7 @@ def test_stopped_at_random_moments_the_run_says_so_is_saved_there_and_equals_an_
 
 
 def stop_until_complete(
-    zygote: Zygote, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
+    zygote: ForkServer, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
 ) -> int:
     """A run that is stopped and started again until it is complete; how often it was stopped."""
     arguments, stops, last_step = [f"--run.name={name}", *OFTEN, *mode], 0, 0
@@ -55,7 +55,7 @@ def stop_until_complete(
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_a_signal_after_the_last_save_does_not_make_a_complete_run_a_failed_one(
-    zygote: Zygote, tmp_path: Path, number: signal.Signals
+    zygote: ForkServer, tmp_path: Path, number: signal.Signals
 ) -> None:
     SmallRuns(tmp_path)
     run = zygote.run("is_signalled_on_its_way_out", number, ["--run.name=run"], folder=tmp_path)
@@ -66,7 +66,7 @@ def test_a_signal_after_the_last_save_does_not_make_a_complete_run_a_failed_one(
 
 @pytest.mark.parametrize("while_saving", [False, True], ids=["in a step", "in a save"])
 def test_a_second_signal_ends_the_run_at_once_and_what_was_saved_before_is_good(
-    zygote: Zygote, tmp_path: Path, while_saving: bool
+    zygote: ForkServer, tmp_path: Path, while_saving: bool
 ) -> None:
     """Step 3, or the save after it, takes for ever."""
     runs, number = SmallRuns(tmp_path), signal.SIGTERM

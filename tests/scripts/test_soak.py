@@ -9,8 +9,8 @@ import xxhash
 
 import scripts.soak
 from scripts.soak import Soak, SoakError, main, newest
-from tests.faults.zygote import zygote_in
-from tests.small_run import SmallRuns
+from tests.support.fork_server import fork_server_in
+from tests.support.small_run import SmallRuns
 from torchround.checkpoint import verify_checkpoint
 
 
@@ -63,7 +63,7 @@ def test_a_child_that_hangs_is_ended_also_while_something_is_awaited_from_it(
     monkeypatch.setattr(scripts.soak, "HUNG_AFTER_S", 0.5)
     SmallRuns(tmp_path)
     (tmp_path / "zygote").mkdir()
-    with zygote_in(tmp_path / "zygote") as zygote:
+    with fork_server_in(tmp_path / "zygote") as zygote:
         hanging = "hangs", "step", 1, ["--run.name=run"]
         with pytest.raises(SoakError, match="nothing came of it"):
             Soak(zygote, tmp_path, seed=0)._ended(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.zygote import Zygote
+from tests.support.fork_server import ForkServer
 
 MEMORY_BYTES = 1 << 30  # on top of what the process has mapped before
 CPU_S = 30
@@ -40,7 +40,7 @@ class Case:
     code: int = 2
 
 
-def judge(case: Case, zygote: Zygote, folder: Path) -> None:
+def judge(case: Case, zygote: ForkServer, folder: Path) -> None:
     """Run the case and see that it is told in words and touches nothing."""
     case.prepare(folder)
     before = contents(folder)

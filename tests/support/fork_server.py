@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 class Child:
     """A scenario under way, or ended. What it prints is in `output`."""
 
-    def __init__(self, zygote: "Zygote", pid: int, output: Path) -> None:
+    def __init__(self, zygote: "ForkServer", pid: int, output: Path) -> None:
         self.pid = pid
         self.output = output
         self._zygote = zygote
@@ -49,8 +49,8 @@ class Child:
             time.sleep(0.002)
 
 
-class Zygote:
-    """Forks children that run functions of `tests/faults/scenarios.py`, one at a time."""
+class ForkServer:
+    """Forks children that run functions of `tests/support/scenarios.py`, one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -97,8 +97,8 @@ class Zygote:
 
 
 @contextmanager
-def zygote_in(folder: Path) -> Iterator[Zygote]:
-    zygote = Zygote(folder)
+def fork_server_in(folder: Path) -> Iterator[ForkServer]:
+    zygote = ForkServer(folder)
     try:
         yield zygote
     finally:
@@ -113,7 +113,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _serve() -> None:
-    from tests.faults import scenarios
+    from tests.support import scenarios
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
