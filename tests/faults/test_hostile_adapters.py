@@ -77,7 +77,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_hostile_adapters_are_a_message_and_touch_nothing(
-    zygote: ForkServer, tmp_path: Path, name: str
+    fork_server: ForkServer, tmp_path: Path, name: str
 ) -> None:
     prepare(tmp_path)
-    judge(CASES[name], zygote, tmp_path)
+    judge(CASES[name], fork_server, tmp_path)

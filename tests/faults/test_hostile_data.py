@@ -272,16 +272,18 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_hostile_data_is_a_message_and_touches_nothing(zygote: ForkServer, tmp_path: Path, name: str) -> None:
+def test_hostile_data_is_a_message_and_touches_nothing(
+    fork_server: ForkServer, tmp_path: Path, name: str
+) -> None:
     prepare(tmp_path)
-    judge(CASES[name], zygote, tmp_path)
+    judge(CASES[name], fork_server, tmp_path)
 
 
-def test_a_dataset_s_program_is_not_run(zygote: ForkServer, tmp_path: Path) -> None:
+def test_a_dataset_s_program_is_not_run(fork_server: ForkServer, tmp_path: Path) -> None:
     """A folder with a script of its own name, as the package datasets once ran it."""
     prepare(tmp_path)
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / "evil.py").write_text("import os\nos.system('touch pwned')\n")
-    child = zygote.run("meets_harm", [*reads("evil", format="dataset")], folder=tmp_path)
+    child = fork_server.run("meets_harm", [*reads("evil", format="dataset")], folder=tmp_path)
     assert child.wait() == 2 and "data.sources: dataset 'evil'" in child.text(), child.text()
     assert not list(tmp_path.rglob("pwned"))

@@ -116,12 +116,9 @@ def _umount(target: Path) -> None:
     assert ctypes.CDLL(None, use_errno=True).umount2(str(target).encode(), _MNT_DETACH) == 0, "umount failed"
 
 
-# A disk that runs full, for tests: the kernel's limit on file sizes fails writes as a quota does.
-
-
 @contextlib.contextmanager
 def files_limited_to(limit_bytes: int) -> Iterator[None]:
-    """Within it, this process can write files up to `limit_bytes` long; writing on is an `OSError`."""
+    """Limit the files this process writes to `limit_bytes`; longer writes raise `OSError`, as a quota does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
     try:

@@ -40,11 +40,11 @@ class Case:
     code: int = 2
 
 
-def judge(case: Case, zygote: ForkServer, folder: Path) -> None:
+def judge(case: Case, fork_server: ForkServer, folder: Path) -> None:
     """Run the case and see that it is told in words and touches nothing."""
     case.prepare(folder)
     before = contents(folder)
-    child = zygote.run("meets_harm", list(case.overrides), folder=folder)
+    child = fork_server.run("meets_harm", list(case.overrides), folder=folder)
     text = child.text()
     assert "Traceback" not in text and TOUCHED not in text, text
     assert child.wait() == case.code, f"exit code {child.wait()}\n{text}"

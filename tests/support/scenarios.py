@@ -1,4 +1,4 @@
-"""What forked children do (`zygote.py`): train as `train.py` does, with something planted that goes wrong."""
+"""What forked children do (`fork_server.py`): train as `train.py` does, with something planted that goes wrong."""
 
 import itertools
 import os
