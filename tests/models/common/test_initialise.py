@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from torchround.models import FAMILIES
-from torchround.models.common import initialise
-from torchround.models.common.initialise import init_embedding_, init_linear_
+from torchround.models.common import primitives as initialise
+from torchround.models.common.primitives import init_embedding_, init_linear_
 
 
 def seeded(seed=0):
