@@ -25,7 +25,7 @@ from torchround.optim.kernel import AdamWKernel, KernelError, UpdateDtypes, get_
 HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # What engines ask for: gradients in the master's dtype, or in fp32 where they are added up on the host. Every
-# other pair is compared with the plain pass when a run gets it (`kernel_compiler._check_bits`).
+# other pair is compared with the plain pass when a run gets it (`kernel._check_bits`).
 PAIRS: list[UpdateDtypes] = [(F32, F32), (BF16, BF16), (F16, F16), (F32, BF16)]
 
 Buffers = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

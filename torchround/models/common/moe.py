@@ -45,7 +45,7 @@ class MoEShape:
 class Experts(Protocol):
     """The E feed-forwards of one block. The object is also an `nn.Module`."""
 
-    def __call__(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+    def __call__(self, rows: Tensor, weights: Tensor, routes: "Routes") -> Tensor:
         """Rows `[R, D]` and their routing weights `[R]` fp32 to weighted outputs `[R, D]`."""
         ...
 
