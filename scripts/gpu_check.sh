@@ -6,7 +6,7 @@
 #
 # Nothing is fetched. Packages that the machine lacks are installed from the folder of wheels (or from $WHEELS)
 # into a temporary folder. $PYTHON is the interpreter (default python3), $BENCH_ARGUMENTS goes to
-# scripts/bench_gpu.py. The exit code is 0 only if there is a GPU and everything passed on it.
+# benchmarks/gpu.py. The exit code is 0 only if there is a GPU and everything passed on it.
 set -uo pipefail
 
 figures=$(realpath -m "${1:?usage: scripts/gpu_check.sh FIGURES.json [FOLDER OF WHEELS]}")
@@ -39,5 +39,5 @@ echo "tests took $((SECONDS - start)) s"
 
 [ -s "$work/tests.xml" ] && set -- --tests-xml "$work/tests.xml" || set --
 # shellcheck disable=SC2086  (several arguments in one variable)
-timeout 250 "$python" scripts/bench_gpu.py --budget-s 170 --json "$figures" "$@" ${BENCH_ARGUMENTS:-} || code=1
+timeout 250 "$python" benchmarks/gpu.py --budget-s 170 --json "$figures" "$@" ${BENCH_ARGUMENTS:-} || code=1
 exit $code

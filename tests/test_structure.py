@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = {
-    *("torchround", "configs", "tests", "scripts", "docs"),
+    *("torchround", "configs", "tests", "scripts", "benchmarks", "docs"),
     *("train.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"),
 }
 
@@ -54,7 +54,7 @@ def library() -> list[Path]:
 
 
 def sources() -> list[Path]:
-    return files("torchround", "scripts", "train.py")
+    return files("torchround", "scripts", "benchmarks", "train.py")
 
 
 def tree(path: Path) -> ast.Module:
@@ -130,7 +130,9 @@ def test_no_two_rooms_import_each_other() -> None:
 
 def test_the_library_knows_neither_the_models_nor_the_programs() -> None:
     def rule(path: Path) -> Iterator[str]:
-        yield from {"train", "scripts", "tests"} & {module.split(".")[0] for module in imported_modules(path)}
+        yield from {"train", "scripts", "benchmarks", "tests"} & {
+            module.split(".")[0] for module in imported_modules(path)
+        }
         if room(path) not in ("models", *KNOW_MODELS):
             yield from (module for module in imported_modules(path) if module == "torchround.models")
 
@@ -223,7 +225,9 @@ def test_a_module_only_defines() -> None:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             branch = isinstance(node, ast.If) and _is_known_condition(ast.unparse(node.test))
             # Scripts make the clone importable, which is not installed.
-            finds_clone = name(path).startswith("scripts/") and "sys.path." in ast.unparse(node)
+            finds_clone = name(path).startswith(("scripts/", "benchmarks/")) and "sys.path." in ast.unparse(
+                node
+            )
             if not (isinstance(node, definitions) or docstring or branch or finds_clone):
                 yield f"line {node.lineno} runs at import"
 

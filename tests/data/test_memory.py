@@ -1,4 +1,4 @@
-"""Memory while many documents are read, in a process of its own; the same at full size by `scripts/bench_data.py`."""
+"""Memory while many documents are read, in a process of its own; the same at full size by `benchmarks/data.py`."""
 
 import json
 import subprocess
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench_data import write_records
+from benchmarks.data import write_records
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_data.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "data.py"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from itertools import combinations
 KEPT_WHEN_SHARED = 0.85
 # Turns are taken when they move at least this many times what the devices move together: waiting for a turn costs
 # something too, up to 5 % of a step at equal rates, and is made up for from about here on
-# (scripts/bench_shared_link.py).
+# (benchmarks/shared_link.py).
 TURNS_AT_LEAST = 1.15
 
 Pair = tuple[int, int]

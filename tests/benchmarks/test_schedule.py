@@ -2,8 +2,8 @@
 
 import pytest
 
-from scripts.bench_schedule import missed_bounds, simulated_step_s, with_updates
-from scripts.timed_layers import BLOCK_BYTES, sleep_costs
+from benchmarks.schedule import missed_bounds, simulated_step_s, with_updates
+from benchmarks.timed_layers import BLOCK_BYTES, sleep_costs
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.plan import make_plan
 

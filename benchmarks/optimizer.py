@@ -1,7 +1,7 @@
 """The optimizer's pass against two others that turn a bf16 gradient into bf16 weights by way of fp32 state.
 
-    python scripts/bench_optimizer.py
-    python scripts/bench_optimizer.py --deepspeed FOLDER     # a folder that holds the package deepspeed
+    python benchmarks/optimizer.py
+    python benchmarks/optimizer.py --deepspeed FOLDER     # a folder that holds the package deepspeed
 
 One process, one buffer of `--mi-parameters` x 2^20 parameters, AdamW. The contestants take turns, and each
 figure is the median of `--runs` turns, because a shared machine changes its speed from second to second:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench_gpu import main
+from benchmarks.gpu import main
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

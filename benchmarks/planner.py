@@ -1,7 +1,7 @@
 """How long planning takes and how good its plans are, on the paper's five measured models and on 1000 layers.
 
-    python scripts/bench_planner.py
-    python scripts/bench_planner.py --rounds auto --device-memory-gib 21.6 --json planner.json
+    python benchmarks/planner.py
+    python benchmarks/planner.py --rounds auto --device-memory-gib 21.6 --json planner.json
 
 The paper's partitioner takes 2.9, 2.9, 2.6, 5.0 and 1470 ms on the five (RoundPipe section 5.6.1). Times are the
 least of several runs, of one thread.

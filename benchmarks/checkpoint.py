@@ -1,7 +1,7 @@
 """What checkpoints cost: a step beside a save, and saving and loading against the disk's own speed.
 
-    python scripts/bench_checkpoint.py beside --folder /somewhere/on/the/disk
-    python scripts/bench_checkpoint.py disk --folder /somewhere/on/the/disk
+    python benchmarks/checkpoint.py beside --folder /somewhere/on/the/disk
+    python benchmarks/checkpoint.py disk --folder /somewhere/on/the/disk
 
 `beside` trains layers that sleep for a known time, so that a step takes `--steps-per-save` times as long as a save, in
 blocks of a few steps, each of which but the last is not saved, saved blocking, or saved beside the next one. What a save
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import nn
 
-from scripts.timed_layers import Sleeper, SleepLayer
+from benchmarks.timed_layers import Sleeper, SleepLayer
 from torchround.checkpoint import Checkpointer
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice

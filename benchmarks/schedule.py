@@ -1,6 +1,6 @@
 """How close the engine comes to its own simulation, and what other pipelines make of the same layers in the same run.
 
-    python scripts/bench_schedule.py --check
+    python benchmarks/schedule.py --check
 
 Layers that sleep for a known time, all else is real: blocks of 4 ms forward and 8 ms backward (12 with recompute)
 and a head of 2.3 blocks, times each of `--scales`, on virtual devices that hold the activations of `--stage-blocks`
@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from scripts.bench_rival_pipelines import bubbles
-from scripts.timed_layers import BLOCK_BYTES, Sleeper, SleepLayer, sleep_costs
+from benchmarks.rival_pipelines import bubbles
+from benchmarks.timed_layers import BLOCK_BYTES, Sleeper, SleepLayer, sleep_costs
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine, EngineSettings

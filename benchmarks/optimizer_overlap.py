@@ -1,8 +1,8 @@
 """What the optimizer adds to a sync step: layers of known time, and an optimizer slowed down to a known time.
 
-    python scripts/bench_optimizer_overlap.py --check
+    python benchmarks/optimizer_overlap.py --check
 
-The layers of scripts/bench_schedule.py. The update of each layer sleeps its share of `--optimizer` times the time
+The layers of benchmarks/schedule.py. The update of each layer sleeps its share of `--optimizer` times the time
 that the devices spend on a step's forward (micro-batches x layers / devices); everything else is the engine as it
 is. Each is planned with the update's times, as a run plans once it has measured them. Beside each figure what the
 simulation says, for that plan and for the plan that knows of no optimizer. The runs take turns, of which the median
@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from scripts.bench_schedule import measure, simulated_step_s, with_updates
-from scripts.timed_layers import BLOCK_BYTES, Sleeper, sleep_costs
+from benchmarks.schedule import measure, simulated_step_s, with_updates
+from benchmarks.timed_layers import BLOCK_BYTES, Sleeper, sleep_costs
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import MemoryLimits

@@ -1,6 +1,6 @@
 """What the engine reaches on real GPUs: tokens/s, MFU, memory and copy rates, beside what was predicted.
 
-    python scripts/bench_gpu.py --json figures.json
+    python benchmarks/gpu.py --json figures.json
 
 A model of a real shape with random weights and random tokens, `sync` and `async`, with one worker and with two
 that share a card, and as a rival a plain loop that keeps everything on the card. The plan is made for a card of
@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 import torch
 
-from scripts.gpu_figures import copy_rates, figures_table, machine, test_results
-from scripts.resident_loop import ResidentLoop
+from benchmarks.gpu_figures import copy_rates, figures_table, machine, test_results
+from benchmarks.plain_loops import ResidentLoop
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.build import (
     DTYPES,

@@ -1,7 +1,7 @@
 """What planning, profiling and metrics cost of a step: processor time of each, in a real run of `train.py`.
 
-    python scripts/bench_overheads.py                                  # about 1 M parameters
-    python scripts/bench_overheads.py --model.flavor=debug_25m --training.global_batch_size=8
+    python benchmarks/overheads.py                                  # about 1 M parameters
+    python benchmarks/overheads.py --model.flavor=debug_25m --training.global_batch_size=8
 
 Arguments are overrides of `configs/debug.toml`. The run logs every step. Waiting costs nothing here: what is counted
 is the time that threads spend in these functions, the whole of it, although most runs beside the devices. A step's

@@ -1,6 +1,6 @@
 """What turns on a shared link do to a step: recorded runs of the engine, replayed on devices with a link.
 
-    python scripts/bench_shared_link.py
+    python benchmarks/shared_link.py
 
 Each run is recorded on virtual devices, with turns and without: every copy, launch, event and hand-over. The replay
 keeps that order and gives it times: an operation on a compute stream takes 1, uploads of weights share their link
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from scripts.timed_layers import Sleeper, SleepLayer
+from benchmarks.timed_layers import Sleeper, SleepLayer
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.engine import Engine, EngineSettings

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scripts.bench_plain_loop import LR, MAX_NORM, PlainLoop, random_step
+from benchmarks.step import LR, MAX_NORM, PlainLoop, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
 from torchround.models import FAMILIES

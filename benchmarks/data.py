@@ -1,8 +1,8 @@
 """How fast data comes, and what it holds in memory.
 
-    python scripts/bench_data.py                         # tokens/s: tokenizer alone, and from file to batch
-    python scripts/bench_data.py --waiting                # share of debug.toml's steps that waits for data
-    python scripts/bench_data.py --documents 10000000    # memory while that many documents are read, by kind of file
+    python benchmarks/data.py                         # tokens/s: tokenizer alone, and from file to batch
+    python benchmarks/data.py --waiting                # share of debug.toml's steps that waits for data
+    python benchmarks/data.py --documents 10000000    # memory while that many documents are read, by kind of file
 
 Prints JSON. For tokens/s, a vocabulary is trained on the standard library with the package tokenizers, and what is
 encoded with it is compared: a speed of other tokens would say nothing. One thread, unless `--workers` says otherwise.

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_import.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "import_memory.py"
 
 
 def test_reading_weights_takes_no_second_copy_of_the_model():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.bench_shared_link import Replay, main
+from benchmarks.shared_link import Replay, main
 from torchround.engine.recording import Action, Entry, Region
 
 LINKS = {"a weight upload": 0, "b weight upload": 0, "c weight upload": 1}

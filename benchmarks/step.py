@@ -1,6 +1,6 @@
 """Engine against a plain PyTorch loop on the same model, data and optimizer arithmetic, one device, real compute.
 
-    python scripts/bench_plain_loop.py --flavor debug_25m --steps 8
+    python benchmarks/step.py --flavor debug_25m --steps 8
 
 The two take turns, step by step, so that a noisy machine disturbs both alike. Prints JSON with median seconds
 per step and their ratio (engine tokens/s over the plain loop's).

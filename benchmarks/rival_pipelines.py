@@ -1,6 +1,6 @@
 """`torch.distributed.pipelining`'s schedules on the layers of bench_schedule.py (timed_layers.py): one gloo process a device.
 
-    python scripts/bench_rival_pipelines.py --devices 8 --microbatches 16 --scale 1
+    python benchmarks/rival_pipelines.py --devices 8 --microbatches 16 --scale 1
 
 Blocks recompute in their backward (4 + 8 ms after a forward of 4), the head of 2.3 blocks does not; each device
 holds as many blocks as the others, the last one the head too. The bubble is 1 - work / (N x step time), median
@@ -31,7 +31,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from scripts.timed_layers import BLOCK_BACKWARD_S, BLOCK_FORWARD_S, HEAD_BLOCKS, Sleeper, SleepFunction
+from benchmarks.timed_layers import BLOCK_BACKWARD_S, BLOCK_FORWARD_S, HEAD_BLOCKS, Sleeper, SleepFunction
 
 WIDTH = 8
 SCHEDULES: dict[str, tuple[Any, int]] = {

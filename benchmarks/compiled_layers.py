@@ -1,6 +1,6 @@
 """A step with compiled layers (`engine.compile = true`) beside one with layers as they are, one CPU device each.
 
-    python scripts/bench_compiled_layers.py --flavor debug_25m --steps 5
+    python benchmarks/compiled_layers.py --flavor debug_25m --steps 5
 
 The two take turns, step by step, so that a noisy machine disturbs both alike. The optimizer's pass is the plain one
 in both. Prints JSON with median seconds per step, their ratio, what compiling took, and how far the losses differ.
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from scripts.bench_plain_loop import LR, MAX_NORM, random_step
+from benchmarks.step import LR, MAX_NORM, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
 from torchround.engine.compiled import LayerCompiler

@@ -3,7 +3,7 @@
 "Before" is after two steps of a model of 80 thousand parameters: what PyTorch imports for a first step, some 110 MB, is
 the same for any model. Printed beside it: over the process before any step.
 
-    python scripts/bench_host_memory.py --update sync
+    python benchmarks/host_memory.py --update sync
 
 Builds a Llama-shaped model in bf16 (by default 308 M parameters), trains two short steps, and subtracts what the
 virtual devices hold, which on a GPU is not host memory. Prints JSON.

@@ -1,6 +1,6 @@
 """Peak host memory of reading a Hugging Face folder into the host store, over what the store itself holds.
 
-    python scripts/bench_import.py --parameters 500e6
+    python benchmarks/import_memory.py --parameters 500e6
 
 Writes a random Llama-shaped model in bf16 to a temporary folder (2 bytes per parameter), reads it in a process of
 its own and prints JSON. `beyond_store_bytes` is the stricter figure: the whole file would be 2 bytes per parameter.

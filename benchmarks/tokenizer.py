@@ -1,6 +1,6 @@
 """Speed of encoding beside the package tokenizers, with each family's pattern, on one thread.
 
-    python scripts/bench_tokenizer.py
+    python benchmarks/tokenizer.py
 
 Trains a vocabulary of 32 000 tokens for each family on the standard library, checks that both give the same tokens of it,
 and prints JSON: million characters per second, the better of three alternating runs each, and the ratio.
