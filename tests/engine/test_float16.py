@@ -21,7 +21,8 @@ from tests.support.toy import (
     toy_store,
 )
 from torchround.engine.update_policy import ASYNC, SYNC
-from torchround.optim import adamw_update_, clip_scale, decayed_names, loss_scale, sum_of_squares
+from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
+from torchround.optim import stability as loss_scale
 
 PARTITION = PARTITIONS["forward coarser"]
 LR = 1e-2

@@ -136,8 +136,8 @@ USES_A_MAPPING = """
 import sys
 from pathlib import Path
 import torch
-from torchround.hf.folder import read_header
-from torchround.hf.mapping import MappedFiles
+from torchround.hf.tensor_folder import read_header
+from torchround.hf.tensor_folder import MappedFiles
 
 path = Path(sys.argv[1])
 numbers = MappedFiles().flat(read_header(path)["numbers"])
