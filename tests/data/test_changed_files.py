@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.reading import documents
+from tests.support.batch_contents import documents
 from torchround.config import DataTable, SourceTable
 from torchround.data import Tokenizer, build_loader
 from torchround.data.errors import DataError

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tests.data.vocabularies import FAMILIES, write
+from tests.support.vocabularies import FAMILIES, write
 from torchround.config import TokenizerTable
 from torchround.data import DataError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.reading import TEMPLATE, content, documents
+from tests.support.batch_contents import TEMPLATE, content, documents
 from torchround.config import DataTable, SourceTable, TokenizerTable, ValidationTable
 from torchround.data import (
     DataError,

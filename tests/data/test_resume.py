@@ -16,7 +16,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.reading import TEMPLATE, content
+from tests.support.batch_contents import TEMPLATE, content
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import Tokenizer, build_loader, build_tokenizer
 from torchround.data.formats import sources as sources_module

@@ -10,7 +10,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data import vocabularies
+from tests.support import vocabularies
 from torchround.config import TokenizerTable
 from torchround.data import Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.text.tiktoken_file import LLAMA3, QWEN

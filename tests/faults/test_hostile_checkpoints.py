@@ -15,9 +15,9 @@ import pytest
 import torch
 import xxhash
 
-from tests.faults.hostile import Case, judge
-from tests.faults.scenarios import prepare
-from tests.faults.zygote import Zygote
+from tests.support.fork_server import ForkServer
+from tests.support.hostile_cases import Case, judge
+from tests.support.scenarios import prepare
 
 TENSORS = "tensors-00000.safetensors"
 STEP = 5
@@ -37,11 +37,11 @@ DEEP = b'{"a":' * 100_000
 
 
 @pytest.fixture(scope="module")
-def saved(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a harmless run left."""
     folder = tmp_path_factory.mktemp("harmless")
     prepare(folder)
-    run = zygote.run("trains", ["--run.name=run"], folder=folder)
+    run = fork_server.run("trains", ["--run.name=run"], folder=folder)
     assert run.wait() == 0, run.text()
     return folder / "outputs" / "run"
 
@@ -377,15 +377,15 @@ CASES["a group as a run leaves it"] = Case(
 )
 
 
-def judge_in_copy(case: Case, zygote: Zygote, folder: Path, saved: Path) -> None:
+def judge_in_copy(case: Case, fork_server: ForkServer, folder: Path, saved: Path) -> None:
     """Judge a case whose harm is in a run that was saved, or in what is given to it."""
     prepare(folder)
     shutil.copytree(saved, folder / "outputs" / "run")
-    judge(case, zygote, folder)
+    judge(case, fork_server, folder)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_checkpoint_is_a_message_and_touches_nothing(
-    zygote: Zygote, saved: Path, tmp_path: Path, name: str
+    fork_server: ForkServer, saved: Path, tmp_path: Path, name: str
 ) -> None:
-    judge_in_copy(CASES[name], zygote, tmp_path, saved)
+    judge_in_copy(CASES[name], fork_server, tmp_path, saved)

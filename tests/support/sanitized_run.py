@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch.cuda._sanitizer as sanitizer
 
-from tests.engine.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.device import CudaDevice, Event, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.update_policy import POLICIES

@@ -1,9 +1,9 @@
-"""SwiGLU experts over rows sorted by expert, as one grouped product or a loop; and low-rank adapters on stacks of them.
+"""SwiGLU feed-forward: `down(silu(gate(x)) * up(x))`.
 
-A row's routing weight is applied before the projection down, where rows are narrow: then no expert output
-has to be kept for the backward.
+The activation keeps its two inputs and recomputes `silu(gate)` in the backward, so that the block keeps the
+`6 B T F` bytes of RoundPipe appendix B.1 instead of `8 B T F`.
 
-Shapes: R rows sorted by expert, E experts, D model width, F expert width; of an adapter A inputs, Z outputs, r rank.
+Shapes: B sequences, T tokens, D model width, F feed-forward width.
 """
 
 from abc import ABC, abstractmethod
@@ -14,10 +14,67 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.models.common.initialise import init_linear_
 from torchround.models.common.lora import Adapter, LoraShape
-from torchround.models.common.routing import Routes
-from torchround.models.common.work import frozen_elements
+from torchround.models.common.moe import Routes
+from torchround.models.common.primitives import frozen_elements, init_linear_
+
+
+class SwiGLU(nn.Module):
+    """`[B, T, D]` in and out."""
+
+    def __init__(self, hidden_size: int, ffn_size: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden_size, ffn_size, bias=False, device="meta")
+        self.up = nn.Linear(hidden_size, ffn_size, bias=False, device="meta")
+        self.down = nn.Linear(ffn_size, hidden_size, bias=False, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate(x), self.up(x)))
+
+    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
+        init_linear_(self.gate.weight, generator)
+        init_linear_(self.up.weight, generator)
+        init_linear_(self.down.weight, generator, output_scale)
+
+    def forward_flops(self, num_tokens: int) -> float:
+        return 2.0 * num_tokens * 3 * self.gate.weight.numel()
+
+    def frozen_flops(self, num_tokens: int) -> float:
+        return 2.0 * num_tokens * frozen_elements(self.gate.weight, self.up.weight, self.down.weight)
+
+    def activation_bytes(self, num_tokens: int, element_bytes: int) -> int:
+        """Kept for the backward besides the input: gate, up, and their product."""
+        return 3 * num_tokens * self.gate.out_features * element_bytes
+
+    def workspace_bytes(self, num_tokens: int, element_bytes: int) -> int:
+        """In the backward: gradients of the product and of its two factors."""
+        return 3 * num_tokens * self.gate.out_features * element_bytes
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, elementwise."""
+    return _SwiGLU.apply(gate, up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
+        return grad_gate, F.silu(gate).mul_(grads[0])
+
+
+# SwiGLU experts over rows sorted by expert, as one grouped product or a loop; and low-rank adapters on stacks of them.
+#
+# A row's routing weight is applied before the projection down, where rows are narrow: then no expert output
+# has to be kept for the backward.
+#
+# Shapes: R rows sorted by expert, E experts, D model width, F expert width; of an adapter A inputs, Z outputs, r rank.
 
 
 class SwiGLUExperts(nn.Module):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torchround.models.common.mlp import swiglu
-from torchround.models.common.norm import RMSNorm
+from torchround.models.common.feed_forward import swiglu
+from torchround.models.common.primitives import RMSNorm
 
 
 def real_norm(size, dtype=torch.float32):

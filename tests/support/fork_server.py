@@ -1,8 +1,8 @@
 """Real processes that train, without the seconds that each Python takes to import torch.
 
-A zygote imports everything once, trains a little so that all of it is warm, and then forks a child for each scenario.
+A fork server imports everything once, trains a little so that all of it is warm, and then forks a child for each scenario.
 Children are processes of their own: they can be killed, have signals and limits of their own, and leave what they
-leave. Run as a program, this file is the zygote; it reads one request a line and answers with the child's process
+leave. Run as a program, this file is the fork server; it reads one request a line and answers with the child's process
 id and, when it has ended, its status.
 """
 
@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[2]
 class Child:
     """A scenario under way, or ended. What it prints is in `output`."""
 
-    def __init__(self, zygote: "Zygote", pid: int, output: Path) -> None:
+    def __init__(self, fork_server: "ForkServer", pid: int, output: Path) -> None:
         self.pid = pid
         self.output = output
-        self._zygote = zygote
+        self._fork_server = fork_server
         self._returncode: int | None = None
 
     def send(self, number: int) -> None:
@@ -37,7 +37,7 @@ class Child:
     def wait(self) -> int:
         """Its exit code; minus the signal that killed it."""
         if self._returncode is None:
-            self._returncode = int(self._zygote.answer())
+            self._returncode = int(self._fork_server.answer())
         return self._returncode
 
     def text(self) -> str:
@@ -49,8 +49,8 @@ class Child:
             time.sleep(0.002)
 
 
-class Zygote:
-    """Forks children that run functions of `tests/faults/scenarios.py`, one at a time."""
+class ForkServer:
+    """Forks children that run functions of `tests/support/scenarios.py`, one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,7 +61,7 @@ class Zygote:
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=(folder / "zygote.txt").open("w"),
+            stderr=(folder / "fork_server.txt").open("w"),
             text=True,
             bufsize=1,
         )
@@ -74,7 +74,7 @@ class Zygote:
         output = self._folder / f"child-{self._number}.txt"
         output.touch()
         request = {"scenario": scenario, "arguments": arguments, "folder": str(folder), "output": str(output)}
-        assert self._process.stdin is not None, "the zygote has a pipe to it"
+        assert self._process.stdin is not None, "the fork server has a pipe to it"
         self._process.stdin.write(json.dumps(request) + "\n")
         return Child(self, int(self.answer()), output)
 
@@ -85,24 +85,24 @@ class Zygote:
         return child
 
     def answer(self) -> str:
-        assert self._process.stdout is not None, "the zygote has a pipe from it"
+        assert self._process.stdout is not None, "the fork server has a pipe from it"
         line = self._process.stdout.readline()
-        assert line, f"the zygote has ended: {(self._folder / 'zygote.txt').read_text()}"
+        assert line, f"the fork server has ended: {(self._folder / 'fork_server.txt').read_text()}"
         return line.strip()
 
     def close(self) -> None:
-        assert self._process.stdin is not None, "the zygote has a pipe to it"
+        assert self._process.stdin is not None, "the fork server has a pipe to it"
         self._process.stdin.close()
         self._process.wait()
 
 
 @contextmanager
-def zygote_in(folder: Path) -> Iterator[Zygote]:
-    zygote = Zygote(folder)
+def fork_server_in(folder: Path) -> Iterator[ForkServer]:
+    fork_server = ForkServer(folder)
     try:
-        yield zygote
+        yield fork_server
     finally:
-        zygote.close()
+        fork_server.close()
 
 
 def _is_running(pid: int) -> bool:
@@ -113,7 +113,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _serve() -> None:
-    from tests.faults import scenarios
+    from tests.support import scenarios
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tests.engine.toy import PlainLoop, toy_engine
+from tests.support.toy import PlainLoop, toy_engine
 from torchround.engine.device import CudaDevice
 from torchround.layer import LayeredModel, MicroBatch
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.zygote import Zygote
+from tests.support.fork_server import ForkServer
 
 MEMORY_BYTES = 1 << 30  # on top of what the process has mapped before
 CPU_S = 30
@@ -40,11 +40,11 @@ class Case:
     code: int = 2
 
 
-def judge(case: Case, zygote: Zygote, folder: Path) -> None:
+def judge(case: Case, fork_server: ForkServer, folder: Path) -> None:
     """Run the case and see that it is told in words and touches nothing."""
     case.prepare(folder)
     before = contents(folder)
-    child = zygote.run("meets_harm", list(case.overrides), folder=folder)
+    child = fork_server.run("meets_harm", list(case.overrides), folder=folder)
     text = child.text()
     assert "Traceback" not in text and TOUCHED not in text, text
     assert child.wait() == case.code, f"exit code {child.wait()}\n{text}"

@@ -4,12 +4,13 @@ Where the process may mount, the disk is a small tmpfs in a namespace of its own
 the kernel's limit on file sizes fails writes as a quota does, and folders lose their write permission.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -113,3 +114,14 @@ def _mount(source: object, target: Path, kind: str | None, flags: int, options: 
 
 def _umount(target: Path) -> None:
     assert ctypes.CDLL(None, use_errno=True).umount2(str(target).encode(), _MNT_DETACH) == 0, "umount failed"
+
+
+@contextlib.contextmanager
+def files_limited_to(limit_bytes: int) -> Iterator[None]:
+    """Limit the files this process writes to `limit_bytes`; longer writes raise `OSError`, as a quota does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

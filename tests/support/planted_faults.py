@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from tests.engine.toy import PARTITIONS, toy_batches, toy_model
+from tests.support.toy import PARTITIONS, toy_batches, toy_model
 from torchround.engine.device import CpuDevice, ForwardingDevice, Stream
 from torchround.engine.errors import DeviceMemoryError, Place
 from torchround.layer import LayeredModel

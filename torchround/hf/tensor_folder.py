@@ -7,14 +7,17 @@ is in which.
 import itertools
 import json
 import math
+import mmap
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from torchround.checkpoint.tensor_file import DTYPE_NAMES, no_name_twice
-from torchround.hf.errors import HFError
+from torchround.untrusted.terminal import terminal_safe
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -145,3 +148,92 @@ def _strange(path: Path, size_bytes: int) -> str:
     if beginning == _LFS_POINTER:
         return "a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
     return f"truncated, or no safetensors file ({size_bytes} bytes)"
+
+
+# Bytes of stored tensors, read by offset through one scratch buffer.
+
+
+# Read and converted at once.
+PIECE_BYTES = 8 * 2**20
+
+
+class TensorFiles:
+    """Files that are opened once, as a context manager."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, BinaryIO] = {}
+        self._scratch = bytearray(0)
+
+    def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Tensor:
+        """uint8 `[nbytes]` from byte `start` of the tensor on; good until the next call."""
+        if len(self._scratch) < nbytes:
+            self._scratch = bytearray(nbytes)
+        piece = memoryview(self._scratch)[:nbytes]
+        try:
+            if tensor.path not in self._open:
+                self._open[tensor.path] = open(tensor.path, "rb", buffering=0)  # noqa: SIM115
+            file = self._open[tensor.path]
+            file.seek(tensor.begin + start)
+            num_read = 0
+            while num_read < nbytes:
+                more = file.readinto(piece[num_read:])  # type: ignore[attr-defined]
+                if not more:
+                    raise HFError(f"{tensor.path}: truncated: it ends inside {tensor.name}")
+                num_read += more
+        except OSError as error:
+            raise HFError(f"{tensor.path} cannot be read: {error.strerror or error}") from error
+        return torch.frombuffer(piece, dtype=torch.uint8)
+
+    def __enter__(self) -> "TensorFiles":  # noqa: PYI034  (typing.Self needs Python 3.11)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()
+
+
+# Tensors that stay in their files: memory-mapped, so that bytes are read when they are first used, and never written.
+#
+# The kernel may drop them again whenever it needs the memory. A file that is cut short while it is mapped ends the
+# process with SIGBUS at the next use of what is gone: no file of a running model may be changed.
+
+
+def can_map(tensor: StoredTensor, dtype: torch.dtype) -> bool:
+    """Whether the file's bytes are those of a tensor of `dtype`, at a place where one can begin."""
+    return tensor.dtype == dtype and tensor.nbytes > 0 and tensor.begin % dtype.itemsize == 0
+
+
+class MappedFiles:
+    """Read-only mappings, one for each file. They live as long as a tensor refers to them."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, Tensor] = {}
+
+    def flat(self, tensor: StoredTensor) -> Tensor:
+        """The tensor's numbers, flat, as a view of the file. Raises `HFError` if it cannot be mapped."""
+        assert tensor.dtype is not None, f"{tensor.name} is {tensor.dtype_name}"
+        if tensor.path not in self._files:
+            self._files[tensor.path] = _map(tensor.path)
+        return self._files[tensor.path][tensor.begin : tensor.begin + tensor.nbytes].view(tensor.dtype)
+
+
+def _map(path: Path) -> Tensor:
+    """The whole file as uint8."""
+    try:
+        with open(path, "rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise HFError(f"{path} cannot be mapped: {error.strerror or error}") from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor is it to be written
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+# The one error of this room: a Hugging Face folder that cannot be used as it is.
+
+
+class HFError(Exception):
+    """Something is missing, damaged, or of another model; the message holds the path and the names."""
+
+    def __init__(self, message: object, *lines: object) -> None:
+        super().__init__(terminal_safe(message, *lines))

@@ -3,20 +3,23 @@
 Shapes: B sequences, T tokens, D model width, V vocabulary.
 """
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.layer import Hidden, LayerWork, MicroBatch
+from torchround.layer import IGNORED_LABEL, Hidden, LayeredModel, LayerWork, MicroBatch
 from torchround.models.common.attention import Attention
 from torchround.models.common.config import TransformerConfig
-from torchround.models.common.initialise import init_embedding_, init_linear_
-from torchround.models.common.lookup import lookup
+from torchround.models.common.family import HFNames, HFTensors
 from torchround.models.common.lora import Adapter
 from torchround.models.common.loss import loss_workspace_bytes, token_loss_sum
-from torchround.models.common.norm import RMSNorm
+from torchround.models.common.moe import MoE, MoEShape, balance_penalty
+from torchround.models.common.primitives import RMSNorm, init_embedding_, init_linear_, lookup
 
 
 class FeedForward(Protocol):
@@ -71,7 +74,7 @@ class Block(nn.Module):
         return hidden + self.mlp(self.mlp_norm(hidden))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Norms 1, linear layers as in `torchround.models.common.initialise`, residual outputs scaled by 1/sqrt(2 L)."""
+        """Norms 1, linear layers as in `torchround.models.common.primitives`, residual outputs scaled by 1/sqrt(2 L)."""
         self.attention_norm.init_weights()
         self.attention.init_weights(generator, self.output_scale)
         self.mlp_norm.init_weights()
@@ -147,3 +150,106 @@ class Head(nn.Module):
         trained = self.weight.requires_grad
         loss_bytes = loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained)
         return LayerWork(flops, kept, 4, max(norm_bytes, loss_bytes), 0.0 if trained else flops)
+
+
+# Block and head of models with experts. With a balance coefficient the load travels beside the hidden state.
+#
+# Shapes: B sequences, T tokens, D model width, E experts.
+
+
+class MoEBlock(Block):
+    """As `Block`; with a balance coefficient it gives `(hidden, load [B, 2, E])`, the load summed up so far."""
+
+    def __init__(self, config: TransformerConfig, attention: Attention, moe: MoE) -> None:
+        super().__init__(config, attention, moe)
+        self.moe = moe.shape
+
+    def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Hidden:
+        stream, *loads = (hidden,) if isinstance(hidden, Tensor) else hidden
+        stream = stream + self.attention(self.attention_norm(stream), micro_batch)
+        x = self.mlp_norm(stream)
+        if not self.moe.balance_coefficient:
+            return stream + self.mlp(x)
+        mixed, load = cast(MoE, self.mlp).forward_with_load(x)
+        return stream + mixed, sum(loads, start=load)
+
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
+        work = super().work(batch, tokens, element_bytes, device)
+        load_bytes = batch * 2 * self.moe.num_experts * 4 if self.moe.balance_coefficient else 0
+        return replace(work, boundary_bytes=work.boundary_bytes + load_bytes)
+
+
+class MoEHead(Head):
+    """As `Head`; while training it adds the balance penalty, weighted by each sequence's number of labels.
+
+    Divided by the step's labels like the rest of the loss, that is `coefficient` times the mean penalty.
+    """
+
+    def __init__(self, config: TransformerConfig, embedding: Embedding, moe: MoEShape) -> None:
+        super().__init__(config, embedding)
+        self.moe, self.num_layers = moe, config.num_layers
+
+    def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Tensor:
+        stream, *loads = (hidden,) if isinstance(hidden, Tensor) else hidden
+        loss = super().forward(stream, micro_batch)
+        if not loads or not torch.is_grad_enabled():  # an evaluation measures the model alone
+            return loss
+        labels = micro_batch.labels
+        penalties = balance_penalty(loads[0], self.num_layers * labels.shape[1])
+        return loss + self.moe.balance_coefficient * (penalties * (labels != IGNORED_LABEL).sum(dim=1)).sum()
+
+
+# Putting a decoder together: embedding, blocks, head; and their Hugging Face names.
+
+
+# Our parameter of a block to the tensor below `model.layers.<i>.`: what all families name alike.
+ATTENTION_NAMES: Mapping[str, HFTensors] = MappingProxyType(
+    {
+        "attention_norm.weight": "input_layernorm.weight",
+        "attention.query.weight": "self_attn.q_proj.weight",
+        "attention.key.weight": "self_attn.k_proj.weight",
+        "attention.value.weight": "self_attn.v_proj.weight",
+        "attention.output.weight": "self_attn.o_proj.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+    }
+)
+SWIGLU_NAMES: Mapping[str, HFTensors] = MappingProxyType(
+    {
+        "mlp.gate.weight": "mlp.gate_proj.weight",
+        "mlp.up.weight": "mlp.up_proj.weight",
+        "mlp.down.weight": "mlp.down_proj.weight",
+    }
+)
+
+
+def assemble(
+    config: TransformerConfig,
+    make_block: Callable[[int], Block],
+    make_head: Callable[[TransformerConfig, Embedding], Head] = Head,
+) -> LayeredModel:
+    """Layers `embedding`, `block.0` .., `head`. `make_block(index)` gives the family's block."""
+    embedding = Embedding(config)
+    blocks = [make_block(index) for index in range(config.num_layers)]
+    layers: tuple[nn.Module, ...] = (embedding, *blocks, make_head(config, embedding))
+    names = ("embedding", *(f"block.{index}" for index in range(config.num_layers)), "head")
+    return LayeredModel(names, layers)
+
+
+def decoder_names(config: TransformerConfig, block_names: Mapping[str, HFTensors]) -> HFNames:
+    """Names for every stored parameter. A tied head has no entry: the embedding stores it.
+
+    `block_names`: our parameter of a block to the tensor, or tensors, below `model.layers.<i>.`.
+    """
+    names: HFNames = {
+        "embedding.weight": "model.embed_tokens.weight",
+        "head.norm.weight": "model.norm.weight",
+    }
+    if not config.tied_embeddings:
+        names["head.weight"] = "lm_head.weight"
+    for index in range(config.num_layers):
+        for ours, theirs in block_names.items():
+            prefix = f"model.layers.{index}."
+            names[f"block.{index}.{ours}"] = (
+                prefix + theirs if isinstance(theirs, str) else tuple(prefix + name for name in theirs)
+            )
+    return names

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 from torchround.layer import most_documents
-from torchround.models.common import documents
-from torchround.models.common.attend import Kernel, attend, attention_mask, choose_kernel
-from torchround.models.common.documents import document_offsets
+from torchround.models.common import packed_attention as documents
+from torchround.models.common.attention import AttentionKernel, attend, attention_mask, choose_kernel
+from torchround.models.common.packed_attention import document_offsets
 
 HEADS, KV_HEADS, CHANNELS = 6, 2, 5
 
@@ -98,17 +98,17 @@ def test_nothing_is_asked_of_a_device_that_would_have_to_answer_first():
 @pytest.mark.parametrize(
     ("device", "dtype", "max_documents", "window", "kernel"),
     [
-        ("cpu", torch.float32, 1, None, Kernel.CAUSAL),
-        ("cpu", torch.bfloat16, 1, 64, Kernel.CAUSAL),
-        ("cpu", torch.bfloat16, 1, 63, Kernel.MASK),
-        ("cpu", torch.bfloat16, 4, None, Kernel.MASK),
-        ("cpu", torch.bfloat16, None, None, Kernel.MASK),
-        ("cuda", torch.bfloat16, 1, None, Kernel.CAUSAL),
-        ("cuda", torch.float32, 1, 64, Kernel.CAUSAL),
-        ("cuda", torch.float16, 1, 63, Kernel.OFFSETS),
-        ("cuda", torch.bfloat16, 4, None, Kernel.OFFSETS),
-        ("cuda", torch.float32, 4, None, Kernel.MASK),
-        ("cuda", torch.bfloat16, None, None, Kernel.MASK),
+        ("cpu", torch.float32, 1, None, AttentionKernel.CAUSAL),
+        ("cpu", torch.bfloat16, 1, 64, AttentionKernel.CAUSAL),
+        ("cpu", torch.bfloat16, 1, 63, AttentionKernel.MASK),
+        ("cpu", torch.bfloat16, 4, None, AttentionKernel.MASK),
+        ("cpu", torch.bfloat16, None, None, AttentionKernel.MASK),
+        ("cuda", torch.bfloat16, 1, None, AttentionKernel.CAUSAL),
+        ("cuda", torch.float32, 1, 64, AttentionKernel.CAUSAL),
+        ("cuda", torch.float16, 1, 63, AttentionKernel.OFFSETS),
+        ("cuda", torch.bfloat16, 4, None, AttentionKernel.OFFSETS),
+        ("cuda", torch.float32, 4, None, AttentionKernel.MASK),
+        ("cuda", torch.bfloat16, None, None, AttentionKernel.MASK),
     ],
 )
 def test_no_mask_is_built_where_documents_can_be_kept_apart_without(
@@ -119,7 +119,7 @@ def test_no_mask_is_built_where_documents_can_be_kept_apart_without(
 
 @pytest.mark.parametrize("head_dim", [4, 36, 264])
 def test_heads_that_the_flash_kernel_cannot_take_get_a_mask(head_dim):
-    assert choose_kernel("cuda", torch.bfloat16, head_dim, 64, 4, None) is Kernel.MASK
+    assert choose_kernel("cuda", torch.bfloat16, head_dim, 64, 4, None) is AttentionKernel.MASK
 
 
 @settings(max_examples=60, deadline=None)

@@ -26,7 +26,7 @@ from torchround.engine.saver import PendingSave
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES, Family
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LAYERS = 5  # embedding, three blocks, head
 STEPS = 5
 

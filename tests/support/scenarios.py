@@ -1,4 +1,4 @@
-"""What forked children do (`zygote.py`): train as `train.py` does, with something planted that goes wrong."""
+"""What forked children do (`fork_server.py`): train as `train.py` does, with something planted that goes wrong."""
 
 import itertools
 import os
@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import train
-from tests.faults.disks import Disk
-from tests.faults.hostile import be_limited, be_watched
-from tests.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
+from tests.support.disks import Disk
+from tests.support.hostile_cases import be_limited, be_watched
+from tests.support.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.engine.device import CpuDevice
 from torchround.models import FAMILIES
