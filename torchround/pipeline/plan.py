@@ -23,8 +23,8 @@ from torchround.pipeline.memory import (
 )
 from torchround.pipeline.partition import Partition, PartitionError
 from torchround.pipeline.problem import Problem
+from torchround.pipeline.random_search import find_plan, is_small
 from torchround.pipeline.rows import Candidate
-from torchround.pipeline.search import find_plan, is_small
 
 __all__ = [
     "InfeasiblePlanError",
