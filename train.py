@@ -57,7 +57,7 @@ from torchround.models import (
     adapter_names,
     add_adapters,
 )
-from torchround.pipeline.host_memory import HostMemory
+from torchround.pipeline.memory import HostMemory
 from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
 from torchround.pipeline.plan_report import report
 from torchround.run.bad_steps import BadStepsError

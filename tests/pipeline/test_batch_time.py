@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.pipeline.random_costs import all_partitions, costs, limits, partitions
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import MemoryLimits, device_memory, host_activation_bytes
-from torchround.pipeline.problem import Problem
-from torchround.pipeline.rows import Candidate, joined, rows_of
+from torchround.pipeline.search.partition_batch import Candidate, joined, rows_of
+from torchround.pipeline.search.planning_problem import PlanningProblem
 
 UPDATES = st.sampled_from(["sync", "async"])
 
@@ -27,7 +27,7 @@ def test_a_rank_is_the_exact_step_time_or_less(
     data: st.DataObject, costs: Costs, update: str, devices: int, micro_batches: int, recompute: str
 ) -> None:
     """Less only where a recomputation waits for its boundary, which ranking leaves out."""
-    problem = Problem(costs, devices, micro_batches, update, MemoryLimits(recompute=recompute))
+    problem = PlanningProblem(costs, devices, micro_batches, update, MemoryLimits(recompute=recompute))
     chosen = data.draw(st.lists(partitions(costs.num_layers), min_size=1, max_size=6))
     rounds = data.draw(st.integers(1, micro_batches))
     ranks = problem.estimate_s(rows_of(chosen), rounds)
@@ -62,7 +62,7 @@ def test_rows_hold_the_layers_of_each_stage() -> None:
 def test_rows_fit_where_the_memory_model_says_so(
     data: st.DataObject, costs: Costs, limits: MemoryLimits, update: str, devices: int, micro_batches: int
 ) -> None:
-    problem = Problem(costs, devices, micro_batches, update, limits)
+    problem = PlanningProblem(costs, devices, micro_batches, update, limits)
     chosen = data.draw(st.lists(partitions(costs.num_layers), min_size=1, max_size=6))
     rounds = data.draw(st.integers(1, micro_batches))
     expected = []

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.bound_partition import BindError, bind_stages
+from torchround.pipeline.baselines.device_bound import BindError, bind_stages
 
 BYTES = st.integers(0, 20)
 

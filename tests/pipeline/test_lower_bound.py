@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from tests.pipeline.random_costs import costs, limits
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.exhaustive_search import search_all
-from torchround.pipeline.lower_bound import lower_bound_s
 from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.problem import Problem
+from torchround.pipeline.search.lower_bound import lower_bound_s
+from torchround.pipeline.search.planning_problem import PlanningProblem
+from torchround.pipeline.search.systematic_search import search_all
 
 
 @settings(max_examples=150, deadline=None)
@@ -23,7 +23,7 @@ from torchround.pipeline.problem import Problem
 def test_no_plan_is_faster_than_the_bound(
     costs: Costs, devices: int, micro_batches: int, update: str, limits: MemoryLimits, all_rounds: bool
 ) -> None:
-    problem = Problem(costs, devices, micro_batches, update, limits)
+    problem = PlanningProblem(costs, devices, micro_batches, update, limits)
     choices = range(1, micro_batches + 1) if all_rounds else (micro_batches,)
     best = search_all(problem, choices)
     if best is not None:
@@ -34,7 +34,7 @@ def test_no_plan_is_faster_than_the_bound(
 def test_the_bound_knows_that_filling_and_draining_take_time() -> None:
     """Ten equal layers of 1 + 2 s, a stage each by memory, 4 devices, 8 micro-batches, no hops."""
     layers = tuple(LayerCost(f"block.{i}", 1.0, 2.0, weight_bytes=10) for i in range(10))
-    problem = Problem(Costs(layers), 4, 8, "sync", MemoryLimits(device_bytes=20))
+    problem = PlanningProblem(Costs(layers), 4, 8, "sync", MemoryLimits(device_bytes=20))
     work_s = 8 * (9 * 1 + 10 * 3) / 4
     # Devices wait for 0, 1, 2, 3 forward layers and are done 0, 1, 2, 3 backward layers before the end.
     assert abs(lower_bound_s(problem, (1,), float("inf")) - (work_s + (6 * 1 + 6 * 2) / 4)) < 1e-9

@@ -22,8 +22,7 @@ from torchround.pipeline.plan import (
     make_plan,
     read_partition,
 )
-from torchround.pipeline.stage_times import stage_times
-from torchround.pipeline.step_time import step_seconds
+from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 
 COSTS = Path(__file__).parents[2] / "docs" / "costs"
 MODELS = ("qwen3_1.7b", "llama3_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_lora")

@@ -6,12 +6,16 @@ import pytest
 
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.devices import DeviceSpec
-from torchround.pipeline.host_memory import ParameterCounts
-from torchround.pipeline.memory import GIB
+from torchround.pipeline.memory import GIB, ParameterCounts
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.pipeline.plan import (
+    InfeasiblePlanError,
+    evaluate_plan,
+    make_plan,
+    micro_batches_to_hide,
+    plan_transfers,
+)
 from torchround.pipeline.plan_report import RunQuestion, fits, longest_tokens, report
-from torchround.pipeline.transfers import micro_batches_to_hide, plan_transfers
 
 CARD = DeviceSpec("card", 24, 10, {"bfloat16": 1e12})
 MIB = 1 << 20

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.pipeline.random_costs import costs as random_costs
 from tests.pipeline.random_costs import partitions
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.dispatch import dispatch_tasks
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.simulate import (
+from torchround.pipeline.simulation.dispatch import dispatch_tasks
+from torchround.pipeline.simulation.simulator import (
     SAME_MOMENT_S,
     ScheduleDeadlockError,
     at_speeds,
@@ -20,8 +20,7 @@ from torchround.pipeline.simulate import (
     simulate_step,
     steady_state,
 )
-from torchround.pipeline.stage_times import stage_times
-from torchround.pipeline.step_time import step_seconds
+from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 from torchround.pipeline.timeline import Task, TaskKind, Timeline
 
 COSTS = Path(__file__).parents[2] / "docs" / "costs"

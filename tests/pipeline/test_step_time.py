@@ -7,12 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pipeline.random_costs import costs, partitions
-from torchround.pipeline import step_time
 from torchround.pipeline.costs import Costs, LayerCost, stage_seconds
-from torchround.pipeline.dispatch import dispatch_tasks
-from torchround.pipeline.simulate import simulate
-from torchround.pipeline.stage_times import LayerSums, StageTimes, stage_times
-from torchround.pipeline.step_time import busy_seconds, step_seconds
+from torchround.pipeline.simulation import step_time
+from torchround.pipeline.simulation.dispatch import dispatch_tasks
+from torchround.pipeline.simulation.simulator import simulate
+from torchround.pipeline.simulation.step_time import (
+    LayerSums,
+    StageTimes,
+    busy_seconds,
+    stage_times,
+    step_seconds,
+)
 
 SIZES = {"num_devices": st.integers(1, 9), "num_micro_batches": st.integers(1, 8)}
 

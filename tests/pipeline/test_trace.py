@@ -4,10 +4,10 @@ import json
 from itertools import pairwise
 
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.dispatch import dispatch_tasks
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.simulate import simulate
-from torchround.pipeline.trace import trace_events
+from torchround.pipeline.simulation.dispatch import dispatch_tasks
+from torchround.pipeline.simulation.simulator import simulate
+from torchround.pipeline.timeline import trace_events
 
 
 def test_trace_holds_every_task_where_and_when_it_ran() -> None:

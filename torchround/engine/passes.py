@@ -11,8 +11,7 @@ from torchround.engine.observer import Observer
 from torchround.engine.reserve import Footprint, StagingSizes
 from torchround.engine.staging import Boundary, Packing, fill
 from torchround.layer import MicroBatch
-from torchround.pipeline.partition import Partition, StageKind
-from torchround.pipeline.schedule import StageTask
+from torchround.pipeline.partition import Partition, StageKind, StageTask
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from torchround.engine.device import Mark
-from torchround.pipeline.schedule import StageTask
+from torchround.pipeline.partition import StageTask
 from torchround.pipeline.timeline import TaskKind
 
 

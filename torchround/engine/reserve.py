@@ -15,8 +15,7 @@ from torchround.engine.host_store import HostStore
 from torchround.engine.staging import Packing, aligned
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
-from torchround.pipeline.partition import Stage
-from torchround.pipeline.schedule import StageTask
+from torchround.pipeline.partition import Stage, StageTask
 
 LOSS_BYTES = 4
 

@@ -8,7 +8,7 @@ from torchround.engine.ordering import Fact
 from torchround.engine.passes import Pass, read_loss
 from torchround.engine.reports import DeviceTimes, SlotReport, times_by_device
 from torchround.engine.staging import Boundary
-from torchround.pipeline.schedule import StageTask
+from torchround.pipeline.partition import StageTask
 
 
 class StepResult:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from torchround.engine.device import Device, ForwardingDevice, Mark, Stream
 from torchround.engine.results import StepResult
-from torchround.pipeline.timeline import HOST, Task, TaskKind, Timeline
-from torchround.pipeline.trace import trace_events
+from torchround.pipeline.timeline import HOST, Task, TaskKind, Timeline, trace_events
 
 T = TypeVar("T")
 

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.baselines import SCHEDULES, Setting, measure, report
+from torchround.pipeline.baselines import SCHEDULES, SimulationSetup, report
+from torchround.pipeline.baselines import schedule_report as measure_schedule
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.dispatch import dispatch_tasks
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.simulate import simulate
+from torchround.pipeline.simulation.dispatch import dispatch_tasks
+from torchround.pipeline.simulation.simulator import simulate
 from torchround.pipeline.timeline import TaskKind
 
 COSTS = Path(__file__).parents[3] / "docs" / "costs"
@@ -33,7 +34,7 @@ layer_costs = st.builds(
 def test_every_schedule_does_all_its_work_once_and_gives_all_memory_back(
     name: str, layers: list[LayerCost], devices: int, micro_batches: int, recompute: bool
 ) -> None:
-    setting = Setting(Costs(tuple(layers), hop_s=0.1), devices, micro_batches, recompute=recompute)
+    setting = SimulationSetup(Costs(tuple(layers), hop_s=0.1), devices, micro_batches, recompute=recompute)
     result = report(name, setting)
     line = result.timeline
     steps = 1 + max(task.step for task in line.tasks)
@@ -53,7 +54,7 @@ def test_every_schedule_does_all_its_work_once_and_gives_all_memory_back(
 
 def test_reports_have_exactly_the_agreed_keys_and_are_json() -> None:
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=1) for i in range(4))
-    setting = Setting(Costs(layers), 2, 4)
+    setting = SimulationSetup(Costs(layers), 2, 4)
     for name in ("gpipe", "paci"):
         data = json.loads(json.dumps(report(name, setting).to_json()))
         assert sorted(data) == sorted(
@@ -66,7 +67,7 @@ def test_reports_have_exactly_the_agreed_keys_and_are_json() -> None:
 def test_roundpipe_sync_with_the_published_partition_reports_the_published_figures() -> None:
     costs = Costs.from_json((COSTS / "rtx4090_qwen3_1.7b.json").read_text())
     partition = Partition.from_lists([7] * 4, 1, [3] * 8 + [2, 2])
-    result = measure(SCHEDULES["roundpipe_sync"](Setting(costs, 8, 16, partition=partition)))
+    result = measure_schedule(SCHEDULES["roundpipe_sync"](SimulationSetup(costs, 8, 16, partition=partition)))
     assert result.makespan_s * 1e3 == pytest.approx(2286.017, abs=1e-3)
     shares = {kind: 100 * share for kind, share in result.bubble_by_kind.items()}
     # The artifact's log. It starts the second round on the device that is free first, not on the next in
@@ -82,7 +83,7 @@ def test_roundpipe_sync_counts_the_update_that_its_next_step_waits_for() -> None
     partition = Partition((3,), 1, (1, 1, 1))
     free = Costs(tuple(LayerCost(f"{i}", 1.0, 2.0) for i in range(4)))
     slow, fast = (
-        measure(SCHEDULES["roundpipe_sync"](Setting(costs, 2, 4, partition=partition)))
+        measure_schedule(SCHEDULES["roundpipe_sync"](SimulationSetup(costs, 2, 4, partition=partition)))
         for costs in (Costs(layers), free)
     )
     assert slow.makespan_s == pytest.approx(fast.makespan_s + 3 * 0.5)

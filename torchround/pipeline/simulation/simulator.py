@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.dispatch import dispatch_tasks
 from torchround.pipeline.partition import Partition
+from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.timeline import HOST, Task, Timeline
 
 # Two events closer than this are one moment: equal sums added up in another order differ by rounding.

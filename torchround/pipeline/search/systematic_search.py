@@ -1,13 +1,21 @@
 """Every plan of a small model: all partitions in all rounds, ranked by a bound, proven by the exact step time."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
 
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.problem import SAME_STEP, Problem
-from torchround.pipeline.rows import Candidate, Floats, Integers, Rows, joined, rows_of
+from torchround.pipeline.search.partition_batch import (
+    Candidate,
+    Floats,
+    Integers,
+    PartitionBatch,
+    joined,
+    rows_of,
+)
+from torchround.pipeline.search.planning_problem import SAME_STEP, PlanningProblem
 
 
 def num_partitions(num_layers: int) -> int:
@@ -15,7 +23,7 @@ def num_partitions(num_layers: int) -> int:
     return 1 + sum(4 ** (split - 1) for split in range(1, num_layers))
 
 
-def search_all(problem: Problem, rounds_choices: Sequence[int]) -> Candidate | None:
+def search_all(problem: PlanningProblem, rounds_choices: Sequence[int]) -> Candidate | None:
     """The fastest of all candidates that fit, or None if none does."""
     rows = _all_rows(problem.num_layers)
     bounds: list[Floats] = []
@@ -28,7 +36,7 @@ def search_all(problem: Problem, rounds_choices: Sequence[int]) -> Candidate | N
     return _best_first(problem, np.concatenate(bounds), np.concatenate(keys), rows)
 
 
-def _all_rows(num_layers: int) -> Rows:
+def _all_rows(num_layers: int) -> PartitionBatch:
     """All partitions."""
     parts = [rows_of([Partition((), num_layers, ())])]
     for split in range(1, num_layers):
@@ -37,7 +45,7 @@ def _all_rows(num_layers: int) -> Rows:
     return joined(parts)
 
 
-def _all_pairs(left: Integers, right: Integers, fused: int) -> Rows:
+def _all_pairs(left: Integers, right: Integers, fused: int) -> PartitionBatch:
     """All forward counts x all backward counts."""
     number = len(left) * len(right)
     counts = [
@@ -45,7 +53,7 @@ def _all_pairs(left: Integers, right: Integers, fused: int) -> Rows:
         np.full((number, 1), fused),
         np.tile(right, (len(left), 1)),
     ]
-    return Rows(np.concatenate(counts, axis=1), np.full(number, left.shape[1]))
+    return PartitionBatch(np.concatenate(counts, axis=1), np.full(number, left.shape[1]))
 
 
 def _compositions(total: int, parts: int) -> Integers:
@@ -56,7 +64,9 @@ def _compositions(total: int, parts: int) -> Integers:
     return np.asarray(np.diff(np.concatenate([0 * ends, cuts, ends], axis=1), axis=1))
 
 
-def _best_first(problem: Problem, bounds: Floats, keys: Integers, rows: Rows) -> Candidate | None:
+def _best_first(
+    problem: PlanningProblem, bounds: Floats, keys: Integers, rows: PartitionBatch
+) -> Candidate | None:
     """Exact step times in the order of their bounds, until no bound is below the best.
 
     `keys` [.., 3]: rounds, number of stages and row of each candidate.
@@ -73,3 +83,49 @@ def _best_first(problem: Problem, bounds: Floats, keys: Integers, rows: Rows) ->
         rounds, _, row = keys[index].tolist()
         best = problem.better(best, Candidate(rows.partition(row), rounds))
     return best
+
+
+# The paper's partitions (RoundPipe section 4.4.2): for each possible longest stage, stages as full as they go.
+
+
+# Longest stages tried; equal layers have far fewer different sums than this.
+MOST_CAPS = 20
+
+
+def greedy_partitions(problem: PlanningProblem, slowest_s: float) -> list[Partition]:
+    """Partitions for every sum of consecutive forward or forward + backward times up to `slowest_s`.
+
+    Sums repeat for equal layers and are tried once, evenly thinned where there are still too many.
+    """
+    sums = np.concatenate([_range_sums(problem.forward_s), _range_sums(np.array(problem.both_s))])
+    caps = np.unique(np.round(sums[sums <= slowest_s], 12))
+    if len(caps) > MOST_CAPS:
+        caps = caps[np.linspace(0, len(caps) - 1, MOST_CAPS).round().astype(np.int64)]
+    found: dict[Partition, None] = {}
+    for cap_s in caps.tolist():
+        found.setdefault(greedy_partition(problem, cap_s))
+    return list(found)
+
+
+def _range_sums(sums_s: Floats) -> Floats:
+    first, last = np.triu_indices(len(sums_s), 1)
+    return np.asarray(sums_s[last] - sums_s[first])
+
+
+def greedy_partition(problem: PlanningProblem, longest_s: float) -> Partition:
+    """Fused and backward stages filled from the last layer, then forward stages from the first."""
+    longest_s *= 1 + 1e-9  # running sums of equal layers differ by rounding
+    both_s, forward_s = problem.both_s, problem.sums.forward_s
+    backward, stop = [], problem.num_layers
+    while stop > 0:
+        start = bisect_left(both_s, both_s[stop] - longest_s, 0, stop - 1)
+        start = max(start, problem.first_layers[stop])
+        backward.append(stop - start)
+        stop = start
+    forward, start, split = [], 0, problem.num_layers - backward[0]
+    while start < split:
+        stop = bisect_right(forward_s, forward_s[start] + longest_s, start + 2, split + 1) - 1
+        stop = min(stop, problem.last_ends[start])
+        forward.append(stop - start)
+        start = stop
+    return Partition(tuple(forward), backward[0], tuple(backward[1:]))

@@ -7,8 +7,7 @@ what waits for what.
 from typing import Any
 
 from torchround.pipeline.costs import Costs, stage_seconds
-from torchround.pipeline.partition import Partition, StageKind
-from torchround.pipeline.schedule import StageTask, step_tasks
+from torchround.pipeline.partition import Partition, StageKind, StageTask, step_tasks
 from torchround.pipeline.timeline import HOST, Dependency, Task, TaskKind
 
 # Steps between a gradient and the first step that reads the weights it made (DESIGN section 7).

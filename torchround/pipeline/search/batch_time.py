@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchround.pipeline.rows import Floats, Integers
+from torchround.pipeline.search.partition_batch import Floats, Integers
 
 # Lines kept of each stage. With 6, none of 1920 partitions near the best of three models was off; with 4, 3.
 LINES = 6

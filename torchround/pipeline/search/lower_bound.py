@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.problem import SAME_STEP, Problem
-from torchround.pipeline.rows import Candidate, Floats
+from torchround.pipeline.search.partition_batch import Candidate, Floats
+from torchround.pipeline.search.planning_problem import SAME_STEP, PlanningProblem
 
 
-def lower_bound_s(problem: Problem, rounds_choices: Sequence[int], found_s: float) -> float:
+def lower_bound_s(problem: PlanningProblem, rounds_choices: Sequence[int], found_s: float) -> float:
     """Seconds; at most `found_s`, the step time of some plan within the limits."""
     largest = largest_fused(problem)
     least_s = least_work_s(problem, largest) / problem.num_devices
@@ -28,17 +28,17 @@ def lower_bound_s(problem: Problem, rounds_choices: Sequence[int], found_s: floa
     return max(bound_s, least_s)
 
 
-def largest_fused(problem: Problem) -> int:
+def largest_fused(problem: PlanningProblem) -> int:
     """Most layers that memory allows in the fused stage."""
     return problem.num_layers - problem.first_layers[problem.num_layers]
 
 
-def least_work_s(problem: Problem, largest: int) -> float:
+def least_work_s(problem: PlanningProblem, largest: int) -> float:
     """Device seconds of a step in any plan whose fused stage holds up to `largest` layers."""
     return problem.num_micro_batches * min(problem.sums.work_s(fused) for fused in range(1, largest + 1))
 
 
-def _bound_s(problem: Problem, rounds: int, fused: int) -> float:
+def _bound_s(problem: PlanningProblem, rounds: int, fused: int) -> float:
     """The bound for one number of rounds and one fused stage."""
     if fused == problem.num_layers:
         return problem.exact_s(Candidate(Partition((), fused, ()), rounds))
@@ -56,7 +56,7 @@ def _bound_s(problem: Problem, rounds: int, fused: int) -> float:
     return float(np.maximum(alone_s, (work_s + _idle_s(problem, limit)[allowed]) / used).min())
 
 
-def _fewest_stages(problem: Problem, split: int) -> tuple[int, int]:
+def _fewest_stages(problem: PlanningProblem, split: int) -> tuple[int, int]:
     """Forward and backward stages that memory asks for at least."""
     forward, start = 0, 0
     while start < split:
@@ -69,12 +69,12 @@ def _fewest_stages(problem: Problem, split: int) -> tuple[int, int]:
     return forward, backward
 
 
-def _stage_limit(problem: Problem, fused: int) -> int:
+def _stage_limit(problem: PlanningProblem, fused: int) -> int:
     """Numbers of forward or backward stages to tell apart: beyond N the idle time stays the same."""
     return min(problem.num_devices, problem.num_layers - fused)
 
 
-def _alone_s(problem: Problem, rounds: int, fused: int) -> Floats:
+def _alone_s(problem: PlanningProblem, rounds: int, fused: int) -> Floats:
     """Seconds of a round on its own by numbers of forward and of backward stages.
 
     The first micro-batch passes every stage; each further one leaves at least the slowest stage's time later.
@@ -96,7 +96,7 @@ def _alone_s(problem: Problem, rounds: int, fused: int) -> Floats:
     return np.asarray(first_s + hops_s + (size - 1) * slowest_s)
 
 
-def _idle_s(problem: Problem, limit: int) -> Floats:
+def _idle_s(problem: PlanningProblem, limit: int) -> Floats:
     """Idle device seconds of filling and draining, by numbers of forward and of backward stages.
 
     The device of slot k waits for k stages of at least a layer each, if all of them are forward ones, and

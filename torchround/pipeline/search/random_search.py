@@ -10,14 +10,32 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchround.pipeline.exhaustive_search import num_partitions, search_all
-from torchround.pipeline.greedy import greedy_partition, greedy_partitions
-from torchround.pipeline.lower_bound import largest_fused, least_work_s
-from torchround.pipeline.moves import moved
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.problem import SAME_STEP, Problem
-from torchround.pipeline.rows import Candidate, Floats, Integers, Rows, joined, rows_of
-from torchround.pipeline.shapes import ShapeRange, Shapes, even_shapes, random_shapes, shaped_rows, varied
+from torchround.pipeline.search.candidate_shapes import (
+    CandidateShapes,
+    ShapeRange,
+    even_shapes,
+    random_shapes,
+    shaped_rows,
+    varied,
+)
+from torchround.pipeline.search.lower_bound import largest_fused, least_work_s
+from torchround.pipeline.search.partition_batch import (
+    Candidate,
+    Floats,
+    Integers,
+    PartitionBatch,
+    joined,
+    moved,
+    rows_of,
+)
+from torchround.pipeline.search.planning_problem import SAME_STEP, PlanningProblem
+from torchround.pipeline.search.systematic_search import (
+    greedy_partition,
+    greedy_partitions,
+    num_partitions,
+    search_all,
+)
 
 # Up to this many partitions x rounds all are tried: 8 layers and 8 micro-batches have 43696.
 MOST_EXHAUSTIVE = 50_000
@@ -25,7 +43,7 @@ SEED = 2  # of five tried, the one that did best on the published models; none m
 # An `async` step that waits for its weights, not for a device, gets longer by all that the update takes more
 # than the costs say. So of steps about as long the one with less idle time is taken.
 IDLE_WEIGHT = {"sync": 0.0, "async": 0.5}
-# Shapes tried first, up to so many layers, and children of a generation, up to so many stages; fewer beyond, so
+# CandidateShapes tried first, up to so many layers, and children of a generation, up to so many stages; fewer beyond, so
 # that a plan takes tens of milliseconds. The steady state of `async` takes N + 2 times the arithmetic.
 SHAPES, FULL_SHAPES_LAYERS = {"sync": 384, "async": 96}, 40
 CHILDREN, FULL_CHILDREN_STAGES = 192, {"sync": 80, "async": 24}
@@ -46,7 +64,7 @@ class Found:
     proven: bool
 
 
-def find_plan(problem: Problem, rounds_choices: Sequence[int]) -> Found | None:
+def find_plan(problem: PlanningProblem, rounds_choices: Sequence[int]) -> Found | None:
     """The fastest candidate within the limits, or None where the finest partition does not fit."""
     if is_small(problem.num_layers, len(rounds_choices)):
         best = search_all(problem, rounds_choices)
@@ -60,7 +78,7 @@ def is_small(num_layers: int, num_rounds_choices: int) -> bool:
     return num_partitions(num_layers) * num_rounds_choices <= MOST_EXHAUSTIVE
 
 
-def _search_large(problem: Problem, rounds_choices: Sequence[int]) -> Found | None:
+def _search_large(problem: PlanningProblem, rounds_choices: Sequence[int]) -> Found | None:
     best = _best_whole(problem, rounds_choices)
     least_s = least_work_s(problem, largest_fused(problem)) / problem.num_devices
     enough_s = least_s * (1 + SAME_STEP)
@@ -87,7 +105,7 @@ def _search_large(problem: Problem, rounds_choices: Sequence[int]) -> Found | No
     return Found(best, proven=problem.exact_s(best) <= enough_s)
 
 
-def _promising(problem: Problem, fullest: Partition, rounds_choices: Sequence[int]) -> Sequence[int]:
+def _promising(problem: PlanningProblem, fullest: Partition, rounds_choices: Sequence[int]) -> Sequence[int]:
     """Rounds worth a search: of fewer micro-batches than devices only where memory allows few stages.
 
     Such a round cannot fill the devices unless all its stages, or those of several rounds, run at once.
@@ -97,12 +115,12 @@ def _promising(problem: Problem, fullest: Partition, rounds_choices: Sequence[in
     return rounds_choices if few or not filling else filling
 
 
-def _fills(problem: Problem, rounds: int) -> bool:
+def _fills(problem: PlanningProblem, rounds: int) -> bool:
     """Whether every round has at least as many micro-batches as there are devices."""
     return rounds * problem.num_devices <= problem.num_micro_batches
 
 
-def _best_whole(problem: Problem, rounds_choices: Sequence[int]) -> Candidate | None:
+def _best_whole(problem: PlanningProblem, rounds_choices: Sequence[int]) -> Candidate | None:
     """All layers in one stage: no recomputation, no hop, and rounds spread over the devices."""
     best: Candidate | None = None
     whole = Partition((), problem.num_layers, ())
@@ -120,7 +138,7 @@ class _Known:
     seeds: tuple[Partition, ...]
 
     @staticmethod
-    def of(problem: Problem) -> "_Known":
+    def of(problem: PlanningProblem) -> "_Known":
         layers = problem.num_layers
         finest = Partition((1,) * (layers - 1), 1, (1,) * (layers - 1))
         # A longest stage of d takes at least M d.
@@ -130,7 +148,9 @@ class _Known:
         return _Known(fullest, (finest, fullest, *greedy))
 
 
-def _anything_that_fits(problem: Problem, known: _Known, rounds_choices: Sequence[int]) -> Candidate | None:
+def _anything_that_fits(
+    problem: PlanningProblem, known: _Known, rounds_choices: Sequence[int]
+) -> Candidate | None:
     """With limits so tight that no search could start: the seeds in all rounds, however slow."""
     best: Candidate | None = None
     for rounds in rounds_choices:
@@ -143,11 +163,11 @@ def _anything_that_fits(problem: Problem, known: _Known, rounds_choices: Sequenc
 class _Search:
     """The best partitions so far with one number of rounds, best first, and the best shapes among them."""
 
-    def __init__(self, problem: Problem, rounds: int, known: _Known) -> None:
+    def __init__(self, problem: PlanningProblem, rounds: int, known: _Known) -> None:
         self.problem, self.rounds = problem, rounds
         self.random = np.random.default_rng(SEED)
         self.rows, self.step_s = rows_of([]), np.zeros(0)
-        self.shapes: Shapes | None = None
+        self.shapes: CandidateShapes | None = None
         self.shape_s = np.zeros(0)
         self.allowed = self._shape_range(known.fullest)
         number = SHAPES[problem.update] * min(1.0, FULL_SHAPES_LAYERS / problem.num_layers)
@@ -213,7 +233,7 @@ class _Search:
         children = max(FEWEST, round(CHILDREN * min(1.0, share)))
         return (number * self.random.random(children) ** 2).astype(np.int64)
 
-    def _add_shapes(self, shapes: Shapes, others: Rows | None = None) -> None:
+    def _add_shapes(self, shapes: CandidateShapes, others: PartitionBatch | None = None) -> None:
         rows = shaped_rows(self.problem, shapes)
         all_rows = rows if others is None else joined([rows, others])
         step_s = self._estimates(all_rows)
@@ -224,7 +244,7 @@ class _Search:
         kept = _best_distinct(shape_s, shape_s.round(12).tolist())
         self.shapes, self.shape_s = (shapes.take(kept), shape_s[kept]) if len(kept) else (None, np.zeros(0))
 
-    def _estimates(self, rows: Rows) -> Floats:
+    def _estimates(self, rows: PartitionBatch) -> Floats:
         """Step times [K], infinite where a row does not fit."""
         step_s = np.full(len(rows), np.inf)
         fitting = np.flatnonzero(self.problem.fits(rows, self.rounds))
@@ -232,7 +252,7 @@ class _Search:
             step_s[fitting] = self.problem.estimate_s(rows.take(fitting), self.rounds)
         return step_s
 
-    def _keep(self, rows: Rows, step_s: Floats) -> None:
+    def _keep(self, rows: PartitionBatch, step_s: Floats) -> None:
         step_s = np.concatenate([step_s, self.step_s])
         rows = joined([rows, self.rows])
         sizes = rows.num_stages.tolist()
@@ -243,7 +263,7 @@ class _Search:
         kept = _best_distinct(step_s, keys, sizes)
         rows = rows.take(kept)
         longest = int(rows.num_stages.max(initial=0))
-        self.rows, self.step_s = Rows(rows.counts[:, :longest], rows.fused_at), step_s[kept]
+        self.rows, self.step_s = PartitionBatch(rows.counts[:, :longest], rows.fused_at), step_s[kept]
 
 
 def _best_distinct(step_s: Floats, keys: Sequence[object], sizes: Sequence[int] = ()) -> Integers:

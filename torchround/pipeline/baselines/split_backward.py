@@ -1,32 +1,82 @@
-"""PipeOffload's schedules (Wan et al., 2025): interleaving with less memory, and offload of activations.
+"""Zero-bubble schedules (Qi et al., 2023): the weights' gradients are tasks that fill what would be bubbles.
 
-GIS and GIS-H (sections 3.1, 3.2) generalise interleaved 1F1B with a split backward; PO-H and PO-F repeat
-GIS-H's building block uniformly and offload half or all of the chunks (sections 2 and 4.2). d devices, v
-chunks per device, rank i from 0, T_F, T_B, T_W of one chunk.
+f, b, w: a stage's forward, input gradient and weight gradient; p devices.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
 from math import gcd
 
-from torchround.pipeline.baselines.bound import (
+from torchround.pipeline.baselines.device_bound import (
     BACKWARD,
     FORWARD,
     WEIGHT_GRADIENT,
     Action,
     ScheduleError,
-    Setting,
+    SimulationSetup,
     bound_stages,
     bound_tasks,
     chunks_of,
 )
-from torchround.pipeline.baselines.flush import alternate, flushed, looped
-from torchround.pipeline.baselines.measure import Schedule
 from torchround.pipeline.baselines.offload import OffloadPlan, Planned
+from torchround.pipeline.baselines.schedule_report import Schedule
+from torchround.pipeline.baselines.whole_backward import alternate, flushed, looped
 from torchround.pipeline.timeline import Task
 
 
-def gis(setting: Setting) -> Schedule:
+def zb_h1(setting: SimulationSetup) -> Schedule:
+    """1F1B's memory, bubble `(p - 1)(f + b - w)`: device i puts off its weight gradients by i micro-batches."""
+    p = setting.num_devices
+    orders = [_order(setting, device, warm_up=p - device, delay=device) for device in range(p)]
+    return flushed("zb_h1", setting, bound_stages(setting, 1), orders)
+
+
+def zb_h2(setting: SimulationSetup) -> Schedule:
+    """2p - 1 micro-batches in flight, bubble `(p - 1)(f + b - 2w)`, 0 if all are equal.
+
+    That holds from step to step: the paper checks the update afterwards instead of waiting for all devices,
+    so each device goes on to the next step when its own stage is done.
+    """
+    p, m = setting.num_devices, setting.num_micro_batches
+    stages = bound_stages(setting, 1)
+    orders = [_order(setting, device, 2 * (p - device) - 1, 2 * device) for device in range(p)]
+
+    def tasks(steps: int) -> list[Task]:
+        repeated = [
+            [Action(a.kind, a.stage, a.micro_batch + step * m) for step in range(steps) for a in order]
+            for order in orders
+        ]
+        return bound_tasks(setting, stages, repeated)
+
+    partition = [len(stage.layers) for stage in stages]
+    return Schedule("zb_h2", p, partition, tasks, continuous=True, tail_steps=1 + 2 * p // m)
+
+
+def _order(setting: SimulationSetup, device: int, warm_up: int, delay: int) -> list[Action]:
+    """`warm_up` forwards, then backward, weight gradient of `delay` micro-batches ago, forward; at the end
+    backwards and the weight gradients that were put off in turn."""
+    m = setting.num_micro_batches
+    order = [Action(FORWARD, device, k) for k in range(min(warm_up, m))]
+    pending = 0
+    for k in range(m):
+        order.append(Action(BACKWARD, device, k))
+        if k - pending >= delay or warm_up + k >= m:
+            order.append(Action(WEIGHT_GRADIENT, device, pending))
+            pending += 1
+        if warm_up + k < m:
+            order.append(Action(FORWARD, device, warm_up + k))
+    order += [Action(WEIGHT_GRADIENT, device, k) for k in range(pending, m)]
+    return order
+
+
+# PipeOffload's schedules (Wan et al., 2025): interleaving with less memory, and offload of activations.
+#
+# GIS and GIS-H (sections 3.1, 3.2) generalise interleaved 1F1B with a split backward; PO-H and PO-F repeat
+# GIS-H's building block uniformly and offload half or all of the chunks (sections 2 and 4.2). d devices, v
+# chunks per device, rank i from 0, T_F, T_B, T_W of one chunk.
+
+
+def gis(setting: SimulationSetup) -> Schedule:
     """Groups of g micro-batches: `g (v - 1) + d - i` forwards first, at most `g (v - 1) + d` chunks kept.
 
     `ceil(d / 2) <= g <= d`. With g = d: bubble `(d - 1)(T_F + T_B)`; smaller g adds `(d - g)(v - 1)` units.
@@ -34,22 +84,22 @@ def gis(setting: Setting) -> Schedule:
     return _grouped("gis", setting, setting.group or setting.num_devices)
 
 
-def gis_h(setting: Setting) -> Schedule:
+def gis_h(setting: SimulationSetup) -> Schedule:
     """The smallest group, `ceil(d / 2)`: about half of interleaved 1F1B's memory."""
     return _grouped("gis_h", setting, -(-setting.num_devices // 2))
 
 
-def po_h(setting: Setting) -> Schedule:
+def po_h(setting: SimulationSetup) -> Schedule:
     """The first half of each device's chunks, those that live longest, is offloaded: about `(v + 2) / (8 v)`."""
     return _offloading("po_h", setting, -(-chunks_of(setting) // 2))
 
 
-def po_f(setting: Setting) -> Schedule:
+def po_f(setting: SimulationSetup) -> Schedule:
     """All chunks are offloaded: a constant number of chunks stays, O(1 / (v d)) of the activations."""
     return _offloading("po_f", setting, chunks_of(setting))
 
 
-def _grouped(name: str, setting: Setting, group: int) -> Schedule:
+def _grouped(name: str, setting: SimulationSetup, group: int) -> Schedule:
     d, m, chunks = setting.num_devices, setting.num_micro_batches, chunks_of(setting)
     if not -(-d // 2) <= group <= d:
         raise ScheduleError(f"a group of {group} micro-batches does not lie between {-(-d // 2)} and {d}")
@@ -105,7 +155,7 @@ def _chunk_start(chunk: int, period: int, before_collision: int) -> int:
     return 3 * period * chunk + 3 * (chunk // before_collision)
 
 
-def _offloading(name: str, setting: Setting, offloaded_chunks: int) -> Schedule:
+def _offloading(name: str, setting: SimulationSetup, offloaded_chunks: int) -> Schedule:
     d, chunks = setting.num_devices, chunks_of(setting)
     stages = bound_stages(setting, chunks)
     grid = uniform_grid(d, setting.num_micro_batches, chunks)

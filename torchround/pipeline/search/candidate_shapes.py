@@ -5,15 +5,15 @@ holds, and how the stages near the first layer differ from the rest. Stages that
 sooner, and stages that end small drain them sooner, as long as a device that finishes a small stage early
 finds its next input there.
 
-Shapes: K partitions, S stages of one direction over the layers `0 .. split` before the fused stage.
+CandidateShapes: K partitions, S stages of one direction over the layers `0 .. split` before the fused stage.
 """
 
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from torchround.pipeline.problem import Problem
-from torchround.pipeline.rows import Floats, Integers, Rows
+from torchround.pipeline.search.partition_batch import Floats, Integers, PartitionBatch
+from torchround.pipeline.search.planning_problem import PlanningProblem
 
 # Relative length of the first stages of a direction, and how many turns of the devices they last.
 SMALLEST_RATIO, MOST_TURNS = 0.15, 3.0
@@ -32,7 +32,7 @@ EVEN_SHARE = {"sync": 0.1, "async": 0.75}
 
 
 @dataclass(frozen=True)
-class Shapes:
+class CandidateShapes:
     """`stages`, `fused` (layers) and `forward` (stages) [K]; `ratio`, `turns` and `step` [K, 2] by direction."""
 
     stages: Integers
@@ -42,14 +42,14 @@ class Shapes:
     turns: Floats
     step: Floats
 
-    def take(self, rows: Integers) -> "Shapes":
+    def take(self, rows: Integers) -> "CandidateShapes":
         """The shapes at these indices."""
-        return Shapes(*(getattr(self, field.name)[rows] for field in fields(self)))
+        return CandidateShapes(*(getattr(self, field.name)[rows] for field in fields(self)))
 
-    def followed_by(self, others: "Shapes") -> "Shapes":
+    def followed_by(self, others: "CandidateShapes") -> "CandidateShapes":
         """These and the others."""
         pairs = ((getattr(self, field.name), getattr(others, field.name)) for field in fields(self))
-        return Shapes(*(np.concatenate(pair) for pair in pairs))
+        return CandidateShapes(*(np.concatenate(pair) for pair in pairs))
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ShapeRange:
     def fewest_stages(self) -> int:
         return self.fewest_forward + 1 + self.fewest_backward
 
-    def clip(self, shapes: Shapes) -> Shapes:
+    def clip(self, shapes: CandidateShapes) -> CandidateShapes:
         """Numbers brought into range, with at least one layer in each stage."""
         fused = np.clip(shapes.fused, 1, self.most_fused)
         split = self.num_layers - fused
@@ -75,18 +75,20 @@ class ShapeRange:
         stages = np.minimum(stages, 2 * split + 1)
         lowest = np.maximum(self.fewest_forward, stages - 1 - split)
         forward = np.clip(shapes.forward, lowest, np.minimum(split, stages - 1 - least))
-        return Shapes(stages, fused, forward, shapes.ratio, shapes.turns, shapes.step)
+        return CandidateShapes(stages, fused, forward, shapes.ratio, shapes.turns, shapes.step)
 
 
-def random_shapes(problem: Problem, random: np.random.Generator, number: int, allowed: ShapeRange) -> Shapes:
-    """Shapes over the whole range, few and many stages alike."""
+def random_shapes(
+    problem: PlanningProblem, random: np.random.Generator, number: int, allowed: ShapeRange
+) -> CandidateShapes:
+    """CandidateShapes over the whole range, few and many stages alike."""
     least, most = allowed.fewest_stages, max(allowed.most_stages, allowed.fewest_stages)
     stages = np.exp(random.uniform(np.log(least), np.log(most), number)).round().astype(np.int64)
     smallest = random.random(number) < SMALLEST_FUSED_SHARE[problem.update]
     fused_factor = np.where(smallest, 0.0, random.uniform(*FUSED_FACTOR, number))
     forward_factor = np.exp(random.uniform(np.log(FORWARD_FACTOR[0]), np.log(FORWARD_FACTOR[1]), number))
     fused, forward = _sizes(problem, stages, fused_factor, forward_factor)
-    shapes = Shapes(
+    shapes = CandidateShapes(
         stages,
         fused,
         forward,
@@ -101,7 +103,7 @@ def random_shapes(problem: Problem, random: np.random.Generator, number: int, al
     return allowed.clip(shapes)
 
 
-def even_shapes(problem: Problem, allowed: ShapeRange) -> Shapes:
+def even_shapes(problem: PlanningProblem, allowed: ShapeRange) -> CandidateShapes:
     """Even stages in numbers up to two turns of the devices, with fused stages of about their length."""
     most = min(allowed.most_stages, 2 * problem.num_devices + 1)
     grid = [
@@ -114,11 +116,11 @@ def even_shapes(problem: Problem, allowed: ShapeRange) -> Shapes:
     stages = numbers[:, 0].astype(np.int64)
     fused_layers, forward_stages = _sizes(problem, stages, numbers[:, 1], numbers[:, 2])
     even = np.ones((len(grid), 2))
-    return allowed.clip(Shapes(stages, fused_layers, forward_stages, even, 0 * even, 0 * even))
+    return allowed.clip(CandidateShapes(stages, fused_layers, forward_stages, even, 0 * even, 0 * even))
 
 
 def _sizes(
-    problem: Problem, stages: Integers, fused_factor: Floats, forward_factor: Floats
+    problem: PlanningProblem, stages: Integers, fused_factor: Floats, forward_factor: Floats
 ) -> tuple[Integers, Integers]:
     """Layers of the fused stage, relative to a mean stage, and forward stages, relative to equally long ones."""
     layers = problem.num_layers
@@ -132,10 +134,10 @@ def _sizes(
     return fused, np.round((stages - 1) * share * forward_factor).astype(np.int64)
 
 
-def varied(shapes: Shapes, random: np.random.Generator, allowed: ShapeRange) -> Shapes:
+def varied(shapes: CandidateShapes, random: np.random.Generator, allowed: ShapeRange) -> CandidateShapes:
     """The same shapes, each a little different."""
     number = len(shapes.stages)
-    changed = Shapes(
+    changed = CandidateShapes(
         _nearby(shapes.stages, random, 0.08),
         np.where(random.random(number) < 0.4, _nearby(shapes.fused, random, 0.15), shapes.fused),
         _nearby(shapes.forward, random, 0.08),
@@ -152,7 +154,7 @@ def _nearby(values: Integers, random: np.random.Generator, share: float) -> Inte
     return values + np.round(steps).astype(np.int64)
 
 
-def shaped_rows(problem: Problem, shapes: Shapes) -> Rows:
+def shaped_rows(problem: PlanningProblem, shapes: CandidateShapes) -> PartitionBatch:
     """The partitions of these shapes."""
     split = problem.num_layers - shapes.fused
     both_s = problem.forward_s + problem.backward_s
@@ -167,11 +169,16 @@ def shaped_rows(problem: Problem, shapes: Shapes) -> Rows:
         np.take_along_axis(right, from_end, axis=1),
     )
     counts = np.where(position == shapes.forward[:, None], shapes.fused[:, None], counts)
-    return Rows(np.where(position < shapes.stages[:, None], counts, 0), shapes.forward)
+    return PartitionBatch(np.where(position < shapes.stages[:, None], counts, 0), shapes.forward)
 
 
 def _half(
-    problem: Problem, sums_s: Floats, split: Integers, stages: Integers, shapes: Shapes, direction: int
+    problem: PlanningProblem,
+    sums_s: Floats,
+    split: Integers,
+    stages: Integers,
+    shapes: CandidateShapes,
+    direction: int,
 ) -> Integers:
     """Layers per stage [K, S] from layer 0 on, fewest first, padded with zeros.
 
@@ -192,7 +199,7 @@ def _half(
     return np.where(exists, ascending, 0)
 
 
-def _weights(problem: Problem, position: Integers, shapes: Shapes, direction: int) -> Floats:
+def _weights(problem: PlanningProblem, position: Integers, shapes: CandidateShapes, direction: int) -> Floats:
     """Relative lengths of the stages [K, S], rising to 1 in a step or evenly."""
     ratio, step = shapes.ratio[:, direction, None], shapes.step[:, direction, None]
     rising = np.maximum(shapes.turns[:, direction, None] * problem.num_devices, 1e-9)

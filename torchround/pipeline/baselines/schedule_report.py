@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from torchround.pipeline.simulate import simulate, steady_state
+from torchround.pipeline.simulation.simulator import simulate, steady_state
 from torchround.pipeline.timeline import Task, TaskKind, Timeline
 
 GAPS = ("fill", "drain", "switch", "imbalance")
@@ -40,7 +40,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Report:
+class ScheduleReport:
     """Figures of one schedule; `to_json` is DESIGN section 13's object.
 
     `bubble_by_kind`: shares of all device time, adding up to `bubble`. `peak_activation_bytes`: per device.
@@ -69,7 +69,7 @@ class Report:
         }
 
 
-def measure(schedule: Schedule) -> Report:
+def measure_schedule(schedule: Schedule) -> ScheduleReport:
     """Simulate a schedule and read everything off its timeline."""
     devices = schedule.num_devices
     ready_first = range(devices) if schedule.ready_first else ()
@@ -80,7 +80,7 @@ def measure(schedule: Schedule) -> Report:
         makespan_s = line.makespan_s + schedule.update_s
     total_s = devices * makespan_s
     bubble = max(0.0, 1 - line.work_s / steps / total_s) if total_s > 0 else 0.0
-    return Report(
+    return ScheduleReport(
         name=schedule.name,
         makespan_s=makespan_s,
         bubble=bubble,

@@ -3,11 +3,11 @@
 A schedule is then only an order of actions per device; durations, bytes and dependencies are added here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
-from torchround.pipeline.bound_partition import bind_stages
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition
@@ -24,7 +24,7 @@ class ScheduleError(ValueError):
 
 
 @dataclass(frozen=True)
-class Setting:
+class SimulationSetup:
     """What is simulated. All schedules read the first block, the others only what concerns them.
 
     `recompute`: keep only layer inputs and run each layer's forward again in the backward, except the last
@@ -102,7 +102,7 @@ class Action:
     micro_batch: int
 
 
-def chunks_of(setting: Setting) -> int:
+def chunks_of(setting: SimulationSetup) -> int:
     """Virtual stages per device of a looped schedule."""
     if setting.stages is not None:
         return max(1, len(setting.stages) // setting.num_devices)
@@ -111,7 +111,7 @@ def chunks_of(setting: Setting) -> int:
     return max(1, len(setting.costs.layers) // setting.num_devices)
 
 
-def bound_stages(setting: Setting, chunks: int) -> list[BoundStage]:
+def bound_stages(setting: SimulationSetup, chunks: int) -> list[BoundStage]:
     """The setting's stages, or N x `chunks` of them cut by PACI's min-max partition (appendix D.5)."""
     counts = setting.stages
     if counts is None:
@@ -125,7 +125,7 @@ def bound_stages(setting: Setting, chunks: int) -> list[BoundStage]:
     ]
 
 
-def _fastest_split(setting: Setting, num_stages: int) -> tuple[int, ...]:
+def _fastest_split(setting: SimulationSetup, num_stages: int) -> tuple[int, ...]:
     """The slowest stage as fast as possible; with more stages than layers the first ones stay empty."""
     layers = setting.costs.layers
     seconds = [layer.forward_s * (2 if setting.recompute else 1) + layer.backward_s for layer in layers]
@@ -135,7 +135,7 @@ def _fastest_split(setting: Setting, num_stages: int) -> tuple[int, ...]:
     return bind_stages(seconds, [0] * len(seconds), num_stages, None)
 
 
-def _stage(setting: Setting, device: int, indices: range) -> BoundStage:
+def _stage(setting: SimulationSetup, device: int, indices: range) -> BoundStage:
     layers = setting.costs.layers
     mine = [layers[index] for index in indices]
     recomputed = [index for index in indices if setting.recompute and index < len(layers) - 1]
@@ -159,7 +159,7 @@ def _stage(setting: Setting, device: int, indices: range) -> BoundStage:
 
 
 def bound_tasks(
-    setting: Setting, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
+    setting: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
 ) -> list[Task]:
     """The orders, one per device, as tasks in that order, which is also their priority.
 
@@ -173,7 +173,9 @@ def bound_tasks(
 
 
 class _Builder:
-    def __init__(self, setting: Setting, stages: Sequence[BoundStage], index_of: dict[Action, int]) -> None:
+    def __init__(
+        self, setting: SimulationSetup, stages: Sequence[BoundStage], index_of: dict[Action, int]
+    ) -> None:
         self.setting = setting
         self.stages = stages
         self.index_of = index_of
@@ -238,3 +240,77 @@ class _Builder:
         if index + 1 < len(self.stages) and self.stages[index + 1].device != stage.device:
             moved += stage.output_bytes
         return moved
+
+
+# Layers -> stages that are bound to devices: PACI's memory-constrained min-max partition (appendix D.5).
+#
+# The schedules that keep a stage on one device (GPipe, 1F1B, PACI, ...) need contiguous layers split so that
+# the slowest stage is as fast as possible. RoundPipe does not: see `plan.py`.
+
+
+class BindError(ValueError):
+    """Fewer layers than stages, or lists of different lengths."""
+
+
+def bind_stages(
+    costs_s: Sequence[float],
+    memory_bytes: Sequence[int],
+    num_stages: int,
+    limit_bytes: int | None,
+    in_flight_bytes: Sequence[int] = (),
+) -> tuple[int, ...]:
+    """Layer counts per stage that minimise the slowest stage's seconds within `limit_bytes` per stage.
+
+    `memory_bytes` of a layer are resident however many micro-batches are in flight; `in_flight_bytes` (if
+    given) are paid `num_stages - j` times in stage j, counted from 0, as 1F1B keeps them (equation 12).
+    Where nothing fits, the worst overshoot is minimised first and the slowest stage second. Among equals the
+    split with the earliest cuts is returned.
+    """
+    num_layers = len(costs_s)
+    if not 1 <= num_stages <= num_layers:
+        raise BindError(f"cannot bind {num_layers} layers to {num_stages} non-empty stages")
+    if len(memory_bytes) != num_layers or (in_flight_bytes and len(in_flight_bytes) != num_layers):
+        raise BindError(
+            f"{num_layers} layers have {len(memory_bytes)} memory and {len(in_flight_bytes)} in-flight figures"
+        )
+    time_sums = list(accumulate(costs_s, initial=0.0))
+    static_sums = list(accumulate(memory_bytes, initial=0))
+    flight_sums = list(accumulate(in_flight_bytes or [0] * num_layers, initial=0))
+
+    def overshoot(stage: int, start: int, stop: int) -> float:
+        used = static_sums[stop] - static_sums[start]
+        used += (num_stages - stage) * (flight_sums[stop] - flight_sums[start])
+        return 0 if limit_bytes is None else max(0, used - limit_bytes)
+
+    # Two passes, not one over pairs: the best pair of a prefix need not be part of the best pair of the whole.
+    least, _ = _min_max(num_layers, num_stages, overshoot)
+
+    def seconds(stage: int, start: int, stop: int) -> float:
+        allowed = overshoot(stage, start, stop) <= least
+        return time_sums[stop] - time_sums[start] if allowed else float("inf")
+
+    _, bounds = _min_max(num_layers, num_stages, seconds)
+    return tuple(stop - start for start, stop in pairwise(bounds))
+
+
+def _min_max(
+    num_layers: int, num_stages: int, cost: Callable[[int, int, int], float]
+) -> tuple[float, list[int]]:
+    """The least possible largest `cost(stage, start, stop)`, and bounds that reach it (equation 15)."""
+    infinite = float("inf")
+    # best[i]: the first i layers in the stages so far.
+    best = [infinite, *(cost(0, 0, stop) for stop in range(1, num_layers + 1))]
+    cuts: list[list[int]] = []
+    for stage in range(1, num_stages):
+        # Without a finite choice any non-empty stages do.
+        before, best, cut = best, [infinite] * (num_layers + 1), [stage] * (num_layers + 1)
+        for stop in range(stage + 1, num_layers + 1):
+            for start in range(stage, stop):
+                candidate = max(before[start], cost(stage, start, stop))
+                if candidate < best[stop]:
+                    best[stop], cut[stop] = candidate, start
+        cuts.append(cut)
+    bounds = [num_layers]
+    for cut in reversed(cuts):
+        bounds.append(cut[bounds[-1]])
+    return best[num_layers], [0, *reversed(bounds)]

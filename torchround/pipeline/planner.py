@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.greedy import greedy_partition
 from torchround.pipeline.memory import GIB, DeviceMemory, device_memory, host_activation_bytes
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.problem import Problem
+from torchround.pipeline.search.planning_problem import PlanningProblem
+from torchround.pipeline.search.systematic_search import greedy_partition
 
 DEVICE_KEYS = {
     "weights_bytes": ("engine.device_memory_gib", "model.flavor"),
@@ -30,7 +30,7 @@ class InfeasiblePlanError(ValueError):
 
 
 def why_infeasible(
-    problem: Problem, rounds_choices: Sequence[int], partition: Partition | None = None
+    problem: PlanningProblem, rounds_choices: Sequence[int], partition: Partition | None = None
 ) -> InfeasiblePlanError:
     """The error for `partition`, or for the finest one, which needs least of a device."""
     ones = (1,) * (problem.num_layers - 1)
@@ -74,7 +74,7 @@ def _device_error(costs: Costs, needed: DeviceMemory, limit: int, given: bool) -
 
 
 def _host_error(
-    problem: Problem, rounds_choices: Sequence[int], candidates: Sequence[Partition]
+    problem: PlanningProblem, rounds_choices: Sequence[int], candidates: Sequence[Partition]
 ) -> InfeasiblePlanError:
     limit = problem.limits.host_bytes
     assert limit is not None, "what fits every limit is not infeasible"
