@@ -58,8 +58,10 @@ from torchround.models import (
     add_adapters,
 )
 from torchround.pipeline.memory import HostMemory
-from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
+from torchround.pipeline.partition import PlanError
+from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import report
+from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.bad_steps import BadStepsError
 from torchround.run.console import say
 from torchround.run.dry_run import Hardware, rendered, run_question

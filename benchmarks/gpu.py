@@ -49,7 +49,8 @@ from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 from torchround.observe import mfu, train_flops_per_token
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.plan import Plan, evaluate_plan
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.planner import evaluate_plan
 
 LR = 1e-4
 OPTIMIZER = OptimizerTable(lr=LR)

@@ -37,7 +37,8 @@ from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import StageKind
-from torchround.pipeline.plan import Plan, make_plan
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.planner import make_plan
 from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.simulation.simulator import at_speeds, steady_state
 

@@ -28,7 +28,7 @@ from torchround.layer import LayeredModel
 from torchround.models import FAMILIES, Family, LoraShape, ModelConfigError, TransformerConfig, add_adapters
 from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.memory import GIB
-from torchround.pipeline.plan import PlanError
+from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan_report import report
 from torchround.run.dry_run import Hardware, rendered, run_question
 from torchround.run.mapped_base import Mapped, map_base

@@ -24,8 +24,8 @@ from torchround.pipeline.baselines import SCHEDULES, ScheduleError, ScheduleRepo
 from torchround.pipeline.costs import Costs, CostsError, LayerParameters, costs_from_work
 from torchround.pipeline.devices import DEVICES, DeviceSpec, UnknownPeakError, find_device
 from torchround.pipeline.memory import GIB, MemoryLimits
-from torchround.pipeline.partition import Partition, PartitionError
-from torchround.pipeline.plan import InfeasiblePlanError
+from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.timeline import trace_events
 
 WIDTH = 100  # of the table where the output is no terminal
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reports = simulate_all(names, setting)
         show(reports, setting)
         write_files(reports, setting, options)
-    except (UsageError, PartitionError, ScheduleError) as error:
+    except (UsageError, PlanError, ScheduleError) as error:
         print(f"simulate.py: {error}", file=sys.stderr)
         return 2
     return 0

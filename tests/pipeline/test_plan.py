@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 from tests.pipeline.random_costs import all_partitions, costs, limits
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits, device_memory, host_activation_bytes
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import (
-    InfeasiblePlanError,
-    Plan,
-    PlanError,
-    evaluate_plan,
-    make_plan,
-    read_partition,
-)
+from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.plan import Plan, read_partition
+from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
 from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 
 COSTS = Path(__file__).parents[2] / "docs" / "costs"

@@ -8,14 +8,9 @@ from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.devices import DeviceSpec
 from torchround.pipeline.memory import GIB, ParameterCounts
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import (
-    InfeasiblePlanError,
-    evaluate_plan,
-    make_plan,
-    micro_batches_to_hide,
-    plan_transfers,
-)
+from torchround.pipeline.plan import micro_batches_to_hide, plan_transfers
 from torchround.pipeline.plan_report import RunQuestion, fits, longest_tokens, report
+from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
 
 CARD = DeviceSpec("card", 24, 10, {"bfloat16": 1e12})
 MIB = 1 << 20

@@ -24,8 +24,9 @@ class Stage:
     stop: int
 
 
-class PartitionError(ValueError):
-    """Ranges that do not cover every layer exactly once in each direction."""
+class PlanError(ValueError):
+    """A plan that cannot be: ranges that do not cover each layer once in each direction, arguments out of range, or text
+    that is not a plan."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class Partition:
     def __post_init__(self) -> None:
         counts = (*self.forward, self.fused, *self.backward)
         if any(count < 1 for count in counts):
-            raise PartitionError(f"every stage needs at least one layer, got {self}")
+            raise PlanError(f"every stage needs at least one layer, got {self}")
         if sum(self.forward) != sum(self.backward):
-            raise PartitionError(
+            raise PlanError(
                 f"forward stages hold {sum(self.forward)} layers before the fused stage, "
                 f"backward stages {sum(self.backward)}; they must be equal"
             )

@@ -10,38 +10,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torchround.pipeline.costs import Costs, LayerCost, stage_seconds
-from torchround.pipeline.host_buffers import boundary_pool_bytes
 from torchround.pipeline.memory import (
-    MemoryLimits,
-    device_memory,
     size_text,
-    stage_compute_bytes,
-    stage_gradient_bytes,
-    stage_weight_bytes,
 )
-from torchround.pipeline.partition import Partition, PartitionError, Stage, StageKind
-from torchround.pipeline.planner import InfeasiblePlanError, why_infeasible
-from torchround.pipeline.search.lower_bound import lower_bound_s
-from torchround.pipeline.search.partition_batch import Candidate
-from torchround.pipeline.search.planning_problem import PlanningProblem
-from torchround.pipeline.search.random_search import find_plan, is_small
+from torchround.pipeline.partition import Partition, PlanError, Stage, StageKind
 
-__all__ = [
-    "InfeasiblePlanError",
-    "Plan",
-    "PlanError",
-    "PlannedStage",
-    "evaluate_plan",
-    "make_plan",
-    "read_partition",
-]
-
-UPDATES = ("sync", "async")
 MOST = 2**62  # of any figure
-
-
-class PlanError(ValueError):
-    """Arguments that no plan can be made for, or text that is not a plan."""
 
 
 @dataclass(frozen=True)
@@ -186,110 +160,7 @@ def read_partition(data: object) -> tuple[Partition, int]:
         raise PlanError(f"layer counts and rounds must be whole numbers, given {wrong[0]!r}")
     if rounds < 1:
         raise PlanError(f"rounds = {rounds} must be at least 1")
-    try:
-        return Partition.from_lists(data["forward"], data["fused"], data["backward"]), rounds
-    except PartitionError as error:
-        raise PlanError(str(error)) from error
-
-
-def make_plan(
-    costs: Costs,
-    num_devices: int,
-    num_micro_batches: int,
-    update: str = "sync",
-    rounds: int | str = "auto",
-    limits: MemoryLimits | None = None,
-) -> Plan:
-    """The fastest plan within `limits`. Raises `InfeasiblePlanError`, or `PlanError` for bad arguments."""
-    problem = _problem(costs, num_devices, num_micro_batches, update, limits)
-    choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
-    found = find_plan(problem, choices)
-    if found is None:
-        raise why_infeasible(problem, choices)
-    step_s = problem.exact_s(found.candidate)
-    bound_s = step_s if found.proven else lower_bound_s(problem, choices, step_s)
-    return _plan(problem, found.candidate, bound_s)
-
-
-def evaluate_plan(
-    partition: Partition,
-    rounds: int,
-    costs: Costs,
-    num_devices: int,
-    num_micro_batches: int,
-    update: str = "sync",
-    limits: MemoryLimits | None = None,
-) -> Plan:
-    """A given partition as a plan, whatever it costs. Raises as `make_plan` does, if it does not fit."""
-    problem = _problem(costs, num_devices, num_micro_batches, update, limits)
-    choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
-    if partition.num_layers != costs.num_layers:
-        raise PlanError(f"the plan covers {partition.num_layers} layers, the model has {costs.num_layers}")
-    candidate = Candidate(partition, rounds)
-    if not problem.fits_limits(candidate):
-        raise why_infeasible(problem, choices, partition)
-    return _plan(problem, candidate, lower_bound_s(problem, choices, problem.exact_s(candidate)))
-
-
-def _problem(
-    costs: Costs, num_devices: int, num_micro_batches: int, update: str, limits: MemoryLimits | None
-) -> PlanningProblem:
-    if num_devices < 1 or num_micro_batches < 1:
-        raise PlanError(
-            f"{num_devices} devices and {num_micro_batches} micro-batches must both be at least 1"
-        )
-    if update not in UPDATES:
-        raise PlanError(f"update = {update!r} must be one of {UPDATES}")
-    return PlanningProblem(costs, num_devices, num_micro_batches, update, limits or MemoryLimits())
-
-
-def _rounds_choices(
-    num_layers: int, num_devices: int, num_micro_batches: int, rounds: int | str
-) -> tuple[int, ...]:
-    """All numbers of rounds for a small model, else few rounds and multiples of the devices."""
-    if rounds != "auto":
-        if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= num_micro_batches:
-            raise PlanError(f'rounds = {rounds!r} must be "auto" or 1 to {num_micro_batches} (micro-batches)')
-        return (rounds,)
-    if is_small(num_layers, num_micro_batches):
-        return tuple(range(1, num_micro_batches + 1))
-    useful = {1, 2, 3, 4, num_devices // 2, num_devices, 2 * num_devices, num_micro_batches}
-    return tuple(sorted(count for count in useful if 1 <= count <= num_micro_batches))
-
-
-def _plan(problem: PlanningProblem, candidate: Candidate, bound_s: float) -> Plan:
-    costs, limits, partition = problem.costs, problem.limits, candidate.partition
-    devices, micro_batches, rounds = problem.num_devices, problem.num_micro_batches, candidate.rounds
-    step_s = problem.exact_s(candidate)
-    stages = tuple(
-        PlannedStage(
-            kind=stage.kind.value,
-            first_layer=costs.layers[stage.start].name,
-            last_layer=costs.layers[stage.stop - 1].name,
-            num_layers=stage.stop - stage.start,
-            seconds=sum(stage_seconds(costs, stage, limits.recompute)),
-            weight_bytes=stage_weight_bytes(stage, costs),
-            gradient_bytes=stage_gradient_bytes(stage, costs),
-            compute_bytes=stage_compute_bytes(stage, costs, limits.recompute),
-        )
-        for stage in partition.stages()
-    )
-    busy_s = micro_batches * sum(stage.seconds for stage in stages)
-    return Plan(
-        partition=partition,
-        rounds=rounds,
-        num_devices=devices,
-        num_micro_batches=micro_batches,
-        update=problem.update,
-        step_s=step_s,
-        bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
-        lower_bound_s=bound_s,
-        device_bytes=device_memory(partition, costs, -(-micro_batches // rounds), limits).total_bytes,
-        host_activation_bytes=boundary_pool_bytes(
-            partition, costs, devices, micro_batches, rounds, problem.update
-        ),
-        stages=stages,
-    )
+    return Partition.from_lists(data["forward"], data["fused"], data["backward"]), rounds
 
 
 # What a plan moves over PCIe, against what the link carries: the roofline of RoundPipe appendix C.

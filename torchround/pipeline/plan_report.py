@@ -21,15 +21,8 @@ from torchround.pipeline.memory import (
     size_text,
 )
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import (
-    InfeasiblePlanError,
-    Plan,
-    Transfers,
-    evaluate_plan,
-    make_plan,
-    micro_batches_to_hide,
-    plan_transfers,
-)
+from torchround.pipeline.plan import Plan, Transfers, micro_batches_to_hide, plan_transfers
+from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
 from torchround.pipeline.search.planning_problem import PlanningProblem
 from torchround.pipeline.search.systematic_search import greedy_partition
 

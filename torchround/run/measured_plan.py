@@ -10,7 +10,8 @@ from torchround.engine.measure import measured_costs, one_layer_a_stage
 from torchround.engine.results import StepResult
 from torchround.layer import LayeredModel
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlannedStage
+from torchround.pipeline.plan import Plan, PlannedStage
+from torchround.pipeline.planner import InfeasiblePlanError
 
 
 class PlanByMeasuring:

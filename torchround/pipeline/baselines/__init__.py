@@ -44,9 +44,9 @@ LOOPED = frozenset({"interleaved_1f1b", "looped_bfs", "gis", "gis_h", "po_h", "p
 __all__ = [
     "LOOPED",
     "SCHEDULES",
-    "ScheduleReport",
     "Schedule",
     "ScheduleError",
+    "ScheduleReport",
     "SimulationSetup",
     "measure_schedule",
     "report",

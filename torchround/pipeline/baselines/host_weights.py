@@ -20,7 +20,7 @@ from torchround.pipeline.baselines.device_bound import (
 from torchround.pipeline.baselines.schedule_report import Schedule
 from torchround.pipeline.baselines.whole_backward import breadth_first_orders, flushed
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import make_plan
+from torchround.pipeline.planner import make_plan
 from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.simulation.simulator import simulate
 from torchround.pipeline.timeline import Task, TaskKind
