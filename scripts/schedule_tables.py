@@ -14,8 +14,7 @@ from types import MappingProxyType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, report
-from torchround.pipeline.baselines import schedule_report as measure_schedule
+from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, measure_schedule, report
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition

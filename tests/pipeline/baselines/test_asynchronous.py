@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup
-from torchround.pipeline.baselines import schedule_report as measure_schedule
+from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, measure_schedule
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.timeline import TaskKind, Timeline
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup
-from torchround.pipeline.baselines import schedule_report as measure_schedule
+from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, measure_schedule
 from torchround.pipeline.costs import Costs, LayerCost
 
 COSTS = Path(__file__).parents[3] / "docs" / "costs"

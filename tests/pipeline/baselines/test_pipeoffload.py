@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.baselines import SCHEDULES, ScheduleError, ScheduleReport, SimulationSetup
-from torchround.pipeline.baselines import schedule_report as measure_schedule
+from torchround.pipeline.baselines import (
+    SCHEDULES,
+    ScheduleError,
+    ScheduleReport,
+    SimulationSetup,
+    measure_schedule,
+)
 from torchround.pipeline.baselines.split_backward import uniform_grid
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.timeline import TaskKind

@@ -2,8 +2,7 @@
 
 import pytest
 
-from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup
-from torchround.pipeline.baselines import schedule_report as measure_schedule
+from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, measure_schedule
 from torchround.pipeline.costs import Costs, LayerCost
 
 CASES = [(2, 4), (4, 8), (8, 24)]

@@ -23,7 +23,7 @@ from torchround.pipeline.simulation.simulator import (
 from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 from torchround.pipeline.timeline import Task, TaskKind, Timeline
 
-COSTS = Path(__file__).parents[2] / "docs" / "costs"
+COSTS = Path(__file__).parents[3] / "docs" / "costs"
 
 # RoundPipe artifact (FIGURES section 2): forward stages, backward stages after the head's, makespan in ms.
 PUBLISHED = {
