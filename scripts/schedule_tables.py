@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, measure_schedule, report
+from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, measure_schedule
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition
@@ -134,7 +134,7 @@ def other_cells(result: ScheduleReport) -> list[str]:
 
 def compared(name: str, model: str) -> ScheduleReport:
     """A schedule on a model's published costs, partitioned by us, with 24 GiB for RoundPipe's plan."""
-    return report(name, fair_setting(MODELS[model]))
+    return simulate_schedule(name, fair_setting(MODELS[model]))
 
 
 def fair_setting(file: str) -> SimulationSetup:

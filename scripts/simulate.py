@@ -20,7 +20,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from torchround.pipeline.baselines import SCHEDULES, ScheduleError, ScheduleReport, SimulationSetup, report
+from torchround.pipeline.baselines import (
+    SCHEDULES,
+    ScheduleError,
+    ScheduleReport,
+    SimulationSetup,
+    simulate_schedule,
+)
 from torchround.pipeline.costs import Costs, CostsError, LayerParameters, costs_from_work
 from torchround.pipeline.devices import DEVICES, DeviceSpec, UnknownPeakError, find_device
 from torchround.pipeline.memory import GIB, MemoryLimits
@@ -127,7 +133,7 @@ def simulate_all(names: Sequence[str], setting: SimulationSetup) -> list[Schedul
     reports = []
     for name in names:
         try:
-            reports.append(report(name, setting))
+            reports.append(simulate_schedule(name, setting))
         except (ScheduleError, InfeasiblePlanError) as error:
             print(f"simulate.py: {name} left out: {error}", file=sys.stderr)
     if not reports:

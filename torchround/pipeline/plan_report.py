@@ -1,6 +1,6 @@
 """Everything a user asks before a run: does it fit, where the memory goes, how fast, and what to change.
 
-`report` answers a `RunQuestion`; nothing here reads a config, a model or a file.
+`report_plan` answers a `RunQuestion`; nothing here reads a config, a model or a file.
 """
 
 from collections.abc import Callable, Iterator
@@ -136,7 +136,7 @@ class PlanReport:
         return self.question.global_batch_size * self.question.seq_len / self.plan.step_s
 
 
-def report(question: RunQuestion, made: Plan | None = None) -> PlanReport:
+def report_plan(question: RunQuestion, made: Plan | None = None) -> PlanReport:
     """The answers. `made` is the run's plan where there is one already; otherwise one is made here."""
     costs, plan, problem = question.costs(), None, _state_problem(question)
     if not problem:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.baselines import SCHEDULES, SimulationSetup, measure_schedule, report
+from torchround.pipeline.baselines import SCHEDULES, SimulationSetup, measure_schedule
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.simulation.dispatch import dispatch_tasks
@@ -34,7 +34,7 @@ def test_every_schedule_does_all_its_work_once_and_gives_all_memory_back(
     name: str, layers: list[LayerCost], devices: int, micro_batches: int, recompute: bool
 ) -> None:
     setting = SimulationSetup(Costs(tuple(layers), hop_s=0.1), devices, micro_batches, recompute=recompute)
-    result = report(name, setting)
+    result = simulate_schedule(name, setting)
     line = result.timeline
     steps = 1 + max(task.step for task in line.tasks)
     again = recompute or name == "mobius"
@@ -55,7 +55,7 @@ def test_reports_have_exactly_the_agreed_keys_and_are_json() -> None:
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=1) for i in range(4))
     setting = SimulationSetup(Costs(layers), 2, 4)
     for name in ("gpipe", "paci"):
-        data = json.loads(json.dumps(report(name, setting).to_json()))
+        data = json.loads(json.dumps(simulate_schedule(name, setting).to_json()))
         assert sorted(data) == sorted(
             ["makespan_s", "bubble", "bubble_by_kind", "peak_activation_bytes", "drift", "partition"]
         )

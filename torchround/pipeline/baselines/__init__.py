@@ -1,6 +1,6 @@
 """The schedules that others use, and RoundPipe, as tasks for the one simulator.
 
-`SCHEDULES` has each by the name it is reported under; `report` simulates one and measures it.
+`SCHEDULES` has each by the name it is reported under; `simulate_schedule` simulates one and measures it.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,11 +49,11 @@ __all__ = [
     "ScheduleReport",
     "SimulationSetup",
     "measure_schedule",
-    "report",
+    "simulate_schedule",
 ]
 
 
-def report(name: str, setting: SimulationSetup) -> ScheduleReport:
+def simulate_schedule(name: str, setting: SimulationSetup) -> ScheduleReport:
     """One schedule, simulated and measured.
 
     A looped one whose chunks are not given gets one layer per stage where that is possible: as many chunks
