@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
 from torchround.data.loader import Loader
 from torchround.engine.device import CpuDevice, Stream
+from torchround.engine.device_worker import Worker
 from torchround.engine.reports import Piece
 from torchround.engine.reserve import Reserve
 from torchround.engine.traffic import Traffic
-from torchround.engine.worker import Worker
 from torchround.observe import MetricsLogger, StepRecord
 from torchround.pipeline.timeline import TaskKind
 from torchround.run.measured_plan import PlanByMeasuring

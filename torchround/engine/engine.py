@@ -20,6 +20,7 @@ from torchround.config import OptimizerTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.cpu_threads import update_threads
 from torchround.engine.device import Device, Event
+from torchround.engine.device_worker import Worker, WorkerSetup
 from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
 from torchround.engine.host_memory import HostPool
 from torchround.engine.host_store import HostStore
@@ -42,7 +43,6 @@ from torchround.engine.slots import upload_use
 from torchround.engine.staging import Boundary
 from torchround.engine.turns import Turns
 from torchround.engine.watchdog import Watchdog, WatchedDevice
-from torchround.engine.worker import Worker, WorkerSetup
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition, StageKind
 from torchround.pipeline.schedule import StageTask, evaluation_tasks, step_tasks
