@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Protocol
 
 from torchround.engine.device import Device
-from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
+from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.host_memory import HostPool
 from torchround.engine.ordering import Board
 
@@ -123,6 +123,8 @@ class Lifecycle:
             device.finish()
             device.release()
         except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)
-            failure = PipelineError(Place(f"device {device.name}"), f"{type(error).__name__}: {error}")
+            failure = PipelineError(
+                FaultLocation(f"device {device.name}"), f"{type(error).__name__}: {error}"
+            )
             failure.__cause__ = error
             self.fail(failure)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from torchround.engine.board import Observer, Unobserved
 from torchround.engine.device import Event
 from torchround.engine.errors import Stopped
-from torchround.engine.observer import Observer, Unobserved
 
 
 class Fact(NamedTuple):

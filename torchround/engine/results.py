@@ -7,7 +7,7 @@ from torchround.engine.optimizer_worker import UpdateReport
 from torchround.engine.ordering import Fact
 from torchround.engine.passes import Pass, read_loss
 from torchround.engine.reports import DeviceTimes, SlotReport, times_by_device
-from torchround.engine.staging import Boundary
+from torchround.engine.worker.transfers import Boundary
 from torchround.pipeline.schedule import StageTask
 
 

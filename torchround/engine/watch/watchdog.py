@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from torchround.engine.device import Device, Event, ForwardingDevice, Stream
-from torchround.engine.errors import HangError, Place
+from torchround.engine.errors import FaultLocation, HangError
 from torchround.engine.ordering import Board, Fact
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Driver(Protocol):
 
     def position(self) -> Any: ...
 
-    def place(self, position: Any) -> Place: ...
+    def place(self, position: Any) -> FaultLocation: ...
 
 
 class Watchdog:

@@ -14,25 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from torchround.engine.compiled import LayerCompiler
-from torchround.engine.compute import LayerCall, Recomputation, forward, with_own_seed
 from torchround.engine.device import Device, Mark, Stream
-from torchround.engine.errors import PipelineError, Place, Stopped
+from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.host_memory import HostPool
 from torchround.engine.host_store import HostStore
 from torchround.engine.ordering import Board, Fact, Ordering
-from torchround.engine.passes import Order, Pass
+from torchround.engine.passes import Pass, StageJob
 from torchround.engine.reports import Piece, SlotReport
-from torchround.engine.slots import (
+from torchround.engine.worker.compute import LayerCall, Recomputation, forward, with_own_seed
+from torchround.engine.worker.link_turns import LinkTurns
+from torchround.engine.worker.slots import (
+    DeviceSlot,
     GradientDownload,
-    Slot,
     SlotPair,
     StageLayout,
     WeightUpload,
     bind,
 )
-from torchround.engine.staging import RingEntry, as_tuple
-from torchround.engine.traffic import Traffic
-from torchround.engine.turns import Turns
+from torchround.engine.worker.transfers import ActivationTransfers, RingEntry, as_tuple
 from torchround.layer import Hidden
 from torchround.pipeline.memory import ROUNDING_ELEMENTS
 from torchround.pipeline.partition import Stage, StageKind
@@ -40,7 +39,7 @@ from torchround.pipeline.timeline import TaskKind
 
 T = TypeVar("T")
 # Stage task and micro-batch; None between stage tasks, and between micro-batches.
-Position = tuple[Order | None, int | None]
+WorkerState = tuple[StageJob | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,14 @@ class WorkerSetup:
     layer_names: tuple[str, ...]
     stages: tuple[Stage, ...]
     num_devices: int
-    turns: Turns
+    turns: LinkTurns
     layerwise_recompute: bool
     accumulate_dtype: torch.dtype
     compiler: LayerCompiler | None
     on_failure: Callable[[PipelineError], None]
 
 
-class Worker:
+class DeviceWorker:
     """Drives one device. `skeletons` are this worker's own copy of the layers, on `meta`."""
 
     def __init__(self, index: int, device: Device, skeletons: list[nn.Module], setup: WorkerSetup) -> None:
@@ -71,12 +70,12 @@ class Worker:
         self._store = setup.store
         self._index = self._next_slot = index
         self._micro_batch: int | None = None
-        self._order: Order | None = None
+        self._order: StageJob | None = None
         self._layouts: dict[range, StageLayout] = {}
         self._allocate()
         self._upload: WeightUpload | None = None
         self._download: GradientDownload | None = None
-        self._traffic = Traffic(device, setup.board, setup.pool)
+        self._traffic = ActivationTransfers(device, setup.board, setup.pool)
         self._pieces: list[Piece] = []
         self._idle_since: Mark | None = None
         self._reported_bytes = (0, 0)
@@ -105,7 +104,7 @@ class Worker:
             self._device.enter_thread()
             self._traffic.prepare(self._await(Fact("sizes", 0)))
             while True:
-                order: Order = self._await(Fact("task", self._next_slot))
+                order: StageJob = self._await(Fact("task", self._next_slot))
                 self._run(order)
                 self._next_slot += self._setup.num_devices
         except Stopped:
@@ -115,7 +114,7 @@ class Worker:
             failure.__cause__ = error
             self._setup.on_failure(failure)
 
-    def _run(self, order: Order) -> None:
+    def _run(self, order: StageJob) -> None:
         """One stage slot: weights in, every micro-batch, gradients out."""
         self._order = order
         self._traffic.prepare(order.work.sizes)
@@ -140,7 +139,7 @@ class Worker:
         self._report(order, upload, weights_ready)
         self._order = None
 
-    def _finish(self, order: Order, upload: WeightUpload, gradients: Slot | None) -> None:
+    def _finish(self, order: StageJob, upload: WeightUpload, gradients: DeviceSlot | None) -> None:
         self._micro_batch = None
         upload.slot.released = self._device.record(Stream.COMPUTE)
         self._traffic.end_stage()
@@ -158,7 +157,7 @@ class Worker:
                 order.contribution,
             )
 
-    def _report(self, order: Order, upload: WeightUpload, weights_ready: Mark) -> None:
+    def _report(self, order: StageJob, upload: WeightUpload, weights_ready: Mark) -> None:
         moved = (self._device.uploaded_bytes, self._device.downloaded_bytes)
         report = SlotReport(
             task=order.task,
@@ -175,7 +174,7 @@ class Worker:
 
     # Stages, one micro-batch each.
 
-    def _forward_stage(self, order: Order, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
+    def _forward_stage(self, order: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
         stage, work = order.task.stage, order.work
         micro_batch, integers = self._traffic.bring_micro_batch(
             work.micro_batches[m], m - order.task.micro_batches.start
@@ -194,7 +193,7 @@ class Worker:
                 readers = (layer in work.handovers) + (layer in work.kept)
                 self._traffic.send(Fact("boundary", work.index, (layer, m)), output, readers)
 
-    def _fused_stage(self, order: Order, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
+    def _fused_stage(self, order: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
         stage, work = order.task.stage, order.work
         micro_batch, integers = self._traffic.bring_micro_batch(
             work.micro_batches[m], m - order.task.micro_batches.start
@@ -218,7 +217,7 @@ class Worker:
         )  # the caller, the optimizer worker
         self._send_gradients(work, stage, m, gradients)
 
-    def _backward_stage(self, order: Order, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
+    def _backward_stage(self, order: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
         """The recompute is enqueued before the incoming gradient is waited for."""
         stage, work = order.task.stage, order.work
         micro_batch, integers = self._traffic.bring_micro_batch(
@@ -266,7 +265,7 @@ class Worker:
 
     # Weights in, gradients out.
 
-    def _start_upload(self, order: Order) -> WeightUpload:
+    def _start_upload(self, order: StageJob) -> WeightUpload:
         layout = self._layout(range(order.task.stage.start, order.task.stage.stop))
         version, use = order.work.version, order.task.slot
         return WeightUpload(
@@ -294,7 +293,7 @@ class Worker:
         """For weights that go up within the block."""
         return nullcontext() if nothing_to_do else self._setup.turns.turn(self._index, self._device, wave)
 
-    def _clear_gradients(self) -> Slot:
+    def _clear_gradients(self) -> DeviceSlot:
         slot = self._gradients.next()
         if slot.released is not None:
             self._device.wait(Stream.COMPUTE, slot.released)
@@ -326,23 +325,23 @@ class Worker:
             self._layouts[layers] = StageLayout(self._store, layers)
         return self._layouts[layers]
 
-    def position(self) -> Position:
+    def position(self) -> WorkerState:
         """Where this worker is now; `place` says it in words."""
         return self._order, self._micro_batch
 
-    def place(self, position: Position) -> Place:
+    def place(self, position: WorkerState) -> FaultLocation:
         order, micro_batch = position
         if order is None:
-            return Place(f"device {self._device.name}")
+            return FaultLocation(f"device {self._device.name}")
         stage = order.task.stage
         names = self._setup.layer_names[stage.start : stage.stop]
-        return Place(f"device {self._device.name}", stage.kind.value, names, micro_batch)
+        return FaultLocation(f"device {self._device.name}", stage.kind.value, names, micro_batch)
 
 
 _STAGES = {
-    StageKind.FORWARD: Worker._forward_stage,
-    StageKind.FUSED: Worker._fused_stage,
-    StageKind.BACKWARD: Worker._backward_stage,
+    StageKind.FORWARD: DeviceWorker._forward_stage,
+    StageKind.FUSED: DeviceWorker._fused_stage,
+    StageKind.BACKWARD: DeviceWorker._backward_stage,
 }
 
 

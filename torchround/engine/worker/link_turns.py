@@ -1,4 +1,4 @@
-"""Turns of devices that share a link to the host: their chunks of weights go up one after the other.
+"""LinkTurns of devices that share a link to the host: their chunks of weights go up one after the other.
 
 A turn adds waits between streams and nothing else, so results cannot depend on it. It cannot hang either: a chunk
 waits only for events that are recorded already, so on the devices everything waits for what was enqueued before it,
@@ -22,7 +22,7 @@ from torchround.engine.device import Device, Event, Stream
 REMEMBERED = 256
 
 
-class Turns:
+class LinkTurns:
     """Orders the weight uploads of each group of devices. A device outside all groups takes no turns."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:

@@ -24,10 +24,9 @@ from tests.engine.toy import (
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.ordering import Ordering
-from torchround.engine.race_checker import find_races
-from torchround.engine.recording import AccessLog, Action, RecordingDevice
-from torchround.engine.turns import REMEMBERED, Turns
 from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.engine.watch.race_checker import AccessLog, Action, RecordingDevice, find_races
+from torchround.engine.worker.link_turns import REMEMBERED, LinkTurns
 
 FINEST = PARTITIONS["one layer a stage"]
 MICRO_BATCHES = 4
@@ -60,7 +59,7 @@ def take(turns, devices, index, wave):
 
 
 def test_a_turn_follows_the_others_turns_up_to_its_wave_as_far_as_they_were_taken():
-    devices, turns = [EnqueuingDevice(index) for index in range(4)], Turns([(0, 1, 3)])
+    devices, turns = [EnqueuingDevice(index) for index in range(4)], LinkTurns([(0, 1, 3)])
     assert take(turns, devices, 0, 0) == []
     assert take(turns, devices, 0, 1) == [], "its own stream orders its own chunks"
     for wave in (2, 3, 4):
@@ -72,13 +71,13 @@ def test_a_turn_follows_the_others_turns_up_to_its_wave_as_far_as_they_were_take
 
 def test_of_two_chunks_of_one_wave_the_second_waits():
     for first, second in ((0, 1), (1, 0)):
-        devices, turns = [EnqueuingDevice(0), EnqueuingDevice(1)], Turns([(0, 1)])
+        devices, turns = [EnqueuingDevice(0), EnqueuingDevice(1)], LinkTurns([(0, 1)])
         assert take(turns, devices, first, 5) == []
         assert take(turns, devices, second, 5) == [f"cpu:{first} 1"]
 
 
 def test_a_device_outside_all_groups_and_one_of_another_group_are_not_waited_for():
-    devices, turns = [EnqueuingDevice(index) for index in range(5)], Turns([(0, 1), (2, 3)])
+    devices, turns = [EnqueuingDevice(index) for index in range(5)], LinkTurns([(0, 1), (2, 3)])
     for index in range(5):
         take(turns, devices, index, 0)
     assert [take(turns, devices, index, 1) for index in range(5)] == [
@@ -88,14 +87,14 @@ def test_a_device_outside_all_groups_and_one_of_another_group_are_not_waited_for
 
 
 def test_a_turn_that_fails_is_nobodys_to_wait_for():
-    devices, turns = [EnqueuingDevice(0), EnqueuingDevice(1)], Turns([(0, 1)])
+    devices, turns = [EnqueuingDevice(0), EnqueuingDevice(1)], LinkTurns([(0, 1)])
     with pytest.raises(ConnectionError), turns.turn(0, devices[0], 0):
         raise ConnectionError
     assert take(turns, devices, 1, 0) == []
 
 
 def test_a_device_far_behind_waits_for_nothing_and_nothing_piles_up():
-    devices, turns = [EnqueuingDevice(0), EnqueuingDevice(1)], Turns([(0, 1)])
+    devices, turns = [EnqueuingDevice(0), EnqueuingDevice(1)], LinkTurns([(0, 1)])
     for wave in range(REMEMBERED + 1):
         take(turns, devices, 0, wave)
     assert take(turns, devices, 1, 0) == [] and take(turns, devices, 1, 1) == ["cpu:0 2"]
@@ -171,7 +170,7 @@ class LinkRecordingDevice(RecordingDevice):
 
 def unordered_uploads(monkeypatch, groups):
     """Of one step on 2 devices: waves of chunks `(device 0's, device 1's)` that nothing orders."""
-    log, current, dispatched, original = AccessLog(), threading.local(), threading.Event(), Turns.turn
+    log, current, dispatched, original = AccessLog(), threading.local(), threading.Event(), LinkTurns.turn
     ruler = torch.zeros(1000, dtype=torch.uint8)
 
     def turn(turns, index, device, wave):
@@ -181,7 +180,7 @@ def unordered_uploads(monkeypatch, groups):
     def wrap(device):
         return LinkRecordingDevice(device, log, ruler, current, dispatched)
 
-    monkeypatch.setattr(Turns, "turn", turn)
+    monkeypatch.setattr(LinkTurns, "turn", turn)
     model = toy_model()
     with toy_engine(model, toy_store(model), FINEST, 2, observer=log, wrap=wrap, turns=groups) as engine:
         [micro_batches] = toy_batches(1, MICRO_BATCHES)

@@ -24,7 +24,7 @@ from torchround.engine import lifecycle
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import HangError
 from torchround.engine.ordering import Board, Fact
-from torchround.engine.watchdog import LOOKS, Watchdog, WatchedDevice
+from torchround.engine.watch.watchdog import LOOKS, Watchdog, WatchedDevice
 
 __all__ = ["over", "planted"]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from torchround.engine.staging import as_hidden, as_tuple
+from torchround.engine.worker.transfers import as_hidden, as_tuple
 from torchround.layer import Hidden, MicroBatch
 
 # A layer with its parameters bound, compiled or not.

@@ -19,7 +19,7 @@ from torchround.pipeline.memory import ROUNDING_ELEMENTS
 
 
 @dataclass(frozen=True)
-class Part:
+class SlotRange:
     """A bundle's place in a slot on behalf of one layer, in elements."""
 
     layer: int
@@ -42,17 +42,17 @@ class StageLayout:
         self.weight_numel = sum(part.numel for part in self.weights)
         self.gradient_numel = sum(part.numel for part in self.gradients)
 
-    def _place(self, store: HostStore, trainable_only: bool) -> list[Part]:
+    def _place(self, store: HostStore, trainable_only: bool) -> list[SlotRange]:
         parts, start = [], 0
         for layer in self.layers:
             for bundle in (store.bundles[index] for index in store.layer_bundles(layer)):
                 if bundle.trainable or not trainable_only:
-                    parts.append(Part(layer, bundle.index, start, bundle.numel))
+                    parts.append(SlotRange(layer, bundle.index, start, bundle.numel))
                     start += bundle.numel
         return parts
 
 
-class Slot:
+class DeviceSlot:
     """A flat device buffer and the event after which it may be overwritten."""
 
     def __init__(self, memory: Tensor) -> None:
@@ -64,10 +64,10 @@ class SlotPair:
     """Two slots used in turn."""
 
     def __init__(self, device: Device, numel: int, dtype: torch.dtype) -> None:
-        self._slots = [Slot(device.allocate(numel * dtype.itemsize).view(dtype)) for _ in range(2)]
+        self._slots = [DeviceSlot(device.allocate(numel * dtype.itemsize).view(dtype)) for _ in range(2)]
         self._turn = 0
 
-    def next(self) -> Slot:
+    def next(self) -> DeviceSlot:
         """The slot used before the last one. The writer must wait for `released`."""
         self._turn = 1 - self._turn
         return self._slots[self._turn]
@@ -81,7 +81,7 @@ class WeightUpload:
         device: Device,
         store: HostStore,
         ordering: Ordering,
-        slot: Slot,
+        slot: DeviceSlot,
         layout: StageLayout,
         version: int,
         use: int,
@@ -174,7 +174,7 @@ class GradientDownload:
         ordering: Ordering,
         pool: HostPool,
         rounding: Tensor | None,
-        slot: Slot,
+        slot: DeviceSlot,
         layout: StageLayout,
         step: int,
         contribution: dict[tuple[int, int], int],
@@ -233,7 +233,7 @@ class GradientDownload:
             self._part, self._done_elements, self._landing = self._part + 1, 0, None
         return stop - start
 
-    def _open_landing(self, part: Part) -> tuple[Tensor, object]:
+    def _open_landing(self, part: SlotRange) -> tuple[Tensor, object]:
         """Where a part goes: the store's gradient when it is the whole sum, else a buffer of its own.
 
         Of such buffers there is one for each use of a bundle: rule 4 holds the next round's part back.
@@ -248,7 +248,7 @@ class GradientDownload:
             self._device.wait(Stream.GRADIENT_DOWNLOAD, event)
         return buffer.memory.view(self._store.gradient_dtype), buffer
 
-    def _previous_part(self, part: Part) -> int:
+    def _previous_part(self, part: SlotRange) -> int:
         """What the round before made of the same sum, negative in the first round."""
         return self._contribution[part.layer, part.bundle] - len(self._store.bundles[part.bundle].layers)
 
@@ -264,7 +264,11 @@ class GradientDownload:
 
 
 def bind(
-    store: HostStore, skeletons: list[nn.Module], layout: StageLayout, weights: Slot, gradients: Slot | None
+    store: HostStore,
+    skeletons: list[nn.Module],
+    layout: StageLayout,
+    weights: DeviceSlot,
+    gradients: DeviceSlot | None,
 ) -> list[nn.Module]:
     """The stage's layers with their parameters as views of the slots.
 
