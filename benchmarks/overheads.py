@@ -45,7 +45,7 @@ WATCHED: dict[str, list[tuple[Any, str]]] = {
     "planning": [(train, "plan_run"), (PlanByMeasuring, "__init__"), (PlanByMeasuring, "settle")],
     "metrics": [(StepReports, "add"), (StepReports, "record"), (MetricsLogger, "log")],
     "slot reports": [(DeviceWorker, "_report")],
-    "buffers": [(BufferReservation, "cover"), (ActivationTransfers, "prepare")],
+    "buffers": [(BufferReservation, "reserve_for"), (ActivationTransfers, "prepare")],
     "tracing, off": [(StepTraces, "wants")],
     "position in the data": [(Loader, "state_dict")],
 }

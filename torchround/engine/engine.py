@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchround.config import OptimizerTable
-from torchround.engine.board import Observer
+from torchround.engine.board import Board, Fact, Observer
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
@@ -30,7 +30,7 @@ from torchround.engine.optimizer_worker import (
     UpdateWeights,
     update_threads,
 )
-from torchround.engine.ordering import Board, Fact, Ordering
+from torchround.engine.ordering import Ordering
 from torchround.engine.passes import (
     BufferReservation,
     Pass,
@@ -119,7 +119,7 @@ class Engine:
         self._results: list[StepResult] = []
         self._saves: list[PendingSave[Any]] = []
         store.allocate_gradients(self.settings.rounds)
-        self._reserve = BufferReservation(model, store, self.pool, len(self.devices))
+        self._reservation = BufferReservation(model, store, self.pool, len(self.devices))
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
         self._ordering.settled(self._step, store.resume_state())
         watched = [WatchedDevice(device) for device in self.devices]
@@ -248,8 +248,8 @@ class Engine:
                 readers.setdefault(index, set()).add(task.device)
         num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
         version = self.store.policy.version_read(self._step) if training else self._step
-        footprint = PassShape.of(tasks, micro_batches, training, self._step, version)
-        sizes = self._reserve.cover(footprint, self._results[-1].work.footprint if self._results else None)
+        shape = PassShape.of(tasks, micro_batches, training, self._step, version)
+        sizes = self._reservation.reserve_for(shape, self._results[-1].work.shape if self._results else None)
         loss_scale = self.store.loss_scaling.scale_of(self._step) if training else 1.0
         work = Pass(
             index=self._next_pass,
@@ -265,8 +265,8 @@ class Engine:
                 for index, micro_batch in enumerate(micro_batches)
             ),
             forward_inputs=forward_inputs(self.partition),
-            kept=backward_inputs(self.partition) if training else frozenset(),
-            footprint=footprint,
+            backward_inputs=backward_inputs(self.partition) if training else frozenset(),
+            shape=shape,
             sizes=sizes,
         )
         if self._next_pass == 0:
@@ -278,8 +278,8 @@ class Engine:
         for bundle, use in self._uploads(tasks):
             self._ordering.expect_upload(bundle, work.version, use)
         for task in tasks:
-            wave = self._waves.next(len(task.micro_batches))
-            self._board.post(Fact("task", task.slot), StageJob(task, work, self._contributions(task), wave))
+            window = self._waves.next(len(task.micro_batches))
+            self._board.post(Fact("task", task.slot), StageJob(task, work, self._contributions(task), window))
         self._next_slot += len(tasks)
 
     def _expect_gradients(self, rounds: int) -> None:

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import torch
 
 from torchround.config import OptimizerTable
+from torchround.engine.board import Board, Fact
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.host_memory import HostBuffer, HostPool
 from torchround.engine.host_store import Bundle, HostStore
-from torchround.engine.ordering import Board, Fact, Ordering
+from torchround.engine.ordering import Ordering
 from torchround.engine.passes import read_loss
 from torchround.engine.worker.transfers import Boundary
 from torchround.optim import UpdateProgress, adamw_update_, clip_scale, sum_of_squares

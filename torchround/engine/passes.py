@@ -10,7 +10,7 @@ from torchround.engine.board import Observer
 from torchround.engine.device import Event
 from torchround.engine.host_memory import HostPool
 from torchround.engine.host_store import HostStore
-from torchround.engine.worker.transfers import Boundary, Packing, aligned, fill
+from torchround.engine.worker.transfers import LOSS_BYTES, Boundary, Packing, StagingSizes, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
 from torchround.pipeline.partition import Partition, Stage, StageKind
@@ -18,13 +18,51 @@ from torchround.pipeline.schedule import StageTask
 
 
 @dataclass(frozen=True)
+class PassShape:
+    """All of a pass that decides which buffers it needs. `shapes` are the micro-batches' `[B, T]`.
+
+    `step` and `version` only count in relation to those of the pass before it.
+    """
+
+    training: bool
+    stages: tuple[Stage, ...]
+    rounds: tuple[range, ...]
+    shapes: tuple[torch.Size, ...]
+    integer_bytes: tuple[int, ...]
+    step: int = field(compare=False)
+    version: int = field(compare=False)
+
+    @staticmethod
+    def of(
+        tasks: Sequence[StageTask],
+        micro_batches: Sequence[MicroBatch],
+        training: bool,
+        step: int,
+        version: int,
+    ) -> "PassShape":
+        return PassShape(
+            training,
+            tuple(task.stage for task in tasks if task.round == 0),
+            tuple(task.micro_batches for task in tasks if task.stage_index == 0),
+            tuple(micro_batch.tokens.shape for micro_batch in micro_batches),
+            tuple(Packing.of(micro_batch.tensors()).nbytes for micro_batch in micro_batches),
+            step,
+            version,
+        )
+
+    def runs_beside(self, before: "PassShape") -> bool:
+        """Whether the weights it reads are there before the pass before it has ended."""
+        return not before.training or self.version <= before.step
+
+
+@dataclass(frozen=True)
 class Pass:
     """What all stage tasks of a pass share.
 
     `step` counts the training steps before it; `version` is the weight version it reads. `loss_scale`
-    multiplies the loss before the backward pass. `forward_inputs` and `kept` are the layers whose input a forward
-    or fused stage, a backward stage takes from the host. `sizes` is what its devices need space for, `footprint`
-    what decides that.
+    multiplies the loss before the backward pass. `forward_inputs` are the layers whose input a forward or fused
+    stage takes from the host, `backward_inputs` those for backward stages. `sizes` is the staging space that its
+    devices need, `shape` decides that.
     """
 
     index: int
@@ -35,8 +73,8 @@ class Pass:
     num_labels: int
     micro_batches: tuple[Boundary, ...]
     forward_inputs: frozenset[int]
-    kept: frozenset[int]
-    footprint: PassShape
+    backward_inputs: frozenset[int]
+    shape: PassShape
     sizes: StagingSizes
 
 
@@ -45,13 +83,13 @@ class StageJob:
     """A stage task of a pass.
 
     `contribution` says, by layer and bundle, which part of the step's gradient it makes. Its transfer windows come at
-    waves `wave`, `wave + 1`, .. (`pipeline/shared_links.py`).
+    windows `window`, `window + 1`, .. (`pipeline/shared_links.py`).
     """
 
     task: StageTask
     work: Pass
     contribution: dict[tuple[int, int], int]
-    wave: int
+    window: int
 
 
 def forward_inputs(partition: Partition) -> frozenset[int]:
@@ -131,57 +169,6 @@ def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
 # on in an order that they did not take before. `pipeline/host_buffers.py` counts for the worst order.
 
 
-LOSS_BYTES = 4
-
-
-@dataclass(frozen=True)
-class PassShape:
-    """All of a pass that decides which buffers it needs. `shapes` are the micro-batches' `[B, T]`.
-
-    `step` and `version` only count in relation to those of the pass before it.
-    """
-
-    training: bool
-    stages: tuple[Stage, ...]
-    rounds: tuple[range, ...]
-    shapes: tuple[torch.Size, ...]
-    integer_bytes: tuple[int, ...]
-    step: int = field(compare=False)
-    version: int = field(compare=False)
-
-    @staticmethod
-    def of(
-        tasks: Sequence[StageTask],
-        micro_batches: Sequence[MicroBatch],
-        training: bool,
-        step: int,
-        version: int,
-    ) -> "PassShape":
-        return PassShape(
-            training,
-            tuple(task.stage for task in tasks if task.round == 0),
-            tuple(task.micro_batches for task in tasks if task.stage_index == 0),
-            tuple(micro_batch.tokens.shape for micro_batch in micro_batches),
-            tuple(Packing.of(micro_batch.tensors()).nbytes for micro_batch in micro_batches),
-            step,
-            version,
-        )
-
-    def runs_beside(self, before: "PassShape") -> bool:
-        """Whether the weights it reads are there before the pass before it has ended."""
-        return not before.training or self.version <= before.step
-
-
-@dataclass(frozen=True)
-class StagingSizes:
-    """Bytes of the largest boundary and of the largest micro-batch's integers, and micro-batches in a round."""
-
-    boundary_bytes: int
-    integer_bytes: int
-    micro_batches: int
-    training: bool
-
-
 class BufferReservation:
     """Fills the pool for a store's gradients at once, and for each pass before it is handed out."""
 
@@ -200,7 +187,7 @@ class BufferReservation:
         self._covered: dict[tuple[PassShape, PassShape, bool], StagingSizes] = {}
         pool.reserve(self._parts)
 
-    def cover(self, this: PassShape, before: PassShape | None) -> StagingSizes:
+    def reserve_for(self, this: PassShape, before: PassShape | None) -> StagingSizes:
         """BufferReservation for a pass and the one before it; for the first one, and another like it after it.
 
         Where the devices have to wait for that one's update, stages of frozen layers at the start of a pass do not.
@@ -252,6 +239,6 @@ class BufferReservation:
         return len(this.stages)
 
 
-def _held(footprint: PassShape, shapes: Sequence[torch.Size], ahead: int) -> HeldPass:
-    rounds = tuple(Counter(shapes.index(footprint.shapes[m]) for m in part) for part in footprint.rounds)
-    return HeldPass(footprint.stages, rounds, ahead)
+def _held(shape: PassShape, shapes: Sequence[torch.Size], ahead: int) -> HeldPass:
+    rounds = tuple(Counter(shapes.index(shape.shapes[m]) for m in part) for part in shape.rounds)
+    return HeldPass(shape.stages, rounds, ahead)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from torchround.engine.board import Fact
 from torchround.engine.host_memory import HostPool
 from torchround.engine.optimizer_worker import UpdateReport
-from torchround.engine.ordering import Fact
 from torchround.engine.passes import Pass, read_loss
 from torchround.engine.reports import DeviceTimes, SlotReport, times_by_device
 from torchround.engine.worker.transfers import Boundary

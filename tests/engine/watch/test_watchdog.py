@@ -21,9 +21,9 @@ from tests.engine.toy import (
 )
 from tests.hangs import over, planted
 from torchround.engine import lifecycle
+from torchround.engine.board import Board, Fact
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import HangError
-from torchround.engine.ordering import Board, Fact
 from torchround.engine.watch.watchdog import LOOKS, Watchdog, WatchedDevice
 
 __all__ = ["over", "planted"]

@@ -50,10 +50,10 @@ class EnqueuingDevice(CpuDevice):
         self.waits.append(event)
 
 
-def take(turns, devices, index, wave):
+def take(turns, devices, index, window):
     """The events that this turn waits for."""
     devices[index].waits.clear()
-    with turns.turn(index, devices[index], wave):
+    with turns.turn(index, devices[index], window):
         pass
     return devices[index].waits
 
@@ -62,11 +62,11 @@ def test_a_turn_follows_the_others_turns_up_to_its_wave_as_far_as_they_were_take
     devices, turns = [EnqueuingDevice(index) for index in range(4)], LinkTurns([(0, 1, 3)])
     assert take(turns, devices, 0, 0) == []
     assert take(turns, devices, 0, 1) == [], "its own stream orders its own chunks"
-    for wave in (2, 3, 4):
-        take(turns, devices, 0, wave)
+    for window in (2, 3, 4):
+        take(turns, devices, 0, window)
     assert take(turns, devices, 1, 1) == ["cpu:0 2"], "not the chunks that thread 0 has enqueued ahead"
     assert take(turns, devices, 3, 2) == ["cpu:0 3", "cpu:1 1"]
-    assert take(turns, devices, 1, 9) == ["cpu:0 5", "cpu:3 1"], "the last ones, though not of this wave"
+    assert take(turns, devices, 1, 9) == ["cpu:0 5", "cpu:3 1"], "the last ones, though not of this window"
 
 
 def test_of_two_chunks_of_one_wave_the_second_waits():
@@ -95,8 +95,8 @@ def test_a_turn_that_fails_is_nobodys_to_wait_for():
 
 def test_a_device_far_behind_waits_for_nothing_and_nothing_piles_up():
     devices, turns = [EnqueuingDevice(0), EnqueuingDevice(1)], LinkTurns([(0, 1)])
-    for wave in range(REMEMBERED + 1):
-        take(turns, devices, 0, wave)
+    for window in range(REMEMBERED + 1):
+        take(turns, devices, 0, window)
     assert take(turns, devices, 1, 0) == [] and take(turns, devices, 1, 1) == ["cpu:0 2"]
 
 
@@ -148,7 +148,7 @@ def races(partition, policy, **settings):
 
 
 class LinkRecordingDevice(RecordingDevice):
-    """Each upload of weights also reads the byte of `ruler` that says at which wave it is, `current.wave`.
+    """Each upload of weights also reads the byte of `ruler` that says at which window it is, `current.window`.
 
     Nothing is computed before all stage slots are `dispatched`, so that each window finds the next slot's weights to
     upload.
@@ -164,18 +164,18 @@ class LinkRecordingDevice(RecordingDevice):
 
     def _copy(self, stream, destination, source):
         if stream is Stream.WEIGHT_UPLOAD:
-            self._log.access(self._enqueue(stream), [self.ruler[self.current.wave]], [])
+            self._log.access(self._enqueue(stream), [self.ruler[self.current.window]], [])
         super()._copy(stream, destination, source)
 
 
 def unordered_uploads(monkeypatch, groups):
-    """Of one step on 2 devices: waves of chunks `(device 0's, device 1's)` that nothing orders."""
+    """Of one step on 2 devices: windows of chunks `(device 0's, device 1's)` that nothing orders."""
     log, current, dispatched, original = AccessLog(), threading.local(), threading.Event(), LinkTurns.turn
     ruler = torch.zeros(1000, dtype=torch.uint8)
 
-    def turn(turns, index, device, wave):
-        current.wave = wave
-        return original(turns, index, device, wave)
+    def turn(turns, index, device, window):
+        current.window = window
+        return original(turns, index, device, window)
 
     def wrap(device):
         return LinkRecordingDevice(device, log, ruler, current, dispatched)
@@ -190,7 +190,7 @@ def unordered_uploads(monkeypatch, groups):
         engine.drain()
     first, second = (uploads_of(log.entries, f"cpu:{index} weight upload", ruler) for index in range(2))
     return [
-        (one.wave, other.wave)
+        (one.window, other.window)
         for one in first
         for other in second
         if one.clock.get(other.actor, 0) < other.clock[other.actor]
@@ -202,7 +202,7 @@ class Upload(NamedTuple):
     """`clock`: of each actor, how many of its actions are known to come before."""
 
     actor: str
-    wave: int
+    window: int
     clock: dict
 
 
@@ -223,9 +223,9 @@ def uploads_of(entries, actor, ruler):
 def out_of_turn(pairs):
     """Chunks further apart than threads can get ahead of each other.
 
-    With 2 devices and M windows a stage, device 0's stages start at waves 0, M, 2M, .., device 1's one later. When a
+    With 2 devices and M windows a stage, device 0's stages start at windows 0, M, 2M, .., device 1's one later. When a
     thread has come to window p >= 1 of a stage, window p - 1 of the stage before is enqueued, whose output it
-    needs: that was two waves before for device 1, M before for device 0.
+    needs: that was two windows before for device 1, M before for device 0.
     """
     return [
         (first, second)

@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from torchround.engine.board import Board, Fact
 from torchround.engine.device import Device, Event, ForwardingDevice, Stream
 from torchround.engine.errors import FaultLocation, HangError
-from torchround.engine.ordering import Board, Fact
 
 T = TypeVar("T")
 

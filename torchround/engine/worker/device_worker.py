@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchround.engine.board import Board, Fact
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.host_memory import HostPool
 from torchround.engine.host_store import HostStore
-from torchround.engine.ordering import Board, Fact, Ordering
+from torchround.engine.ordering import Ordering
 from torchround.engine.passes import Pass, StageJob
 from torchround.engine.reports import Piece, SlotReport
 from torchround.engine.worker.compute import LayerCall, Recomputation, forward, with_own_seed
@@ -70,12 +71,12 @@ class DeviceWorker:
         self._store = setup.store
         self._index = self._next_slot = index
         self._micro_batch: int | None = None
-        self._order: StageJob | None = None
+        self._job: StageJob | None = None
         self._layouts: dict[range, StageLayout] = {}
         self._allocate()
         self._upload: WeightUpload | None = None
         self._download: GradientDownload | None = None
-        self._traffic = ActivationTransfers(device, setup.board, setup.pool)
+        self._activations = ActivationTransfers(device, setup.board, setup.pool)
         self._pieces: list[Piece] = []
         self._idle_since: Mark | None = None
         self._reported_bytes = (0, 0)
@@ -102,10 +103,10 @@ class DeviceWorker:
     def _main(self) -> None:
         try:
             self._device.enter_thread()
-            self._traffic.prepare(self._await(Fact("sizes", 0)))
+            self._activations.prepare(self._await(Fact("sizes", 0)))
             while True:
-                order: StageJob = self._await(Fact("task", self._next_slot))
-                self._run(order)
+                job: StageJob = self._await(Fact("task", self._next_slot))
+                self._run(job)
                 self._next_slot += self._setup.num_devices
         except Stopped:
             pass
@@ -114,35 +115,35 @@ class DeviceWorker:
             failure.__cause__ = error
             self._setup.on_failure(failure)
 
-    def _run(self, order: StageJob) -> None:
+    def _run(self, job: StageJob) -> None:
         """One stage slot: weights in, every micro-batch, gradients out."""
-        self._order = order
-        self._traffic.prepare(order.work.sizes)
-        upload = self._upload or self._start_upload(order)
+        self._job = job
+        self._activations.prepare(job.work.sizes)
+        upload = self._upload or self._start_upload(job)
         self._upload = None
         if upload.blocked:
             self._flush()
-        with self._turn(order.wave, upload.complete):
+        with self._turn(job.window, upload.complete):
             filled = upload.finish()
         self._device.wait(Stream.COMPUTE, filled)
         weights_ready = self._device.mark(Stream.WEIGHT_UPLOAD)
-        gradients = None if order.task.stage.kind is StageKind.FORWARD else self._clear_gradients()
+        gradients = None if job.task.stage.kind is StageKind.FORWARD else self._clear_gradients()
         modules = bind(self._store, self._skeletons, upload.layout, upload.slot, gradients)
         layers = self._layer_calls(upload.layout.layers, modules)
         shared = [upload.slot.memory] if gradients is None else [upload.slot.memory, gradients.memory]
-        for position, micro_batch in enumerate(order.task.micro_batches):
+        for position, micro_batch in enumerate(job.task.micro_batches):
             self._micro_batch = micro_batch
             self._setup.board.raise_if_stopped()
-            self._windows(len(order.task.micro_batches) - position, order.wave + position)
-            _STAGES[order.task.stage.kind](self, order, layers, micro_batch, shared)
-        self._finish(order, upload, gradients)
-        self._report(order, upload, weights_ready)
-        self._order = None
+            self._windows(len(job.task.micro_batches) - position, job.window + position)
+            _STAGES[job.task.stage.kind](self, job, layers, micro_batch, shared)
+        self._finish(job, upload, gradients)
+        self._report(job, upload, weights_ready)
+        self._job = None
 
-    def _finish(self, order: StageJob, upload: WeightUpload, gradients: DeviceSlot | None) -> None:
+    def _finish(self, job: StageJob, upload: WeightUpload, gradients: DeviceSlot | None) -> None:
         self._micro_batch = None
         upload.slot.released = self._device.record(Stream.COMPUTE)
-        self._traffic.end_stage()
+        self._activations.end_stage()
         self._flush()
         if gradients is not None:
             self._download = GradientDownload(
@@ -153,15 +154,15 @@ class DeviceWorker:
                 self._rounding,
                 gradients,
                 upload.layout,
-                order.work.step,
-                order.contribution,
+                job.work.step,
+                job.contribution,
             )
 
-    def _report(self, order: StageJob, upload: WeightUpload, weights_ready: Mark) -> None:
+    def _report(self, job: StageJob, upload: WeightUpload, weights_ready: Mark) -> None:
         moved = (self._device.uploaded_bytes, self._device.downloaded_bytes)
         report = SlotReport(
-            task=order.task,
-            step=order.work.step,
+            task=job.task,
+            step=job.work.step,
             idle_since=self._idle_since,
             weights_ready=weights_ready,
             optimizer_wait_s=upload.waited_s,
@@ -170,33 +171,33 @@ class DeviceWorker:
             downloaded_bytes=moved[1] - self._reported_bytes[1],
         )
         self._reported_bytes, self._idle_since, self._pieces = moved, self._pieces[-1].end, []
-        self._setup.board.post(Fact("done", order.task.slot), report)
+        self._setup.board.post(Fact("done", job.task.slot), report)
 
     # Stages, one micro-batch each.
 
-    def _forward_stage(self, order: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
-        stage, work = order.task.stage, order.work
-        micro_batch, integers = self._traffic.bring_micro_batch(
-            work.micro_batches[m], m - order.task.micro_batches.start
+    def _forward_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
+        stage, work = job.task.stage, job.work
+        micro_batch, integers = self._activations.bring_micro_batch(
+            work.micro_batches[m], m - job.task.micro_batches.start
         )
         hidden, staged = self._bring_hidden(work, stage, m)
         outputs = self._compute(
             TaskKind.FORWARD,
-            lambda: forward(layers, stage.start, hidden, micro_batch, work.kept),
+            lambda: forward(layers, stage.start, hidden, micro_batch, work.backward_inputs),
             reads=[*shared, integers.memory, *_memory(staged)],
         )
-        self._traffic.release(staged)
+        self._activations.release(staged)
         for layer, output in outputs:
             if layer == len(self._skeletons):
-                self._traffic.send(Fact("loss", work.index, (m,)), output, readers=1)
+                self._activations.send(Fact("loss", work.index, (m,)), output, readers=1)
             else:
-                readers = (layer in work.handovers) + (layer in work.kept)
-                self._traffic.send(Fact("boundary", work.index, (layer, m)), output, readers)
+                readers = (layer in work.forward_inputs) + (layer in work.backward_inputs)
+                self._activations.send(Fact("boundary", work.index, (layer, m)), output, readers)
 
-    def _fused_stage(self, order: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
-        stage, work = order.task.stage, order.work
-        micro_batch, integers = self._traffic.bring_micro_batch(
-            work.micro_batches[m], m - order.task.micro_batches.start
+    def _fused_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
+        stage, work = job.task.stage, job.work
+        micro_batch, integers = self._activations.bring_micro_batch(
+            work.micro_batches[m], m - job.task.micro_batches.start
         )
         hidden, staged = self._bring_hidden(work, stage, m)
 
@@ -211,17 +212,17 @@ class DeviceWorker:
             reads=[shared[0], integers.memory, *_memory(staged)],
             writes=shared[1:],
         )
-        self._traffic.release(staged)
-        self._traffic.send(
+        self._activations.release(staged)
+        self._activations.send(
             Fact("loss", work.index, (m,)), loss, readers=2
         )  # the caller, the optimizer worker
         self._send_gradients(work, stage, m, gradients)
 
-    def _backward_stage(self, order: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
+    def _backward_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
         """The recompute is enqueued before the incoming gradient is waited for."""
-        stage, work = order.task.stage, order.work
-        micro_batch, integers = self._traffic.bring_micro_batch(
-            work.micro_batches[m], m - order.task.micro_batches.start
+        stage, work = job.task.stage, job.work
+        micro_batch, integers = self._activations.bring_micro_batch(
+            work.micro_batches[m], m - job.task.micro_batches.start
         )
         hidden, staged = self._bring_hidden(work, stage, m)
         reads = [shared[0], integers.memory, *_memory(staged)]
@@ -231,15 +232,15 @@ class DeviceWorker:
             reads,
         )
         fact = Fact("boundary gradient", work.index, (stage.stop, m))
-        incoming, staged_gradient = self._traffic.bring_gradients(self._await(fact))
+        incoming, staged_gradient = self._activations.bring_gradients(self._await(fact))
         gradients = self._compute(
             TaskKind.BACKWARD,
             lambda: part.backward(incoming),
             reads=[*reads, staged_gradient.memory],
             writes=shared[1:],
         )
-        self._traffic.release(staged)
-        self._traffic.release(staged_gradient)
+        self._activations.release(staged)
+        self._activations.release(staged_gradient)
         self._send_gradients(work, stage, m, gradients)
 
     # Computing and moving.
@@ -257,22 +258,24 @@ class DeviceWorker:
         """The stage's input on the device; none for the first layer."""
         if stage.start == 0:
             return None, None
-        return self._traffic.bring_hidden(self._await(Fact("boundary", work.index, (stage.start, m))))
+        return self._activations.bring_hidden(self._await(Fact("boundary", work.index, (stage.start, m))))
 
     def _send_gradients(self, work: Pass, stage: Stage, m: int, gradients: tuple[Tensor, ...] | None) -> None:
         if gradients is not None:
-            self._traffic.send(Fact("boundary gradient", work.index, (stage.start, m)), gradients, readers=1)
+            self._activations.send(
+                Fact("boundary gradient", work.index, (stage.start, m)), gradients, readers=1
+            )
 
     # Weights in, gradients out.
 
-    def _start_upload(self, order: StageJob) -> WeightUpload:
-        layout = self._layout(range(order.task.stage.start, order.task.stage.stop))
-        version, use = order.work.version, order.task.slot
+    def _start_upload(self, job: StageJob) -> WeightUpload:
+        layout = self._layout(range(job.task.stage.start, job.task.stage.stop))
+        version, use = job.work.version, job.task.slot
         return WeightUpload(
             self._device, self._store, self._setup.ordering, self._weights.next(), layout, version, use
         )
 
-    def _windows(self, remaining: int, wave: int) -> None:
+    def _windows(self, remaining: int, window: int) -> None:
         """One transfer window: an equal chunk of the next stage's weights and of the last one's gradients.
 
         Each chunk queues behind the activations already on their way, so that those never wait for a whole
@@ -283,15 +286,15 @@ class DeviceWorker:
             self._upload = self._start_upload(self._setup.board.wait(following))
         if self._upload is not None:
             self._device.wait(Stream.WEIGHT_UPLOAD, self._device.record(Stream.ACTIVATION_UPLOAD))
-            with self._turn(wave, not self._upload.may_advance):
+            with self._turn(window, not self._upload.may_advance):
                 self._upload.advance(-(-self._upload.remaining // remaining))
         if self._download is not None:
             self._device.wait(Stream.GRADIENT_DOWNLOAD, self._device.record(Stream.ACTIVATION_DOWNLOAD))
             self._download.advance(-(-self._download.remaining // remaining))
 
-    def _turn(self, wave: int, nothing_to_do: bool) -> AbstractContextManager[None]:
+    def _turn(self, window: int, nothing_to_do: bool) -> AbstractContextManager[None]:
         """For weights that go up within the block."""
-        return nullcontext() if nothing_to_do else self._setup.turns.turn(self._index, self._device, wave)
+        return nullcontext() if nothing_to_do else self._setup.turns.turn(self._index, self._device, window)
 
     def _clear_gradients(self) -> DeviceSlot:
         slot = self._gradients.next()
@@ -327,13 +330,13 @@ class DeviceWorker:
 
     def position(self) -> WorkerState:
         """Where this worker is now; `place` says it in words."""
-        return self._order, self._micro_batch
+        return self._job, self._micro_batch
 
     def place(self, position: WorkerState) -> FaultLocation:
-        order, micro_batch = position
-        if order is None:
+        job, micro_batch = position
+        if job is None:
             return FaultLocation(f"device {self._device.name}")
-        stage = order.task.stage
+        stage = job.task.stage
         names = self._setup.layer_names[stage.start : stage.stop]
         return FaultLocation(f"device {self._device.name}", stage.kind.value, names, micro_batch)
 

@@ -6,8 +6,8 @@ and no thread waits for another one's turn. Whoever is late, slow or dead in the
 
 Threads run far ahead of their devices. In the order in which chunks are enqueued, one of the next micro-batch would
 therefore wait for the last one of a stage. The order is that of the stage slots instead (`pipeline/shared_links.py`,
-`Waves`): a chunk waits for the others' chunks of its own wave and of those before it, as far as they are enqueued.
-Of two chunks of one wave, whichever is enqueued second waits.
+`Waves`): a chunk waits for the others' chunks of its own window and of those before it, as far as they are enqueued.
+Of two chunks of one window, whichever is enqueued second waits.
 """
 
 import threading
@@ -35,28 +35,28 @@ class LinkTurns:
         self._lock = threading.Lock()
 
     @contextmanager
-    def turn(self, index: int, device: Device, wave: int) -> Iterator[None]:
-        """What device `index` enqueues for uploading weights within the block is its turn at `wave`."""
+    def turn(self, index: int, device: Device, window: int) -> Iterator[None]:
+        """What device `index` enqueues for uploading weights within the block is its turn at `window`."""
         if index not in self._others:
             yield
             return
-        for event in self._before(index, wave):
+        for event in self._before(index, window):
             device.wait(Stream.WEIGHT_UPLOAD, event)
         yield
         event = device.record(Stream.WEIGHT_UPLOAD)
         with self._lock:
-            self._taken[index].append((wave, event))
+            self._taken[index].append((window, event))
 
-    def _before(self, index: int, wave: int) -> list[Event]:
-        """Of each other device of the group, the end of its last turn up to `wave`."""
+    def _before(self, index: int, window: int) -> list[Event]:
+        """Of each other device of the group, the end of its last turn up to `window`."""
         with self._lock:
             return [
                 event
                 for other in self._others[index]
-                for event in [_last_up_to(wave, self._taken[other])]
+                for event in [_last_up_to(window, self._taken[other])]
                 if event is not None
             ]
 
 
-def _last_up_to(wave: int, taken: deque[tuple[int, Event]]) -> Event | None:
-    return next((event for turn, event in reversed(taken) if turn <= wave), None)
+def _last_up_to(window: int, taken: deque[tuple[int, Event]]) -> Event | None:
+    return next((event for turn, event in reversed(taken) if turn <= window), None)
