@@ -41,10 +41,9 @@ from torchround.engine.build import (
 )
 from torchround.engine.device import GIB, Device
 from torchround.engine.engine import Engine
-from torchround.engine.host_store import HostStore
 from torchround.engine.link_probe import find_link_use
-from torchround.engine.measure import measured_costs, one_layer_a_stage
-from torchround.engine.results import StepResult
+from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 from torchround.observe import mfu, train_flops_per_token
@@ -242,7 +241,7 @@ class Bench:
                 results.append(engine.forward_backward(self.shape.micro_batches(seed=step)))
                 engine.step(LR)
                 results[-1].collect()
-        costs = measured_costs(counted, results[-1].reports())
+        costs = costs_from_reports(counted, results[-1].reports())
         layers = [
             {
                 "name": ours.name,

@@ -16,8 +16,7 @@ from tests.engine.toy import (
     toy_store,
     train,
 )
-from torchround.engine.host_store import Bundle, HostStore
-from torchround.engine.update_policy import ASYNC, POLICIES, SYNC
+from torchround.engine.store.host_store import ASYNC, POLICIES, SYNC, Bundle, HostStore
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES
 

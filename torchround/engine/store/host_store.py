@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchround.engine.host_memory import HostMemory
-from torchround.engine.update_policy import SYNC, UpdatePolicy
+from torchround.engine.store.host_memory import HostAllocator
 from torchround.layer import LayeredModel
 from torchround.optim import LossScaling, SpikeBounds, decayed_names
 
@@ -22,7 +21,7 @@ from torchround.optim import LossScaling, SpikeBounds, decayed_names
 ALIGNMENT_ELEMENTS = 256
 
 # How the names of master weights older than the newest begin in a checkpoint.
-OLDER_MASTERS = "master_"
+OLDER_WEIGHTS = "master_"
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class FlatParameter:
 
 
 @dataclass(frozen=True)
-class Segment:
+class MappedRange:
     """Consecutive elements of a bundle, from element `start` on, flat in memory of their own."""
 
     start: int
@@ -66,7 +65,7 @@ class Bundle:
     numel: int
     decayed: int
     masters: list[Tensor] = field(default_factory=list)
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[MappedRange, ...] = ()
     adds_up: bool = False
     gradient: Tensor | None = None
     weight: Tensor | None = None
@@ -78,18 +77,18 @@ class Bundle:
         """Where the bundle's values are decided: fp32 weights, or the master of a frozen bundle."""
         return self.masters[0] if self.weight is None else self.weight
 
-    def sources(self, version: int, start: int, stop: int) -> Iterator[Segment]:
+    def sources(self, version: int, start: int, stop: int) -> Iterator[MappedRange]:
         """Where elements `[start, stop)` of a version are uploaded from; in gaps between segments is nothing."""
         if not self.segments:
-            yield Segment(start, self.masters[version % len(self.masters)][start:stop])
+            yield MappedRange(start, self.masters[version % len(self.masters)][start:stop])
         for segment in self.segments:
             first, last = max(start, segment.start), min(stop, segment.start + segment.memory.numel())
             if first < last:
-                yield Segment(first, segment.memory[first - segment.start : last - segment.start])
+                yield MappedRange(first, segment.memory[first - segment.start : last - segment.start])
 
 
 @dataclass(frozen=True)
-class Binding:
+class ParameterLocation:
     """Where one parameter of a layer lives: `path` in the module, `parameter` in bundle `bundle`."""
 
     path: str
@@ -129,7 +128,7 @@ class HostStore:
         self.is_consistent = True
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
         self.spikes = spikes or SpikeBounds()
-        self._memory = HostMemory(pinned)
+        self._memory = HostAllocator(pinned)
         self.bundles, self.bindings = _collect_bundles(model, mapped or {})
         for bundle in self.bundles:
             if bundle.parameters[0].name in (mapped or {}):
@@ -238,7 +237,7 @@ class HostStore:
         if bundle.exp_avg is not None and bundle.exp_avg_sq is not None:
             kinds |= {"exp_avg": bundle.exp_avg, "exp_avg_sq": bundle.exp_avg_sq}
         for age in range(1, len(bundle.masters)):
-            kinds[f"{OLDER_MASTERS}{age}_old"] = bundle.masters[(step - age) % len(bundle.masters)]
+            kinds[f"{OLDER_WEIGHTS}{age}_old"] = bundle.masters[(step - age) % len(bundle.masters)]
         return {
             f"{kind}/{parameter.name}": parameter.view(flat)
             for kind, flat in kinds.items()
@@ -317,7 +316,7 @@ def owner_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 def _collect_bundles(
     model: LayeredModel, mapped: Mapping[str, object]
-) -> tuple[list[Bundle], list[list[Binding]]]:
+) -> tuple[list[Bundle], list[list[ParameterLocation]]]:
     """Group parameters by (who uses them, trainable, mapped), in order of first use."""
     users: dict[int, list[int]] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
@@ -338,7 +337,7 @@ def _collect_bundles(
         place.update({key: (index, by_name[first[key][0]]) for key in keys})
     bindings = [
         [
-            Binding(path, *place[id(parameter)])
+            ParameterLocation(path, *place[id(parameter)])
             for path, parameter in layer.named_parameters(remove_duplicate=False)
         ]
         for layer in model.layers
@@ -364,7 +363,7 @@ def _lay_out(
 
 def _segments(
     bundle: Bundle, mapped: Mapping[str, Sequence[Tensor]], dtype: torch.dtype
-) -> Iterator[Segment]:
+) -> Iterator[MappedRange]:
     assert not bundle.trainable, f"{bundle.parameters[0].name} is trained, so it cannot stay in a file"
     for parameter in bundle.parameters:
         start = parameter.start
@@ -372,6 +371,28 @@ def _segments(
             assert memory.ndim == 1 and memory.dtype == dtype, (
                 f"{parameter.name}: {memory.dtype}, not {dtype}"
             )
-            yield Segment(start, memory)
+            yield MappedRange(start, memory)
             start += memory.numel()
         assert start == parameter.stop, f"{parameter.name}: {start - parameter.start} elements are mapped"
+
+
+# Update policies: how many weight versions are kept, and which one a step reads (DESIGN section 7).
+#
+# Either way step `t`'s gradient is applied to `v(t)` and gives `v(t+1)`; only where the gradient was computed
+# differs. The version a pass reads is fixed by its step number, never by timing.
+
+
+@dataclass(frozen=True)
+class UpdatePolicy:
+    """`versions` master buffers; step `t` reads `v(t - versions + 1)`, at the start of a run `v(0)`."""
+
+    name: str
+    versions: int
+
+    def version_read(self, step: int) -> int:
+        return max(step - (self.versions - 1), 0)
+
+
+SYNC = UpdatePolicy("sync", 1)
+ASYNC = UpdatePolicy("async", 2)
+POLICIES = {policy.name: policy for policy in (SYNC, ASYNC)}

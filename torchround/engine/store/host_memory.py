@@ -66,7 +66,7 @@ class CudaPageLocker:
         return int(code)
 
 
-class HostMemory:
+class HostAllocator:
     """Allocates buffers, page-locked ones on demand, and keeps track of what is locked.
 
     After the first failure to lock there is one warning and everything else stays pageable.
@@ -195,7 +195,7 @@ class HostPool:
     """
 
     def __init__(self, pinned: bool, observer: Observer) -> None:
-        self._memory = HostMemory(pinned)
+        self._memory = HostAllocator(pinned)
         self._observer = observer
         self._lock = threading.Lock()
         self._free: dict[int, list[HostBuffer]] = defaultdict(list)
