@@ -46,9 +46,9 @@ from torchround.engine.results import StepResult, costs_from_reports, one_layer_
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
-from torchround.observe import mfu, train_flops_per_token
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.plan import Plan, evaluate_plan
+from torchround.run.step_meter import mfu, train_flops_per_token
 
 LR = 1e-4
 OPTIMIZER = OptimizerTable(lr=LR)

@@ -26,7 +26,8 @@ from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.results import one_layer_a_stage
-from torchround.engine.store.host_store import POLICIES, HostStore
+from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES, Family
 

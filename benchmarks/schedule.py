@@ -31,7 +31,8 @@ from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.results import StepResult
-from torchround.engine.store.host_store import POLICIES, HostStore
+from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.dispatch import dispatch_tasks

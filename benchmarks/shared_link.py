@@ -28,7 +28,8 @@ from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.recording import AccessLog, Action, Entry, RecordingDevice
-from torchround.engine.store.host_store import POLICIES, HostStore
+from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition
 

@@ -19,7 +19,7 @@ from torchround.config import EngineTable
 from torchround.engine import build
 from torchround.engine.cpu_threads import update_threads
 from torchround.engine.errors import PipelineError
-from torchround.engine.store.host_store import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim.kernel import AdamWKernel, KernelError
 
 PARTITION = PARTITIONS["forward coarser"]

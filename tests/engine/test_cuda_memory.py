@@ -10,8 +10,8 @@ from tests.engine.toy import PARTITIONS, toy_batches, toy_model, toy_store, trai
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.config.tables_engine import PlanTable
 from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_memory import CudaPageLocker, HostAllocator
-from torchround.engine.store.host_store import ASYNC, SYNC
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 

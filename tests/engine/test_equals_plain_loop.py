@@ -18,7 +18,7 @@ from tests.engine.toy import (
     toy_store,
     train,
 )
-from torchround.engine.store.host_store import ASYNC
+from torchround.engine.store.bundles import ASYNC
 from torchround.layer import MicroBatch
 
 STEPS = 20

@@ -20,7 +20,7 @@ from tests.engine.toy import (
     toy_model,
     toy_store,
 )
-from torchround.engine.store.host_store import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import adamw_update_, clip_scale, decayed_names, loss_scale, sum_of_squares
 
 PARTITION = PARTITIONS["forward coarser"]

@@ -12,8 +12,9 @@ import warnings
 import pytest
 
 from torchround.engine.store import host_memory
+from torchround.engine.store.bundles import ASYNC
 from torchround.engine.store.host_memory import HostAllocator, PinningWarning
-from torchround.engine.store.host_store import ASYNC, HostStore
+from torchround.engine.store.host_store import HostStore
 
 PAGE = 4096
 CHUNK = 64 * PAGE

@@ -16,7 +16,8 @@ from tests.engine.toy import (
     toy_store,
     train,
 )
-from torchround.engine.store.host_store import ASYNC, POLICIES, SYNC, Bundle, HostStore
+from torchround.engine.store.bundles import ASYNC, POLICIES, SYNC, Bundle
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES
 

@@ -13,7 +13,7 @@ from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Fact, Ordering
 from torchround.engine.race_checker import find_races
 from torchround.engine.recording import AccessLog, Action, Entry, RecordingDevice, Region
-from torchround.engine.store.host_store import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
 
 ONE_STAGE = PARTITIONS["one stage"]
 

@@ -19,7 +19,7 @@ from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
 from torchround.engine.race_checker import find_races
 from torchround.engine.recording import AccessLog, RecordingDevice
-from torchround.engine.store.host_store import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
 
 PARTITION = PARTITIONS["backward coarser"]
 STEPS = 5

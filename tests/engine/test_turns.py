@@ -26,7 +26,7 @@ from torchround.engine.errors import PipelineError
 from torchround.engine.ordering import Ordering
 from torchround.engine.race_checker import find_races
 from torchround.engine.recording import AccessLog, Action, RecordingDevice
-from torchround.engine.store.host_store import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.turns import REMEMBERED, Turns
 
 FINEST = PARTITIONS["one layer a stage"]

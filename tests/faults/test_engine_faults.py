@@ -24,7 +24,7 @@ from tests.faults.planted_faults import (
 )
 from torchround.engine import optimizer_worker
 from torchround.engine.errors import PipelineError
-from torchround.engine.store.host_store import POLICIES
+from torchround.engine.store.bundles import POLICIES
 
 CASES = draw_cases(120, seed=4)
 

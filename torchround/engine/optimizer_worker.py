@@ -18,8 +18,9 @@ from torchround.engine.errors import PipelineError, Place, Stopped
 from torchround.engine.ordering import Board, Fact, Ordering
 from torchround.engine.passes import read_loss
 from torchround.engine.staging import Boundary
+from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
-from torchround.engine.store.host_store import Bundle, HostStore
+from torchround.engine.store.host_store import HostStore
 from torchround.optim import UpdateProgress, adamw_update_, clip_scale, sum_of_squares
 from torchround.optim.adamw import UpdateKernel
 from torchround.optim.kernel_compiler import Dtypes, get_kernels

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.ordering import Ordering
+from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.store.host_store import HostStore, owner_of
+from torchround.engine.store.host_store import HostStore
 from torchround.pipeline.memory import ROUNDING_ELEMENTS
 
 

@@ -5,22 +5,16 @@ and it is given every later record too, so that it takes up again when the disk 
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torchround.observe.record import StepRecord
 from torchround.observe.reporters import ConsoleReport, MetricsFile
 
 if TYPE_CHECKING:
     from torchround.config import MetricsTable
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal
-
-from torchround.observe.record import StepRecord
-
 logger = logging.getLogger(__name__)
 
 

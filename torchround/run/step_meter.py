@@ -17,15 +17,7 @@ from torchround.engine.build import DTYPES, DeviceChoice
 from torchround.engine.device import GIB, Device
 from torchround.engine.results import DeviceTimes, StepResult
 from torchround.layer import LayeredModel, LayerWork
-from torchround.observe import (
-    EngineRecord,
-    StepRecord,
-    Throughput,
-    host_gib,
-    host_peak_gib,
-    mfu,
-    train_flops_per_token,
-)
+from torchround.observe import EngineRecord, StepRecord, host_gib, host_peak_gib
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from torchround.layer import LayerWork
-from torchround.observe import Throughput, host_gib, mfu, train_flops_per_token
+from torchround.observe import host_gib
+from torchround.run.step_meter import Throughput, mfu, train_flops_per_token
 
 
 class Clock:
