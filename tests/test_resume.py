@@ -9,7 +9,7 @@ import torch
 import torchround.engine.build
 import torchround.engine.optimizer_worker
 import torchround.trainer
-from tests.small_run import (
+from tests.support.small_run import (
     ASYNC,
     STEPS,
     TIED,

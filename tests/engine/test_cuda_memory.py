@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from tests.engine.cuda_toy import cuda_engine
-from tests.engine.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
+from tests.support.cuda_toy import cuda_engine
+from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.config.tables_engine import PlanTable
 from torchround.engine.build import build_engine, build_store, choose_devices, plan_run

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.toy import (
+from tests.support.toy import (
     MAX_NORM,
     OPTIMIZER,
     PARTITIONS,

@@ -146,7 +146,7 @@ def test_a_forked_process_leaves_what_took_the_memorys_place():
 
 
 def test_a_store_locks_weights_and_gradients_and_nothing_else(monkeypatch):
-    from tests.engine.toy import toy_model
+    from tests.support.toy import toy_model
 
     locker = RecordingLocker()
     monkeypatch.setattr(host_memory, "CudaPageLocker", lambda: locker)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     PlainLoop,
     assert_same_state,

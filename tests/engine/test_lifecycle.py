@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     ToyBlock,
     assert_same_state,

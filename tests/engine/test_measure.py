@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.engine.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.optimizer_worker import BundleUpdate
 from torchround.engine.results import costs_from_reports, one_layer_a_stage
 from torchround.pipeline.costs import Costs, LayerCost

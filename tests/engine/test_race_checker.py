@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from tests.engine.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Fact, Ordering
 from torchround.engine.race_checker import find_races

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     PlainLoop,
     assert_same_state,

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.observe.records import record
+from tests.support.step_records import record
 from torchround.observe.reporters import ConsoleReport, duration
 
 

@@ -28,7 +28,7 @@ from torchround.engine.compute import LayerCall
 from torchround.engine.ordering import Board
 from torchround.engine.staging import as_hidden, as_tuple
 from torchround.layer import Hidden, LayeredModel, MicroBatch
-from torchround.optim.kernel_compiler import cxx_compiler
+from torchround.optim.kernel import cxx_compiler
 
 logger = logging.getLogger(__name__)
 

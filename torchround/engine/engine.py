@@ -58,7 +58,7 @@ MOST_PASSES_UNDER_WAY = 2
 class EngineSettings:
     """How an engine runs. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
 
-    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel_compiler.py`), `compiler` the
+    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel.py`), `compiler` the
     layers; engines of one model that follow each other may share it. `turns` are groups of devices, by index, whose
     weight uploads take turns (`engine/turns.py`).
     """
