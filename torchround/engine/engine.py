@@ -21,8 +21,6 @@ from torchround.engine.board import Board, Fact, Observer
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
-from torchround.engine.host_memory import HostPool
-from torchround.engine.host_store import HostStore
 from torchround.engine.lifecycle import Lifecycle
 from torchround.engine.optimizer_worker import (
     CollectGradients,
@@ -43,6 +41,8 @@ from torchround.engine.passes import (
 )
 from torchround.engine.results import StepResult
 from torchround.engine.saver import PendingSave, SaveJob, Saver, SaveSource
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import Watchdog, WatchedDevice
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
 from torchround.engine.worker.link_turns import LinkTurns
@@ -63,7 +63,7 @@ MOST_PASSES_UNDER_WAY = 2
 class EngineSettings:
     """How an engine runs. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
 
-    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel_compiler.py`), `compiler` the
+    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel.py`), `compiler` the
     layers; engines of one model that follow each other may share it. `turns` are groups of devices, by index, whose
     weight uploads take turns (`engine/worker/link_turns.py`).
     """

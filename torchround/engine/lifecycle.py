@@ -10,7 +10,7 @@ from typing import Protocol
 from torchround.engine.board import Board
 from torchround.engine.device import Device
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
-from torchround.engine.host_memory import HostPool
+from torchround.engine.store.host_memory import HostPool
 
 # How long ending waits for all threads together, and then for an update under way from one bundle to the next. One
 # inside a computation cannot be interrupted; it is a daemon and ends with the process.

@@ -8,8 +8,8 @@ import torch
 
 from torchround.engine.board import Observer
 from torchround.engine.device import Event
-from torchround.engine.host_memory import HostPool
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.transfers import LOSS_BYTES, Boundary, Packing, StagingSizes, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers

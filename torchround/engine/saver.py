@@ -15,8 +15,8 @@ from torch import Tensor
 
 from torchround.engine.board import Board, Fact
 from torchround.engine.errors import Stopped
-from torchround.engine.host_store import HostStore
 from torchround.engine.ordering import Ordering
+from torchround.engine.store.host_store import HostStore
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch
 
-from tests.engine.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.board import Fact
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
-from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.watch.race_checker import AccessLog, Action, Entry, RecordingDevice, Region, find_races
 
 ONE_STAGE = PARTITIONS["one stage"]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     PlainLoop,
     assert_same_state,
@@ -24,7 +24,7 @@ from tests.engine.toy import (
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.ordering import Ordering
-from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.watch.race_checker import AccessLog, Action, RecordingDevice, find_races
 from torchround.engine.worker.link_turns import REMEMBERED, LinkTurns
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchround.engine.board import Board, Fact
 from torchround.engine.device import Device, Event, Stream
-from torchround.engine.host_memory import HostBuffer, HostPool
+from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.layer import Hidden, MicroBatch
 
 ALIGNMENT_BYTES = 256
