@@ -14,7 +14,13 @@ from types import MappingProxyType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, measure_schedule
+from torchround.pipeline.baselines import (
+    SCHEDULES,
+    ScheduleReport,
+    SimulationSetup,
+    measure_schedule,
+    simulate_schedule,
+)
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 
-from tests.pipeline.model_shapes import model_shape
-from tests.pipeline.random_costs import costs
+from tests.support.model_shapes import model_shape
+from tests.support.random_costs import costs
 from torchround.pipeline.costs import (
     Costs,
     CostsError,

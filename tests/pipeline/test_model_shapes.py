@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.pipeline.model_shapes import ModelShape, model_shape, shape_names
+from tests.support.model_shapes import ModelShape, model_shape, shape_names
 from torchround.models import FAMILIES
 from torchround.pipeline.devices import find_device
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.baselines import SCHEDULES, SimulationSetup, measure_schedule
+from torchround.pipeline.baselines import SCHEDULES, SimulationSetup, measure_schedule, simulate_schedule
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.simulation.dispatch import dispatch_tasks

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pipeline.random_costs import costs, limits
+from tests.support.random_costs import costs, limits
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.search.lower_bound import lower_bound_s
