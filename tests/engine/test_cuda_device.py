@@ -20,10 +20,10 @@ from tests.support.toy import (
     toy_store,
     train,
 )
-from torchround.engine import host_memory
 from torchround.engine.device import UPLOADS, CudaDevice, Stream
 from torchround.engine.errors import DeviceMemoryError
 from torchround.engine.link_probe import LEAST_BYTES, measure_rates
+from torchround.engine.store import host_memory
 
 
 class FakeEvent:

@@ -24,7 +24,7 @@ from tests.support.planted_faults import (
 from tests.support.toy import PARTITIONS, assert_same_state, toy_engine, toy_store, train
 from torchround.engine import optimizer_worker
 from torchround.engine.errors import PipelineError
-from torchround.engine.update_policy import POLICIES
+from torchround.engine.store.bundles import POLICIES
 
 CASES = draw_cases(120, seed=4)
 

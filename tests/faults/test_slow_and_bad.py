@@ -17,7 +17,7 @@ from tests.support.toy import (
     train,
 )
 from torchround.engine.device import CpuDevice, ForwardingDevice, Stream
-from torchround.engine.update_policy import ASYNC, POLICIES
+from torchround.engine.store.bundles import ASYNC, POLICIES
 
 BATCHES = toy_batches(4, micro_batches=4)
 PARTITION = PARTITIONS["forward coarser"]

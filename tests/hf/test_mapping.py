@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.toy import assert_same_state, toy_engine, train
-from torchround.engine.host_store import HostStore
-from torchround.engine.race_checker import find_races
-from torchround.engine.recording import AccessLog, RecordingDevice
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.watch.race_checker import AccessLog, RecordingDevice, find_races
 from torchround.hf import PretrainedWeights
 from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.pipeline.partition import Partition

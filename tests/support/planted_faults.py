@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.support.toy import PARTITIONS, toy_batches, toy_model
 from torchround.engine.device import CpuDevice, ForwardingDevice, Stream
-from torchround.engine.errors import DeviceMemoryError, Place
+from torchround.engine.errors import DeviceMemoryError, FaultLocation
 from torchround.layer import LayeredModel
 from torchround.pipeline.partition import Partition
 
@@ -243,7 +243,7 @@ def fused_model(variant: str, fuse: Fuse) -> LayeredModel:
     return LayeredModel(model.names, layers)
 
 
-def expected_place(case: Case, names: tuple[str, ...]) -> Place:
+def expected_place(case: Case, names: tuple[str, ...]) -> FaultLocation:
     """Where the partition and the dispatch rule put a fault in a layer of a training step.
 
     Slot `i` of the run is on device `i mod N`; a step has `rounds` x `stages` slots (RoundPipe section 3.2).
@@ -264,6 +264,6 @@ def expected_place(case: Case, names: tuple[str, ...]) -> Place:
     stages = len(partition.forward) + 1 + len(partition.backward)
     round_index = case.micro_batch * case.rounds // MICRO_BATCHES
     slot = (case.step * case.rounds + round_index) * stages + position
-    return Place(
+    return FaultLocation(
         f"device cpu:{slot % case.num_devices}", kind, tuple(names[i] for i in span), case.micro_batch
     )

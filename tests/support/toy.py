@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine, EngineSettings
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import IGNORED_LABEL, LayeredModel, LayerWork, MicroBatch
 from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
 from torchround.pipeline.partition import Partition
