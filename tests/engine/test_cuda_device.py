@@ -22,8 +22,8 @@ from tests.support.toy import (
 )
 from torchround.engine.device import UPLOADS, CudaDevice, Stream
 from torchround.engine.errors import DeviceMemoryError
-from torchround.engine.link_probe import LEAST_BYTES, measure_rates
 from torchround.engine.store import host_memory
+from torchround.engine.worker.link_turns import LEAST_BYTES, measure_rates
 
 
 class FakeEvent:
