@@ -47,7 +47,8 @@ from torchround.engine.worker.link_turns import find_link_use
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.plan import Plan, evaluate_plan
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.planner import evaluate_plan
 from torchround.run.step_meter import mfu, train_flops_per_token
 
 LR = 1e-4

@@ -49,9 +49,8 @@ from torchround.engine.worker.link_turns import LinkTurns
 from torchround.engine.worker.slots import upload_use
 from torchround.engine.worker.transfers import Boundary
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.partition import Partition, StageKind
-from torchround.pipeline.schedule import StageTask, evaluation_tasks, step_tasks
-from torchround.pipeline.shared_links import Waves
+from torchround.pipeline.partition import Partition, StageKind, StageTask, evaluation_tasks, step_tasks
+from torchround.pipeline.shared_links import LinkWindows
 
 T = TypeVar("T")
 
@@ -113,7 +112,7 @@ class Engine:
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
         self._life = Lifecycle(self._board, self.pool, self.devices)
         self._next_slot = self._next_pass = self._next_job = self._next_save = 0
-        self._waves = Waves(len(self.devices))
+        self._waves = LinkWindows(len(self.devices))
         self._step = store.step
         self._awaiting_step = False
         self._results: list[StepResult] = []

@@ -13,8 +13,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.transfers import LOSS_BYTES, Boundary, Packing, StagingSizes, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
-from torchround.pipeline.partition import Partition, Stage, StageKind
-from torchround.pipeline.schedule import StageTask
+from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from torch import Tensor
 from torchround.config import TraceTable
 from torchround.engine.device import Device, DeviceWatcher, Mark, Stream
 from torchround.engine.results import StepResult
-from torchround.pipeline.timeline import HOST, Task, TaskKind, Timeline
-from torchround.pipeline.trace import trace_events
+from torchround.pipeline.timeline import HOST, Task, TaskKind, Timeline, trace_events
 
 TRANSFERS = {
     Stream.WEIGHT_UPLOAD: TaskKind.WEIGHTS,
