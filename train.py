@@ -23,6 +23,8 @@ from rich.console import Console
 
 from scripts.export_hf import Export, export
 from torchround.checkpoint import Checkpointer, CheckpointError
+from torchround.commands.configured_model import Mapped, map_base, mapped_text
+from torchround.commands.plan_run import Hardware, rendered, run_question
 from torchround.config import (
     MODEL_FOLDER,
     Config,
@@ -60,11 +62,8 @@ from torchround.models import (
 from torchround.pipeline.host_memory import HostMemory
 from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
 from torchround.pipeline.plan_report import report
-from torchround.run.bad_steps import BadStepsError
-from torchround.run.console import say
-from torchround.run.dry_run import Hardware, rendered, run_question
-from torchround.run.folder import RunFolder, RunFolderError
-from torchround.run.host_budget import (
+from torchround.run.early_end import BadStepsError
+from torchround.run.numbers import (
     HostMemoryError,
     available_host_bytes,
     budget_text,
@@ -72,10 +71,10 @@ from torchround.run.host_budget import (
     host_budget,
     parameter_counts,
 )
-from torchround.run.mapped_base import Mapped, map_base, mapped_text
 from torchround.run.resume import ResumeError
+from torchround.run.run_folder import RunFolder, RunFolderError
 from torchround.trainer import Trainer
-from torchround.untrusted.terminal import escape_unprintable
+from torchround.untrusted.terminal import escape_unprintable, say
 
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),

@@ -34,8 +34,8 @@ from torchround.engine.traffic import Traffic
 from torchround.engine.worker import Worker
 from torchround.observe import MetricsLogger, StepRecord
 from torchround.pipeline.timeline import TaskKind
-from torchround.run.measured_plan import PlanByMeasuring
 from torchround.run.reports import StepReports
+from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.traces import StepTraces
 
 CONFIG = Path(__file__).parents[1] / "configs" / "debug.toml"

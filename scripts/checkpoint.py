@@ -30,7 +30,7 @@ from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpoi
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import CheckpointTable, ConfigError, RunTable, load_config
 from torchround.pipeline.memory import size_text
-from torchround.run.folder import RunFolder, RunFolderError
+from torchround.run.run_folder import RunFolder, RunFolderError
 
 CHECKPOINTS = "checkpoints"
 AGE_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))

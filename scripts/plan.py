@@ -20,6 +20,8 @@ import json
 
 from rich.console import Console
 
+from torchround.commands.configured_model import Mapped, map_base
+from torchround.commands.plan_run import Hardware, rendered, run_question
 from torchround.config import Config, ConfigError, load_config
 from torchround.engine.build import DTYPES, USABLE_CUDA_FRACTION
 from torchround.engine.errors import EngineUsageError
@@ -30,8 +32,6 @@ from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_nam
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.plan import PlanError
 from torchround.pipeline.plan_report import report
-from torchround.run.dry_run import Hardware, rendered, run_question
-from torchround.run.mapped_base import Mapped, map_base
 
 WIDTH = 110  # of the tables where the output is no terminal
 

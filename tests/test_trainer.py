@@ -30,7 +30,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.plan import Plan
-from torchround.run.signals import STOP_SIGNALS
+from torchround.run.early_end import STOP_SIGNALS
 
 __all__ = ["small_runs"]
 

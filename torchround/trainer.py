@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchround.checkpoint import CheckpointError
+from torchround.commands.configured_model import Mapped
 from torchround.config import Config
 from torchround.data import DataError, cut
 from torchround.data.loader import Loader
@@ -27,16 +28,14 @@ from torchround.observe import MetricsLogger, open_metrics
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.shared_links import LinkUse
-from torchround.run.bad_steps import BadSteps
-from torchround.run.checkpoints import Position, RunCheckpoints
-from torchround.run.console import say
-from torchround.run.folder import RunFolder
-from torchround.run.mapped_base import Mapped
-from torchround.run.measured_plan import PlanByMeasuring
+from torchround.run.checkpoints import RunCheckpoints, RunPosition
+from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.reports import StepReports
-from torchround.run.signals import StopRequest
+from torchround.run.run_folder import RunFolder
+from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.traces import StepTraces
 from torchround.run.validation import Validation
+from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class Dispatched:
     """A step under way: its result to come, and where the run is after it."""
 
     result: StepResult
-    position: Position
+    position: RunPosition
     lr: float
     num_tokens: int
 
@@ -203,7 +202,7 @@ class Trainer:
     # One step.
 
     @property
-    def _position(self) -> Position:
+    def _position(self) -> RunPosition:
         return self._checkpoints.position
 
     def _next_batch(self, engine: Engine) -> MicroBatch | None:
@@ -226,7 +225,7 @@ class Trainer:
         parts = cut(batch, self.config.training.micro_batch_size)
         result = engine.forward_backward(with_dropout_seeds(parts, self.config.run.seed, self._position.step))
         engine.step(lr)
-        position = Position(
+        position = RunPosition(
             self._position.step + 1, self._position.tokens + result.num_labels, self._loader.state_dict()
         )
         self._checkpoints.positions.append(position)

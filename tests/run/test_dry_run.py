@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.small_run import TIED, SmallRuns, small_runs
+from torchround.commands.plan_run import Hardware, run_question
 from torchround.config import load_config
 from torchround.engine.build import DeviceChoice, model_costs
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.run.dry_run import Hardware, run_question
-from torchround.run.host_budget import host_budget, parameter_counts
+from torchround.run.numbers import host_budget, parameter_counts
 
 __all__ = ["small_runs"]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import torchround.run.host_budget
+import torchround.run.numbers
 from torchround.config import EngineTable, TrainingTable
 from torchround.engine.build import DeviceChoice, build_store
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.run.host_budget import HostMemoryError, available_host_bytes, check_host_memory, host_budget
+from torchround.run.numbers import HostMemoryError, available_host_bytes, check_host_memory, host_budget
 
 CPU = DeviceChoice("cpu", 1, 2**30, None)
 
@@ -77,7 +77,7 @@ def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch
     none, limit, unlimited = tmp_path / "none", tmp_path / "limit", tmp_path / "unlimited"
     limit.write_text("12345\n")
     unlimited.write_text("max\n")
-    monkeypatch.setattr(torchround.run.host_budget, "CGROUP_LIMITS", (none, unlimited))
+    monkeypatch.setattr(torchround.run.numbers, "CGROUP_LIMITS", (none, unlimited))
     assert available_host_bytes() > 2**20
-    monkeypatch.setattr(torchround.run.host_budget, "CGROUP_LIMITS", (none, unlimited, limit))
+    monkeypatch.setattr(torchround.run.numbers, "CGROUP_LIMITS", (none, unlimited, limit))
     assert available_host_bytes() == 12345

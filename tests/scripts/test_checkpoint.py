@@ -9,7 +9,7 @@ import torch
 from scripts.checkpoint import main
 from torchround.checkpoint import Checkpointer
 from torchround.config import RunTable
-from torchround.run.folder import RunFolder
+from torchround.run.run_folder import RunFolder
 
 TENSORS = "tensors-00000.safetensors"
 

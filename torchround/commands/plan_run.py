@@ -18,7 +18,7 @@ from torchround.pipeline.host_memory import HostMemory
 from torchround.pipeline.memory import size_text
 from torchround.pipeline.plan import Plan, PlannedStage
 from torchround.pipeline.plan_report import PlanReport, RunQuestion
-from torchround.run.host_budget import parameter_counts
+from torchround.run.numbers import parameter_counts
 
 if TYPE_CHECKING:
     from rich.console import Group
