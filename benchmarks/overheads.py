@@ -26,6 +26,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
+from torchround.commands import train_model
 from torchround.data.loader import Loader
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.reports import Piece
@@ -42,7 +43,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "debug.toml"
 MARK_TURNS = 20000
 # By kind of cost: who is watched, and which of its functions.
 WATCHED: dict[str, list[tuple[Any, str]]] = {
-    "planning": [(train, "plan_run"), (PlanByMeasuring, "__init__"), (PlanByMeasuring, "settle")],
+    "planning": [(train_model, "plan_for"), (PlanByMeasuring, "__init__"), (PlanByMeasuring, "settle")],
     "metrics": [(StepReports, "add"), (StepReports, "record"), (MetricsLogger, "log")],
     "slot reports": [(Worker, "_report")],
     "buffers": [(Reserve, "cover"), (Traffic, "prepare")],

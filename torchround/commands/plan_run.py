@@ -1,82 +1,138 @@
-"""What a run needs and how fast it would be, from its config and model, before anything large is allocated.
+"""Plan a run without running it: does it fit, where the memory goes, how fast, and what to change.
 
-Used by `train.py --dry-run` and `scripts/plan.py`. The figures come from `pipeline/plan_report.py`; here a
-config is turned into its question and the answers into text.
+    python scripts/plan.py --config qwen3_32b.toml --device rtx4090 --num-devices 8 --host-memory-gib 800
+
+Any key of the config can follow, as for train.py: `--training.seq_len 8192`. A card that is not in the table is
+given by numbers: `--device-memory-gib 24 --device-tflops 165 --pcie-gb-per-s 32`. Nothing is allocated.
 """
 
+import argparse
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torchround.config import Config
-from torchround.engine.build import DTYPES, given_plan, layer_parameters, layer_works
-from torchround.layer import LayeredModel
-from torchround.pipeline.costs import Costs, costs_from_work
-from torchround.pipeline.devices import ASSUMED_DEVICE, DeviceSpec
+from torchround.commands import CommandError
+from torchround.commands.configured_model import build_model, find_weights
+from torchround.config import Config, ConfigError, Options, parse_command_line
+from torchround.engine.errors import EngineUsageError
+from torchround.hf import HFError
+from torchround.models import ModelConfigError
+from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.host_memory import HostMemory
-from torchround.pipeline.memory import size_text
-from torchround.pipeline.plan import Plan, PlannedStage
-from torchround.pipeline.plan_report import PlanReport, RunQuestion
-from torchround.run.numbers import parameter_counts
+from torchround.pipeline.memory import GIB, size_text
+from torchround.pipeline.plan import Plan, PlanError, PlannedStage
+from torchround.pipeline.plan_report import PlanReport, report
+from torchround.run.hardware import USABLE_CUDA_FRACTION, Hardware
+from torchround.run.numbers import RunNumbers, run_question
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-
-@dataclass(frozen=True)
-class Hardware:
-    """Devices to plan for, of `kind` `cuda` or `cpu`. `spec` is None where the card is not known; limits in bytes,
-    None for no limit."""
-
-    num_devices: int
-    spec: DeviceSpec | None
-    device_bytes: int | None
-    host_bytes: int | None
-    kind: str = "cuda"
+WIDTH = 110  # of the tables, in characters, when the output is not a terminal
 
 
-def run_question(
-    config: Config, model: LayeredModel, hardware: Hardware, mapped: Collection[str] = ()
-) -> RunQuestion:
-    """The run of `config` on `hardware`; `model` has its adapters, and `mapped` are names of weights that stay in files.
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan. Returns the exit code: 0 if the run fits, 1 if it does not, 2 for a mistake in the arguments."""
+    given, overrides = parser().parse_known_args(arguments)
+    try:
+        options = parse_command_line(["--config", given.config, *overrides])
+        if given.lora_rank:
+            options = _with_adapters(options, given.lora_rank)
+        model = build_model(options)
+        # The files are looked at only if weights stay in them: otherwise a plan needs no download.
+        mapped = find_weights(options, model)[1] if options.config.lora.map_base else {}
+        numbers = RunNumbers(options.config.training, options.config.engine)
+        answer = report(run_question(model, numbers, hardware(given, options.config), mapped))
+    except (
+        *(ConfigError, ModelConfigError, CommandError, EngineUsageError),
+        *(HFError, PlanError, UnknownPeakError),
+    ) as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        return 2
+    show_plan(answer)
+    return 0 if answer.plan is not None else 1
 
-    Raises `EngineUsageError` where `engine.plan` is a file that holds none.
-    """
-    training, engine = config.training, config.engine
-    element_bytes = DTYPES[training.dtype].itemsize
-    gradient_dtype = training.dtype if engine.grad_dtype == "auto" else engine.grad_dtype
 
-    def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-        return costs_from_work(
-            model.names,
-            layer_works(model, sequences, tokens, element_bytes, hardware.kind, engine.compile is True),
-            layer_parameters(model),
-            hardware.spec or ASSUMED_DEVICE,
-            dtype=training.dtype,
-            element_bytes=element_bytes,
-            accumulate_bytes=accumulate_bytes,
-        )
+def _with_adapters(options: Options, rank: int) -> Options:
+    lora = options.config.lora.model_copy(update={"rank": rank})
+    return replace(options, config=options.config.model_copy(update={"lora": lora}))
 
-    return RunQuestion(
-        costs_for=costs_for,
-        parameters=parameter_counts(model, mapped),
-        seq_len=training.seq_len,
-        global_batch_size=training.global_batch_size,
-        micro_batch_size=training.micro_batch_size,
-        num_devices=hardware.num_devices,
-        device=hardware.spec,
-        device_bytes=hardware.device_bytes,
-        host_bytes=hardware.host_bytes,
-        update=engine.update,
-        rounds=engine.rounds or 1,
-        recompute=engine.recompute,
-        element_bytes=element_bytes,
-        gradient_bytes=DTYPES[gradient_dtype].itemsize,
-        accumulate_bytes=DTYPES[engine.accumulate_dtype].itemsize,
-        given=None if engine.plan is None else given_plan(engine),
+
+def parser() -> argparse.ArgumentParser:
+    """All options; what it does not know is an override of the config."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    add = result.add_argument
+    add("--config", required=True, help="TOML file, looked up as given, then in configs/")
+    add("--device", help=f"card: {', '.join(device_names())}")
+    add("--num-devices", type=count, help="default: engine.num_devices, else 1")
+    add("--host-memory-gib", type=positive, help="host memory that the run may use; default: no limit")
+    add("--device-memory-gib", type=positive, help="of each device; default: the card's")
+    add("--device-tflops", type=positive, help="dense peak in the run's dtype, instead of the card's")
+    add("--pcie-gb-per-s", type=positive, help="nominal, one direction, instead of the card's")
+    add("--lora-rank", type=count, default=0, help="plan adapters of this rank on lora.targets")
+    return result
+
+
+def count(text: str) -> int:
+    """A number of things from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"given {text}; legal: an integer of at least 1")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """An amount from the command line."""
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = 0.0
+    if not 0 < amount < math.inf:
+        raise argparse.ArgumentTypeError(f"given {text}; legal: a number above 0")
+    return amount
+
+
+def hardware(given: argparse.Namespace, config: Config) -> Hardware:
+    """Describe the hardware: a card of the table, with the numbers that were given in place of the card's own."""
+    card = find_device(given.device) if given.device else None
+    if given.device and card is None:
+        raise CommandError(
+            f"--device {given.device} is not in the table: {', '.join(device_names())}; any other card is given "
+            "by --device-memory-gib, --device-tflops and --pcie-gb-per-s"
+        )
+    numbers = (given.device_memory_gib, given.device_tflops, given.pcie_gb_per_s)
+    if card is None and any(number is None for number in numbers):
+        raise CommandError("give --device, or --device-memory-gib, --device-tflops and --pcie-gb-per-s")
+    memory_gib, tflops, pcie = numbers
+    dtype = config.training.dtype
+    peaks: dict[str, float] = {dtype: tflops * 1e12} if tflops else (card.peak_flops if card else {})
+    spec = DeviceSpec(
+        card.name if card else "given by numbers",
+        memory_gib or (card.memory_gib if card else 0.0),
+        pcie or (card.pcie_gb_per_s if card else 0.0),
+        peaks,
+    )
+    usable = config.engine.device_memory_gib or USABLE_CUDA_FRACTION * spec.memory_gib
+    return Hardware(
+        kind="cuda",
+        num_devices=given.num_devices or config.engine.num_devices or 1,
+        spec=spec,
+        device_bytes=int(usable * GIB),
+        host_bytes=None if given.host_memory_gib is None else int(given.host_memory_gib * GIB),
+    )
+
+
+def show_plan(answer: PlanReport) -> None:
+    """Print the report. `train.py --dry-run` prints it here too."""
+    from rich.console import Console  # importing rich draws random numbers, which an import must not
+
+    is_terminal = sys.stdout.isatty()
+    console = Console(width=None if is_terminal else WIDTH)
+    console.print(rendered(answer), highlight=False, soft_wrap=not is_terminal)
 
 
 def rendered(report: PlanReport) -> "Group":

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from torchround.config import TrainingTable
-from torchround.engine.build import DTYPES, DeviceChoice
 from torchround.engine.device import GIB, Device
 from torchround.engine.results import StepResult
 from torchround.layer import LayeredModel
 from torchround.observe import StepRecord, Throughput, host_gib, mfu, train_flops_per_token
 from torchround.run.engine_totals import EngineTotals
+from torchround.run.hardware import Hardware
+from torchround.run.numbers import DTYPES
 
 
 class StepReports:
@@ -22,7 +23,7 @@ class StepReports:
         self,
         model: LayeredModel,
         training: TrainingTable,
-        choice: DeviceChoice,
+        choice: Hardware,
         devices: Sequence[Device],
         skipped_steps: int,
     ) -> None:

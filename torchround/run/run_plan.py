@@ -1,53 +1,56 @@
-"""The one re-plan of a run: first steps with one layer a stage, then the planner again with measured times.
+"""The plan of a run: first counted from FLOPs and bytes, then made once more from steps that were measured.
 
-The plan that comes of it stays, also for a run that goes on, so that a run is the same all through. The number of
-rounds is not chosen again: it decides how gradients round, and results may not depend on timing.
+The measured plan stays for the rest of the run, also after a resume. The number of rounds is not chosen again: it
+decides how gradients round, and results must not depend on timing.
 """
 
-from torchround.config import Config
-from torchround.engine.build import DeviceChoice, model_costs, plan_of, replan
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from torchround.config import EngineTable
+from torchround.engine.errors import EngineUsageError
 from torchround.engine.measure import measured_costs, one_layer_a_stage
 from torchround.engine.results import StepResult
-from torchround.layer import LayeredModel
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlannedStage
+from torchround.pipeline.plan_report import RunQuestion, plan_for
 
 
 class PlanByMeasuring:
-    """The steps from `first_step` up to `until` measure; `settled` then is the plan of all later ones.
+    """The plans of one start of a run: steps from `first_step` up to `until` measure, `settled` is the plan after them.
 
-    `counted` is the plan from FLOPs and bytes, `kept` the plan that a run which goes on had, if any.
+    `counted` is the plan from FLOPs and bytes. `kept` is the plan that the run had before it was resumed, if any.
+    `measure_steps` is 0 if the run does not measure; `total_steps` is the run's last step.
     """
 
     def __init__(
         self,
-        config: Config,
-        model: LayeredModel,
-        devices: DeviceChoice,
+        question: RunQuestion,
         counted: Plan,
         kept: Plan | None,
         first_step: int,
+        measure_steps: int,
+        total_steps: int,
     ) -> None:
-        self._config = config
-        self._devices = devices
-        self._costs = model_costs(model, config.training, config.engine, devices)
+        self._question = question
+        self._costs = question.costs()
         self._measured: list[StepResult] = []
         self._is_kept = False
         self._first_step = first_step
         self.settled = counted
         self.until = first_step
-        steps = config.engine.measure_steps
-        if config.engine.plan is not None or steps == 0:
+        if question.given is not None or measure_steps == 0:
             return
-        if kept is not None and first_step >= steps and self._fits(kept, counted):
+        if kept is not None and first_step >= measure_steps and self._fits(kept, counted):
             self.settled, self._is_kept = kept, True
             return
-        self.until = min(first_step + steps, config.training.steps)
-        self.measuring = self._evaluated(one_layer_a_stage(len(model.layers)), counted.rounds)
+        self.until = min(first_step + measure_steps, total_steps)
+        self.measuring = self._evaluated(one_layer_a_stage(self._costs.num_layers), counted.rounds)
 
     def text(self) -> str:
-        """What is known of the plan when the run starts. A card whose speed is not known gets no times."""
-        is_timed = self._devices.spec is not None
+        """Say what is known of the plan when the run starts. A card of unknown speed gets no times."""
+        is_timed = self._question.device is not None
         if self._is_kept:
             return f"plan     as in the run so far\n{self.settled}"
         if self.until == self._first_step:
@@ -59,16 +62,15 @@ class PlanByMeasuring:
         return f"plan     {first}{forecast}"
 
     def add(self, result: StepResult) -> None:
-        """A step that was dispatched under the measuring plan."""
+        """Add a step that was dispatched under the measuring plan."""
         self._measured.append(result)
 
     def settle(self) -> None:
-        """Plan again, with the medians of the steps that were added, which are all done."""
-        training, engine = self._config.training, self._config.engine
+        """Plan again from the medians of the measured steps, all of which must be done."""
         reports = [report for result in self._measured for report in result.reports()]
         updates = [result.update().bundles for result in self._measured]
         costs = measured_costs(self._costs, reports, updates)
-        self.settled = replan(self.settled, costs, training, engine, self._devices)
+        self.settled = plan_for(replace(self._question, rounds=self.settled.rounds), costs)
         self._measured.clear()
 
     def _fits(self, kept: Plan, counted: Plan) -> bool:
@@ -84,13 +86,26 @@ class PlanByMeasuring:
             made = self._evaluated(kept.partition, kept.rounds)
         except InfeasiblePlanError:
             return False
-        return [_what(stage) for stage in kept.stages] == [_what(stage) for stage in made.stages]
+        return [_shape(stage) for stage in kept.stages] == [_shape(stage) for stage in made.stages]
 
     def _evaluated(self, partition: Partition, rounds: int) -> Plan:
-        training, engine = self._config.training, self._config.engine
-        return plan_of(partition, rounds, self._costs, training, engine, self._devices)
+        return plan_for(replace(self._question, given=(partition, rounds)), self._costs)
 
 
-def _what(stage: PlannedStage) -> tuple[str, str, str, int]:
-    """What a stage is, without what it costs."""
+def _shape(stage: PlannedStage) -> tuple[str, str, str, int]:
+    """Return which layers a stage has and what it does with them, without its costs."""
     return stage.kind, stage.first_layer, stage.last_layer, stage.num_layers
+
+
+def given_plan(engine: EngineTable) -> tuple[Partition, int]:
+    """Read partition and rounds from `engine.plan`, which is a table or a path to a plan.json."""
+    given = engine.plan
+    if isinstance(given, str):
+        try:
+            plan = Plan.from_json(Path(given).read_text())
+        except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise EngineUsageError(f'engine.plan = "{given}" cannot be read as a plan: {error}') from error
+        return plan.partition, plan.rounds
+    assert given is not None, "engine.plan is not set"
+    rounds = given.rounds or (engine.rounds if isinstance(engine.rounds, int) else 1)
+    return Partition.from_lists(given.forward, given.fused, given.backward), rounds

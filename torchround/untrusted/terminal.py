@@ -27,10 +27,10 @@ def _shortened(text: str) -> str:
     return f"{text[: MOST_CHARACTERS // 2]} .. {text[-MOST_CHARACTERS // 2 :]}"
 
 
-# Lines for the console.
-
-
 def say(line: str) -> None:
-    """A line on the console, which may quote names of others. That nobody reads it any more, as after `| head`, does not end a run."""
+    """Print one line to standard output, safe for a terminal.
+
+    A reader that has gone away, as after `| head`, does not end the run: the line is dropped.
+    """
     with suppress(OSError):
         print(escape_unprintable(line), flush=True)
