@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hangs import over, planted
-from tests.small_run import (
+from tests.support.planted_hangs import over, planted
+from tests.support.small_run import (
     STEPS,
     SmallRuns,
     awaiting_saves,

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.small_run import (
+from tests.support.small_run import (
     ASYNC,
     STEPS,
     TWO_ROUNDS,

@@ -19,9 +19,10 @@ from torchround.data.loader import Loader
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
-from torchround.engine.host_store import HostStore
 from torchround.engine.link_probe import find_link_use
 from torchround.engine.results import StepResult
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.tracing import StepTraces
 from torchround.hf import PretrainedWeights, WithAdapters
 from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
@@ -34,10 +35,9 @@ from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers
-from torchround.run.reports import StepReports
 from torchround.run.run_folder import RunFolder
 from torchround.run.run_plan import PlanByMeasuring
-from torchround.run.traces import StepTraces
+from torchround.run.step_meter import StepReports
 from torchround.run.validation import Validation
 from torchround.untrusted.terminal import say
 
@@ -104,7 +104,7 @@ class Trainer:
     @cached_property
     def _compiler(self) -> LayerCompiler | None:
         """Outlives the engines: the one that measures and the one after it run the same layers."""
-        return layer_compiler(self._model, self._numbers)
+        return layer_compiler(self._model, self.config.engine)
 
     @cached_property
     def _traces(self) -> StepTraces:

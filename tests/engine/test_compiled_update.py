@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     assert_same_state,
     toy_batches,
@@ -16,11 +16,11 @@ from tests.engine.toy import (
     train,
 )
 from torchround.config import EngineTable
-from torchround.engine import build
-from torchround.engine.cpu_threads import update_threads
 from torchround.engine.errors import PipelineError
-from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.engine.optimizer_worker import update_threads
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim.kernel import AdamWKernel, KernelError
+from torchround.run import engine_parts
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
@@ -110,7 +110,7 @@ def test_a_fault_while_the_update_compiles_ends_every_thread(monkeypatch):
             time.sleep(0.01)
 
     monkeypatch.setattr("torchround.engine.optimizer_worker.get_kernels", endless_kernels)
-    monkeypatch.setattr("tests.engine.toy.ToyBlock.forward", lambda *_: 1 / 0)
+    monkeypatch.setattr("tests.support.toy.ToyBlock.forward", lambda *_: 1 / 0)
     model = toy_model()
     with pytest.raises(PipelineError, match="ZeroDivisionError"):
         train(toy_engine(model, toy_store(model), PARTITION, 2, compile_update=True), BATCHES)
@@ -120,13 +120,13 @@ def test_a_fault_while_the_update_compiles_ends_every_thread(monkeypatch):
 def test_auto_compiles_for_models_that_win_the_time_back(monkeypatch):
     store = toy_store(toy_model())
     trained = sum(bundle.numel for bundle in store.trained)
-    assert not build.compiles_update(EngineTable(), store)
-    monkeypatch.setattr(build, "COMPILE_FROM_PARAMETERS", trained)
-    assert build.compiles_update(EngineTable(), store)
-    assert not build.compiles_update(EngineTable(compile=False), store)
-    monkeypatch.setattr(build, "COMPILE_FROM_PARAMETERS", trained + 1)
-    assert not build.compiles_update(EngineTable(), store)
-    assert build.compiles_update(EngineTable(compile=True), store)
+    assert not engine_parts.compiles_update(EngineTable(), store)
+    monkeypatch.setattr(engine_parts, "COMPILE_FROM_PARAMETERS", trained)
+    assert engine_parts.compiles_update(EngineTable(), store)
+    assert not engine_parts.compiles_update(EngineTable(compile=False), store)
+    monkeypatch.setattr(engine_parts, "COMPILE_FROM_PARAMETERS", trained + 1)
+    assert not engine_parts.compiles_update(EngineTable(), store)
+    assert engine_parts.compiles_update(EngineTable(compile=True), store)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES, LoraShape, add_adapters
 
 TARGETS = ("q_proj", "o_proj", "gate_proj", "down_proj")

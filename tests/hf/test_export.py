@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.models import FAMILIES
 

@@ -10,9 +10,9 @@ import torchround.run.hardware
 from torchround.config import EngineTable, TrainingTable
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.host_memory import HostMemory
-from torchround.pipeline.plan import InfeasiblePlanError
+from torchround.pipeline.memory import HostMemory
 from torchround.pipeline.plan_report import plan_for
+from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware, available_host_bytes
 from torchround.run.numbers import RunNumbers, run_question

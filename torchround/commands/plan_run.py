@@ -20,10 +20,10 @@ from torchround.engine.errors import EngineUsageError
 from torchround.hf import HFError
 from torchround.models import ModelConfigError
 from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_names, find_device
-from torchround.pipeline.host_memory import HostMemory
-from torchround.pipeline.memory import GIB, size_text
-from torchround.pipeline.plan import Plan, PlanError, PlannedStage
-from torchround.pipeline.plan_report import PlanReport, report
+from torchround.pipeline.memory import GIB, HostMemory, size_text
+from torchround.pipeline.partition import PlanError
+from torchround.pipeline.plan import Plan, PlannedStage
+from torchround.pipeline.plan_report import PlanReport, report_plan
 from torchround.run.hardware import USABLE_CUDA_FRACTION, Hardware
 from torchround.run.numbers import RunNumbers, run_question
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The files are looked at only if weights stay in them: otherwise a plan needs no download.
         mapped = find_weights(options, model)[1] if options.config.lora.map_base else {}
         numbers = RunNumbers(options.config.training, options.config.engine)
-        answer = report(run_question(model, numbers, hardware(given, options.config), mapped))
+        answer = report_plan(run_question(model, numbers, hardware(given, options.config), mapped))
     except (
         *(ConfigError, ModelConfigError, CommandError, EngineUsageError),
         *(HFError, PlanError, UnknownPeakError),

@@ -19,13 +19,15 @@ from rich.console import Console
 from rich.table import Table
 
 from torchround.commands import CommandError
-from torchround.pipeline.baselines import SCHEDULES, Report, ScheduleError, Setting, report
+from torchround.pipeline.baselines import SCHEDULES, ScheduleError, simulate_schedule
+from torchround.pipeline.baselines.device_bound import SimulationSetup
+from torchround.pipeline.baselines.schedule_report import ScheduleReport
 from torchround.pipeline.costs import Costs, CostsError, LayerParameters, costs_from_work
 from torchround.pipeline.devices import DEVICES, DeviceSpec, UnknownPeakError, find_device
 from torchround.pipeline.memory import GIB, MemoryLimits
-from torchround.pipeline.partition import Partition, PartitionError
-from torchround.pipeline.plan import InfeasiblePlanError
-from torchround.pipeline.trace import trace_events
+from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.pipeline.timeline import trace_events
 
 WIDTH = 100  # of the table where the output is no terminal
 
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reports = simulate_all(names, setting)
         show(reports, setting)
         write_files(reports, setting, options)
-    except (CommandError, PartitionError, ScheduleError) as error:
+    except (CommandError, PlanError, ScheduleError) as error:
         print(f"simulate.py: {error}", file=sys.stderr)
         return 2
     return 0
@@ -75,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def setting_from(options: argparse.Namespace) -> Setting:
+def setting_from(options: argparse.Namespace) -> SimulationSetup:
     """Everything the schedules are built from. Raises `CommandError` and what reading the files raises."""
     card = _card(options.device)
     if options.costs is not None:
@@ -90,7 +92,7 @@ def setting_from(options: argparse.Namespace) -> Setting:
     if memory_gib is not None and memory_gib <= 0:
         raise CommandError(f"--device-memory-gib {memory_gib} must be above 0")
     partition, rounds = _given_partition(options)
-    return Setting(
+    return SimulationSetup(
         costs=costs,
         num_devices=options.devices,
         num_micro_batches=options.microbatches,
@@ -117,12 +119,12 @@ def schedule_names(given: str) -> list[str]:
     return names
 
 
-def simulate_all(names: Sequence[str], setting: Setting) -> list[Report]:
+def simulate_all(names: Sequence[str], setting: SimulationSetup) -> list[ScheduleReport]:
     """A report per schedule. One that cannot be built here is left out with a line that says why."""
     reports = []
     for name in names:
         try:
-            reports.append(report(name, setting))
+            reports.append(simulate_schedule(name, setting))
         except (ScheduleError, InfeasiblePlanError) as error:
             print(f"simulate.py: {name} left out: {error}", file=sys.stderr)
     if not reports:
@@ -130,7 +132,7 @@ def simulate_all(names: Sequence[str], setting: Setting) -> list[Report]:
     return reports
 
 
-def show(reports: Sequence[Report], setting: Setting) -> None:
+def show(reports: Sequence[ScheduleReport], setting: SimulationSetup) -> None:
     """The table on the console."""
     title = f"{setting.num_devices} devices, {setting.num_micro_batches} micro-batches"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -159,7 +161,9 @@ def show(reports: Sequence[Report], setting: Setting) -> None:
     )
 
 
-def write_files(reports: Sequence[Report], setting: Setting, options: argparse.Namespace) -> None:
+def write_files(
+    reports: Sequence[ScheduleReport], setting: SimulationSetup, options: argparse.Namespace
+) -> None:
     """Whatever of `--json`, `--trace` and `--plot` was asked for."""
     if options.json:
         data = {"schedules": {result.name: result.to_json() for result in reports}}

@@ -35,8 +35,9 @@ from torchround.engine.errors import EngineError, EngineUsageError, PipelineErro
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.models import ModelConfigError
-from torchround.pipeline.plan import InfeasiblePlanError, PlanError
-from torchround.pipeline.plan_report import RunQuestion, plan_for, report
+from torchround.pipeline.partition import PlanError
+from torchround.pipeline.plan_report import RunQuestion, plan_for, report_plan
+from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.early_end import BadStepsError
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, host_memory_text, run_question
@@ -117,7 +118,7 @@ def dry_run(options: Options) -> int:
     mapped = find_weights(options, model)[1] if config.lora.map_base else {}
     numbers, hardware = RunNumbers(config.training, config.engine), find_hardware(config.engine)
     question = run_question(model, numbers, hardware, mapped)
-    answer = report(with_kept_rounds(question, RunFolder(config.run)))
+    answer = report_plan(with_kept_rounds(question, RunFolder(config.run)))
     show_plan(answer)
     return 0 if answer.plan is not None else 2
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from torchround.config import OptimizerTable
+from torchround.config import EngineTable, OptimizerTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine, EngineSettings
-from torchround.engine.host_store import HostStore
-from torchround.engine.update_policy import POLICIES
+from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
 from torchround.pipeline.plan import Plan
 from torchround.run.hardware import Hardware
@@ -60,20 +60,20 @@ def build_engine(
         layerwise_recompute=table.recompute == "layer",
         accumulate_dtype=numbers.accumulate_dtype,
         hang_timeout_s=table.hang_timeout_s,
-        compile_update=compiles_update(numbers, store),
-        compiler=compiler or layer_compiler(model, numbers),
+        compile_update=compiles_update(table, store),
+        compiler=compiler or layer_compiler(model, table),
         turns=turns,
     )
     return Engine(model, store, devices, plan.partition, optimizer=optimizer, settings=settings)
 
 
-def compiles_update(numbers: RunNumbers, store: HostStore) -> bool:
+def compiles_update(table: EngineTable, store: HostStore) -> bool:
     """Whether `engine.compile` asks for a compiled update of this model."""
-    if numbers.engine.compile == "auto":
+    if table.compile == "auto":
         return sum(bundle.numel for bundle in store.trained) >= COMPILE_FROM_PARAMETERS
-    return numbers.engine.compile
+    return table.compile
 
 
-def layer_compiler(model: LayeredModel, numbers: RunNumbers) -> LayerCompiler | None:
+def layer_compiler(model: LayeredModel, table: EngineTable) -> LayerCompiler | None:
     """Return a compiler of the model's layers if `engine.compile` is `true`; `"auto"` compiles the update alone."""
-    return LayerCompiler(model) if numbers.engine.compile is True else None
+    return LayerCompiler(model) if table.compile is True else None

@@ -15,8 +15,7 @@ from torchround.layer import LayeredModel, LayerWork
 from torchround.optim import SpikeBounds
 from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
 from torchround.pipeline.devices import ASSUMED_DEVICE
-from torchround.pipeline.host_memory import HostMemory, ParameterCounts
-from torchround.pipeline.memory import size_text
+from torchround.pipeline.memory import HostMemory, ParameterCounts, size_text
 from torchround.pipeline.plan_report import RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.run_plan import given_plan

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from torchround.config import EngineTable
 from torchround.engine.errors import EngineUsageError
-from torchround.engine.measure import measured_costs, one_layer_a_stage
-from torchround.engine.results import StepResult
+from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlannedStage
+from torchround.pipeline.plan import Plan, PlannedStage
 from torchround.pipeline.plan_report import RunQuestion, plan_for
+from torchround.pipeline.planner import InfeasiblePlanError
 
 
 class PlanByMeasuring:
@@ -69,7 +69,7 @@ class PlanByMeasuring:
         """Plan again from the medians of the measured steps, all of which must be done."""
         reports = [report for result in self._measured for report in result.reports()]
         updates = [result.update().bundles for result in self._measured]
-        costs = measured_costs(self._costs, reports, updates)
+        costs = costs_from_reports(self._costs, reports, updates)
         self.settled = plan_for(replace(self._question, rounds=self.settled.rounds), costs)
         self._measured.clear()
 
