@@ -20,10 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
 from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpointError, verify_checkpoint
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands import CommandError
@@ -78,6 +74,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def list_all(options: argparse.Namespace) -> int:
     """A table of everything in the folder that is ours. Contents are not read, so `complete` is not yet sound."""
+    from rich.console import Console  # importing rich draws random numbers, which an import must not
+    from rich.table import Table
+
     rows = list(rows_of(Checkpointer(checkpoints_of(options.folder))))
     table = Table("folder", "size", "age", "condition", "run", box=None)
     for row in rows:
@@ -133,6 +132,9 @@ def verify(options: argparse.Namespace) -> int:
 
 def is_sound(path: Path, told: bool = False) -> bool:
     """Whether every byte is as it was written; a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

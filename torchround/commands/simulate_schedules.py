@@ -14,10 +14,6 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from torchround.commands import CommandError
 from torchround.pipeline.baselines import SCHEDULES, ScheduleError, simulate_schedule
 from torchround.pipeline.baselines.device_bound import SimulationSetup
@@ -134,6 +130,10 @@ def simulate_all(names: Sequence[str], setting: SimulationSetup) -> list[Schedul
 
 def show(reports: Sequence[ScheduleReport], setting: SimulationSetup) -> None:
     """The table on the console."""
+    from rich.box import SIMPLE_HEAD  # importing rich draws random numbers, which an import must not
+    from rich.console import Console
+    from rich.table import Table
+
     title = f"{setting.num_devices} devices, {setting.num_micro_batches} micro-batches"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("schedule", no_wrap=True)
