@@ -13,9 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchround.checkpoint import Checkpointer, direct_file
-from torchround.checkpoint.direct_file import SMALLEST_BLOCK_BYTES, DirectFile
+from torchround.checkpoint import Checkpointer
+from torchround.checkpoint import uncached_io as direct_file
 from torchround.checkpoint.tensor_file import plan_files
+from torchround.checkpoint.uncached_io import SMALLEST_BLOCK_BYTES, DirectFile
 from torchround.engine.host_store import HostStore
 from torchround.engine.update_policy import ASYNC, SYNC, UpdatePolicy
 from torchround.models import FAMILIES

@@ -10,15 +10,15 @@ import safetensors.torch
 import torch
 
 from torchround.checkpoint.checksum import Xxh3
-from torchround.checkpoint.direct_file import DirectFile
 from torchround.checkpoint.tensor_file import (
     DTYPE_NAMES,
+    Unwatched,
     plan_files,
     read_header,
     read_tensor_file,
     write_tensor_file,
 )
-from torchround.checkpoint.watch import Alone
+from torchround.checkpoint.uncached_io import DirectFile
 from torchround.engine.host_store import HostStore
 from torchround.engine.update_policy import ASYNC, SYNC, UpdatePolicy
 from torchround.models import FAMILIES
@@ -37,7 +37,7 @@ def one_of_each_dtype() -> dict[str, torch.Tensor]:
 def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
     tensors = one_of_each_dtype()
     (file,) = plan_files(tensors)
-    write_tensor_file(tmp_path / file.name, file, Alone())
+    write_tensor_file(tmp_path / file.name, file, Unwatched())
     theirs = safetensors.torch.load_file(tmp_path / file.name)
     assert theirs.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -67,7 +67,7 @@ def test_tensors_of_nothing_that_nobody_asks_for_are_passed_by(tmp_path: Path) -
     tensors = one_of_each_dtype()
     (file,) = plan_files(tensors)
     checksum = Xxh3()
-    written = write_tensor_file(tmp_path / file.name, file, Alone())
+    written = write_tensor_file(tmp_path / file.name, file, Unwatched())
     read_tensor_file(tmp_path / file.name, {}, checksum)
     assert checksum.value() == written
 
@@ -81,7 +81,7 @@ def test_each_bundle_is_done_with_when_its_share_of_the_file_is_written(
 ) -> None:
     """Tensors that are last in the file for their size, biases and norms, keep no update waiting for the whole file."""
 
-    class Watch(Alone):
+    class Watch(Unwatched):
         """How much is written when a bundle is read."""
 
         def __init__(self) -> None:
@@ -110,7 +110,7 @@ def test_each_bundle_is_done_with_when_its_share_of_the_file_is_written(
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
     (file,) = plan_files({"w": torch.zeros(100)})
-    write_tensor_file(tmp_path / "file", file, Alone())
+    write_tensor_file(tmp_path / "file", file, Unwatched())
     os.truncate(tmp_path / "file", file.size_bytes - 3)
     with pytest.raises(ValueError, match="ends 3 bytes before"):
         read_tensor_file(tmp_path / "file", {"w": torch.zeros(100)}, Xxh3())

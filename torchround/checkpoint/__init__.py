@@ -7,7 +7,7 @@ from torchround.checkpoint.errors import (
     ForeignCheckpointError,
     NoCheckpointError,
 )
-from torchround.checkpoint.watch import SaveWatch
+from torchround.checkpoint.tensor_file import SaveWatch
 
 __all__ = [
     "CheckpointError",

@@ -26,11 +26,10 @@ from torchround.checkpoint.errors import (
     ForeignCheckpointError,
     NoCheckpointError,
 )
-from torchround.checkpoint.folder import check_contents, check_structure, read_into, write_folder
+from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import MANIFEST_FILE, Manifest, encode_state, read_manifest
-from torchround.checkpoint.sync import make_folder, sync_entry
-from torchround.checkpoint.tensor_file import plan_files
-from torchround.checkpoint.watch import Alone, SaveWatch
+from torchround.checkpoint.step_folder import check_contents, check_structure, read_into, write_folder
+from torchround.checkpoint.tensor_file import SaveWatch, Unwatched, plan_files
 from torchround.pipeline.memory import size_text
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class Checkpointer:
         written if a tensor or the state cannot be stored, `CheckpointError` if the disk fails; the checkpoints that
         were there are then still there. What `watch` raises leaves the unfinished folder to the next save.
         """
-        watch = watch or Alone()
+        watch = watch or Unwatched()
         files = plan_files(tensors)
         state_json = encode_state(state)
         try:

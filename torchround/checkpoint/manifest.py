@@ -17,7 +17,7 @@ from typing import Any
 
 from torchround.checkpoint.checksum import Crc32, Xxh3, checksum_of
 from torchround.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
-from torchround.checkpoint.sync import read_regular
+from torchround.checkpoint.fsync import read_regular
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"

@@ -12,16 +12,20 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from torchround.checkpoint.checksum import Checksum, Xxh3
-from torchround.checkpoint.direct_file import LARGEST_BLOCK_BYTES, SMALLEST_BLOCK_BYTES, DirectFile
-from torchround.checkpoint.one_pass import ReadPass, WritePass
-from torchround.checkpoint.sync import open_regular
-from torchround.checkpoint.watch import SaveWatch
+from torchround.checkpoint.fsync import open_regular
+from torchround.checkpoint.uncached_io import (
+    LARGEST_BLOCK_BYTES,
+    SMALLEST_BLOCK_BYTES,
+    DirectFile,
+    ReadPass,
+    WritePass,
+)
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -231,3 +235,38 @@ def _require_plain(name: str, tensor: Tensor) -> None:
             f"{name} cannot be stored where it lies: {tensor.dtype} on {tensor.device} with shape "
             f"{tuple(tensor.shape)} and stride {tensor.stride()}; it must be contiguous and on the CPU"
         )
+
+
+# What a save tells whoever else uses the memory it reads, so that training may go on beside it.
+
+
+class SaveWatch(Protocol):
+    """Called by the saving thread, in this order, for every tensor and then once at the end."""
+
+    def may_go_on(self) -> None:
+        """Between pieces: raises to give the save up, which then leaves its unfinished folder as it is."""
+
+    def reading(self, tensor: Tensor) -> None:
+        """The tensor's bytes are about to be read."""
+
+    def finished_reading(self, name: str) -> None:
+        """The named tensor is not read again; it may not be on the disk yet."""
+
+    def before_publishing(self) -> None:
+        """Everything is on the disk: returns once the checkpoint may count as one. Raises to give it up."""
+
+
+class Unwatched:
+    """Nobody else uses the memory."""
+
+    def may_go_on(self) -> None:
+        pass
+
+    def reading(self, tensor: Tensor) -> None:
+        pass
+
+    def finished_reading(self, name: str) -> None:
+        pass
+
+    def before_publishing(self) -> None:
+        pass

@@ -1,9 +1,9 @@
 """What a run is configured by: one table per component, loading, overrides, messages."""
 
 from torchround.config.command_line import Options, parse_command_line
-from torchround.config.config import Config
 from torchround.config.errors import MODEL_FOLDER, ConfigError, Problem, show
 from torchround.config.load import load_config
+from torchround.config.run_config import Config, EngineTable, PlanTable
 from torchround.config.tables import (
     CheckpointTable,
     DataTable,
@@ -19,7 +19,6 @@ from torchround.config.tables import (
     TrainingTable,
     ValidationTable,
 )
-from torchround.config.tables_engine import EngineTable, PlanTable
 from torchround.config.toml_writer import to_toml
 
 __all__ = [

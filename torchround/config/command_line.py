@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torchround.config.config import Config
 from torchround.config.errors import ConfigError, config_error, nearest, show
-from torchround.config.load import read_config
-from torchround.config.overrides import COMMAND_LINE, take_flag
+from torchround.config.load import COMMAND_LINE, read_config, take_flag
 from torchround.config.reference import usage
+from torchround.config.run_config import Config
 from torchround.config.validate import RawConfig, all_keys, validate
 
 SWITCHES = ("--print-config", "--dry-run", "--help")

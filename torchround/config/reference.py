@@ -9,12 +9,10 @@ from textwrap import dedent, indent, wrap
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from torchround.config.config import Config
 from torchround.config.errors import show
-from torchround.config.legal import Slot, describe
-from torchround.config.table import Table
+from torchround.config.key_types import KeyType, Table, describe
+from torchround.config.run_config import Config, PlanTable
 from torchround.config.tables import SourceTable
-from torchround.config.tables_engine import PlanTable
 
 USAGE = """\
 usage: torchrun train.py --config NAME.toml [--table.key VALUE ...]
@@ -62,7 +60,7 @@ def page() -> str:
 
 def _tables() -> Iterator[tuple[str, type[Table]]]:
     for name, info in Config.model_fields.items():
-        table = Slot.of_field(info).table()
+        table = KeyType.of_field(info).table()
         assert table is not None, f"{name} is a table"
         yield name, table
 
@@ -70,7 +68,7 @@ def _tables() -> Iterator[tuple[str, type[Table]]]:
 def _usage_table(title: str, table: type[Table]) -> str:
     lines = [f"\n{title}  {_first_line(table)}\n"]
     for key, info in table.model_fields.items():
-        lines.append(f"  {key}: {describe(Slot.of_field(info))}{_default(info)}\n")
+        lines.append(f"  {key}: {describe(KeyType.of_field(info))}{_default(info)}\n")
         text = " ".join(documentation(info).split())
         lines.append(indent("\n".join(wrap(text, 100)), "      ") + "\n")
     return "".join(lines)
@@ -79,7 +77,7 @@ def _usage_table(title: str, table: type[Table]) -> str:
 def _page_table(title: str, table: type[Table]) -> str:
     blocks = [f"\n## {title}\n\n{documentation(table)}\n"]
     for key, info in table.model_fields.items():
-        legal = f"{describe(Slot.of_field(info))}{_default(info)}"
+        legal = f"{describe(KeyType.of_field(info))}{_default(info)}"
         blocks.append(f"\n**`{key}`**: {legal}\n\n{documentation(info)}\n")
     return "".join(blocks)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from torchround.config.table import Legal, Many, Pair, Table
+from torchround.config.key_types import Legal, Many, Pair, Table
 
 MAX_INT = 2**63 - 1
 """The largest integer that every TOML reader keeps exactly."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import date, time
 from typing import Any
 
-from torchround.config.config import Config
+from torchround.config.run_config import Config
 
 
 def to_toml(config: Config) -> str:

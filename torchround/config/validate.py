@@ -7,11 +7,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchround.config.checks import find_conflicts
-from torchround.config.config import Config
 from torchround.config.errors import ConfigError, Problem, nearest, show
-from torchround.config.legal import Slot, describe, locate
-from torchround.config.overrides import COMMAND_LINE
+from torchround.config.key_types import KeyType, describe, locate
+from torchround.config.load import COMMAND_LINE
+from torchround.config.run_config import Config, PlanTable
 
 
 @dataclass
@@ -55,7 +54,7 @@ def _conflict(raw: RawConfig, keys: tuple[str, ...], message: str) -> Problem:
 
 
 def _problems(raw: RawConfig, error: ValidationError) -> Iterator[Problem]:
-    located = [(*locate(Slot(Config), _path(details)), details) for details in error.errors()]
+    located = [(*locate(KeyType(Config), _path(details)), details) for details in error.errors()]
     inside = {key for key, _, _ in located}
     seen = set()
     for key, slot, details in located:
@@ -74,7 +73,7 @@ def _is_too_short(details: ErrorDetails) -> bool:
     return details["type"] == "missing" and isinstance(details["loc"][-1], int)
 
 
-def _message(raw: RawConfig, key: str, slot: Slot, details: ErrorDetails) -> str:
+def _message(raw: RawConfig, key: str, slot: KeyType, details: ErrorDetails) -> str:
     given = details["input"]
     if details["type"] == "extra_forbidden":
         return _unknown(key, slot, given)
@@ -89,7 +88,7 @@ def _message(raw: RawConfig, key: str, slot: Slot, details: ErrorDetails) -> str
     return text
 
 
-def _legal(key: str, slot: Slot, details: ErrorDetails) -> str:
+def _legal(key: str, slot: KeyType, details: ErrorDetails) -> str:
     if slot.table() is not None and "." not in key:
         return f"a table, written [{key}]"
     if details["type"] == "less_than_equal":
@@ -97,7 +96,7 @@ def _legal(key: str, slot: Slot, details: ErrorDetails) -> str:
     return describe(slot)
 
 
-def _unknown(key: str, around: Slot, given: Any) -> str:
+def _unknown(key: str, around: KeyType, given: Any) -> str:
     table = around.table()
     assert table is not None, f"{key} was refused by a table"
     outer, _, name = key.rpartition(".")
@@ -113,5 +112,141 @@ def _unknown(key: str, around: Slot, given: Any) -> str:
 
 def all_keys() -> dict[str, tuple[str, ...]]:
     """Keys of each table, in the order of the documentation."""
-    tables = {name: Slot.of_field(info).table() for name, info in Config.model_fields.items()}
+    tables = {name: KeyType.of_field(info).table() for name, info in Config.model_fields.items()}
     return {name: tuple(table.model_fields) for name, table in tables.items() if table is not None}
+
+
+# What tables demand of each other. Each check yields the keys that conflict and a message with their values.
+#
+# Needs no files, no devices and no model: what those demand is checked by whoever opens them.
+
+
+Conflict = tuple[tuple[str, ...], str]
+
+
+def find_conflicts(config: Config) -> Iterator[Conflict]:
+    """Everything that keeps these tables, each legal by itself, from being run together."""
+    for check in (
+        _model,
+        _tokenizer,
+        _batch,
+        _rounds,
+        _lr_schedule,
+        _validation,
+        _checkpoint,
+        _engine,
+        _lora,
+    ):
+        yield from check(config)
+
+
+def _model(config: Config) -> Iterator[Conflict]:
+    flavor, hf_path = config.model.flavor, config.model.hf_path
+    keys = ("model.flavor", "model.hf_path")
+    if flavor is None and hf_path is None:
+        yield keys, 'neither is given; legal: one of them, for example flavor = "debug"'
+    if flavor is not None and hf_path is not None:
+        yield (
+            keys,
+            f'given "{flavor}" and "{hf_path}"; legal: one of them ("none" takes back what a base file gave)',
+        )
+
+
+def _tokenizer(config: Config) -> Iterator[Conflict]:
+    path, name = config.tokenizer.path, config.tokenizer.name
+    if path is not None and name is not None:
+        message = f'given "{path}" and "{name}"; legal: one of them ("none" takes back what a base file gave)'
+        yield ("tokenizer.path", "tokenizer.name"), message
+    if path is None and name is None and config.model.hf_path is None:
+        message = 'none of them is given, so there is no tokenizer; legal: path, or name = "bytes", or model.hf_path'
+        yield ("tokenizer.path", "tokenizer.name", "model.hf_path"), message
+
+
+def _batch(config: Config) -> Iterator[Conflict]:
+    micro, whole = config.training.micro_batch_size, config.training.global_batch_size
+    if micro > whole:
+        message = f"given {micro} and {whole}; legal: a micro-batch of at most global_batch_size sequences"
+        yield ("training.micro_batch_size", "training.global_batch_size"), message
+
+
+def _rounds(config: Config) -> Iterator[Conflict]:
+    rounds, plan = config.engine.rounds, config.engine.plan
+    batch_keys = ("training.global_batch_size", "training.micro_batch_size")
+    legal = f"legal: 1 to {config.num_micro_batches}, the number of micro-batches of a step"
+    if isinstance(rounds, int) and rounds > config.num_micro_batches:
+        yield ("engine.rounds", *batch_keys), f"given {rounds} rounds; {legal}"
+    if not isinstance(plan, PlanTable) or plan.rounds is None:
+        return
+    if plan.rounds > config.num_micro_batches:
+        yield ("engine.plan", *batch_keys), f"given {plan.rounds} rounds; {legal}"
+    if rounds not in (None, "auto", plan.rounds):
+        yield (
+            ("engine.rounds", "engine.plan"),
+            f'given {rounds} and {plan.rounds}; legal: the same, or rounds = "auto"',
+        )
+
+
+def _lr_schedule(config: Config) -> Iterator[Conflict]:
+    warmup, steps = config.lr_schedule.warmup_steps, config.training.steps
+    if warmup >= steps:
+        message = (
+            f"given {warmup} and {steps}; legal: a warm-up of at most steps - 1 = {steps - 1}; "
+            f"for example --lr_schedule.warmup_steps {min(steps - 1, steps // 10)}"
+        )
+        yield ("lr_schedule.warmup_steps", "training.steps"), message
+
+
+def _validation(config: Config) -> Iterator[Conflict]:
+    is_on = config.validation.interval_steps > 0
+    if is_on and not config.validation.sources and not config.data.validation_fraction:
+        message = (
+            f"given {config.validation.interval_steps}, no sources and 0; legal: at least one source, "
+            "or a data.validation_fraction above 0, or an interval of 0 for off"
+        )
+        yield ("validation.interval_steps", "validation.sources", "data.validation_fraction"), message
+
+
+def _checkpoint(config: Config) -> Iterator[Conflict]:
+    if config.checkpoint.load == "weights" and config.checkpoint.load_path is None:
+        yield (
+            ("checkpoint.load", "checkpoint.load_path"),
+            'given "weights" and no folder; legal: the folder of the checkpoint that holds them',
+        )
+
+
+def _engine(config: Config) -> Iterator[Conflict]:
+    plan = config.engine.plan
+    if isinstance(plan, PlanTable) and sum(plan.forward) != sum(plan.backward):
+        message = (
+            f"forward stages hold {sum(plan.forward)} layers, backward stages {sum(plan.backward)}; "
+            "legal: the same number, all layers but the fused ones"
+        )
+        yield ("engine.plan",), message
+
+
+def _lora(config: Config) -> Iterator[Conflict]:
+    if config.checkpoint.export == "adapters" and config.lora.rank == 0:
+        yield (
+            ("checkpoint.export", "lora.rank"),
+            'given "adapters" and 0; legal: "weights", where there are none',
+        )
+    if config.lora.map_base and config.lora.rank == 0:
+        yield (
+            ("lora.map_base", "lora.rank"),
+            "given true and 0; legal: true with adapters, whose base is frozen",
+        )
+    if config.lora.map_base and config.model.hf_path is None:
+        yield (
+            ("lora.map_base", "model.hf_path"),
+            "given true and no folder; legal: the folder of the base's files",
+        )
+    if config.lora.path is None:
+        return
+    if config.lora.rank == 0:
+        yield (
+            ("lora.path", "lora.rank"),
+            f'given "{config.lora.path}" and 0; legal: the rank of those adapters',
+        )
+    elif config.model.hf_path is None:
+        message = f'given "{config.lora.path}" and no folder; legal: the weights that the adapters belong to'
+        yield ("lora.path", "model.hf_path"), message

@@ -13,7 +13,7 @@ import os
 import socket
 from pathlib import Path
 
-from torchround.checkpoint.sync import read_regular
+from torchround.checkpoint.fsync import read_regular
 from torchround.config import Config, RunTable, to_toml
 from torchround.pipeline.plan import Plan
 from torchround.untrusted.terminal import terminal_safe

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchround.checkpoint.checksum import Xxh3, checksum_of
 from torchround.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
+from torchround.checkpoint.fsync import sync_entry, write_synced
 from torchround.checkpoint.manifest import (
     MANIFEST_FILE,
     STATE_FILE,
@@ -22,15 +23,14 @@ from torchround.checkpoint.manifest import (
     check_file,
     read_state,
 )
-from torchround.checkpoint.sync import sync_entry, write_synced
 from torchround.checkpoint.tensor_file import (
+    SaveWatch,
     TensorFile,
     checksum_file,
     read_header,
     read_tensor_file,
     write_tensor_file,
 )
-from torchround.checkpoint.watch import SaveWatch
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 

@@ -2,8 +2,27 @@
 
 from typing import Literal
 
-from torchround.config.table import Many, Table
-from torchround.config.tables import Name, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field
+
+from torchround.config.key_types import Many, Table
+from torchround.config.tables import (
+    CheckpointTable,
+    DataTable,
+    LoraTable,
+    LRScheduleTable,
+    MetricsTable,
+    ModelTable,
+    Name,
+    NonNegativeInt,
+    OptimizerTable,
+    PositiveFloat,
+    PositiveInt,
+    RunTable,
+    TokenizerTable,
+    TraceTable,
+    TrainingTable,
+    ValidationTable,
+)
 
 
 class PlanTable(Table):
@@ -99,3 +118,29 @@ class EngineTable(Table):
     cpu_threads: PositiveInt | None = None
     """Threads that PyTorch uses inside one operation on the CPU, at least 1. When left out: PyTorch's choice.
     With several `cpu` devices, devices x threads should not exceed the cores."""
+
+
+# `Config`: one attribute per TOML table. Components take their own table, never the whole.
+
+
+class Config(Table):
+    """A whole run. `load_config` also checks what tables demand of each other; the constructor does not."""
+
+    run: RunTable = Field(default_factory=RunTable)
+    model: ModelTable
+    tokenizer: TokenizerTable = Field(default_factory=TokenizerTable)
+    data: DataTable
+    training: TrainingTable = Field(default_factory=TrainingTable)
+    engine: EngineTable = Field(default_factory=EngineTable)
+    optimizer: OptimizerTable = Field(default_factory=OptimizerTable)
+    lr_schedule: LRScheduleTable = Field(default_factory=LRScheduleTable)
+    checkpoint: CheckpointTable = Field(default_factory=CheckpointTable)
+    validation: ValidationTable = Field(default_factory=ValidationTable)
+    lora: LoraTable = Field(default_factory=LoraTable)
+    metrics: MetricsTable = Field(default_factory=MetricsTable)
+    trace: TraceTable = Field(default_factory=TraceTable)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """M: micro-batches of one step, `ceil(global_batch_size / micro_batch_size)`."""
+        return -(-self.training.global_batch_size // self.training.micro_batch_size)

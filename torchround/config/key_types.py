@@ -1,40 +1,94 @@
-"""What is legal for a key, in words, read from its type: for messages, `--help` and docs/configuration.md."""
+"""What every config table has in common: strict types, no unknown keys, frozen, a docstring under each key.
+
+The docstring under a key is its documentation: `--help`, error messages and docs/configuration.md read it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import annotated_types
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 from torchround.config.errors import show
-from torchround.config.table import Legal, Table
 from torchround.config.tables import MAX_INT
+
+UNSET = "none"
+"""Given for a key that may be left out, it takes back what a base file set: `--model.flavor none`."""
+
+
+class Table(BaseModel):
+    """Base of every table. An integer is a legal float; a string, a bool or a float is no integer."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if not cls._takes_back(key, value)}
+
+    @classmethod
+    def _takes_back(cls, key: str, value: Any) -> bool:
+        field = cls.model_fields.get(key)
+        return value == UNSET and field is not None and not field.is_required() and field.default is None
 
 
 @dataclass(frozen=True)
-class Slot:
+class Legal:
+    """Annotation that says in words what is legal, where a pattern would not be understood."""
+
+    text: str
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Item = TypeVar("Item")
+
+Many = Annotated[tuple[Item, ...], BeforeValidator(_as_tuple)]
+"""A TOML array of any length."""
+
+Pair = Annotated[tuple[Item, Item], BeforeValidator(_as_tuple)]
+"""A TOML array of two."""
+
+
+# What is legal for a key, in words, read from its type: for messages, `--help` and docs/configuration.md.
+
+
+@dataclass(frozen=True)
+class KeyType:
     """The type at one place of a config, with the constraints that were written beside it."""
 
     annotation: Any
     constraints: tuple[Any, ...] = ()
 
     @staticmethod
-    def of_field(field: FieldInfo) -> "Slot":
-        return Slot(field.annotation, tuple(field.metadata)).unwrapped()
+    def of_field(field: FieldInfo) -> "KeyType":
+        return KeyType(field.annotation, tuple(field.metadata)).unwrapped()
 
-    def unwrapped(self) -> "Slot":
+    def unwrapped(self) -> "KeyType":
         """Without `Annotated` and the `None` of a key that may be left out."""
         if get_origin(self.annotation) is Annotated:
             inner, *metadata = get_args(self.annotation)
             flat = [
                 m for item in metadata for m in (item.metadata if isinstance(item, FieldInfo) else [item])
             ]
-            return Slot(inner, (*self.constraints, *flat)).unwrapped()
+            return KeyType(inner, (*self.constraints, *flat)).unwrapped()
         members = [member for member in self.members() if member is not NoneType]
         if len(members) == 1:
-            return Slot(members[0], self.constraints).unwrapped()
+            return KeyType(members[0], self.constraints).unwrapped()
         return self
 
     def members(self) -> tuple[Any, ...]:
@@ -46,29 +100,29 @@ class Slot:
         is_class = isinstance(self.annotation, type) and get_origin(self.annotation) is None
         return self.annotation if is_class and issubclass(self.annotation, Table) else None
 
-    def item(self) -> "Slot | None":
+    def item(self) -> "KeyType | None":
         """The elements of an array; `None` for any other type."""
         if get_origin(self.annotation) is not tuple:
             return None
-        return Slot(get_args(self.annotation)[0]).unwrapped()
+        return KeyType(get_args(self.annotation)[0]).unwrapped()
 
     def choices(self) -> tuple[str, ...]:
         """The strings that are legal by name, also those of a union."""
         if get_origin(self.annotation) is Literal:
             return get_args(self.annotation)
-        return tuple(name for member in self.members() for name in Slot(member).unwrapped().choices())
+        return tuple(name for member in self.members() for name in KeyType(member).unwrapped().choices())
 
     def find(self, constraint: type) -> Any:
         return next((c for c in self.constraints if isinstance(c, constraint)), None)
 
 
-def describe(slot: Slot) -> str:
+def describe(slot: KeyType) -> str:
     """For example `an integer of at least 1 or "auto"`."""
     if (legal := slot.find(Legal)) is not None:
         return str(legal.text)
     members = [member for member in slot.members() if member is not NoneType]
     if members:
-        return " or ".join(describe(Slot(member).unwrapped()) for member in members)
+        return " or ".join(describe(KeyType(member).unwrapped()) for member in members)
     if slot.choices():
         return " or ".join(show(choice) for choice in slot.choices())
     if (table := slot.table()) is not None:
@@ -81,7 +135,7 @@ def describe(slot: Slot) -> str:
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
-def _describe_array(slot: Slot) -> str:
+def _describe_array(slot: KeyType) -> str:
     item = slot.item()
     assert item is not None, "only called for arrays"
     arguments: Sequence[Any] = get_args(slot.annotation)
@@ -91,7 +145,7 @@ def _describe_array(slot: Slot) -> str:
     return f"an array{size}, each element {describe(item)}"
 
 
-def _describe_bounds(slot: Slot) -> str:
+def _describe_bounds(slot: KeyType) -> str:
     parts = []
     if (ge := slot.find(annotated_types.Ge)) is not None:
         parts.append(f"of at least {ge.ge}")
@@ -106,7 +160,7 @@ def _describe_bounds(slot: Slot) -> str:
     return f" {' and '.join(parts)}" if parts else ""
 
 
-def locate(slot: Slot, path: Sequence[int | str]) -> tuple[str, Slot]:
+def locate(slot: KeyType, path: Sequence[int | str]) -> tuple[str, KeyType]:
     """Follow a path of pydantic's error into the tables.
 
     Returns the key as a user writes it (`data.sources[0].path`) and the type there; for a key that is unknown, the
@@ -120,11 +174,11 @@ def locate(slot: Slot, path: Sequence[int | str]) -> tuple[str, Slot]:
             key = f"{key}.{part}" if key else str(part)
             if part not in table.model_fields:
                 return key, slot
-            slot = Slot.of_field(table.model_fields[str(part)])
+            slot = KeyType.of_field(table.model_fields[str(part)])
         elif (item := slot.item()) is not None:
             key, slot = f"{key}[{part}]", item
         else:
-            members = [Slot(member).unwrapped() for member in slot.members()]
+            members = [KeyType(member).unwrapped() for member in slot.members()]
             chosen = [m for m in members if (t := m.table()) is not None and t.__name__ == part]
             if not chosen or depth == len(path):
                 return key, slot
