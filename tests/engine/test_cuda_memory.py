@@ -8,7 +8,7 @@ import torch
 from tests.support.cuda_toy import cuda_engine
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.config.run_config import PlanTable
+from torchround.config.config import PlanTable
 from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
 from torchround.engine.host_memory import CudaPageLocker, HostMemory
 from torchround.engine.update_policy import ASYNC, SYNC

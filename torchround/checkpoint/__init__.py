@@ -1,4 +1,4 @@
-"""Checkpoints: written straight from the training state and read back into it, never half there."""
+"""Checkpoints: written straight from the training state and read back into it, whole or not at all."""
 
 from torchround.checkpoint.checkpointer import Checkpointer, Loaded, load_checkpoint, verify_checkpoint
 from torchround.checkpoint.errors import (

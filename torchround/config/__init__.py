@@ -1,9 +1,9 @@
-"""What a run is configured by: one table per component, loading, overrides, messages."""
+"""The configuration of a run: one table per component, loading, overrides, messages."""
 
 from torchround.config.command_line import Options, parse_command_line
-from torchround.config.errors import MODEL_FOLDER, ConfigError, Problem, show
+from torchround.config.config import Config, EngineTable, PlanTable
+from torchround.config.errors import MODEL_FOLDER, ConfigError, show
 from torchround.config.load import load_config
-from torchround.config.run_config import Config, EngineTable, PlanTable
 from torchround.config.tables import (
     CheckpointTable,
     DataTable,
@@ -35,7 +35,6 @@ __all__ = [
     "OptimizerTable",
     "Options",
     "PlanTable",
-    "Problem",
     "RunTable",
     "SourceTable",
     "TokenizerTable",

@@ -1,6 +1,6 @@
-"""What every config table has in common: strict types, no unknown keys, frozen, a docstring under each key.
+"""The types of config keys: the base class of every table, and what is legal for a key, in words.
 
-The docstring under a key is its documentation: `--help`, error messages and docs/configuration.md read it.
+The docstring under a key is its documentation. `--help`, error messages and docs/configuration.md are made from it.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 from torchround.config.errors import show
-from torchround.config.tables import MAX_INT
 
 UNSET = "none"
-"""Given for a key that may be left out, it takes back what a base file set: `--model.flavor none`."""
+"""The value that clears an optional key which a base file set: `--model.flavor none`."""
+
+MAX_INT = 2**63 - 1
+"""The largest integer that every TOML reader keeps exactly."""
 
 
 class Table(BaseModel):
-    """Base of every table. An integer is a legal float; a string, a bool or a float is no integer."""
+    """Base class of every table: strict types, no unknown keys, frozen.
+
+    An integer is legal where a float is expected. A string, a bool or a float is not an integer.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -36,17 +41,17 @@ class Table(BaseModel):
     def _drop_unset(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {key: value for key, value in data.items() if not cls._takes_back(key, value)}
+        return {key: value for key, value in data.items() if not cls._is_cleared(key, value)}
 
     @classmethod
-    def _takes_back(cls, key: str, value: Any) -> bool:
+    def _is_cleared(cls, key: str, value: Any) -> bool:
         field = cls.model_fields.get(key)
         return value == UNSET and field is not None and not field.is_required() and field.default is None
 
 
 @dataclass(frozen=True)
 class Legal:
-    """Annotation that says in words what is legal, where a pattern would not be understood."""
+    """Annotation that says in words what is legal, for keys whose pattern a user would not understand."""
 
     text: str
 
@@ -64,22 +69,20 @@ Pair = Annotated[tuple[Item, Item], BeforeValidator(_as_tuple)]
 """A TOML array of two."""
 
 
-# What is legal for a key, in words, read from its type: for messages, `--help` and docs/configuration.md.
-
-
 @dataclass(frozen=True)
 class KeyType:
-    """The type at one place of a config, with the constraints that were written beside it."""
+    """The Python type of one key, array element or table, with the constraints annotated on it."""
 
     annotation: Any
     constraints: tuple[Any, ...] = ()
 
     @staticmethod
     def of_field(field: FieldInfo) -> "KeyType":
+        """Return the type of a table's field."""
         return KeyType(field.annotation, tuple(field.metadata)).unwrapped()
 
     def unwrapped(self) -> "KeyType":
-        """Without `Annotated` and the `None` of a key that may be left out."""
+        """Remove `Annotated`, and the `None` of an optional key."""
         if get_origin(self.annotation) is Annotated:
             inner, *metadata = get_args(self.annotation)
             flat = [
@@ -92,95 +95,97 @@ class KeyType:
         return self
 
     def members(self) -> tuple[Any, ...]:
-        """The alternatives of a union; empty for any other type."""
+        """Return the alternatives of a union; empty for any other type."""
         return get_args(self.annotation) if get_origin(self.annotation) in (Union, UnionType) else ()
 
     def table(self) -> type[Table] | None:
-        # On Python 3.10, `tuple[int, ...]` passes as a type.
+        """Return the table class, or None for any other type."""
+        # On Python 3.10, `tuple[int, ...]` is an instance of `type`, so the origin is asked too.
         is_class = isinstance(self.annotation, type) and get_origin(self.annotation) is None
         return self.annotation if is_class and issubclass(self.annotation, Table) else None
 
     def item(self) -> "KeyType | None":
-        """The elements of an array; `None` for any other type."""
+        """Return the type of an array's elements, or None for any other type."""
         if get_origin(self.annotation) is not tuple:
             return None
         return KeyType(get_args(self.annotation)[0]).unwrapped()
 
     def choices(self) -> tuple[str, ...]:
-        """The strings that are legal by name, also those of a union."""
+        """Return the strings that are legal by name, including those of a union's members."""
         if get_origin(self.annotation) is Literal:
             return get_args(self.annotation)
         return tuple(name for member in self.members() for name in KeyType(member).unwrapped().choices())
 
     def find(self, constraint: type) -> Any:
+        """Return the first constraint of the given class, or None."""
         return next((c for c in self.constraints if isinstance(c, constraint)), None)
 
 
-def describe(slot: KeyType) -> str:
-    """For example `an integer of at least 1 or "auto"`."""
-    if (legal := slot.find(Legal)) is not None:
+def describe(key_type: KeyType) -> str:
+    """Say in words what is legal, for example `an integer of at least 1 or "auto"`."""
+    if (legal := key_type.find(Legal)) is not None:
         return str(legal.text)
-    members = [member for member in slot.members() if member is not NoneType]
+    members = [member for member in key_type.members() if member is not NoneType]
     if members:
         return " or ".join(describe(KeyType(member).unwrapped()) for member in members)
-    if slot.choices():
-        return " or ".join(show(choice) for choice in slot.choices())
-    if (table := slot.table()) is not None:
+    if key_type.choices():
+        return " or ".join(show(choice) for choice in key_type.choices())
+    if (table := key_type.table()) is not None:
         return f"a table {{{', '.join(table.model_fields)}}}"
-    if slot.item() is not None:
-        return _describe_array(slot)
-    return _SCALARS[slot.annotation] + _describe_bounds(slot)
+    if key_type.item() is not None:
+        return _describe_array(key_type)
+    return _SCALARS[key_type.annotation] + _describe_bounds(key_type)
 
 
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
-def _describe_array(slot: KeyType) -> str:
-    item = slot.item()
+def _describe_array(key_type: KeyType) -> str:
+    item = key_type.item()
     assert item is not None, "only called for arrays"
-    arguments: Sequence[Any] = get_args(slot.annotation)
+    arguments: Sequence[Any] = get_args(key_type.annotation)
     size = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
-    if slot.find(annotated_types.MinLen):
-        size = f" of at least {slot.find(annotated_types.MinLen).min_length}"
+    if key_type.find(annotated_types.MinLen):
+        size = f" of at least {key_type.find(annotated_types.MinLen).min_length}"
     return f"an array{size}, each element {describe(item)}"
 
 
-def _describe_bounds(slot: KeyType) -> str:
+def _describe_bounds(key_type: KeyType) -> str:
     parts = []
-    if (ge := slot.find(annotated_types.Ge)) is not None:
+    if (ge := key_type.find(annotated_types.Ge)) is not None:
         parts.append(f"of at least {ge.ge}")
-    if (gt := slot.find(annotated_types.Gt)) is not None:
+    if (gt := key_type.find(annotated_types.Gt)) is not None:
         parts.append(f"above {gt.gt}")
-    if (le := slot.find(annotated_types.Le)) is not None and le.le != MAX_INT:
+    # The bound of all integers is left out: it matters only to a user who exceeds it.
+    if (le := key_type.find(annotated_types.Le)) is not None and le.le != MAX_INT:
         parts.append(f"at most {le.le}")
-    if (lt := slot.find(annotated_types.Lt)) is not None:
+    if (lt := key_type.find(annotated_types.Lt)) is not None:
         parts.append(f"below {lt.lt}")
-    if (min_len := slot.find(annotated_types.MinLen)) is not None:
+    if (min_len := key_type.find(annotated_types.MinLen)) is not None:
         parts.append(f"of at least {min_len.min_length} character")
     return f" {' and '.join(parts)}" if parts else ""
 
 
-def locate(slot: KeyType, path: Sequence[int | str]) -> tuple[str, KeyType]:
-    """Follow a path of pydantic's error into the tables.
+def locate(key_type: KeyType, path: Sequence[int | str]) -> tuple[str, KeyType]:
+    """Follow the path of a pydantic error into the tables.
 
-    Returns the key as a user writes it (`data.sources[0].path`) and the type there; for a key that is unknown, the
-    table around it. The names of union members,
-    which pydantic puts into its paths, are not part of the key; a path that
-    leads into none of its tables stops at the union.
+    Returns the key as a user writes it (`data.sources[0].path`) and the type there; for an unknown key, the table
+    around it. Pydantic's paths also hold the names of union members, which are not part of the key. A path that
+    leads into none of a union's tables stops at the union.
     """
     key = ""
     for depth, part in enumerate(path, start=1):
-        if (table := slot.table()) is not None:
+        if (table := key_type.table()) is not None:
             key = f"{key}.{part}" if key else str(part)
             if part not in table.model_fields:
-                return key, slot
-            slot = KeyType.of_field(table.model_fields[str(part)])
-        elif (item := slot.item()) is not None:
-            key, slot = f"{key}[{part}]", item
+                return key, key_type
+            key_type = KeyType.of_field(table.model_fields[str(part)])
+        elif (item := key_type.item()) is not None:
+            key, key_type = f"{key}[{part}]", item
         else:
-            members = [KeyType(member).unwrapped() for member in slot.members()]
+            members = [KeyType(member).unwrapped() for member in key_type.members()]
             chosen = [m for m in members if (t := m.table()) is not None and t.__name__ == part]
             if not chosen or depth == len(path):
-                return key, slot
-            slot = chosen[0]
-    return key, slot
+                return key, key_type
+            key_type = chosen[0]
+    return key, key_type

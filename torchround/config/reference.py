@@ -1,4 +1,4 @@
-"""The tables' documentation as text: the usage of `train.py` and docs/configuration.md.
+"""Writes the tables' documentation as text: the usage of `train.py` and docs/configuration.md.
 
 `python -m torchround.config` prints the page; a test keeps the file equal to it.
 """
@@ -9,9 +9,9 @@ from textwrap import dedent, indent, wrap
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from torchround.config.config import Config, PlanTable
 from torchround.config.errors import show
 from torchround.config.key_types import KeyType, Table, describe
-from torchround.config.run_config import Config, PlanTable
 from torchround.config.tables import SourceTable
 
 USAGE = """\
@@ -27,29 +27,30 @@ usage: torchrun train.py --config NAME.toml [--table.key VALUE ...]
 PAGE_HEAD = """\
 # Configuration
 
-Written by `python -m torchround.config`, from the docstrings of `torchround/config/`. Do not edit.
+Reference: every key of a run's TOML file. `python -m torchround.config` writes this page from the docstrings of
+`torchround/config/`. Do not edit it.
 
 A run is one TOML file: `torchrun train.py --config NAME.toml`. The name is looked up as given, then in `configs/`
-of the working directory and of the repository. What is wrong with it (file, key, type, range, combination) is said
-in one message before any work, and the exit code is 2.
+of the working directory and of the repository. One message names every mistake (file, key, type, range, combination)
+before any work begins, and the exit code is 2.
 
-**Inheritance.** `base = "other.toml"`, the first line of a file, takes all keys of the other file, which is
-looked up beside the file that names it, then in `configs/`. A key that is given again replaces the base's whole value. `run.name` is not
-inherited. `"none"` takes back a key that may be left out: `flavor = "none"`.
+**Inheritance.** `base = "other.toml"`, the first line of a file, takes all keys of the other file. That file is
+looked up beside the file that names it, then in `configs/`. A key that is given again replaces the base's whole value.
+`run.name` is not inherited. `"none"` clears an optional key: `flavor = "none"`.
 
-**Command line.** Any key, after the files: `--training.steps 20`, `--engine.update=sync`,
+**Command line.** Any key can be given after the files: `--training.steps 20`, `--engine.update=sync`,
 `--data.sources '[{path = "corpus/*.txt"}]'`, `--engine.plan.fused 2`. The value is read as TOML and checked like a
-file's; a bare word that is not TOML is a string. `--print-config` prints what comes out.
+file's. A bare word that is not TOML is a string. `--print-config` prints the result.
 """
 
 
 def usage() -> str:
-    """Flags, then each key with what is legal, its default and its documentation."""
+    """Write the flags, then each key with what is legal, its default and its documentation."""
     return USAGE + "".join(_usage_table(f"[{name}]", table) for name, table in _tables())
 
 
 def page() -> str:
-    """docs/configuration.md."""
+    """Write the content of docs/configuration.md."""
     inner: list[tuple[str, type[Table]]] = [
         ("Elements of `data.sources` and `validation.sources`", SourceTable),
         ("`engine.plan`", PlanTable),
@@ -83,7 +84,7 @@ def _page_table(title: str, table: type[Table]) -> str:
 
 
 def documentation(documented: FieldInfo | type[Table]) -> str:
-    """The docstring of a key or table, without indentation."""
+    """Return the docstring of a key or table, without indentation."""
     text = documented.description if isinstance(documented, FieldInfo) else documented.__doc__
     assert text, f"{documented} has a docstring"
     first, _, rest = text.strip().partition("\n")

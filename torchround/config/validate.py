@@ -1,4 +1,8 @@
-"""Raw tables -> `Config`, or one `ConfigError` that lists all that is wrong with them."""
+"""Turns raw tables into a `Config`, or into one `ConfigError` that lists every mistake in them.
+
+The second half checks what tables demand of each other. It opens no files and needs no devices and no model; the code
+that opens a file, a device or a model checks what that demands.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -7,26 +11,28 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchround.config.errors import ConfigError, Problem, nearest, show
+from torchround.config.config import Config, PlanTable
+from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest, show
 from torchround.config.key_types import KeyType, describe, locate
-from torchround.config.load import COMMAND_LINE
-from torchround.config.run_config import Config, PlanTable
+
+Conflict = tuple[tuple[str, ...], str]
+"""The keys that cannot be used together, and a message with their values."""
 
 
 @dataclass
 class RawConfig:
-    """Tables as they were given, after inheritance and overrides, with the source of each key."""
+    """Unchecked tables, after inheritance and overrides, with the source of each key."""
 
     main_source: str
-    """The file that was asked for; it is named for a key that nobody gave."""
+    """The file given with `--config`. Messages name it for a missing key."""
 
     tables: dict[str, Any] = field(default_factory=dict)
 
     sources: dict[str, str] = field(default_factory=dict)
-    """`table.key` -> the file, or `COMMAND_LINE`, that gave it last."""
+    """`table.key` -> the file, or `COMMAND_LINE`, that gave its value."""
 
     def source_of(self, key: str) -> str:
-        """Source of a key such as `data.sources[0].path`, or of the nearest key around it."""
+        """Return the source of a key such as `data.sources[0].path`, or of the nearest key around it."""
         parts = key.replace("[", ".[").split(".")
         for length in range(len(parts), 0, -1):
             source = self.sources.get(".".join(parts[:length]))
@@ -36,32 +42,33 @@ class RawConfig:
 
 
 def validate(raw: RawConfig) -> Config:
-    """Check types, ranges and unknown keys, then what the tables demand of each other."""
+    """Check types, ranges and unknown keys, then what the tables demand of each other. Raises `ConfigError`."""
     empty: dict[str, Any] = {name: {} for name in Config.model_fields}
     try:
         config = Config.model_validate({**empty, **raw.tables})
     except ValidationError as error:
-        raise ConfigError(_problems(raw, error)) from None
+        raise ConfigError(_mistakes(raw, error)) from None
     conflicts = [_conflict(raw, keys, message) for keys, message in find_conflicts(config)]
     if conflicts:
         raise ConfigError(conflicts)
     return config
 
 
-def _conflict(raw: RawConfig, keys: tuple[str, ...], message: str) -> Problem:
+def _conflict(raw: RawConfig, keys: tuple[str, ...], message: str) -> str:
     given = {raw.source_of(key): None for key in keys if key in raw.sources}
-    return Problem(" and ".join(given) or raw.main_source, ", ".join(keys), message)
+    return mistake(" and ".join(given) or raw.main_source, ", ".join(keys), message)
 
 
-def _problems(raw: RawConfig, error: ValidationError) -> Iterator[Problem]:
+def _mistakes(raw: RawConfig, error: ValidationError) -> Iterator[str]:
     located = [(*locate(KeyType(Config), _path(details)), details) for details in error.errors()]
+    # Pydantic also reports the table around a wrong key, and a union once per member: one line per key is enough.
     inside = {key for key, _, _ in located}
     seen = set()
-    for key, slot, details in located:
+    for key, key_type, details in located:
         is_outer = any(other.startswith(f"{key}.") for other in inside)
         if key not in seen and not is_outer:
             seen.add(key)
-            yield Problem(raw.source_of(key), key, _message(raw, key, slot, details))
+            yield mistake(raw.source_of(key), key, _message(raw, key, key_type, details))
 
 
 def _path(details: ErrorDetails) -> tuple[int | str, ...]:
@@ -69,36 +76,36 @@ def _path(details: ErrorDetails) -> tuple[int | str, ...]:
 
 
 def _is_too_short(details: ErrorDetails) -> bool:
-    """Of an array of fixed size, pydantic reports the element that is missing."""
+    """Return whether an array of fixed size is too short: pydantic reports its missing element."""
     return details["type"] == "missing" and isinstance(details["loc"][-1], int)
 
 
-def _message(raw: RawConfig, key: str, slot: KeyType, details: ErrorDetails) -> str:
+def _message(raw: RawConfig, key: str, key_type: KeyType, details: ErrorDetails) -> str:
     given = details["input"]
     if details["type"] == "extra_forbidden":
-        return _unknown(key, slot, given)
+        return _unknown(key, key_type, given)
     if details["type"] == "missing" and not _is_too_short(details):
-        return f"missing; legal: {describe(slot)}"
+        return f"missing; legal: {describe(key_type)}"
     shown = show(list(given) if isinstance(given, tuple) else given)
-    text = f"given {shown}; legal: {_legal(key, slot, details)}"
+    text = f"given {shown}; legal: {_legal(key, key_type, details)}"
     if isinstance(given, str):
-        return text + nearest(given, slot.choices())
-    if slot.annotation is str and raw.source_of(key) == COMMAND_LINE:
+        return text + nearest(given, key_type.choices())
+    if key_type.annotation is str and raw.source_of(key) == COMMAND_LINE:
         text += f"; as a string: --{key} '\"{shown}\"'"
     return text
 
 
-def _legal(key: str, slot: KeyType, details: ErrorDetails) -> str:
-    if slot.table() is not None and "." not in key:
+def _legal(key: str, key_type: KeyType, details: ErrorDetails) -> str:
+    if key_type.table() is not None and "." not in key:
         return f"a table, written [{key}]"
     if details["type"] == "less_than_equal":
-        return f"{describe(slot)} and at most {details['ctx']['le']}"
-    return describe(slot)
+        return f"{describe(key_type)} and at most {details['ctx']['le']}"
+    return describe(key_type)
 
 
 def _unknown(key: str, around: KeyType, given: Any) -> str:
     table = around.table()
-    assert table is not None, f"{key} was refused by a table"
+    assert table is not None, f"only a table refuses the unknown key {key}"
     outer, _, name = key.rpartition(".")
     known = table.model_fields
     hint = nearest(name, known)
@@ -111,21 +118,16 @@ def _unknown(key: str, around: KeyType, given: Any) -> str:
 
 
 def all_keys() -> dict[str, tuple[str, ...]]:
-    """Keys of each table, in the order of the documentation."""
+    """Return the keys of each table, in the order of the documentation."""
     tables = {name: KeyType.of_field(info).table() for name, info in Config.model_fields.items()}
     return {name: tuple(table.model_fields) for name, table in tables.items() if table is not None}
 
 
-# What tables demand of each other. Each check yields the keys that conflict and a message with their values.
-#
-# Needs no files, no devices and no model: what those demand is checked by whoever opens them.
-
-
-Conflict = tuple[tuple[str, ...], str]
+# Conflicts: each check yields the keys that cannot be used together and a message with their values.
 
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
-    """Everything that keeps these tables, each legal by itself, from being run together."""
+    """Find what keeps tables, each legal by itself, from being used together."""
     for check in (
         _model,
         _tokenizer,
@@ -148,17 +150,19 @@ def _model(config: Config) -> Iterator[Conflict]:
     if flavor is not None and hf_path is not None:
         yield (
             keys,
-            f'given "{flavor}" and "{hf_path}"; legal: one of them ("none" takes back what a base file gave)',
+            f'given "{flavor}" and "{hf_path}"; legal: one of them ("none" clears a key that a base file set)',
         )
 
 
 def _tokenizer(config: Config) -> Iterator[Conflict]:
     path, name = config.tokenizer.path, config.tokenizer.name
     if path is not None and name is not None:
-        message = f'given "{path}" and "{name}"; legal: one of them ("none" takes back what a base file gave)'
+        message = (
+            f'given "{path}" and "{name}"; legal: one of them ("none" clears a key that a base file set)'
+        )
         yield ("tokenizer.path", "tokenizer.name"), message
     if path is None and name is None and config.model.hf_path is None:
-        message = 'none of them is given, so there is no tokenizer; legal: path, or name = "bytes", or model.hf_path'
+        message = 'no tokenizer is given; legal: path, or name = "bytes", or model.hf_path'
         yield ("tokenizer.path", "tokenizer.name", "model.hf_path"), message
 
 
@@ -219,7 +223,7 @@ def _engine(config: Config) -> Iterator[Conflict]:
     if isinstance(plan, PlanTable) and sum(plan.forward) != sum(plan.backward):
         message = (
             f"forward stages hold {sum(plan.forward)} layers, backward stages {sum(plan.backward)}; "
-            "legal: the same number, all layers but the fused ones"
+            "legal: the same number in both, all layers except the fused ones"
         )
         yield ("engine.plan",), message
 
@@ -228,17 +232,17 @@ def _lora(config: Config) -> Iterator[Conflict]:
     if config.checkpoint.export == "adapters" and config.lora.rank == 0:
         yield (
             ("checkpoint.export", "lora.rank"),
-            'given "adapters" and 0; legal: "weights", where there are none',
+            'given "adapters" and 0; legal: "weights" if no adapters are trained',
         )
     if config.lora.map_base and config.lora.rank == 0:
         yield (
             ("lora.map_base", "lora.rank"),
-            "given true and 0; legal: true with adapters, whose base is frozen",
+            "given true and 0; legal: true with adapters (a rank above 0), which freeze the base",
         )
     if config.lora.map_base and config.model.hf_path is None:
         yield (
             ("lora.map_base", "model.hf_path"),
-            "given true and no folder; legal: the folder of the base's files",
+            "given true and no folder; legal: a folder with the base's files",
         )
     if config.lora.path is None:
         return

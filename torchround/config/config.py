@@ -1,4 +1,7 @@
-"""The engine's table: devices, update rule, memory, number formats and the plan."""
+"""`Config`, a whole run: one attribute per TOML table. A component takes its own table, never the whole.
+
+The engine's table is here too; the others are in `tables.py`.
+"""
 
 from typing import Literal
 
@@ -118,9 +121,6 @@ class EngineTable(Table):
     cpu_threads: PositiveInt | None = None
     """Threads that PyTorch uses inside one operation on the CPU, at least 1. When left out: PyTorch's choice.
     With several `cpu` devices, devices x threads should not exceed the cores."""
-
-
-# `Config`: one attribute per TOML table. Components take their own table, never the whole.
 
 
 class Config(Table):
