@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
-from torchround.engine.host_store import HostStore, owner_of
+from torchround.engine.store.bundles import owner_of
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares

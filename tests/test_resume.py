@@ -21,7 +21,7 @@ from tests.support.small_run import (
     small_runs,
     write_text,
 )
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 
 __all__ = ["small_runs"]
 

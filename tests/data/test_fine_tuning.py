@@ -26,8 +26,8 @@ from torchround.data import (
     build_validation_loader,
     num_tokens,
 )
-from torchround.data import best_fit as best_fit_module
-from torchround.data import sources as sources_module
+from torchround.data.formats import sources as sources_module
+from torchround.data.packing import best_fit as best_fit_module
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from tests.support.toy import (
 )
 from torchround.config import EngineTable
 from torchround.engine import build
-from torchround.engine.cpu_threads import update_threads
 from torchround.engine.errors import PipelineError
-from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.engine.optimizer_worker import update_threads
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim.kernel import AdamWKernel, KernelError
 
 PARTITION = PARTITIONS["forward coarser"]

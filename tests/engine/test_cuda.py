@@ -8,7 +8,7 @@ import torch
 
 from tests.support.cuda_toy import DeviceLoop, cuda_engine
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
-from torchround.engine.update_policy import ASYNC
+from torchround.engine.store.bundles import ASYNC
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.partition import Partition

@@ -18,7 +18,7 @@ from tests.support.toy import (
     toy_store,
     train,
 )
-from torchround.engine.update_policy import ASYNC
+from torchround.engine.store.bundles import ASYNC
 from torchround.layer import MicroBatch
 
 STEPS = 20

@@ -20,7 +20,7 @@ from tests.support.toy import (
     toy_model,
     toy_store,
 )
-from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
 from torchround.optim import stability as loss_scale
 

@@ -24,7 +24,7 @@ from tests.support.planted_faults import (
 from tests.support.toy import PARTITIONS, assert_same_state, toy_engine, toy_store, train
 from torchround.engine import optimizer_worker
 from torchround.engine.errors import PipelineError
-from torchround.engine.update_policy import POLICIES
+from torchround.engine.store.bundles import POLICIES
 
 CASES = draw_cases(120, seed=4)
 
@@ -88,7 +88,7 @@ def run_into(case, store, fuse):
             case.num_devices,
             rounds=case.rounds,
             layerwise_recompute=case.layerwise,
-            wrap=lambda device: FusedDevice(device, fuse),
+            wrap=lambda device: FusedDevice(int(device.name[4:]), fuse),
         )
         with engine:
             return run(engine, fuse)

@@ -324,11 +324,11 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a place that is a fraction": (progress(place=[0.5]), "data position"),
     "a place of too many numbers": (progress(place=[0, 0, 0]), "data position"),
     "an epoch that is infinite": (progress(epoch=float("inf")), "data position"),
-    "a source without its place": (without("place"), "none that a run could have left"),
-    "a source without its bad records": (without("bad"), "none that a run could have left"),
-    "no reader": (position(reader=None), "none that a run could have left"),
-    "tokens that are a table": (position(tokens={}), "none that a run could have left"),
-    "a position of the other packing too": (position(so_far=1), "none that a run could have left"),
+    "a source without its place": (without("place"), "invalid data position"),
+    "a source without its bad records": (without("bad"), "invalid data position"),
+    "no reader": (position(reader=None), "invalid data position"),
+    "tokens that are a table": (position(tokens={}), "invalid data position"),
+    "a position of the other packing too": (position(so_far=1), "invalid data position"),
     "a field that no source has": (progress(__class__=1), "data position"),
     "a source that is not there": (
         state(lambda content: content["data"]["position"]["reader"].update(source=99)),
@@ -356,13 +356,13 @@ def given(harm: Callable[[Path], object]):
 GROUPS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a document longer than a sequence": (
         group(waiting=[[[1] * 17, [1] * 17, [0, 0, 0]]]),
-        "none that a run could have left: .*17 tokens of a document",
+        "invalid data position: .*17 tokens of a document",
     ),
     "a document of nothing": (
         group(waiting=[[[], [], [0, 0, 0]]]),
-        "none that a run could have left: .*0 tokens of a document",
+        "invalid data position: .*0 tokens of a document",
     ),
-    "a group that nothing is known of": (group(so_far=None), "none that a run could have left"),
+    "a group that nothing is known of": (group(so_far=None), "invalid data position"),
 }
 CASES = {name: Case(given(harm), says, GIVEN) for name, (harm, says) in CHECKPOINTS.items()} | {
     name: Case(given(harm), says, (*GIVEN, "--data.packing=best_fit"))

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.support.step_records import record
-from torchround.observe.console import ConsoleReport, duration
+from torchround.observe.reporters import ConsoleReport, duration
 
 
 class Clock:

@@ -14,7 +14,7 @@ import pytest
 from tests.support.step_records import record
 from torchround.config import MetricsTable
 from torchround.observe import MetricsFile, MetricsLogger, StepRecord, open_metrics
-from torchround.observe.console import ConsoleReport
+from torchround.observe.reporters import ConsoleReport
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ import torch.cuda._sanitizer as sanitizer
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine.device import CudaDevice, Event, Stream
 from torchround.engine.errors import PipelineError
-from torchround.engine.update_policy import POLICIES
+from torchround.engine.store.bundles import POLICIES
 
 CLEAN, OTHER, RACE = 0, 1, 9
 
@@ -45,9 +45,9 @@ class SanitizedDevice(CudaDevice):
         super().enter_thread()
         self._mode.__enter__()
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def _wait(self, stream: Stream, event: Event) -> None:
         if not (self._planted and stream is Stream.COMPUTE):
-            super().wait(stream, event)
+            super()._wait(stream, event)
 
 
 def main(update: str, workers: str, planted: str = "") -> int:

@@ -14,15 +14,16 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import GIB, CpuDevice, CudaDevice, Device
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.errors import EngineUsageError
-from torchround.engine.host_store import HostStore
-from torchround.engine.update_policy import POLICIES
+from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, LayerWork
 from torchround.optim import SpikeBounds
 from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
 from torchround.pipeline.devices import ASSUMED_DEVICE, DeviceSpec, find_device
 from torchround.pipeline.memory import MemoryLimits, rounding
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import Plan, evaluate_plan, make_plan
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.planner import evaluate_plan, make_plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -1,0 +1,114 @@
+"""All that a run needs of host buffers and device space is taken before its first step; later steps take nothing."""
+
+import time
+
+import pytest
+import torch
+
+from tests.support.toy import PARTITIONS, ToyLayer, toy_batches, toy_engine, toy_model, toy_store
+from torchround.engine.optimizer_worker import OptimizerWorker
+from torchround.engine.store.bundles import ASYNC, SYNC
+
+POLICIES = pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+STEPS = 6
+
+
+def taken(engine):
+    """Allocations on each device, and of the host's pool."""
+    return [*(device.num_allocations for device in engine.devices), engine.pool.num_allocations]
+
+
+def train_step(engine, micro_batches):
+    engine.forward_backward(micro_batches)
+    engine.step(1e-2)
+
+
+def nothing_is_taken_in_need(engine):
+    return 0 < engine.pool.reserved_bytes == engine.pool.allocated_bytes
+
+
+@POLICIES
+@pytest.mark.parametrize("partition", ["one layer a stage", "forward coarser"])
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+@pytest.mark.parametrize(("rounds", "micro_batches"), [(1, 4), (3, 7)])
+def test_only_the_first_step_allocates(partition, num_devices, policy, rounds, micro_batches):
+    """The micro-batches are uneven (3, 2, 2, ..), and so are the rounds (3, 2, 2)."""
+    model = toy_model(tied=True)
+    store = toy_store(model, policy=policy)
+    with toy_engine(model, store, PARTITIONS[partition], num_devices, rounds=rounds) as engine:
+        batches = toy_batches(STEPS, micro_batches)
+        train_step(engine, batches[0])
+        reserved = engine.pool.reserved_bytes
+        engine.drain()
+        before = taken(engine)
+        for batch in batches[1:]:
+            train_step(engine, batch)
+        engine.drain()
+        assert taken(engine) == before
+        assert engine.pool.reserved_bytes == reserved and nothing_is_taken_in_need(engine)
+
+
+@POLICIES
+def test_a_slow_optimizer_does_not_make_parts_of_gradients_pile_up(monkeypatch, policy):
+    add_up = OptimizerWorker._add_up
+
+    def slow(*arguments):
+        time.sleep(0.002)
+        add_up(*arguments)
+
+    monkeypatch.setattr(OptimizerWorker, "_add_up", slow)
+    model = toy_model(tied=True)
+    store = toy_store(model, policy=policy)
+    with toy_engine(model, store, PARTITIONS["forward coarser"], 3, rounds=4) as engine:
+        for batch in toy_batches(3, micro_batches=4):
+            train_step(engine, batch)
+        engine.drain()
+        assert nothing_is_taken_in_need(engine)
+
+
+@POLICIES
+@pytest.mark.parametrize("frozen", [(), (0, 1, 2)])
+def test_of_validations_in_between_only_the_first_allocates(policy, frozen):
+    """With frozen layers, a pass's first stages begin while the devices are still at the one before it."""
+    model = toy_model()
+    for layer in frozen:
+        model.layers[layer].requires_grad_(False)
+    store = toy_store(model, policy=policy)
+    validation = toy_batches(1, micro_batches=6)[0]
+    with toy_engine(model, store, PARTITIONS["one layer a stage"], 3) as engine:
+        before = None
+        for batch in toy_batches(STEPS, micro_batches=4):
+            train_step(engine, batch)
+            results = [engine.evaluate(validation) for _ in range(2)]
+            train_step(engine, batch)
+            assert all(result.loss() > 0 for result in results)
+            before = before or taken(engine)
+        engine.drain()
+        assert taken(engine) == before and nothing_is_taken_in_need(engine)
+
+
+def test_a_longer_batch_is_reserved_when_it_comes_and_a_shorter_one_is_free():
+    model = toy_model()
+    with toy_engine(model, toy_store(model), PARTITIONS["forward coarser"], 2) as engine:
+        train_step(engine, toy_batches(1, micro_batches=4)[0])
+        before = engine.pool.reserved_bytes
+        train_step(engine, toy_batches(1, micro_batches=3)[0])
+        engine.drain()
+        assert engine.pool.reserved_bytes == before
+        train_step(engine, toy_batches(1, micro_batches=5)[0])
+        engine.drain()
+        assert engine.pool.reserved_bytes > before and nothing_is_taken_in_need(engine)
+
+
+def test_layers_that_do_not_tell_their_sizes_take_buffers_as_they_go(monkeypatch):
+    monkeypatch.delattr(ToyLayer, "work")
+    model = toy_model()
+    with toy_engine(model, toy_store(model, torch.bfloat16), PARTITIONS["forward coarser"], 1) as engine:
+        for batch in toy_batches(2, micro_batches=4):
+            train_step(engine, batch)
+        engine.drain()
+        before = taken(engine)
+        for batch in toy_batches(4, micro_batches=4):
+            train_step(engine, batch)
+        engine.drain()
+        assert taken(engine) == before and not nothing_is_taken_in_need(engine)

@@ -1,0 +1,63 @@
+"""The types that readers, tokenizers and packers share: a document, its content, and where a source is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchround.data.errors import DataError
+
+TokenIds = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TextSpan:
+    """A part of a rendered conversation.
+
+    `text` is plain text, or the name of one special token if `special` is set. `learn`: its tokens are labels.
+    """
+
+    text: str
+    learn: bool
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as chat templates take them, each with `role` and `content`, and the tools that are offered."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Any, ...] = ()
+
+
+Content = str | TokenIds | tuple[TextSpan, ...]
+"""The content of a document: text, to be framed by BOS and EOS; token ids `[n]`, used unchanged; or a rendered
+conversation."""
+
+Record = bytes | dict[str, Any] | DataError
+"""A record as a file holds it: a line, the fields of a row, or the error that reading it gave."""
+
+Cursor = list[int]
+"""Where a source is in one pass over its documents. Each kind of source gives the numbers its own meaning."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: a whole text file (`number` 0), or a record of a file (line or row `number`, from 1).
+
+    `start_byte` is where the file's text or the record's line begins. A record that can only be read in sequence
+    carries its content in `record`.
+    """
+
+    path: Path | str
+    start_byte: int = 0
+    number: int = 0
+    unit: str = "line"
+    record: Record | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.unit} {self.number}" if self.number else str(self.path)

@@ -1,0 +1,318 @@
+"""Opens the source that a config table describes, and reads the formats that only come in sequence.
+
+Those formats are compressed JSONL, parquet, and datasets of the package datasets. When a part cannot be read, or not
+to its end, it yields the documents before that point and then one document that carries the error. Whether an error
+stops the run is decided by the reader.
+"""
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchround.config import SourceTable
+from torchround.data.document_types import Document, Record
+from torchround.data.errors import DataError
+from torchround.data.formats.records import RecordReader
+from torchround.data.formats.source_files import (
+    find_files,
+    is_compressed,
+    kind_of,
+    line_starts,
+    read_line,
+    size_bytes,
+)
+from torchround.data.formats.sources import IndexedFiles, RecordStream, Source, StreamPart
+from torchround.untrusted.data_limits import split_bounded_lines
+
+CHUNK_BYTES = 1 << 18
+FEED_BYTES = 1 << 10  # handed to zstd at once: each byte may unpack to 32 KiB
+ROWS_AT_ONCE = 1024
+DATASET_PART_ROWS = 8192
+# pyarrow raises these, besides its own errors, for damaged files, for files of a kind that it cannot read, and for
+# values that Python cannot represent.
+UNREADABLE = (OSError, ValueError, MemoryError, RuntimeError, TypeError, LookupError, OverflowError)
+
+
+def open_source(table: SourceTable, records: RecordReader | None = None) -> Source:
+    """Open the source that a table describes. Raises `DataError` if it is missing, empty or contradicts itself."""
+    records = records or RecordReader(table)
+    if table.format == "dataset":
+        return RecordStream(table, records, _dataset_parts(table))
+    paths = find_files(table.path)
+    kinds = {path: kind_of(path, table.format) for path in paths}
+    if table.content != "text":
+        _refuse_text_files(table, kinds)
+    # One file that cannot be indexed makes the whole source a stream, so that its shuffled order mixes all files.
+    if not any(
+        kind == "parquet" or (kind == "jsonl" and is_compressed(path)) for path, kind in kinds.items()
+    ):
+        return IndexedFiles(table, records, paths)
+    if not any(size_bytes(path) for path in paths):
+        raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")
+    return RecordStream(
+        table, records, [part for path in paths for part in _file_parts(path, kinds, records)]
+    )
+
+
+def _refuse_text_files(table: SourceTable, kinds: dict[Path, str]) -> None:
+    example = next((path for path, kind in kinds.items() if kind == "text"), None)
+    if example is None:
+        return
+    hint = (
+        f"; jq -c '.[]' {example} > {example}l makes one object a line" if example.suffix == ".json" else ""
+    )
+    raise DataError(
+        f"source {table.path!r}: {example} is a file of text, which cannot hold {table.content!r}; "
+        f"legal for that: JSONL, parquet or a dataset (source key format){hint}"
+    )
+
+
+def _file_parts(path: Path, kinds: dict[Path, str], records: RecordReader) -> list[StreamPart]:
+    if kinds[path] == "parquet":
+        return _parquet_parts(path, records.fields())
+    if kinds[path] == "text":
+        return [StreamPart(partial(_text, path), lambda: 1, size_bytes(path))]
+    lines = _unpacked_lines if is_compressed(path) else _plain_lines
+    return [StreamPart(partial(lines, path), lambda: sum(1 for _ in lines(path, 0)), size_bytes(path))]
+
+
+# Lines.
+
+
+def _text(path: Path, start: int) -> Iterator[Document]:
+    yield from [Document(path)][start:]
+
+
+def _plain_lines(path: Path, start: int) -> Iterator[Document]:
+    starts = line_starts(path)[start:].tolist()
+    for number, start_byte in enumerate(starts, start=start + 1):
+        yield Document(path, start_byte, number, record=_line_or_error(path, start_byte))
+
+
+def _line_or_error(path: Path, start_byte: int) -> bytes | DataError:
+    try:
+        return read_line(path, start_byte)
+    except DataError as error:
+        return error
+
+
+def _unpacked_lines(path: Path, start: int) -> Iterator[Document]:
+    number = 0
+    try:
+        for number, line in enumerate(split_bounded_lines(_decompressed(path)), start=1):
+            if number > start:
+                yield Document(path, 0, number, record=line)
+    except (ValueError, OSError, EOFError, zlib.error, _zstd_error()) as error:
+        # A limit, or a missing package, says itself what is wrong; the other errors come from the unpacking.
+        reason = error if isinstance(error, ValueError) else f"the archive is damaged or cut off: {error}"
+        broken = Document(path, 0, number + 1)
+        if number + 1 > start:
+            yield replace(broken, record=DataError(f"{broken}: {reason}"))
+
+
+def _decompressed(path: Path) -> Iterator[bytes]:
+    if path.suffix == ".gz":
+        with gzip.open(path, "rb") as file:
+            while chunk := file.read1(CHUNK_BYTES):  # `read` would lose the data just before a cut
+                yield chunk
+        return
+    zstandard = _optional("zstandard", "zstd", path)
+    with path.open("rb", buffering=CHUNK_BYTES) as file:
+        frame = None
+        while data := file.read(FEED_BYTES):
+            while data:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(data)
+                data = b""
+                if frame.eof:
+                    data, frame = frame.unused_data, None
+    if frame is not None:  # the package's own reader takes a file that is cut off for a complete one
+        raise EOFError("the file ends inside a zstd frame")
+
+
+def _zstd_error() -> type[Exception]:
+    """Return the error class of zstandard, or `EOFError` if the package is missing and so never used."""
+    try:
+        from zstandard import ZstdError
+    except ImportError:
+        return EOFError
+    error: type[Exception] = ZstdError
+    return error
+
+
+# Rows of parquet files.
+
+
+def _parquet_parts(path: Path, fields: tuple[str, ...] | None) -> list[StreamPart]:
+    """Return one part per row group, so that the records of a large file come in another order than its own."""
+    parquet = _optional("pyarrow.parquet", "parquet", path)
+    unreadable = (*UNREADABLE, _optional("pyarrow", "parquet", path).ArrowException)
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            counts = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
+    except unreadable as error:
+        broken = Document(path, record=DataError(f"{path}: not a readable parquet file: {error}"), number=1)
+        return [StreamPart(partial(_only, broken), lambda: 1, size_bytes(path))]
+    columns = names if fields is None else [name for name in names if name in fields]
+    rows_before = [sum(counts[:index]) for index in range(len(counts))]
+    return [
+        StreamPart(
+            # If none of the wanted columns exists, all are read: the error then lists the fields there are.
+            partial(_rows, parquet, unreadable, path, group, rows_before[group], columns or names),
+            partial(int, count),
+            count,
+        )
+        for group, count in enumerate(counts)
+    ]
+
+
+def _only(document: Document, start: int) -> Iterator[Document]:
+    yield from [document][start:]
+
+
+def _rows(
+    parquet: Any,
+    unreadable: tuple[type[Exception], ...],
+    path: Path,
+    group: int,
+    rows_before: int,
+    columns: list[str],
+    start: int,
+) -> Iterator[Document]:
+    """Yield the rows of a row group from the `start`-th on. The file has `rows_before` rows in earlier groups."""
+    number = 0
+    try:
+        # Columns are read through a buffer and in this thread. The default reads a whole row group ahead, and a row
+        # group may be as large as the file.
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK_BYTES) as file:
+            batches = file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False)
+            for batch in batches:
+                if number + len(batch) > start:
+                    for row, record in enumerate(_records(batch), start=number + 1):
+                        if row > start:
+                            yield _row(path, rows_before + row, record)
+                number += len(batch)
+    except unreadable as error:
+        broken = Document(path, 0, rows_before + number + 1, "row")
+        reason = "takes more memory than there is" if isinstance(error, MemoryError) else "is damaged"
+        if number + 1 > start:
+            yield replace(broken, record=DataError(f"{broken}: the parquet file {reason}: {error}"))
+
+
+def _records(batch: Any) -> list[Record]:
+    """Return the fields of each row. Text that is not UTF-8 makes only its own row an error."""
+    try:
+        records: list[Record] = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if len(batch) > 1:  # only now row by row, which takes 40 times as long
+            return [record for index in range(len(batch)) for record in _records(batch.slice(index, 1))]
+        bad = error.object[error.start]
+        return [DataError(f"not valid UTF-8 (byte 0x{bad:02x}: {error.reason})")]
+    return records
+
+
+def _row(path: Path, number: int, record: Record) -> Document:
+    document = Document(path, 0, number, "row", record)
+    if isinstance(record, DataError):
+        return replace(document, record=DataError(f"{document}: {record}"))
+    return document
+
+
+# The package datasets.
+
+
+def _dataset_parts(table: SourceTable) -> list[StreamPart]:
+    """Return row ranges of a dataset in memory or on disk, or the shards of a streamed one."""
+    package = _optional("datasets", "datasets", table.path)
+    try:
+        loaded = _load_dataset(package, table)
+    except Exception as error:  # the package raises many kinds; each means that it could not load the dataset
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise DataError(
+            f"dataset {table.path!r}, split {table.split!r}: {reason} (source keys: split, subset)"
+        ) from error
+    if hasattr(loaded, "__len__"):
+        if not len(loaded):
+            raise DataError(f"dataset {table.path!r}, split {table.split!r}: it has no rows")
+        starts = range(0, len(loaded), DATASET_PART_ROWS)
+        ranges = [range(low, min(low + DATASET_PART_ROWS, len(loaded))) for low in starts]
+        return [
+            StreamPart(partial(_dataset_rows, table.path, loaded, rows), partial(len, rows), len(rows))
+            for rows in ranges
+        ]
+    # The sizes of streamed shards are unknown, so the fingerprint holds the dataset's name.
+    name = f"{table.path} {table.subset} {table.split}"
+    count = max(1, loaded.num_shards)
+    shards = [loaded.shard(num_shards=count, index=index) if count > 1 else loaded for index in range(count)]
+    return [
+        StreamPart(partial(_dataset_stream, table.path, shard, index), partial(_refuse_to_count, table), name)
+        for index, shard in enumerate(shards)
+    ]
+
+
+def _load_dataset(package: Any, table: SourceTable) -> Any:
+    folder = Path(os.path.expanduser(table.path))
+    if (folder / "dataset_dict.json").is_file():
+        return package.load_from_disk(str(folder))[table.split]
+    if (folder / "state.json").is_file():
+        return package.load_from_disk(str(folder))
+    name = str(folder) if folder.exists() else table.path
+    return package.load_dataset(name, table.subset, split=table.split, streaming=True)
+
+
+def _dataset_rows(name: str, dataset: Any, rows: range, start: int) -> Iterator[Document]:
+    """Yield one document per row. A row that cannot be read becomes an error and costs no other row."""
+    for low in range(rows.start + start, rows.stop, ROWS_AT_ONCE):
+        number, high = low, min(low + ROWS_AT_ONCE, rows.stop)
+        try:
+            for record in dataset.select(range(low, high)):
+                yield Document(name, 0, number + 1, "row", dict(record))
+                number += 1
+        except Exception:  # noqa: BLE001 (the package raises many kinds, before it reaches the faulty row)
+            yield from (_dataset_row(name, dataset, index) for index in range(number, high))
+
+
+def _dataset_row(name: str, dataset: Any, index: int) -> Document:
+    try:
+        return Document(name, 0, index + 1, "row", dict(dataset[index]))
+    except Exception as error:  # noqa: BLE001 (the package raises many kinds)
+        return _unreadable(name, index + 1, error)
+
+
+def _unreadable(where: str, number: int, error: Exception) -> Document:
+    here = Document(where, 0, number, "row")
+    return replace(here, record=DataError(f"{here}: cannot be read: {type(error).__name__}: {error}"))
+
+
+def _dataset_stream(name: str, dataset: Any, shard: int, start: int) -> Iterator[Document]:
+    number = start
+    where = f"{name}, shard {shard}"
+    try:
+        for record in dataset.skip(start) if start else dataset:
+            number += 1
+            yield Document(where, 0, number, "row", dict(record))
+    except Exception as error:  # noqa: BLE001 (the package and its readers raise many kinds)
+        yield _unreadable(where, number + 1, error)
+
+
+def _refuse_to_count(table: SourceTable) -> int:
+    raise DataError(
+        f"dataset {table.path!r} is streamed, so its number of documents is not known; "
+        'data.weight_by = "size" needs it'
+    )
+
+
+def _optional(module: str, extra: str, where: Path | str) -> Any:
+    """Import a package that only some sources need. Raises a `DataError` that says how to install it."""
+    try:
+        return __import__(module, fromlist=["*"])
+    except ImportError as error:
+        raise DataError(
+            f"{where} needs the package {module.split('.')[0]}: pip install 'torchround[{extra}]' ({error})"
+        ) from error
