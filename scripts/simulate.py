@@ -184,7 +184,7 @@ def write_files(
         try:
             from plot_timeline import plot_reports
         except ModuleNotFoundError as error:
-            raise UsageError(f"--plot needs {error.name}: pip install 'torchround[plot]'") from None
+            raise UsageError(f"--plot needs {error.name}: pip install matplotlib") from None
         plot_reports(reports, setting.costs.num_layers, options.plot)
 
 

@@ -25,6 +25,7 @@ from torchround.engine.worker.link_turns import find_link_use
 from torchround.hf import PretrainedWeights, WithAdapters
 from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
+from torchround.observe.loss_curve import draw_run
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.shared_links import LinkUse
@@ -143,6 +144,7 @@ class Trainer:
                 self._metrics.close()
                 self._loader.close()
                 self.store.close()
+            draw_run(self._folder.path)
             self._say_what_was_left_out()
             saved, steps = self._checkpoints.saved_step, self.config.training.steps
             say(f"{self._folder.path}: saved after step {saved} of {steps}; {ended_by}")
