@@ -32,9 +32,9 @@ from benchmarks.plain_loops import ResidentLoop
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.device import GIB, Device
 from torchround.engine.engine import Engine
-from torchround.engine.link_probe import find_link_use
 from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker.link_turns import find_link_use
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.costs import Costs

@@ -19,13 +19,14 @@ from torchround.data.loader import Loader
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
-from torchround.engine.link_probe import find_link_use
 from torchround.engine.results import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
+from torchround.engine.worker.link_turns import find_link_use
 from torchround.hf import PretrainedWeights, WithAdapters
 from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
+from torchround.observe.loss_curve import draw_run
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import RunQuestion
@@ -151,6 +152,7 @@ class Trainer:
                 self._metrics.close()
                 self._loader.close()
                 self.store.close()
+            draw_run(self._folder.path)
             self._say_what_was_left_out()
             saved, steps = self._checkpoints.saved_step, self.config.training.steps
             say(f"{self._folder.path}: saved after step {saved} of {steps}; {ended_by}")

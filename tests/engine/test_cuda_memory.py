@@ -8,7 +8,7 @@ import torch
 from tests.support.cuda_toy import cuda_engine
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.config.tables_engine import PlanTable
+from torchround.config.config import PlanTable
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_memory import CudaPageLocker, HostAllocator
 from torchround.layer import MicroBatch

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from torchround.checkpoint import CheckpointError, verify_checkpoint
+from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import read_manifest, read_state
-from torchround.checkpoint.sync import make_folder, sync_entry
 from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE

@@ -1,6 +1,6 @@
 """Pictures of simulated schedules: one row per device, colours by layer, idle time hatched, transfers below.
 
-Used by `simulate.py --plot`; needs matplotlib (`pip install 'torchround[plot]'`).
+Used by `simulate.py --plot`; needs matplotlib.
 """
 
 from collections.abc import Sequence

@@ -175,7 +175,7 @@ def write_files(
         try:
             from torchround.commands.plot_timeline import plot_reports
         except ModuleNotFoundError as error:
-            raise CommandError(f"--plot needs {error.name}: pip install 'torchround[plot]'") from None
+            raise CommandError(f"--plot needs {error.name}: pip install matplotlib") from None
         plot_reports(reports, setting.costs.num_layers, options.plot)
 
 
