@@ -41,8 +41,8 @@ from torchround.checkpoint import Checkpointer
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
-from torchround.engine.host_store import HostStore
 from torchround.engine.saver import SaveSource
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition
 

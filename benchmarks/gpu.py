@@ -41,15 +41,14 @@ from torchround.engine.build import (
 )
 from torchround.engine.device import GIB, Device
 from torchround.engine.engine import Engine
-from torchround.engine.host_store import HostStore
 from torchround.engine.link_probe import find_link_use
-from torchround.engine.measure import measured_costs, one_layer_a_stage
-from torchround.engine.results import StepResult
+from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
-from torchround.observe import mfu, train_flops_per_token
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.plan import Plan, evaluate_plan
+from torchround.run.step_meter import mfu, train_flops_per_token
 
 LR = 1e-4
 OPTIMIZER = OptimizerTable(lr=LR)
@@ -242,7 +241,7 @@ class Bench:
                 results.append(engine.forward_backward(self.shape.micro_batches(seed=step)))
                 engine.step(LR)
                 results[-1].collect()
-        costs = measured_costs(counted, results[-1].reports())
+        costs = costs_from_reports(counted, results[-1].reports())
         layers = [
             {
                 "name": ours.name,

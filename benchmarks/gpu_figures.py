@@ -12,7 +12,7 @@ import torch
 
 from torchround.engine.build import DeviceChoice
 from torchround.engine.device import GIB, Device, Stream
-from torchround.engine.host_memory import HostMemory
+from torchround.engine.store.host_memory import HostAllocator
 
 REPEATS = 4
 
@@ -39,7 +39,7 @@ def copy_rates(devices: Sequence[Device], nbytes: int) -> dict[str, Any]:
 
     The last one tells whether cards disturb each other, behind a shared PCIe switch for example.
     """
-    memory = HostMemory(devices[0].pins_host_memory)
+    memory = HostAllocator(devices[0].pins_host_memory)
     lanes = [_Lane(device, memory, nbytes) for device in devices]
     try:
         alone = [
@@ -66,7 +66,7 @@ def copy_rates(devices: Sequence[Device], nbytes: int) -> dict[str, Any]:
 class _Lane:
     """One device's buffers for both ways, and the copies under way."""
 
-    def __init__(self, device: Device, memory: HostMemory, nbytes: int) -> None:
+    def __init__(self, device: Device, memory: HostAllocator, nbytes: int) -> None:
         self.device = device
         streams = (Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD)
         self._host = {stream: memory.allocate(nbytes, for_devices=True) for stream in streams}

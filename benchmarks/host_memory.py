@@ -25,9 +25,9 @@ import torch
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
-from torchround.engine.host_store import HostStore
-from torchround.engine.measure import one_layer_a_stage
-from torchround.engine.update_policy import POLICIES
+from torchround.engine.results import one_layer_a_stage
+from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES, Family
 

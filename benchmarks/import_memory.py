@@ -22,7 +22,7 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.models import FAMILIES
 from torchround.models.llama3.config import Llama3Config

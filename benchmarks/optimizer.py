@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 
 from torchround.optim import adamw_update_
-from torchround.optim.kernel import AdamWKernel
-from torchround.optim.kernel_compiler import get_kernels
+from torchround.optim.kernel import AdamWKernel, get_kernels
 
 HYPER: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 ACCURACY_PARAMETERS = 100_003

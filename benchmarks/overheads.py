@@ -28,15 +28,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
 from torchround.data.loader import Loader
 from torchround.engine.device import CpuDevice, Stream
-from torchround.engine.reports import Piece
 from torchround.engine.reserve import Reserve
+from torchround.engine.results import DeviceSpan
+from torchround.engine.tracing import StepTraces
 from torchround.engine.traffic import Traffic
 from torchround.engine.worker import Worker
 from torchround.observe import MetricsLogger, StepRecord
 from torchround.pipeline.timeline import TaskKind
 from torchround.run.measured_plan import PlanByMeasuring
-from torchround.run.reports import StepReports
-from torchround.run.traces import StepTraces
+from torchround.run.step_meter import StepReports
 
 CONFIG = Path(__file__).parents[1] / "configs" / "debug.toml"
 MARK_TURNS = 20000
@@ -112,7 +112,7 @@ def seconds_per_mark() -> float:
     device = CpuDevice(0)
     start_s = time.thread_time()
     for _ in range(MARK_TURNS):
-        Piece(TaskKind.FORWARD, 0, device.mark(Stream.COMPUTE), device.mark(Stream.COMPUTE))
+        DeviceSpan(TaskKind.FORWARD, 0, device.mark(Stream.COMPUTE), device.mark(Stream.COMPUTE))
     return (time.thread_time() - start_s) / (2 * MARK_TURNS)
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from torchround.config import OptimizerTable, TrainingTable
-from torchround.engine.host_store import HostStore, owner_of
+from torchround.engine.store.bundles import owner_of
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
 

@@ -9,7 +9,7 @@ import torch
 from benchmarks.frame import Benchmark, Report
 from benchmarks.rival_pipelines import rival_bubbles
 from benchmarks.timed_layers import BLOCK_BYTES, measure_plan, simulated_step_s, sleep_costs, with_updates
-from torchround.engine.update_policy import POLICIES
+from torchround.engine.store.bundles import POLICIES
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import StageKind

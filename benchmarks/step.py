@@ -141,8 +141,7 @@ def compiled_beside_uncompiled(options: argparse.Namespace) -> Report:
         speedup=median_ratio(plain_s, compiled_s),
         first_compiled_step_s=steps["compiled"][0].seconds,
         largest_relative_difference_of_losses=max(
-            abs(a.loss - b.loss) / a.loss
-            for a, b in zip(steps["uncompiled"], steps["compiled"], strict=True)
+            abs(a.loss - b.loss) / a.loss for a, b in zip(steps["uncompiled"], steps["compiled"], strict=True)
         ),
     )
 

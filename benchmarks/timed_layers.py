@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine, EngineSettings
-from torchround.engine.host_store import HostStore
 from torchround.engine.results import StepResult
-from torchround.engine.update_policy import POLICIES
+from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.dispatch import dispatch_tasks

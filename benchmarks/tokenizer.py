@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from torchround.config import TokenizerTable
 from torchround.data import Tokenizer, build_tokenizer
-from torchround.data.rank_file import LLAMA3, QWEN
+from torchround.data.text.tiktoken_file import LLAMA3, QWEN
 
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"

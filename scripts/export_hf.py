@@ -27,9 +27,9 @@ from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.checkpoint.sync import make_folder, sync_entry
 from torchround.hf import HFError, PretrainedWeights
-from torchround.hf.adapters import CONFIG_FILE, TENSOR_FILE
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
-from torchround.hf.folder import StoredTensor, read_header
+from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
+from torchround.hf.tensor_folder import StoredTensor, read_header
 from torchround.models import (
     FAMILIES,
     Family,
@@ -196,9 +196,11 @@ def write_adapters(output: Path, trained: Trained) -> str:
     """A PEFT folder. Returns a line that tells what is in it."""
     base = None if trained.base is None else str(trained.base)
     with new_folder(output) as folder:
-        write_tensors(folder, trained.adapter_tensors(), sys.maxsize, TENSOR_FILE)
-        write_json(folder / CONFIG_FILE, peft_config(trained.lora, trained.adapters, trained.names, base))
-    return f"{output}: {CONFIG_FILE}, {TENSOR_FILE}"
+        write_tensors(folder, trained.adapter_tensors(), sys.maxsize, ADAPTER_TENSOR_FILE)
+        write_json(
+            folder / ADAPTER_CONFIG_FILE, peft_config(trained.lora, trained.adapters, trained.names, base)
+        )
+    return f"{output}: {ADAPTER_CONFIG_FILE}, {ADAPTER_TENSOR_FILE}"
 
 
 def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:

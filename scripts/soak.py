@@ -28,8 +28,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.faults.zygote import Child, Zygote, zygote_in
-from tests.small_run import SmallRuns
+from tests.support.fork_server import Child, ForkServer, fork_server_in
+from tests.support.small_run import SmallRuns
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
 from torchround.run.signals import STOP_SIGNALS
 
@@ -63,10 +63,14 @@ class Soak:
     """Iterations in `folder`. `tamper` is called with each complete run before it is compared."""
 
     def __init__(
-        self, zygote: Zygote, folder: Path, seed: int, tamper: Callable[[Path], object] = lambda run: None
+        self,
+        fork_server: ForkServer,
+        folder: Path,
+        seed: int,
+        tamper: Callable[[Path], object] = lambda run: None,
     ) -> None:
         self.met: Counter[str] = Counter()
-        self._zygote = zygote
+        self._fork_server = fork_server
         self._folder = folder
         self._seed = seed
         self._tamper = tamper
@@ -193,7 +197,7 @@ class Soak:
         meanwhile: Callable[[Child], object] = lambda child: None,
     ) -> Child:
         """Started, and ended by itself or `meanwhile`. Raises `SoakError` for one that hangs, after ending it."""
-        child = self._zygote.start(scenario, *arguments, folder=folder)
+        child = self._fork_server.start(scenario, *arguments, folder=folder)
         hung = threading.Timer(HUNG_AFTER_S, child.send, [signal.SIGABRT])
         hung.start()
         meanwhile(child)
@@ -241,9 +245,9 @@ def main(arguments: list[str], tamper: Callable[[Path], object] = lambda run: No
     folder = Path(tempfile.mkdtemp(prefix="soak-", dir=options.folder))
     print(f"seed {options.seed}, in {folder}", flush=True)
     start_s, failed, done = time.monotonic(), [], 0
-    (folder / "zygote").mkdir()
-    with zygote_in(folder / "zygote") as zygote:
-        soak = Soak(zygote, folder, options.seed, tamper)
+    (folder / "fork_server").mkdir()
+    with fork_server_in(folder / "fork_server") as fork_server:
+        soak = Soak(fork_server, folder, options.seed, tamper)
         for number in numbers(options, start_s):
             done += 1
             begin_s = time.monotonic()

@@ -9,7 +9,7 @@ import torch
 import torchround.engine.build
 import torchround.engine.optimizer_worker
 import torchround.trainer
-from tests.small_run import (
+from tests.support.small_run import (
     ASYNC,
     STEPS,
     TIED,
@@ -21,7 +21,7 @@ from tests.small_run import (
     small_runs,
     write_text,
 )
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 
 __all__ = ["small_runs"]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import train
-from tests.hangs import over, planted
-from tests.small_run import (
+from tests.support.planted_hangs import over, planted
+from tests.support.small_run import (
     STEPS,
     SmallRuns,
     awaiting_saves,

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.small_run import SmallRuns, small_runs
+from tests.support.small_run import SmallRuns, small_runs
 from torchround.run.signals import SAME_REQUEST_S
 
 __all__ = ["small_runs"]

@@ -1,6 +1,6 @@
 """`[lora]` through train.py: only adapters are trained, and a run that stops goes on with the same bits."""
 
-from tests.small_run import small_runs
+from tests.support.small_run import small_runs
 
 __all__ = ["small_runs"]  # the fixture
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train
-from tests.small_run import (
+from tests.support.small_run import (
     ASYNC,
     STEPS,
     TWO_ROUNDS,

@@ -18,9 +18,10 @@ from torchround.engine.build import DeviceChoice, build_engine, build_store, lay
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
-from torchround.engine.host_store import HostStore
 from torchround.engine.link_probe import find_link_use
 from torchround.engine.results import StepResult
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.tracing import StepTraces
 from torchround.hf import PretrainedWeights, WithAdapters
 from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
@@ -33,9 +34,8 @@ from torchround.run.console import say
 from torchround.run.folder import RunFolder
 from torchround.run.mapped_base import Mapped
 from torchround.run.measured_plan import PlanByMeasuring
-from torchround.run.reports import StepReports
 from torchround.run.signals import StopRequest
-from torchround.run.traces import StepTraces
+from torchround.run.step_meter import StepReports
 from torchround.run.validation import Validation
 
 logger = logging.getLogger(__name__)

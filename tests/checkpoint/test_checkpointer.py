@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.full_disk import files_limited_to
+from tests.support.disks import files_limited_to
 from torchround.checkpoint import Checkpointer, CheckpointError, load_checkpoint
 
 STATE = {

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torchround.checkpoint import Checkpointer, direct_file
 from torchround.checkpoint.direct_file import SMALLEST_BLOCK_BYTES, DirectFile
 from torchround.checkpoint.tensor_file import plan_files
-from torchround.engine.host_store import HostStore
-from torchround.engine.update_policy import ASYNC, SYNC, UpdatePolicy
+from torchround.engine.store.bundles import ASYNC, SYNC, UpdatePolicy
+from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES
 
 SPACE = memoryview(mmap.mmap(-1, 2**20))

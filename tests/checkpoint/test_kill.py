@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = Path(__file__).with_name("killed_saves.py")
+PROGRAM = ROOT / "tests" / "support" / "killed_saves.py"
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from torchround.checkpoint.tensor_file import (
     write_tensor_file,
 )
 from torchround.checkpoint.watch import Alone
-from torchround.engine.host_store import HostStore
-from torchround.engine.update_policy import ASYNC, SYNC, UpdatePolicy
+from torchround.engine.store.bundles import ASYNC, SYNC, UpdatePolicy
+from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.reading import TEMPLATE, content, documents
+from tests.support.batch_contents import TEMPLATE, content, documents
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import DataError, Loader, Tokenizer, build_loader, build_tokenizer
-from torchround.data import best_fit as best_fit_module
+from torchround.data.packing import best_fit as best_fit_module
 from torchround.layer import MicroBatch
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchdata.nodes import IterableWrapper
 
-from torchround.data import best_fit as best_fit_module
-from torchround.data.best_fit import BestFitPacker, best_fit
 from torchround.data.errors import DataError
-from torchround.data.packing import PackedSequence, TokenPiece
+from torchround.data.packing import best_fit as best_fit_module
+from torchround.data.packing.best_fit import BestFitPacker, best_fit
+from torchround.data.packing.contiguous import PackedSequence, TokenPiece
 from torchround.layer import IGNORED_LABEL
 
 PAD = 99_999

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.reading import documents
+from tests.support.batch_contents import documents
 from torchround.config import DataTable, SourceTable
 from torchround.data import Tokenizer, build_loader
-from torchround.data import best_fit as best_fit_module
 from torchround.data.errors import DataError
+from torchround.data.packing import best_fit as best_fit_module
 from torchround.layer import MicroBatch
 
 SEQ_LEN = 64

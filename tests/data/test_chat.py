@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tests.data.vocabularies import FAMILIES, write
+from tests.support.vocabularies import FAMILIES, write
 from torchround.config import TokenizerTable
 from torchround.data import DataError, Tokenizer, TokenizerError, build_tokenizer
-from torchround.data.chat import ChatTemplate
-from torchround.data.documents import Conversation, Document
-from torchround.data.reader import Piece
+from torchround.data.document_types import Conversation, Document
+from torchround.data.reader import DocumentPiece
+from torchround.data.text.chat import ChatTemplate
 from torchround.data.tokenising import tokenise
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -54,7 +54,7 @@ def learnt(
 ) -> tuple[list[int], list[bool]]:
     """Our tokens, and which of them are labels."""
     content = ChatTemplate(tokenizer, loss_on)(Conversation(tuple(messages), tuple(tools)))
-    piece = tokenise(tokenizer, Piece(content, 0, 0, Document("here"), first=True, last=True))
+    piece = tokenise(tokenizer, DocumentPiece(content, 0, 0, Document("here"), first=True, last=True))
     assert piece.learn is not None
     return piece.tokens.tolist(), piece.learn.tolist()
 

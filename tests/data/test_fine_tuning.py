@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.reading import TEMPLATE, content, documents
+from tests.support.batch_contents import TEMPLATE, content, documents
 from torchround.config import DataTable, SourceTable, TokenizerTable, ValidationTable
 from torchround.data import (
     DataError,
@@ -26,8 +26,8 @@ from torchround.data import (
     build_validation_loader,
     num_tokens,
 )
-from torchround.data import best_fit as best_fit_module
-from torchround.data import sources as sources_module
+from torchround.data.formats import sources as sources_module
+from torchround.data.packing import best_fit as best_fit_module
 
 
 @pytest.fixture(scope="module")

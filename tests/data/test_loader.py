@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.reading import content
+from tests.support.batch_contents import content
 from torchround.config import DataTable, SourceTable, ValidationTable
 from torchround.data import DataError, Loader, Tokenizer, build_loader, build_validation_loader
 from torchround.layer import IGNORED_LABEL

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from torchround.data.nfc import NEWER, nfc
+from torchround.data.text.tokenizer import NEWER, nfc
 
 MARKS = [chr(code) for code in range(0x110000) if unicodedata.combining(chr(code))]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchdata.nodes import IterableWrapper
 
 from torchround.data.errors import DataError
-from torchround.data.packing import PackedSequence, Packer, TokenPiece
+from torchround.data.packing.contiguous import ContiguousPacker, PackedSequence, TokenPiece
 from torchround.layer import IGNORED_LABEL
 
 PAD = 9999
@@ -38,7 +38,7 @@ def pieces_of(documents: list[list[int]], cuts: set[int]) -> list[TokenPiece]:
 
 
 def pack(items: list[Any], seq_len: int) -> list[Any]:
-    packer = Packer(IterableWrapper(items), seq_len, PAD)
+    packer = ContiguousPacker(IterableWrapper(items), seq_len, PAD)
     packer.reset()
     return list(packer)
 
@@ -97,13 +97,13 @@ def test_no_token_is_lost_or_repeated_as_input_or_as_label(lengths: list[int], s
 @given(lengths=documents_strategy, seq_len=st.integers(1, 12), stop=st.integers(0, 30))
 def test_a_half_filled_pack_goes_on_from_its_state(lengths: list[int], seq_len: int, stop: int) -> None:
     pieces = pieces_of(numbered(lengths), {3})
-    packer = Packer(IterableWrapper(pieces), seq_len, PAD)
+    packer = ContiguousPacker(IterableWrapper(pieces), seq_len, PAD)
     packer.reset()
     for _ in zip(range(stop), packer, strict=False):
         pass
     state = packer.state_dict()
     rest = [as_lists(row) for row in packer]
-    resumed = Packer(IterableWrapper(pieces), seq_len, PAD)
+    resumed = ContiguousPacker(IterableWrapper(pieces), seq_len, PAD)
     resumed.reset({**state, "tokens": state["tokens"].tolist()})
     assert [as_lists(row) for row in resumed] == rest
 

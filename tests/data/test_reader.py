@@ -1,4 +1,4 @@
-"""Order within a source and the mix of several, against counting."""
+"""The order within a source and the mix of several, against counting."""
 
 from collections import Counter
 from itertools import islice
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from torchround.config import SourceTable
 from torchround.data import DataError
-from torchround.data.reader import Order, Reader
-from torchround.data.sources import Source, shuffled
-from torchround.data.streams import open_source
+from torchround.data.formats.sources import Source, shuffled
+from torchround.data.formats.streams import open_source
+from torchround.data.reader import MixSettings, Reader
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +31,12 @@ def texts(reader: Reader, count: int | None = None) -> list[str]:
 
 
 def test_unshuffled_documents_come_as_their_files_are_sorted(sources: list[Source]) -> None:
-    reader = Reader(sources[2:], Order([1.0], shuffle=False, seed=0, epochs=1))
+    reader = Reader(sources[2:], MixSettings([1.0], shuffle=False, seed=0, epochs=1))
     assert texts(reader) == [f"2-{index}" for index in range(20)]
 
 
 def test_each_epoch_visits_every_document_once_in_another_order(sources: list[Source]) -> None:
-    visited = texts(Reader(sources[2:], Order([1.0], shuffle=True, seed=3, epochs=3)))
+    visited = texts(Reader(sources[2:], MixSettings([1.0], shuffle=True, seed=3, epochs=3)))
     epochs = [visited[start : start + 20] for start in (0, 20, 40)]
     assert len(visited) == 60
     assert all(sorted(epoch) == sorted(f"2-{index}" for index in range(20)) for epoch in epochs)
@@ -45,7 +45,7 @@ def test_each_epoch_visits_every_document_once_in_another_order(sources: list[So
 
 def test_order_repeats_with_the_seed_and_differs_with_another(sources: list[Source]) -> None:
     def order(seed: int) -> list[str]:
-        return texts(Reader(sources, Order([1.0, 1.0, 1.0], shuffle=True, seed=seed)), 100)
+        return texts(Reader(sources, MixSettings([1.0, 1.0, 1.0], shuffle=True, seed=seed)), 100)
 
     assert order(5) == order(5)
     assert order(5) != order(6)
@@ -56,13 +56,15 @@ def test_order_repeats_with_the_seed_and_differs_with_another(sources: list[Sour
 def test_after_any_number_of_documents_no_source_is_ahead_of_its_share_by_more_than_one(
     sources: list[Source], weights: tuple[float, ...], count: int
 ) -> None:
-    drawn = Counter(text[0] for text in texts(Reader(sources, Order(weights, shuffle=True, seed=0)), count))
+    drawn = Counter(
+        text[0] for text in texts(Reader(sources, MixSettings(weights, shuffle=True, seed=0)), count)
+    )
     for number, weight in enumerate(weights):
         assert drawn[str(number)] <= count * weight / sum(weights) + 1 + 1e-6
 
 
 def test_a_limited_mix_holds_each_document_as_often_as_there_are_epochs(sources: list[Source]) -> None:
-    drawn = Counter(texts(Reader(sources, Order([5.0, 1.0, 1.0], shuffle=True, seed=0, epochs=2))))
+    drawn = Counter(texts(Reader(sources, MixSettings([5.0, 1.0, 1.0], shuffle=True, seed=0, epochs=2))))
     assert set(drawn.values()) == {2}
     assert len(drawn) == 30
 
@@ -70,7 +72,8 @@ def test_a_limited_mix_holds_each_document_as_often_as_there_are_epochs(sources:
 def test_a_source_without_any_text_is_an_error_and_not_an_endless_search(tmp_path: Path) -> None:
     (tmp_path / "blank.jsonl").write_text('{"text": ""}\n\n{"text": ""}\n')
     reader = Reader(
-        [open_source(SourceTable(path=str(tmp_path / "blank.jsonl")))], Order([1.0], shuffle=True, seed=0)
+        [open_source(SourceTable(path=str(tmp_path / "blank.jsonl")))],
+        MixSettings([1.0], shuffle=True, seed=0),
     )
     with pytest.raises(DataError, match="none of its documents holds any text"):
         texts(reader)

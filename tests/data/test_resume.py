@@ -16,11 +16,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.reading import TEMPLATE, content
+from tests.support.batch_contents import TEMPLATE, content
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import Tokenizer, build_loader, build_tokenizer
-from torchround.data import best_fit as best_fit_module
-from torchround.data import sources as sources_module
+from torchround.data.formats import sources as sources_module
+from torchround.data.packing import best_fit as best_fit_module
 
 FILES = ["notes", "plain", "gzip", "zstd", "parquet", "tokens", "chats"]
 

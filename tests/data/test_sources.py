@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from torchround.config import SourceTable
 from torchround.data import DataError
-from torchround.data import files as files_module
-from torchround.data.documents import Document
-from torchround.data.rank_file import LLAMA3
-from torchround.data.sources import Source
-from torchround.data.streams import open_source
+from torchround.data.document_types import Document
+from torchround.data.formats import source_files as files_module
+from torchround.data.formats.sources import Source
+from torchround.data.formats.streams import open_source
+from torchround.data.text.tiktoken_file import LLAMA3
 
 
 def read_all(source: Source) -> list[str]:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from torchround.config import SourceTable
 from torchround.data import DataError
-from torchround.data import sources as sources_module
-from torchround.data.documents import Document
-from torchround.data.sources import Source
-from torchround.data.streams import open_source
+from torchround.data.document_types import Document
+from torchround.data.formats import sources as sources_module
+from torchround.data.formats.sources import Source
+from torchround.data.formats.streams import open_source
 
 Write = Callable[[Path, list[dict[str, Any]]], SourceTable]
 

@@ -10,10 +10,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data import vocabularies
+from tests.support import vocabularies
 from torchround.config import TokenizerTable
 from torchround.data import Tokenizer, TokenizerError, build_tokenizer
-from torchround.data.rank_file import LLAMA3, QWEN
+from torchround.data.text.tiktoken_file import LLAMA3, QWEN
 
 text_strategy = st.text(st.characters(codec="utf-8"), max_size=200)
 
@@ -94,7 +94,7 @@ FABRICATED = {token: rank for rank, token in enumerate(fabricated_ranks())}
 
 @settings(max_examples=80, deadline=None)
 @given(text=st.text(st.sampled_from("abcdthein 0123.\n'ü"), max_size=80))
-def test_a_llama3_rank_file_encodes_as_merging_one_pair_after_another_does(
+def test_a_llama3_tiktoken_file_encodes_as_merging_one_pair_after_another_does(
     llama3: Tokenizer, text: str
 ) -> None:
     pieces = regex.findall(LLAMA3.pattern, text)
@@ -143,7 +143,9 @@ def bytes_of(token: str) -> bytes:
 
 
 @pytest.fixture(scope="module", params=[("llama3", LLAMA3), ("qwen3", QWEN)], ids=["llama3", "qwen"])
-def rank_file(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+def tiktoken_file(
+    request, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     """Ours from a rank file of a trained vocabulary, and the reference that trained it."""
     name, known = request.param
     reference = vocabularies.train(name, 1000)
@@ -155,10 +157,10 @@ def rank_file(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokeni
     return build_tokenizer(TokenizerTable(path=str(path.parent))), reference
 
 
-def test_a_rank_file_gives_the_tokens_of_the_reference(
-    rank_file: tuple[Tokenizer, tokenizers.Tokenizer],
+def test_a_tiktoken_file_gives_the_tokens_of_the_reference(
+    tiktoken_file: tuple[Tokenizer, tokenizers.Tokenizer],
 ) -> None:
-    ours, reference = rank_file
+    ours, reference = tiktoken_file
     generator = random.Random(0)
     texts = vocabularies.real_text() + [vocabularies.random_text(generator) for _ in range(2500)]
     texts = [text for text in texts if not any(token in text for token in ("<think>", "</tool_call>"))]

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
-from tests.data import vocabularies
-from tests.data.vocabularies import FAMILIES, random_text, real_text, train, write
+from tests.support import vocabularies
+from tests.support.vocabularies import FAMILIES, random_text, real_text, train, write
 from torchround.config import TokenizerTable
 from torchround.data import Tokenizer, TokenizerError, build_tokenizer
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     ToyBlock,
     assert_same_state,

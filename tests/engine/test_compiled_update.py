@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     assert_same_state,
     toy_batches,
@@ -19,7 +19,7 @@ from torchround.config import EngineTable
 from torchround.engine import build
 from torchround.engine.cpu_threads import update_threads
 from torchround.engine.errors import PipelineError
-from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim.kernel import AdamWKernel, KernelError
 
 PARTITION = PARTITIONS["forward coarser"]
@@ -110,7 +110,7 @@ def test_a_fault_while_the_update_compiles_ends_every_thread(monkeypatch):
             time.sleep(0.01)
 
     monkeypatch.setattr("torchround.engine.optimizer_worker.get_kernels", endless_kernels)
-    monkeypatch.setattr("tests.engine.toy.ToyBlock.forward", lambda *_: 1 / 0)
+    monkeypatch.setattr("tests.support.toy.ToyBlock.forward", lambda *_: 1 / 0)
     model = toy_model()
     with pytest.raises(PipelineError, match="ZeroDivisionError"):
         train(toy_engine(model, toy_store(model), PARTITION, 2, compile_update=True), BATCHES)

@@ -6,9 +6,9 @@ In deterministic mode and without TF32, which are the caller's to set: the engin
 import pytest
 import torch
 
-from tests.engine.cuda_toy import DeviceLoop, cuda_engine
-from tests.engine.toy import PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
-from torchround.engine.update_policy import ASYNC
+from tests.support.cuda_toy import DeviceLoop, cuda_engine
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
+from torchround.engine.store.bundles import ASYNC
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.partition import Partition

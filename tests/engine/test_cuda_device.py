@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     PlainLoop,
     assert_same_state,
@@ -20,10 +20,10 @@ from tests.engine.toy import (
     toy_store,
     train,
 )
-from torchround.engine import host_memory
 from torchround.engine.device import UPLOADS, CudaDevice, Stream
 from torchround.engine.errors import DeviceMemoryError
 from torchround.engine.link_probe import LEAST_BYTES, measure_rates
+from torchround.engine.store import host_memory
 
 
 class FakeEvent:

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.cuda_toy import cuda_engine
-from tests.engine.toy import PARTITIONS, ToyBlock, assert_same_state, toy_batches, toy_model, toy_store, train
+from tests.support.cuda_toy import cuda_engine
+from tests.support.toy import (
+    PARTITIONS,
+    ToyBlock,
+    assert_same_state,
+    toy_batches,
+    toy_model,
+    toy_store,
+    train,
+)
 from torchround.engine.device import GIB, CudaDevice
 from torchround.engine.errors import DeviceMemoryError, PipelineError
 
@@ -121,8 +129,8 @@ def test_a_fixed_buffer_that_does_not_fit_is_named_with_what_is_free(little_memo
 POISON = """
 import os, sys, threading
 import torch
-from tests.engine.cuda_toy import cuda_engine
-from tests.engine.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
+from tests.support.cuda_toy import cuda_engine
+from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
 from torchround.engine.errors import PipelineError
 
 store = toy_store(toy_model(), pinned=True)

@@ -5,13 +5,13 @@ import gc
 import pytest
 import torch
 
-from tests.engine.cuda_toy import cuda_engine
-from tests.engine.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
+from tests.support.cuda_toy import cuda_engine
+from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.config.tables_engine import PlanTable
 from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
-from torchround.engine.host_memory import CudaPageLocker, HostMemory
-from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.store.host_memory import CudaPageLocker, HostAllocator
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 
@@ -60,13 +60,13 @@ def test_what_devices_touch_is_page_locked_and_released(locks):
 
 def test_memory_that_is_dropped_without_closing_can_be_locked_again(locks):
     for _ in range(20):
-        HostMemory(True).allocate(3 * MIB + 1, for_devices=True)
+        HostAllocator(True).allocate(3 * MIB + 1, for_devices=True)
         gc.collect()
     assert [status for _, status in locks["lock"] + locks["unlock"]] == [0] * 40
 
 
 def test_a_failed_registration_leaves_no_error_behind():
-    locker, memory = CudaPageLocker(), HostMemory(True)
+    locker, memory = CudaPageLocker(), HostAllocator(True)
     taken = memory.allocate(MIB, for_devices=True)
     assert locker.lock(taken.data_ptr(), MIB) != 0, "it is locked already"
     assert torch.ones(5, device="cuda").sum().item() == 5

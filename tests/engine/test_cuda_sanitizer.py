@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-SCRIPT = Path(__file__).parent / "sanitized_run.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "sanitized_run.py"
 
 
 def sanitized(*arguments):

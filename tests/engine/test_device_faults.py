@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     assert_same_state,
     toy_batches,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.engine.cuda_toy import DeviceLoop
-from tests.engine.toy import (
+from tests.support.cuda_toy import DeviceLoop
+from tests.support.toy import (
     PARTITIONS,
     assert_same_state,
     toy_batches,

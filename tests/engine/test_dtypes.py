@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.engine.toy import PARTITIONS, toy_batches, toy_model, train
+from tests.support.toy import PARTITIONS, toy_batches, toy_model, train
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.build import build_engine, build_store, choose_devices
 from torchround.pipeline.plan import Plan

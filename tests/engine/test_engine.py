@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.toy import (
+from tests.support.toy import (
     OPTIMIZER,
     PARTITIONS,
     assert_same_state,

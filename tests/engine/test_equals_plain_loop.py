@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.toy import (
+from tests.support.toy import (
     MAX_NORM,
     OPTIMIZER,
     PARTITIONS,
@@ -18,7 +18,7 @@ from tests.engine.toy import (
     toy_store,
     train,
 )
-from torchround.engine.update_policy import ASYNC
+from torchround.engine.store.bundles import ASYNC
 from torchround.layer import MicroBatch
 
 STEPS = 20

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     ToyBlock,
     assert_same_state,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.toy import (
+from tests.support.toy import (
     MAX_NORM,
     OPTIMIZER,
     PARTITIONS,
@@ -20,8 +20,9 @@ from tests.engine.toy import (
     toy_model,
     toy_store,
 )
-from torchround.engine.update_policy import ASYNC, SYNC
-from torchround.optim import adamw_update_, clip_scale, decayed_names, loss_scale, sum_of_squares
+from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
+from torchround.optim import stability as loss_scale
 
 PARTITION = PARTITIONS["forward coarser"]
 LR = 1e-2

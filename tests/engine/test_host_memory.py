@@ -11,10 +11,10 @@ import warnings
 
 import pytest
 
-from torchround.engine import host_memory
-from torchround.engine.host_memory import HostMemory, PinningWarning
-from torchround.engine.host_store import HostStore
-from torchround.engine.update_policy import ASYNC
+from torchround.engine.store import host_memory
+from torchround.engine.store.bundles import ASYNC
+from torchround.engine.store.host_memory import HostAllocator, PinningWarning
+from torchround.engine.store.host_store import HostStore
 
 PAGE = 4096
 CHUNK = 64 * PAGE
@@ -50,7 +50,7 @@ def small_chunks(monkeypatch):
 
 def test_buffers_are_exact_zeroed_and_share_no_page(small_chunks):
     locker = RecordingLocker()
-    memory = HostMemory(True, locker)
+    memory = HostAllocator(True, locker)
     sizes = [4, 256, PAGE, 3 * PAGE + 1, 2 * CHUNK + 100]
     buffers = [memory.allocate(size, for_devices=True) for size in sizes]
     assert [buffer.numel() for buffer in buffers] == sizes
@@ -63,14 +63,14 @@ def test_buffers_are_exact_zeroed_and_share_no_page(small_chunks):
 
 def test_memory_that_only_the_host_uses_is_not_locked():
     locker = RecordingLocker()
-    for memory, for_devices in ((HostMemory(True, locker), False), (HostMemory(False, locker), True)):
+    for memory, for_devices in ((HostAllocator(True, locker), False), (HostAllocator(False, locker), True)):
         assert not memory.allocate(3 * PAGE, for_devices).any()
     assert locker.locked == {}
 
 
 def test_a_failed_lock_is_one_warning_and_only_what_was_locked_is_unlocked(small_chunks):
     locker = RecordingLocker(capacity=2)
-    memory = HostMemory(True, locker)
+    memory = HostAllocator(True, locker)
     with pytest.warns(PinningWarning, match=r"could not page-lock .* \(CUDA error 2\)") as caught:
         buffers = [memory.allocate(4 * CHUNK, for_devices=True) for _ in range(3)]
     assert len(caught) == 1 and locker.refused == 1
@@ -82,7 +82,7 @@ def test_a_failed_lock_is_one_warning_and_only_what_was_locked_is_unlocked(small
 
 def test_a_buffer_that_is_dropped_is_unlocked_before_its_memory_goes(small_chunks):
     locker = RecordingLocker()
-    memory = HostMemory(True, locker)
+    memory = HostAllocator(True, locker)
     buffer = memory.allocate(2 * CHUNK, for_devices=True)
     view = buffer[PAGE : 2 * PAGE]
     del buffer
@@ -96,7 +96,7 @@ def test_a_buffer_that_is_dropped_is_unlocked_before_its_memory_goes(small_chunk
 
 def test_closing_twice_unlocks_once():
     locker = RecordingLocker()
-    memory = HostMemory(True, locker)
+    memory = HostAllocator(True, locker)
     buffer = memory.allocate(10, for_devices=True)
     memory.close()
     memory.close()
@@ -105,7 +105,7 @@ def test_closing_twice_unlocks_once():
 
 def test_a_forked_process_neither_holds_the_memory_nor_unlocks_it():
     locker = RecordingLocker()
-    memory = HostMemory(True, locker)
+    memory = HostAllocator(True, locker)
     memory.allocate(PAGE, for_devices=True)
     kept = memory.allocate(PAGE, for_devices=True)
     with warnings.catch_warnings():
@@ -122,7 +122,7 @@ def test_a_forked_process_neither_holds_the_memory_nor_unlocks_it():
 
 def test_a_forked_process_leaves_what_took_the_memorys_place():
     """There the object is garbage of its own time, when a library may have been loaded where the buffer is here."""
-    memory = HostMemory(True, RecordingLocker())
+    memory = HostAllocator(True, RecordingLocker())
     buffer = memory.allocate(PAGE, for_devices=True)
     libc, address = ctypes.CDLL(None, use_errno=True), buffer.data_ptr()
     libc.mmap.restype = ctypes.c_void_p
@@ -146,7 +146,7 @@ def test_a_forked_process_leaves_what_took_the_memorys_place():
 
 
 def test_a_store_locks_weights_and_gradients_and_nothing_else(monkeypatch):
-    from tests.engine.toy import toy_model
+    from tests.support.toy import toy_model
 
     locker = RecordingLocker()
     monkeypatch.setattr(host_memory, "CudaPageLocker", lambda: locker)

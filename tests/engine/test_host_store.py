@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     PlainLoop,
     assert_same_state,
@@ -16,8 +16,8 @@ from tests.engine.toy import (
     toy_store,
     train,
 )
-from torchround.engine.host_store import Bundle, HostStore
-from torchround.engine.update_policy import ASYNC, POLICIES, SYNC
+from torchround.engine.store.bundles import ASYNC, POLICIES, SYNC, Bundle
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     ToyBlock,
     assert_same_state,
@@ -18,7 +18,7 @@ from torchround.engine import lifecycle
 from torchround.engine.device import CpuDevice
 from torchround.engine.errors import DeviceMemoryError, PipelineError
 from torchround.engine.ordering import Ordering
-from torchround.engine.update_policy import ASYNC
+from torchround.engine.store.bundles import ASYNC
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)

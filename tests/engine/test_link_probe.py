@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.engine.toy import toy_model, toy_store
+from tests.support.toy import toy_model, toy_store
 from torchround.engine import link_probe
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.link_probe import LEAST_BYTES, PROBE_BYTES, find_link_use, measure_rates

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from tests.engine.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
-from torchround.engine.measure import measured_costs, one_layer_a_stage
+from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.optimizer_worker import BundleUpdate
+from torchround.engine.results import costs_from_reports, one_layer_a_stage
 from torchround.pipeline.costs import Costs, LayerCost
 
 COUNTED = Costs(tuple(LayerCost(f"layer.{index}", 1.0, 2.0, weight_bytes=7) for index in range(7)), hop_s=0.5)
@@ -38,7 +38,7 @@ def test_each_block_gets_its_own_time(monkeypatch):
     with toy_engine(model, toy_store(model), one_layer_a_stage(7), 2) as engine:
         result = engine.forward_backward(toy_batches(1, micro_batches=3)[0])
         engine.step(1e-2)
-        costs = measured_costs(COUNTED, result.reports())
+        costs = costs_from_reports(COUNTED, result.reports())
     for index, seconds in sleeps.items():
         assert costs.layers[index].forward_s >= seconds
     others = (0, 1, 3, 5)
@@ -46,7 +46,7 @@ def test_each_block_gets_its_own_time(monkeypatch):
 
 
 def test_bytes_names_and_the_heads_proportion_stay_as_counted():
-    costs = measured_costs(COUNTED, reports_of(2))
+    costs = costs_from_reports(COUNTED, reports_of(2))
     assert [layer.name for layer in costs.layers] == [layer.name for layer in COUNTED.layers]
     assert all(layer.weight_bytes == 7 for layer in costs.layers) and costs.hop_s == 0.5
     head = costs.layers[-1]
@@ -63,9 +63,9 @@ def test_each_layer_gets_the_median_time_of_its_update_and_skipped_updates_do_no
         update((0, 2.0), (0, 1.0), (3, 0.5)),
         update((0, 2.0), (3, 0.25)),
     ]
-    costs = measured_costs(COUNTED, reports_of(1), updates)
+    costs = costs_from_reports(COUNTED, reports_of(1), updates)
     assert [layer.optimizer_s for layer in costs.layers] == pytest.approx([2.0, 0, 0, 0.25, 0, 0, 0])
-    assert all(layer.optimizer_s == 0 for layer in measured_costs(COUNTED, reports_of(1), [[]]).layers)
+    assert all(layer.optimizer_s == 0 for layer in costs_from_reports(COUNTED, reports_of(1), [[]]).layers)
 
 
 def test_one_layer_a_stage_is_the_finest_partition():

@@ -8,12 +8,12 @@ import threading
 import pytest
 import torch
 
-from tests.engine.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Fact, Ordering
 from torchround.engine.race_checker import find_races
 from torchround.engine.recording import AccessLog, Action, Entry, RecordingDevice, Region
-from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
 
 ONE_STAGE = PARTITIONS["one stage"]
 

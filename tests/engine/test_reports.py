@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tests.engine.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train
+from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine import optimizer_worker
 
 PARTITION = PARTITIONS["forward coarser"]

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from tests.engine.toy import PARTITIONS, ToyLayer, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import PARTITIONS, ToyLayer, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.optimizer_worker import OptimizerWorker
-from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
 
 POLICIES = pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
 STEPS = 6

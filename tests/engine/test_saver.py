@@ -5,21 +5,14 @@ import threading
 import pytest
 import torch
 
-from tests.engine.toy import (
-    PARTITIONS,
-    assert_same_state,
-    toy_batches,
-    toy_engine,
-    toy_model,
-    toy_store,
-)
+from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
 from torchround.engine.race_checker import find_races
 from torchround.engine.recording import AccessLog, RecordingDevice
-from torchround.engine.update_policy import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, SYNC
 
 PARTITION = PARTITIONS["backward coarser"]
 STEPS = 5

@@ -3,7 +3,7 @@
 import json
 from itertools import pairwise
 
-from tests.engine.toy import (
+from tests.support.toy import (
     OPTIMIZER,
     PARTITIONS,
     assert_same_state,

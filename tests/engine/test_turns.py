@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     PlainLoop,
     assert_same_state,
@@ -26,8 +26,8 @@ from torchround.engine.errors import PipelineError
 from torchround.engine.ordering import Ordering
 from torchround.engine.race_checker import find_races
 from torchround.engine.recording import AccessLog, Action, RecordingDevice
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.turns import REMEMBERED, Turns
-from torchround.engine.update_policy import ASYNC, SYNC
 
 FINEST = PARTITIONS["one layer a stage"]
 MICRO_BATCHES = 4

@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from tests.engine.toy import (
+from tests.support.planted_hangs import over, planted
+from tests.support.toy import (
     PARTITIONS,
     ToyBlock,
     assert_same_state,
@@ -19,7 +20,6 @@ from tests.engine.toy import (
     toy_store,
     train,
 )
-from tests.hangs import over, planted
 from torchround.engine import lifecycle
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import HangError

@@ -1,14 +1,14 @@
-"""One zygote for all tests here: it imports torch once."""
+"""One fork server for all tests here: it imports torch once."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.zygote import Zygote, zygote_in
+from tests.support.fork_server import ForkServer, fork_server_in
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Forks processes that train."""
-    with zygote_in(tmp_path_factory.mktemp("children")) as zygote:
-        yield zygote
+    with fork_server_in(tmp_path_factory.mktemp("children")) as fork_server:
+        yield fork_server

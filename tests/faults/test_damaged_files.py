@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.small_run import ASYNC, STEPS, SmallRuns, before_step, interrupt, small_runs
+from tests.support.small_run import ASYNC, STEPS, SmallRuns, before_step, interrupt, small_runs
 from torchround.checkpoint import Checkpointer, DamagedCheckpointError, verify_checkpoint
 
 __all__ = ["small_runs"]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.zygote import Zygote
-from tests.small_run import ASYNC, SmallRuns
+from tests.support.fork_server import ForkServer
+from tests.support.small_run import ASYNC, SmallRuns
 from torchround.checkpoint import verify_checkpoint
 
 EVERY_SECOND = ["--checkpoint.interval_steps=2", "--training.steps=10", "--checkpoint.keep_latest_k=0"]
@@ -20,16 +20,18 @@ TROUBLES = {
 @pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_training_goes_on_the_old_checkpoint_verifies_and_saves_succeed_once_there_is_room(
-    zygote: Zygote, tmp_path: Path, trouble: str, mode: list[str]
+    fork_server: ForkServer, tmp_path: Path, trouble: str, mode: list[str]
 ) -> None:
     """In trouble while step 4 is dispatched and until step 8 is: the saves of steps 4 and 6 fail."""
     runs, disk = SmallRuns(tmp_path), SmallRuns(made(tmp_path / "disk"))
-    run = zygote.run("trains_while_the_disk_is", trouble, 4, 8, [*EVERY_SECOND, *mode], folder=disk.folder)
+    run = fork_server.run(
+        "trains_while_the_disk_is", trouble, 4, 8, [*EVERY_SECOND, *mode], folder=disk.folder
+    )
     assert run.wait() == 0, run.text()
     warnings = re.findall(r"^WARNING: .*checkpoint of step (\d+) could not be .*$", run.text(), re.MULTILINE)
     assert warnings == ["4", "6"] and re.search(TROUBLES[trouble], run.text()), run.text()
     assert "verified step 2 in trouble" in run.text()
-    whole = zygote.run("trains", ["--run.name=whole", *EVERY_SECOND, *mode], folder=tmp_path)
+    whole = fork_server.run("trains", ["--run.name=whole", *EVERY_SECOND, *mode], folder=tmp_path)
     assert whole.wait() == 0, whole.text()
     (disk.folder / "kept" / "run").rename(runs.path("run"))
     assert runs.saved("run") == [2, 8, 10]

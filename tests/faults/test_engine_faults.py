@@ -6,8 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.engine.toy import PARTITIONS, assert_same_state, toy_engine, toy_store, train
-from tests.faults.planted_faults import (
+from tests.support.planted_faults import (
     BATCHES,
     EXCEPTIONS,
     LAYER_SITES,
@@ -22,9 +21,10 @@ from tests.faults.planted_faults import (
     expected_place,
     fused_model,
 )
+from tests.support.toy import PARTITIONS, assert_same_state, toy_engine, toy_store, train
 from torchround.engine import optimizer_worker
 from torchround.engine.errors import PipelineError
-from torchround.engine.update_policy import POLICIES
+from torchround.engine.store.bundles import POLICIES
 
 CASES = draw_cases(120, seed=4)
 

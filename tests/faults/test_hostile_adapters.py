@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from tests.faults.hostile import Case, judge
-from tests.faults.scenarios import prepare
 from tests.faults.test_hostile_models import ADAPTED, BOMB, DEEP, adapter
-from tests.faults.zygote import Zygote
+from tests.support.fork_server import ForkServer
+from tests.support.hostile_cases import Case, judge
+from tests.support.scenarios import prepare
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 16, "bias": "none"}
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -76,6 +76,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_hostile_adapters_are_a_message_and_touch_nothing(zygote: Zygote, tmp_path: Path, name: str) -> None:
+def test_hostile_adapters_are_a_message_and_touch_nothing(
+    fork_server: ForkServer, tmp_path: Path, name: str
+) -> None:
     prepare(tmp_path)
-    judge(CASES[name], zygote, tmp_path)
+    judge(CASES[name], fork_server, tmp_path)

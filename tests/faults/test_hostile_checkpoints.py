@@ -15,9 +15,9 @@ import pytest
 import torch
 import xxhash
 
-from tests.faults.hostile import Case, judge
-from tests.faults.scenarios import prepare
-from tests.faults.zygote import Zygote
+from tests.support.fork_server import ForkServer
+from tests.support.hostile_cases import Case, judge
+from tests.support.scenarios import prepare
 
 TENSORS = "tensors-00000.safetensors"
 STEP = 5
@@ -37,11 +37,11 @@ DEEP = b'{"a":' * 100_000
 
 
 @pytest.fixture(scope="module")
-def saved(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a harmless run left."""
     folder = tmp_path_factory.mktemp("harmless")
     prepare(folder)
-    run = zygote.run("trains", ["--run.name=run"], folder=folder)
+    run = fork_server.run("trains", ["--run.name=run"], folder=folder)
     assert run.wait() == 0, run.text()
     return folder / "outputs" / "run"
 
@@ -324,11 +324,11 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a place that is a fraction": (progress(place=[0.5]), "data position"),
     "a place of too many numbers": (progress(place=[0, 0, 0]), "data position"),
     "an epoch that is infinite": (progress(epoch=float("inf")), "data position"),
-    "a source without its place": (without("place"), "none that a run could have left"),
-    "a source without its bad records": (without("bad"), "none that a run could have left"),
-    "no reader": (position(reader=None), "none that a run could have left"),
-    "tokens that are a table": (position(tokens={}), "none that a run could have left"),
-    "a position of the other packing too": (position(so_far=1), "none that a run could have left"),
+    "a source without its place": (without("place"), "invalid data position"),
+    "a source without its bad records": (without("bad"), "invalid data position"),
+    "no reader": (position(reader=None), "invalid data position"),
+    "tokens that are a table": (position(tokens={}), "invalid data position"),
+    "a position of the other packing too": (position(so_far=1), "invalid data position"),
     "a field that no source has": (progress(__class__=1), "data position"),
     "a source that is not there": (
         state(lambda content: content["data"]["position"]["reader"].update(source=99)),
@@ -356,13 +356,13 @@ def given(harm: Callable[[Path], object]):
 GROUPS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a document longer than a sequence": (
         group(waiting=[[[1] * 17, [1] * 17, [0, 0, 0]]]),
-        "none that a run could have left: .*17 tokens of a document",
+        "invalid data position: .*17 tokens of a document",
     ),
     "a document of nothing": (
         group(waiting=[[[], [], [0, 0, 0]]]),
-        "none that a run could have left: .*0 tokens of a document",
+        "invalid data position: .*0 tokens of a document",
     ),
-    "a group that nothing is known of": (group(so_far=None), "none that a run could have left"),
+    "a group that nothing is known of": (group(so_far=None), "invalid data position"),
 }
 CASES = {name: Case(given(harm), says, GIVEN) for name, (harm, says) in CHECKPOINTS.items()} | {
     name: Case(given(harm), says, (*GIVEN, "--data.packing=best_fit"))
@@ -377,15 +377,15 @@ CASES["a group as a run leaves it"] = Case(
 )
 
 
-def judge_in_copy(case: Case, zygote: Zygote, folder: Path, saved: Path) -> None:
+def judge_in_copy(case: Case, fork_server: ForkServer, folder: Path, saved: Path) -> None:
     """Judge a case whose harm is in a run that was saved, or in what is given to it."""
     prepare(folder)
     shutil.copytree(saved, folder / "outputs" / "run")
-    judge(case, zygote, folder)
+    judge(case, fork_server, folder)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_checkpoint_is_a_message_and_touches_nothing(
-    zygote: Zygote, saved: Path, tmp_path: Path, name: str
+    fork_server: ForkServer, saved: Path, tmp_path: Path, name: str
 ) -> None:
-    judge_in_copy(CASES[name], zygote, tmp_path, saved)
+    judge_in_copy(CASES[name], fork_server, tmp_path, saved)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.hostile import Case, judge
-from tests.faults.scenarios import prepare
-from tests.faults.zygote import Zygote
+from tests.support.fork_server import ForkServer
+from tests.support.hostile_cases import Case, judge
+from tests.support.scenarios import prepare
 
 
 def small(text: str, before: str = ""):
@@ -124,23 +124,25 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_hostile_config_is_a_message_and_touches_nothing(zygote: Zygote, tmp_path: Path, name: str) -> None:
+def test_a_hostile_config_is_a_message_and_touches_nothing(
+    fork_server: ForkServer, tmp_path: Path, name: str
+) -> None:
     prepare(tmp_path)
-    judge(CASES[name], zygote, tmp_path)
+    judge(CASES[name], fork_server, tmp_path)
 
 
-def test_a_shell_s_words_in_a_name_are_a_name(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_shell_s_words_in_a_name_are_a_name(fork_server: ForkServer, tmp_path: Path) -> None:
     """Nothing expands variables or commands: the folder is called that."""
     prepare(tmp_path)
     folder = "outputs/$HOME $(touch pwned) `touch pwned`;touch pwned"
-    child = zygote.run("meets_harm", [f"--run.folder={folder}", "--training.steps=1"], folder=tmp_path)
+    child = fork_server.run("meets_harm", [f"--run.folder={folder}", "--training.steps=1"], folder=tmp_path)
     assert child.wait() == 0 and (tmp_path / folder / "small" / "config.toml").exists(), child.text()
     assert not list(tmp_path.rglob("pwned")) and "TOUCHED" not in child.text()
 
 
-def test_files_are_made_with_the_user_s_mask(zygote: Zygote, tmp_path: Path) -> None:
+def test_files_are_made_with_the_user_s_mask(fork_server: ForkServer, tmp_path: Path) -> None:
     prepare(tmp_path)
-    child = zygote.run("trains_under_mask", 0o027, ["--run.name=run"], folder=tmp_path)
+    child = fork_server.run("trains_under_mask", 0o027, ["--run.name=run"], folder=tmp_path)
     assert child.wait() == 0, child.text()
     made = [path for path in (tmp_path / "outputs").rglob("*")]
     assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o640}

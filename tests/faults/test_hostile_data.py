@@ -15,9 +15,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from tests.faults.hostile import Case, judge
-from tests.faults.scenarios import prepare
-from tests.faults.zygote import Zygote
+from tests.support.fork_server import ForkServer
+from tests.support.hostile_cases import Case, judge
+from tests.support.scenarios import prepare
 
 MEMBER_BYTES = 64 << 20  # of an archive, and as many of them as it takes to fill all memory
 LONG_BYTES = 192 << 20
@@ -272,16 +272,18 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_hostile_data_is_a_message_and_touches_nothing(zygote: Zygote, tmp_path: Path, name: str) -> None:
+def test_hostile_data_is_a_message_and_touches_nothing(
+    fork_server: ForkServer, tmp_path: Path, name: str
+) -> None:
     prepare(tmp_path)
-    judge(CASES[name], zygote, tmp_path)
+    judge(CASES[name], fork_server, tmp_path)
 
 
-def test_a_dataset_s_program_is_not_run(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_dataset_s_program_is_not_run(fork_server: ForkServer, tmp_path: Path) -> None:
     """A folder with a script of its own name, as the package datasets once ran it."""
     prepare(tmp_path)
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / "evil.py").write_text("import os\nos.system('touch pwned')\n")
-    child = zygote.run("meets_harm", [*reads("evil", format="dataset")], folder=tmp_path)
+    child = fork_server.run("meets_harm", [*reads("evil", format="dataset")], folder=tmp_path)
     assert child.wait() == 2 and "data.sources: dataset 'evil'" in child.text(), child.text()
     assert not list(tmp_path.rglob("pwned"))

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.faults.hostile import Case, judge
-from tests.faults.scenarios import prepare
-from tests.faults.zygote import Zygote
+from tests.support.fork_server import ForkServer
+from tests.support.hostile_cases import Case, judge
+from tests.support.scenarios import prepare
 
 HF = {
     "model_type": "llama",
@@ -359,13 +359,13 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_model_adapter_tokenizer_or_template_is_a_message_and_touches_nothing(
-    zygote: Zygote, tmp_path: Path, name: str
+    fork_server: ForkServer, tmp_path: Path, name: str
 ) -> None:
     prepare(tmp_path)
-    judge(CASES[name], zygote, tmp_path)
+    judge(CASES[name], fork_server, tmp_path)
 
 
-def test_code_that_a_model_names_is_not_run(zygote: Zygote, tmp_path: Path) -> None:
+def test_code_that_a_model_names_is_not_run(fork_server: ForkServer, tmp_path: Path) -> None:
     prepare(tmp_path)
     named = {
         "auto_map": {"AutoModel": "evil.Model"},
@@ -374,15 +374,15 @@ def test_code_that_a_model_names_is_not_run(zygote: Zygote, tmp_path: Path) -> N
     }
     with_config(**named)(tmp_path)
     (tmp_path / "release" / "evil.py").write_text("open('pwned', 'w')\n")
-    child = zygote.run("meets_harm", [*PRETRAINED, "--training.steps=1"], folder=tmp_path)
+    child = fork_server.run("meets_harm", [*PRETRAINED, "--training.steps=1"], folder=tmp_path)
     assert child.wait() == 0 and "TOUCHED" not in child.text(), child.text()
     assert not (tmp_path / "pwned").exists()
 
 
-def test_what_a_conversation_says_is_text_and_no_template(zygote: Zygote, tmp_path: Path) -> None:
+def test_what_a_conversation_says_is_text_and_no_template(fork_server: ForkServer, tmp_path: Path) -> None:
     """The assistant's turn holds `{{ 7 * 7 }}`."""
     prepare(tmp_path)
     turns = "{% for m in messages %}<|bos|>{{ m.role }}\n{{ m.content }}<|eos|>{% endfor %}"
     template(turns + "{% if add_generation_prompt %}<|bos|>assistant\n{% endif %}")(tmp_path)
-    child = zygote.run("meets_harm", [*CHATS, "--training.steps=1"], folder=tmp_path)
+    child = fork_server.run("meets_harm", [*CHATS, "--training.steps=1"], folder=tmp_path)
     assert child.wait() == 0 and "TOUCHED" not in child.text(), child.text()

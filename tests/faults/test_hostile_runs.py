@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.faults.hostile import Case
 from tests.faults.test_hostile_checkpoints import (
     BOMB,
     DEEP,
@@ -20,7 +19,8 @@ from tests.faults.test_hostile_checkpoints import (
     saved,
     tensor_values,
 )
-from tests.faults.zygote import Zygote
+from tests.support.fork_server import ForkServer
+from tests.support.hostile_cases import Case
 
 __all__ = ["saved"]
 
@@ -112,6 +112,6 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_hostile_folder_of_a_run_is_told_of_and_nothing_outside_is_touched(
-    zygote: Zygote, saved: Path, tmp_path: Path, name: str
+    fork_server: ForkServer, saved: Path, tmp_path: Path, name: str
 ) -> None:
-    judge_in_copy(RUNS[name], zygote, tmp_path, saved)
+    judge_in_copy(RUNS[name], fork_server, tmp_path, saved)

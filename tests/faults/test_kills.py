@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.zygote import Child, Zygote
-from tests.small_run import ASYNC, SmallRuns
+from tests.support.fork_server import Child, ForkServer
+from tests.support.small_run import ASYNC, SmallRuns
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 
 KILLS = 25  # for each way to train
@@ -17,12 +17,12 @@ STEPS = 25
 OFTEN = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1"]
 
 
-def killed(zygote: Zygote, folder: Path, arguments: list[str], moment: random.Random) -> Child:
+def killed(fork_server: ForkServer, folder: Path, arguments: list[str], moment: random.Random) -> Child:
     """A run that was killed, or that was complete before: three of four times at a file operation of a checkpoint."""
     if moment.random() < 0.75:
         delay_s = moment.choice((0.0, moment.uniform(0, 0.01)))
-        return zygote.run("is_killed_at", moment.randint(1, 80), delay_s, arguments, folder=folder)
-    child = zygote.start("trains", arguments, folder=folder)
+        return fork_server.run("is_killed_at", moment.randint(1, 80), delay_s, arguments, folder=folder)
+    child = fork_server.start("trains", arguments, folder=folder)
     time.sleep(moment.uniform(0, 0.4))
     child.send(signal.SIGKILL)
     child.wait()
@@ -44,31 +44,31 @@ def announced(child: Child) -> int:
 
 @pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
 def test_killed_at_random_moments_every_resume_succeeds_and_the_run_equals_an_uninterrupted_one(
-    zygote: Zygote, tmp_path: Path, mode: list[str]
+    fork_server: ForkServer, tmp_path: Path, mode: list[str]
 ) -> None:
     runs, moment, kills, number = SmallRuns(tmp_path), random.Random(5), 0, 0
-    whole = zygote.run("trains", ["--run.name=whole", *OFTEN, *mode], folder=tmp_path)
+    whole = fork_server.run("trains", ["--run.name=whole", *OFTEN, *mode], folder=tmp_path)
     assert whole.wait() == 0, whole.text()
     while kills < KILLS:
         number += 1
-        kills += kill_until_complete(zygote, runs, f"run-{number}", mode, moment, at_most=KILLS - kills)
+        kills += kill_until_complete(fork_server, runs, f"run-{number}", mode, moment, at_most=KILLS - kills)
         runs.assert_same(f"run-{number}", "whole", step=STEPS)
 
 
 def kill_until_complete(
-    zygote: Zygote, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
+    fork_server: ForkServer, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
 ) -> int:
     """A run that is killed and started again until it is complete; how often it was killed."""
     arguments = [f"--run.name={name}", *OFTEN, *mode]
     checkpoints, reached, kills = runs.path(name) / "checkpoints", 0, 0
     while reached < STEPS and kills < at_most:
-        child = killed(zygote, runs.folder, arguments, moment)
+        child = killed(fork_server, runs.folder, arguments, moment)
         assert child.wait() in (-signal.SIGKILL, 0), child.text()
         kills += child.wait() == -signal.SIGKILL
         resumed = re.search(r"^going on after step (\d+) ", child.text(), re.MULTILINE)
         assert resumed is None or int(resumed[1]) == reached, child.text()
         before, reached = reached, newest(checkpoints)
         assert reached >= max(before, announced(child)), child.text()
-    finished = zygote.run("trains", arguments, folder=runs.folder)
+    finished = fork_server.run("trains", arguments, folder=runs.folder)
     assert finished.wait() == 0, finished.text()
     return kills

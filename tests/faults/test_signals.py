@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.zygote import Zygote
-from tests.small_run import ASYNC, SmallRuns
+from tests.support.fork_server import ForkServer
+from tests.support.small_run import ASYNC, SmallRuns
 from torchround.checkpoint import verify_checkpoint
 from torchround.run.signals import SAME_REQUEST_S, STOP_SIGNALS
 
@@ -20,24 +20,24 @@ OFTEN = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1"]
 
 @pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
 def test_stopped_at_random_moments_the_run_says_so_is_saved_there_and_equals_an_uninterrupted_one(
-    zygote: Zygote, tmp_path: Path, mode: list[str]
+    fork_server: ForkServer, tmp_path: Path, mode: list[str]
 ) -> None:
     runs, moment, sent, number = SmallRuns(tmp_path), random.Random(2), 0, 0
-    whole = zygote.run("trains", ["--run.name=whole", *OFTEN, *mode], folder=tmp_path)
+    whole = fork_server.run("trains", ["--run.name=whole", *OFTEN, *mode], folder=tmp_path)
     assert whole.wait() == 0, whole.text()
     while sent < SIGNALS:
         number += 1
-        sent += stop_until_complete(zygote, runs, f"run-{number}", mode, moment, SIGNALS - sent)
+        sent += stop_until_complete(fork_server, runs, f"run-{number}", mode, moment, SIGNALS - sent)
         runs.assert_same(f"run-{number}", "whole", step=STEPS)
 
 
 def stop_until_complete(
-    zygote: Zygote, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
+    fork_server: ForkServer, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
 ) -> int:
     """A run that is stopped and started again until it is complete; how often it was stopped."""
     arguments, stops, last_step = [f"--run.name={name}", *OFTEN, *mode], 0, 0
     while True:
-        child = zygote.start("trains", arguments, folder=runs.folder)
+        child = fork_server.start("trains", arguments, folder=runs.folder)
         number = moment.choice(STOP_SIGNALS)
         if stops < at_most:
             child.wait_until(lambda text: "\nstep " in text)
@@ -55,10 +55,10 @@ def stop_until_complete(
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_a_signal_after_the_last_save_does_not_make_a_complete_run_a_failed_one(
-    zygote: Zygote, tmp_path: Path, number: signal.Signals
+    fork_server: ForkServer, tmp_path: Path, number: signal.Signals
 ) -> None:
     SmallRuns(tmp_path)
-    run = zygote.run("is_signalled_on_its_way_out", number, ["--run.name=run"], folder=tmp_path)
+    run = fork_server.run("is_signalled_on_its_way_out", number, ["--run.name=run"], folder=tmp_path)
     assert run.wait() == 0, run.text()
     assert run.text().endswith("saved after step 5 of 5; the run is complete\n")
     assert f"{number.name}: finishing" in run.text() and "interrupted" not in run.text()
@@ -66,20 +66,20 @@ def test_a_signal_after_the_last_save_does_not_make_a_complete_run_a_failed_one(
 
 @pytest.mark.parametrize("while_saving", [False, True], ids=["in a step", "in a save"])
 def test_a_second_signal_ends_the_run_at_once_and_what_was_saved_before_is_good(
-    zygote: Zygote, tmp_path: Path, while_saving: bool
+    fork_server: ForkServer, tmp_path: Path, while_saving: bool
 ) -> None:
     """Step 3, or the save after it, takes for ever."""
     runs, number = SmallRuns(tmp_path), signal.SIGTERM
     arguments = ["--run.name=run", *OFTEN]
-    child = zygote.start("hangs", "save" if while_saving else "step", 3, arguments, folder=tmp_path)
+    child = fork_server.start("hangs", "save" if while_saving else "step", 3, arguments, folder=tmp_path)
     child.wait_until(lambda text: "hanging" in text)
     child.send(number)
     child.wait_until(lambda text: "once more stops at once" in text)
     time.sleep(SAME_REQUEST_S + 0.1)
     child.send(number)
     assert child.wait() == -number, child.text()
-    whole = zygote.run("trains", ["--run.name=whole", *OFTEN], folder=tmp_path)
-    resumed = zygote.run("trains", arguments, folder=tmp_path)
+    whole = fork_server.run("trains", ["--run.name=whole", *OFTEN], folder=tmp_path)
+    resumed = fork_server.run("trains", arguments, folder=tmp_path)
     assert (whole.wait(), resumed.wait()) == (0, 0), resumed.text()
     saved_before = (
         2 if while_saving else 1

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tests.engine.toy import (
+from tests.support.toy import (
     PARTITIONS,
     ToyHead,
     assert_same_state,
@@ -17,7 +17,7 @@ from tests.engine.toy import (
     train,
 )
 from torchround.engine.device import CpuDevice, ForwardingDevice, Stream
-from torchround.engine.update_policy import ASYNC, POLICIES
+from torchround.engine.store.bundles import ASYNC, POLICIES
 
 BATCHES = toy_batches(4, micro_batches=4)
 PARTITION = PARTITIONS["forward coarser"]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts import export_hf
 from torchround.checkpoint import Checkpointer
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES, LoraShape, add_adapters
 
 TARGETS = ("q_proj", "o_proj", "gate_proj", "down_proj")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts import export_hf
 from torchround.checkpoint import Checkpointer
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.models import FAMILIES
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.toy import assert_same_state, toy_engine, train
-from torchround.engine.host_store import HostStore
+from tests.support.toy import assert_same_state, toy_engine, train
 from torchround.engine.race_checker import find_races
 from torchround.engine.recording import AccessLog, RecordingDevice
+from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
@@ -136,8 +136,8 @@ USES_A_MAPPING = """
 import sys
 from pathlib import Path
 import torch
-from torchround.hf.folder import read_header
-from torchround.hf.mapping import MappedFiles
+from torchround.hf.tensor_folder import read_header
+from torchround.hf.tensor_folder import MappedFiles
 
 path = Path(sys.argv[1])
 numbers = MappedFiles().flat(read_header(path)["numbers"])

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from scripts import export_hf
 from torchround.checkpoint import Checkpointer
 from torchround.config import LoraTable
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights, WithAdapters, read_adapters
 from torchround.models import LoraShape, adapter_names, add_adapters
 

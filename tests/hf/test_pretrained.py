@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchround.engine.host_store import HostStore
-from torchround.engine.update_policy import ASYNC
+from torchround.engine.store.bundles import ASYNC
+from torchround.engine.store.host_store import HostStore
 from torchround.hf import HFError, PretrainedWeights
 
 KINDS = ["llama3", "llama3 tied", "qwen3", "qwen3 moe", "gpt_oss"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 
 

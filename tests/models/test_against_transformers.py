@@ -23,7 +23,7 @@ from transformers import (
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine, EngineSettings
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import IGNORED_LABEL
 from torchround.models import FAMILIES
 from torchround.pipeline.partition import Partition

@@ -2,9 +2,8 @@
 
 import torch
 
-from torchround.models.common.experts import _WeightedSwiGLU
-from torchround.models.common.mlp import swiglu
-from torchround.models.gpt_oss.experts import _ClampedSwiGLU, _WeightedLookup
+from torchround.models.common.feed_forward import _WeightedSwiGLU, swiglu
+from torchround.models.gpt_oss.layers import _ClampedSwiGLU, _WeightedLookup
 
 ROWS, WIDTH = 6, 5
 

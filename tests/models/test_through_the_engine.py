@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.toy import PlainLoop, assert_same_state, toy_engine, toy_store, train
+from tests.support.toy import PlainLoop, assert_same_state, toy_engine, toy_store, train
 from torchround.models import FAMILIES
 from torchround.pipeline.partition import Partition
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.observe.records import record
-from torchround.observe.console import ConsoleReport, duration
+from tests.support.step_records import record
+from torchround.observe.reporters import ConsoleReport, duration
 
 
 class Clock:

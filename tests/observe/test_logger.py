@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.records import record
+from tests.support.step_records import record
 from torchround.config import MetricsTable
 from torchround.observe import MetricsFile, MetricsLogger, StepRecord, open_metrics
-from torchround.observe.console import ConsoleReport
+from torchround.observe.reporters import ConsoleReport
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,7 +104,7 @@ WANDB_PROGRAM = """
 import os, sys
 from pathlib import Path
 import psutil
-from tests.observe.records import ENGINE, record
+from tests.support.step_records import ENGINE, record
 from torchround.config import MetricsTable
 from torchround.observe import open_metrics
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.full_disk import files_limited_to
-from tests.observe.records import ENGINE, record
+from tests.support.disks import files_limited_to
+from tests.support.step_records import ENGINE, record
 from torchround.observe import EngineRecord, MetricsFile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,8 +176,8 @@ def test_a_file_that_can_only_be_opened_at_the_end_has_every_line(tmp_path: Path
 def test_what_was_logged_before_a_kill_is_there(tmp_path: Path) -> None:
     program = f"""
 import os, signal
-from tests.checkpoint.full_disk import files_limited_to
-from tests.observe.records import record
+from tests.support.disks import files_limited_to
+from tests.support.step_records import record
 from torchround.observe import MetricsFile
 file = MetricsFile({str(tmp_path / "metrics.jsonl")!r})
 for step in range(1, 8):

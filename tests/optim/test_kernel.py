@@ -20,26 +20,25 @@ from torch import Tensor
 
 from torchround.engine.cpu_threads import use_threads_here
 from torchround.optim import UpdateProgress, adamw_update_
-from torchround.optim.kernel import AdamWKernel, KernelError, kernel_library
-from torchround.optim.kernel_compiler import Dtypes, get_kernels
+from torchround.optim.kernel import AdamWKernel, KernelError, UpdateDtypes, get_kernels, kernel_library
 
 HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # What engines ask for: gradients in the master's dtype, or in fp32 where they are added up on the host. Every
-# other pair is compared with the plain pass when a run gets it (`kernel_compiler._check_bits`).
-PAIRS: list[Dtypes] = [(F32, F32), (BF16, BF16), (F16, F16), (F32, BF16)]
+# other pair is compared with the plain pass when a run gets it (`kernel._check_bits`).
+PAIRS: list[UpdateDtypes] = [(F32, F32), (BF16, BF16), (F16, F16), (F32, BF16)]
 
 Buffers = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> dict[Dtypes, AdamWKernel]:
+def kernels() -> dict[UpdateDtypes, AdamWKernel]:
     found = get_kernels(PAIRS, lambda: None)
     assert found.keys() == set(PAIRS)
     return found
 
 
-def random_buffers(numel: int, dtypes: Dtypes, seed: int = 0) -> Buffers:
+def random_buffers(numel: int, dtypes: UpdateDtypes, seed: int = 0) -> Buffers:
     """(weight, exp_avg, exp_avg_sq, gradient, master); second moments down to denormal numbers and zero."""
     generator = torch.Generator().manual_seed(seed)
     weight, exp_avg, gradient = (torch.randn(numel, generator=generator) for _ in range(3))
@@ -77,7 +76,7 @@ def thread_runs(work, threads: int) -> None:
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 def test_the_kernel_gives_the_plain_passs_bits_for_every_short_length(
-    kernels: dict[Dtypes, AdamWKernel], dtypes: Dtypes
+    kernels: dict[UpdateDtypes, AdamWKernel], dtypes: UpdateDtypes
 ) -> None:
     for numel in (*range(1, 70), 511, 512, 513):
         plain = random_buffers(numel, dtypes, seed=numel)
@@ -96,10 +95,10 @@ def test_the_kernel_gives_the_plain_passs_bits_for_every_short_length(
     seed=st.integers(0, 1000),
 )
 def test_its_bits_do_not_depend_on_length_cuts_or_threads(
-    kernels: dict[Dtypes, AdamWKernel],
+    kernels: dict[UpdateDtypes, AdamWKernel],
     numel: int,
     cuts: list[int],
-    dtypes: Dtypes,
+    dtypes: UpdateDtypes,
     threads: int,
     seed: int,
 ) -> None:
@@ -126,7 +125,7 @@ def test_the_number_of_threads_is_that_of_the_calling_thread_alone() -> None:
 
 
 def test_a_hundred_compiled_steps_are_as_near_to_float64_as_torch_adamw(
-    kernels: dict[Dtypes, AdamWKernel],
+    kernels: dict[UpdateDtypes, AdamWKernel],
 ) -> None:
     numel = 20_001
     start = torch.randn(numel, generator=torch.Generator().manual_seed(5))
@@ -152,7 +151,7 @@ def test_a_hundred_compiled_steps_are_as_near_to_float64_as_torch_adamw(
     assert torch.equal(master, weight.bfloat16())
 
 
-def test_master_may_be_the_fp32_weight_itself(kernels: dict[Dtypes, AdamWKernel]) -> None:
+def test_master_may_be_the_fp32_weight_itself(kernels: dict[UpdateDtypes, AdamWKernel]) -> None:
     plain = random_buffers(1000, (F32, F32))
     compiled = copy_of(plain)
     update((*plain[:4], plain[0]), None)
@@ -160,7 +159,7 @@ def test_master_may_be_the_fp32_weight_itself(kernels: dict[Dtypes, AdamWKernel]
     assert torch.equal(compiled[0], plain[0])
 
 
-def test_other_threads_run_python_during_an_update(kernels: dict[Dtypes, AdamWKernel]) -> None:
+def test_other_threads_run_python_during_an_update(kernels: dict[UpdateDtypes, AdamWKernel]) -> None:
     """A call of about 10 ms or more, in which a thread that sleeps 0.1 ms at a time must get on."""
     buffers = random_buffers(8 * 2**20, (BF16, BF16))
     buffers[2].fill_(1e-4)
@@ -183,7 +182,7 @@ def test_other_threads_run_python_during_an_update(kernels: dict[Dtypes, AdamWKe
     assert during > 30  # with the lock held it would be at most one a call
 
 
-def test_an_update_under_way_is_finished_by_the_plain_pass(kernels: dict[Dtypes, AdamWKernel]) -> None:
+def test_an_update_under_way_is_finished_by_the_plain_pass(kernels: dict[UpdateDtypes, AdamWKernel]) -> None:
     """What a retry does: `progress` says which elements hold new values already."""
     finished = random_buffers(5000, (BF16, BF16))
     buffers = copy_of(finished)
@@ -193,7 +192,9 @@ def test_an_update_under_way_is_finished_by_the_plain_pass(kernels: dict[Dtypes,
     assert_same_bits(buffers, finished)
 
 
-def test_a_kernel_that_refuses_its_arguments_has_touched_nothing(kernels: dict[Dtypes, AdamWKernel]) -> None:
+def test_a_kernel_that_refuses_its_arguments_has_touched_nothing(
+    kernels: dict[UpdateDtypes, AdamWKernel],
+) -> None:
     every_second = tuple(tensor[::2] for tensor in random_buffers(1000, (BF16, BF16)))
     before, progress = copy_of(every_second), UpdateProgress()  # type: ignore[arg-type]
     with pytest.raises(KernelError, match="contiguous"):
@@ -203,7 +204,7 @@ def test_a_kernel_that_refuses_its_arguments_has_touched_nothing(kernels: dict[D
 
 
 def test_a_second_run_finds_the_library_without_a_compiler(
-    kernels: dict[Dtypes, AdamWKernel], monkeypatch: pytest.MonkeyPatch
+    kernels: dict[UpdateDtypes, AdamWKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nonexistent")
     monkeypatch.setenv("PATH", "")
@@ -221,7 +222,7 @@ def test_the_library_is_named_by_what_decides_its_code(monkeypatch: pytest.Monke
 
 UPDATE_WITHOUT_COMPILER = """
 import torch
-from torchround.optim.kernel_compiler import get_kernels
+from torchround.optim.kernel import get_kernels
 print(get_kernels([(torch.bfloat16, torch.bfloat16)], lambda: None))
 """
 
@@ -268,7 +269,9 @@ class RunStopped(Exception):
 
 
 def test_a_kernel_with_other_bits_is_not_used(
-    kernels: dict[Dtypes, AdamWKernel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kernels: dict[UpdateDtypes, AdamWKernel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     original = AdamWKernel.__call__
 

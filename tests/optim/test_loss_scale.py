@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.optim import loss_scale
-from torchround.optim.loss_scale import HIGHEST_SCALE, INITIAL_SCALE, LOWEST_SCALE, LossScaling
+from torchround.optim import stability as loss_scale
+from torchround.optim.stability import HIGHEST_SCALE, INITIAL_SCALE, LOWEST_SCALE, LossScaling
 
 overflow_runs = st.lists(st.booleans(), min_size=1, max_size=60)
 

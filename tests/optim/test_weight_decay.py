@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.optim import decayed_names
 

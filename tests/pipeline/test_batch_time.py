@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pipeline.random_costs import all_partitions, costs, limits, partitions
+from tests.support.random_costs import all_partitions, costs, limits, partitions
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import MemoryLimits, device_memory, host_activation_bytes
 from torchround.pipeline.problem import Problem

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 
-from tests.pipeline.random_costs import costs
+from tests.support.random_costs import costs
 from torchround.pipeline.costs import (
     Costs,
     CostsError,

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pipeline.random_costs import partitions
+from tests.support.random_costs import partitions
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.host_buffers import HeldPass, boundary_pool_bytes, held_cuts, most_buffers
 from torchround.pipeline.memory import host_activation_bytes

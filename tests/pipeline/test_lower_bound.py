@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pipeline.random_costs import costs, limits
+from tests.support.random_costs import costs, limits
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.exhaustive_search import search_all
 from torchround.pipeline.lower_bound import lower_bound_s

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.pipeline.random_costs import all_partitions, costs, limits
+from tests.support.random_costs import all_partitions, costs, limits
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits, device_memory, host_activation_bytes
 from torchround.pipeline.partition import Partition

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pipeline.random_costs import costs as random_costs
-from tests.pipeline.random_costs import partitions
+from tests.support.random_costs import costs as random_costs
+from tests.support.random_costs import partitions
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.dispatch import dispatch_tasks
 from torchround.pipeline.partition import Partition

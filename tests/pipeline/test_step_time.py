@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pipeline.random_costs import costs, partitions
+from tests.support.random_costs import costs, partitions
 from torchround.pipeline import step_time
 from torchround.pipeline.costs import Costs, LayerCost, stage_seconds
 from torchround.pipeline.dispatch import dispatch_tasks

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.small_run import ASYNC, SmallRuns, before_step, interrupt, small_runs, with_model
+from tests.support.small_run import ASYNC, SmallRuns, before_step, interrupt, small_runs, with_model
 from torchround.layer import LayeredModel
 
 __all__ = ["small_runs"]

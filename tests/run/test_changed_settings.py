@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.small_run import ASYNC, STEPS, TWO_ROUNDS, SmallRuns, before_step, interrupt, small_runs
+from tests.support.small_run import ASYNC, STEPS, TWO_ROUNDS, SmallRuns, before_step, interrupt, small_runs
 
 __all__ = ["small_runs"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_run import TIED, SmallRuns, small_runs
+from tests.support.small_run import TIED, SmallRuns, small_runs
 from torchround.config import load_config
 from torchround.engine.build import DeviceChoice, model_costs
 from torchround.layer import LayeredModel

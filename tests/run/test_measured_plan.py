@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.small_run import ASYNC, STEPS, SmallRuns, before_step, interrupt, small_runs
+from tests.support.small_run import ASYNC, STEPS, SmallRuns, before_step, interrupt, small_runs
 from torchround.pipeline.plan import Plan
 
 __all__ = ["small_runs"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.small_run import SmallRuns, small_runs
+from tests.support.small_run import SmallRuns, small_runs
 
 __all__ = ["small_runs"]
 

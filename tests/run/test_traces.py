@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.small_run import ASYNC, TWO_ROUNDS, SmallRuns, small_runs
+from tests.support.small_run import ASYNC, TWO_ROUNDS, SmallRuns, small_runs
 
 __all__ = ["small_runs"]
 

@@ -9,8 +9,8 @@ import xxhash
 
 import scripts.soak
 from scripts.soak import Soak, SoakError, main, newest
-from tests.faults.zygote import zygote_in
-from tests.small_run import SmallRuns
+from tests.support.fork_server import fork_server_in
+from tests.support.small_run import SmallRuns
 from torchround.checkpoint import verify_checkpoint
 
 
@@ -62,10 +62,10 @@ def test_a_child_that_hangs_is_ended_also_while_something_is_awaited_from_it(
 ) -> None:
     monkeypatch.setattr(scripts.soak, "HUNG_AFTER_S", 0.5)
     SmallRuns(tmp_path)
-    (tmp_path / "zygote").mkdir()
-    with zygote_in(tmp_path / "zygote") as zygote:
+    (tmp_path / "fork_server").mkdir()
+    with fork_server_in(tmp_path / "fork_server") as fork_server:
         hanging = "hangs", "step", 1, ["--run.name=run"]
         with pytest.raises(SoakError, match="nothing came of it"):
-            Soak(zygote, tmp_path, seed=0)._ended(
+            Soak(fork_server, tmp_path, seed=0)._ended(
                 *hanging, folder=tmp_path, meanwhile=lambda child: child.wait_until(lambda text: False)
             )

@@ -3,10 +3,10 @@
 Read, tokenise, pack, batch, prefetch: a chain of `torchdata` nodes whose state goes into the checkpoint.
 """
 
-from torchround.data.batches import cut, num_tokens
 from torchround.data.errors import DataError, MissingTokenizerError, TokenizerError
 from torchround.data.loader import Loader, ValidationLoader, build_loader, build_validation_loader
-from torchround.data.tokenizer import Tokenizer, build_tokenizer
+from torchround.data.packing.batches import cut, num_tokens
+from torchround.data.text.tokenizer import Tokenizer, build_tokenizer
 
 __all__ = [
     "DataError",

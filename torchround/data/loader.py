@@ -14,19 +14,19 @@ import numpy as np
 from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, ValidationTable
-from torchround.data.batches import Batches, num_tokens
-from torchround.data.best_fit import BestFitPacker, in_changed_files
-from torchround.data.chat import ChatTemplate
 from torchround.data.errors import DataError
-from torchround.data.packing import PackedSequence, Packer
-from torchround.data.position import check_position
-from torchround.data.reader import Order, Reader
-from torchround.data.records import RecordReader
-from torchround.data.sources import Source
-from torchround.data.streams import open_source
+from torchround.data.formats.records import RecordReader
+from torchround.data.formats.sources import Source
+from torchround.data.formats.streams import open_source
+from torchround.data.packing.batches import Batches, num_tokens
+from torchround.data.packing.best_fit import BestFitPacker, in_changed_files
+from torchround.data.packing.contiguous import ContiguousPacker, PackedSequence
+from torchround.data.reader import MixSettings, Reader
+from torchround.data.text.chat import ChatTemplate
+from torchround.data.text.tokenizer import Tokenizer
 from torchround.data.tokenising import Tokenising
-from torchround.data.tokenizer import Tokenizer
-from torchround.layer import MicroBatch
+from torchround.layer import IGNORED_LABEL, MicroBatch
+from torchround.untrusted.data_position import check_data_position
 from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)
@@ -154,9 +154,7 @@ class Loader(Iterator[MicroBatch]):
             hint = f"; {REPAIRED}" if only_files else ""
             raise DataError(f"the saved data position is of other data: {text}{hint}")
         if position is not None:
-            first_places = [source.first_place() for source in self._sources]
-            most_tokens = self._seq_len if self._packs_whole else None
-            check_position(position, first_places, self._tokenizer.vocab_size, most_tokens)
+            self._check_position(position)
         if changed:
             what = what_a_change_costs(position, saved["sources"], current["sources"])
             told = f"going on at the same document numbers in changed files: {text}"
@@ -164,6 +162,17 @@ class Loader(Iterator[MicroBatch]):
             position = in_changed_files(position) if self._packs_whole and position else position
         self.close()
         self._position = position
+
+    def _check_position(self, position: Any) -> None:
+        """Raise `DataError` for a position that no run with these sources could have saved."""
+        first_cursors = [source.first_place() for source in self._sources]
+        whole_document_tokens = self._seq_len if self._packs_whole else None
+        try:
+            check_data_position(
+                position, first_cursors, self._tokenizer.vocab_size, IGNORED_LABEL, whole_document_tokens
+            )
+        except ValueError as error:
+            raise DataError(error) from error
 
     def close(self) -> None:
         """End the threads. The position stays; a further batch starts them again."""
@@ -199,7 +208,7 @@ class Loader(Iterator[MicroBatch]):
         pad_id = self._tokenizer.pad_id
         if self._packs_whole:
             return BestFitPacker(source, self._seq_len, pad_id, self._data.long_documents)
-        return Packer(source, self._seq_len, pad_id)
+        return ContiguousPacker(source, self._seq_len, pad_id)
 
     def _position_now(self, batches: BaseNode[MicroBatch | DataError]) -> dict[str, Any]:
         state: dict[str, Any] = batches.state_dict()
@@ -279,12 +288,14 @@ def open_sources(data: DataTable, tokenizer: Tokenizer) -> list[Source]:
     return [open_source(table, RecordReader(table, template, tokenizer.vocab_size)) for table in data.sources]
 
 
-def reading_order(data: DataTable, sources: Sequence[Source], seed: int, validation: bool = False) -> Order:
+def reading_order(
+    data: DataTable, sources: Sequence[Source], seed: int, validation: bool = False
+) -> MixSettings:
     """What fixes the order of documents. Raises `DataError` where a source's size is asked for and not known."""
     weights = [table.weight for table in data.sources]
     if data.weight_by == "size":
         weights = [weight * source.count() for weight, source in zip(weights, sources, strict=True)]
-    return Order(
+    return MixSettings(
         weights,
         shuffle=data.shuffle,
         seed=seed,

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from torchround.data.documents import Content, Document, Place
+from torchround.data.document_types import Content, Cursor, Document
 from torchround.data.errors import DataError
-from torchround.data.sources import Source
+from torchround.data.formats.sources import Source
 
 logger = logging.getLogger(__name__)
 WARNINGS_SHOWN = 10
@@ -24,7 +24,7 @@ TWO_WAYS_ON = 'repair it, or leave such records out with data.on_bad_record = "s
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPiece:
     """A part of document `number` of source number `source`, and whether it is the first and the last part.
 
     Numbers go on from epoch to epoch, and count documents that hold nothing or cannot be used.
@@ -40,10 +40,10 @@ class Piece:
 
 
 @dataclass
-class Progress:
+class SourceProgress:
     """How far one source is: passes finished, place in this pass, documents of it in use, drawn and bad ones."""
 
-    place: Place
+    place: Cursor
     epoch: int = 0
     used: int = 0
     drawn: int = 0
@@ -51,7 +51,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Order:
+class MixSettings:
     """What fixes which documents are read, and when.
 
     `epochs = None`: each source starts over, in a new order, when it is through. Otherwise each document comes
@@ -68,10 +68,10 @@ class Order:
     validation: bool = False
 
 
-class Reader(BaseNode[Piece]):
+class Reader(BaseNode[DocumentPiece]):
     """Pieces of documents in reading order. Documents that hold nothing are passed over. Raises `DataError`."""
 
-    def __init__(self, sources: Sequence[Source], order: Order) -> None:
+    def __init__(self, sources: Sequence[Source], order: MixSettings) -> None:
         super().__init__()
         self._sources = sources
         self._order = order
@@ -87,16 +87,16 @@ class Reader(BaseNode[Piece]):
             "offset": 0,
         }
         state = initial_state or fresh
-        self._progress = [Progress(**progress) for progress in state["sources"]]
+        self._progress = [SourceProgress(**progress) for progress in state["sources"]]
         self._source: int | None = state["source"]
         self._offset: int = state["offset"]
 
     def get_state(self) -> dict[str, Any]:
-        """Progress of each source, and the place in the document that is being read, if one is."""
+        """SourceProgress of each source, and the place in the document that is being read, if one is."""
         sources = [dict(vars(progress)) for progress in self._progress]
         return {"sources": sources, "source": self._source, "offset": self._offset}
 
-    def next(self) -> Piece:
+    def next(self) -> DocumentPiece:
         """The next piece, never empty; `StopIteration` after the last epoch."""
         while True:
             if self._source is None:
@@ -110,7 +110,7 @@ class Reader(BaseNode[Piece]):
             if piece is not None:
                 return piece
 
-    def _read(self, number: int, document: Document, after: Place) -> Piece | None:
+    def _read(self, number: int, document: Document, after: Cursor) -> DocumentPiece | None:
         """The piece of a document at the present offset, `None` where it is not to be used."""
         progress, offset, content = self._progress[number], self._offset, None
         drawn = progress.drawn
@@ -131,7 +131,9 @@ class Reader(BaseNode[Piece]):
             progress.used += content is not None
         if content is None:
             return None
-        return Piece(content, number, progress.epoch, document, offset == 0, next_offset is None, drawn)
+        return DocumentPiece(
+            content, number, progress.epoch, document, offset == 0, next_offset is None, drawn
+        )
 
     def _choose_source(self) -> int:
         """The source with the fewest documents for its weight; the first of equals."""
@@ -162,7 +164,7 @@ class Reader(BaseNode[Piece]):
         )
         self._source = None
 
-    def _skip_bad(self, progress: Progress, error: DataError) -> None:
+    def _skip_bad(self, progress: SourceProgress, error: DataError) -> None:
         progress.bad += 1
         if len(self.bad_records) < WARNINGS_SHOWN:
             self.bad_records.append(str(error))

@@ -7,11 +7,11 @@ import heapq
 from dataclasses import dataclass, field
 
 from torchround.config import DataTable
-from torchround.data.documents import Document
+from torchround.data.document_types import Document
 from torchround.data.loader import open_sources, reading_order
 from torchround.data.reader import Reader
+from torchround.data.text.tokenizer import Tokenizer
 from torchround.data.tokenising import tokenise
-from torchround.data.tokenizer import Tokenizer
 
 LONGEST = 5
 

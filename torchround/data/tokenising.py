@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from torchround.data.documents import Ids, Segment
+from torchround.data.document_types import TextSpan, TokenIds
 from torchround.data.errors import DataError
-from torchround.data.packing import TokenPiece
-from torchround.data.reader import Piece
-from torchround.data.tokenizer import Tokenizer
+from torchround.data.packing.contiguous import TokenPiece
+from torchround.data.reader import DocumentPiece
+from torchround.data.text.tokenizer import Tokenizer
 
 Result = Callable[[], TokenPiece | DataError]
 
@@ -31,7 +31,7 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
     reaches the caller as it was raised.
     """
 
-    def __init__(self, source: BaseNode[Piece], tokenizer: Tokenizer, num_workers: int) -> None:
+    def __init__(self, source: BaseNode[DocumentPiece], tokenizer: Tokenizer, num_workers: int) -> None:
         super().__init__()
         self._source = source
         self._tokenizer = tokenizer
@@ -81,12 +81,12 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
         else:
             self._ahead.append((self._start(piece), self._source.state_dict()))
 
-    def _start(self, piece: Piece) -> Result:
+    def _start(self, piece: DocumentPiece) -> Result:
         work = partial(tokenise, self._tokenizer, piece)
         return work if self._threads is None else self._threads.submit(work).result
 
 
-def tokenise(tokenizer: Tokenizer, piece: Piece) -> TokenPiece:
+def tokenise(tokenizer: Tokenizer, piece: DocumentPiece) -> TokenPiece:
     """Token ids as they are, a conversation as its template wrote it, text between BOS and EOS.
 
     BOS comes before a document's first token (where the vocabulary has one), EOS after its last.
@@ -106,7 +106,7 @@ def tokenise(tokenizer: Tokenizer, piece: Piece) -> TokenPiece:
     return TokenPiece(tokens, piece.first, learn, piece.last, piece.epoch, piece.source, piece.number)
 
 
-def _encoded(tokenizer: Tokenizer, segment: Segment) -> Ids:
+def _encoded(tokenizer: Tokenizer, segment: TextSpan) -> TokenIds:
     if segment.special:
         return np.array([tokenizer.special_id(segment.text)], dtype=np.int64)
     return tokenizer.encode_array(segment.text)

@@ -14,8 +14,8 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import GIB, CpuDevice, CudaDevice, Device
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.errors import EngineUsageError
-from torchround.engine.host_store import HostStore
-from torchround.engine.update_policy import POLICIES
+from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, LayerWork
 from torchround.optim import SpikeBounds
 from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work

@@ -28,7 +28,7 @@ from torchround.engine.compute import LayerCall
 from torchround.engine.ordering import Board
 from torchround.engine.staging import as_hidden, as_tuple
 from torchround.layer import Hidden, LayeredModel, MicroBatch
-from torchround.optim.kernel_compiler import cxx_compiler
+from torchround.optim.kernel import cxx_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ class LayerCompiler:
     """
 
     def __init__(self, model: LayeredModel, backend: str = "inductor") -> None:
-        self.kinds: list[Kind] = []
-        self._kind_of: list[Kind] = []
+        self.kinds: list[LayerKind] = []
+        self._kind_of: list[LayerKind] = []
         self._backend = backend
         self._turn = threading.Lock()
         self._compiles: dict[str, bool] = {}  # by kind of device
@@ -53,7 +53,7 @@ class LayerCompiler:
             code = (index == len(model.layers) - 1, _structure(layer))
             kind = next((kind for kind in self.kinds if kind.code == code), None)
             if kind is None:
-                kind = Kind(layer, code, is_last=code[0], backend=backend, turn=self._turn)
+                kind = LayerKind(layer, code, is_last=code[0], backend=backend, turn=self._turn)
                 self.kinds.append(kind)
             kind.layer_names.append(name)
             self._kind_of.append(kind)
@@ -85,7 +85,7 @@ class LayerCompiler:
         return self._compiles[device]
 
 
-class Kind:
+class LayerKind:
     """Layers of the same code, and what was compiled of it: a variant for each shape, device and fact that occurred."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Kind:
         named = list(layer.named_parameters(remove_duplicate=False))
         self.paths = [path for path, _ in named]
         self._trained = [parameter.requires_grad for _, parameter in named]
-        self.variants: dict[object, Variant] = {}
+        self.variants: dict[object, CompiledShape] = {}
         self._prototype = copy.deepcopy(layer)
         self._is_last = is_last
         self._backend = backend
@@ -132,14 +132,16 @@ class Kind:
                 if key not in self.variants and not self._given_up:
                     function = self._function(isinstance(hidden, Tensor))
                     wants = [differentiates and wanted for wanted in [*self._trained, *_floating(inputs)]]
-                    self._compile(key, Variant(function, wants, self._backend), board, micro_batch, tensors)
+                    self._compile(
+                        key, CompiledShape(function, wants, self._backend), board, micro_batch, tensors
+                    )
                 variant = self.variants.get(key)
         return None if variant is None else variant(micro_batch, tensors)
 
     def _compile(
         self,
         key: object,
-        variant: "Variant",
+        variant: "CompiledShape",
         board: Board,
         micro_batch: MicroBatch,
         tensors: list[Tensor],
@@ -185,7 +187,7 @@ class Kind:
         )
 
 
-class Variant:
+class CompiledShape:
     """A kind compiled for one shape. `wants` says which of parameters and inputs get gradients."""
 
     def __init__(self, function: Callable[..., Hidden], wants: Sequence[bool], backend: str) -> None:
@@ -236,7 +238,9 @@ class _Run(torch.autograd.Function):
     """Keeps the caller's leaves, with gradients that they hold already, out of what is compiled."""
 
     @staticmethod
-    def forward(ctx: Any, variant: Variant, micro_batch: MicroBatch, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, variant: CompiledShape, micro_batch: MicroBatch, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         inner, outputs = variant.forward(micro_batch, tensors)
         ctx.variant, ctx.inner, ctx.outputs = variant, inner, outputs
         found = tuple(output.detach() for output in outputs)

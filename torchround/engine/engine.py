@@ -21,8 +21,6 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.cpu_threads import update_threads
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
-from torchround.engine.host_memory import HostPool
-from torchround.engine.host_store import HostStore
 from torchround.engine.lifecycle import Lifecycle
 from torchround.engine.observer import Observer
 from torchround.engine.optimizer_worker import CollectGradients, OptimizerWorker, UpdateWeights
@@ -40,6 +38,8 @@ from torchround.engine.results import StepResult
 from torchround.engine.saver import PendingSave, SaveJob, Saver, SaveSource
 from torchround.engine.slots import upload_use
 from torchround.engine.staging import Boundary
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_store import HostStore
 from torchround.engine.turns import Turns
 from torchround.engine.watchdog import Watchdog, WatchedDevice
 from torchround.engine.worker import Worker, WorkerSetup
@@ -58,7 +58,7 @@ MOST_PASSES_UNDER_WAY = 2
 class EngineSettings:
     """How an engine runs. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
 
-    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel_compiler.py`), `compiler` the
+    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel.py`), `compiler` the
     layers; engines of one model that follow each other may share it. `turns` are groups of devices, by index, whose
     weight uploads take turns (`engine/turns.py`).
     """

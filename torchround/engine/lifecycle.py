@@ -9,8 +9,8 @@ from typing import Protocol
 
 from torchround.engine.device import Device
 from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
-from torchround.engine.host_memory import HostPool
 from torchround.engine.ordering import Board
+from torchround.engine.store.host_memory import HostPool
 
 # How long ending waits for all threads together, and then for an update under way from one bundle to the next. One
 # inside a computation cannot be interrupted; it is a daemon and ends with the process.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchround.engine.device import Device, Stream
-from torchround.engine.host_store import HostStore
+from torchround.engine.store.host_store import HostStore
 from torchround.pipeline.shared_links import LinkRates, LinkUse, use_of_links
 
 # A measurement is so many copies of so many bytes, 3 ms at 25 GB/s: enough that starting them does not count.

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from torchround.config import OptimizerTable
 from torchround.engine.cpu_threads import use_threads_here
 from torchround.engine.errors import PipelineError, Place, Stopped
-from torchround.engine.host_memory import HostBuffer, HostPool
-from torchround.engine.host_store import Bundle, HostStore
 from torchround.engine.ordering import Board, Fact, Ordering
 from torchround.engine.passes import read_loss
 from torchround.engine.staging import Boundary
+from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.host_memory import HostBuffer, HostPool
+from torchround.engine.store.host_store import HostStore
 from torchround.optim import UpdateProgress, adamw_update_, clip_scale, sum_of_squares
 from torchround.optim.adamw import UpdateKernel
-from torchround.optim.kernel_compiler import Dtypes, get_kernels
+from torchround.optim.kernel import UpdateDtypes, get_kernels
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class OptimizerWorker:
         self._num_threads = num_threads
         self.moves = 0
         self._compiles = compiles
-        self._kernels: Mapping[Dtypes, UpdateKernel] = {}
+        self._kernels: Mapping[UpdateDtypes, UpdateKernel] = {}
         self._squares: dict[int, float] = {}
         self._losses: list[float] = []
         self._num_labels = 0
@@ -127,7 +128,7 @@ class OptimizerWorker:
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
             self._on_failure(self._failure(error, self._store.is_consistent))
 
-    def _dtypes(self) -> set[Dtypes]:
+    def _dtypes(self) -> set[UpdateDtypes]:
         """What the bundles' gradients and masters are made of."""
         return {
             (bundle.gradient.dtype, bundle.masters[0].dtype)
@@ -271,7 +272,7 @@ class OptimizerWorker:
         job: UpdateWeights,
         gradient_scale: float,
         progress: tuple[UpdateProgress, UpdateProgress],
-        kernels: Mapping[Dtypes, UpdateKernel],
+        kernels: Mapping[UpdateDtypes, UpdateKernel],
     ) -> None:
         """AdamW on the parameters with weight decay, then on the others; `progress` lets a retry go on."""
         weight, first, second, gradient = bundle.weight, bundle.exp_avg, bundle.exp_avg_sq, bundle.gradient

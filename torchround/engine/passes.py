@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from torchround.engine.device import Event
-from torchround.engine.host_memory import HostPool
 from torchround.engine.observer import Observer
 from torchround.engine.reserve import Footprint, StagingSizes
 from torchround.engine.staging import Boundary, Packing, fill
+from torchround.engine.store.host_memory import HostPool
 from torchround.layer import MicroBatch
 from torchround.pipeline.partition import Partition, StageKind
 from torchround.pipeline.schedule import StageTask

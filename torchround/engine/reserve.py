@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchround.engine.host_memory import HostPool
-from torchround.engine.host_store import HostStore
 from torchround.engine.staging import Packing, aligned
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
 from torchround.pipeline.partition import Stage

@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from torchround.engine.errors import Stopped
-from torchround.engine.host_store import HostStore
 from torchround.engine.ordering import Board, Fact, Ordering
+from torchround.engine.store.host_store import HostStore
 
 T = TypeVar("T")
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from torchround.engine.device import Device, Event, Stream
-from torchround.engine.host_memory import HostPool
-from torchround.engine.host_store import HostStore, owner_of
 from torchround.engine.ordering import Ordering
+from torchround.engine.store.bundles import owner_of
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_store import HostStore
 from torchround.pipeline.memory import ROUNDING_ELEMENTS
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchround.engine.device import Device, Event
-from torchround.engine.host_memory import HostBuffer, HostPool
+from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.layer import Hidden
 
 ALIGNMENT_BYTES = 256

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from torchround.engine.device import Device, Event, Stream
-from torchround.engine.host_memory import HostPool
 from torchround.engine.ordering import Board, Fact
 from torchround.engine.reserve import LOSS_BYTES, StagingSizes
 from torchround.engine.staging import (
@@ -16,6 +15,7 @@ from torchround.engine.staging import (
     as_tuple,
     fill,
 )
+from torchround.engine.store.host_memory import HostPool
 from torchround.layer import Hidden, MicroBatch
 
 

@@ -17,11 +17,9 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.compute import LayerCall, Recomputation, forward, with_own_seed
 from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.errors import PipelineError, Place, Stopped
-from torchround.engine.host_memory import HostPool
-from torchround.engine.host_store import HostStore
 from torchround.engine.ordering import Board, Fact, Ordering
 from torchround.engine.passes import Order, Pass
-from torchround.engine.reports import Piece, SlotReport
+from torchround.engine.results import DeviceSpan, SlotReport
 from torchround.engine.slots import (
     GradientDownload,
     Slot,
@@ -31,6 +29,8 @@ from torchround.engine.slots import (
     bind,
 )
 from torchround.engine.staging import RingEntry, as_tuple
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_store import HostStore
 from torchround.engine.traffic import Traffic
 from torchround.engine.turns import Turns
 from torchround.layer import Hidden
@@ -77,7 +77,7 @@ class Worker:
         self._upload: WeightUpload | None = None
         self._download: GradientDownload | None = None
         self._traffic = Traffic(device, setup.board, setup.pool)
-        self._pieces: list[Piece] = []
+        self._pieces: list[DeviceSpan] = []
         self._idle_since: Mark | None = None
         self._reported_bytes = (0, 0)
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
@@ -251,7 +251,7 @@ class Worker:
         assert self._micro_batch is not None, "computation outside a stage"
         start = self._device.mark(Stream.COMPUTE)
         result = self._device.run(Stream.COMPUTE, work, reads, writes)
-        self._pieces.append(Piece(kind, self._micro_batch, start, self._device.mark(Stream.COMPUTE)))
+        self._pieces.append(DeviceSpan(kind, self._micro_batch, start, self._device.mark(Stream.COMPUTE)))
         return result
 
     def _bring_hidden(self, work: Pass, stage: Stage, m: int) -> tuple[Hidden | None, RingEntry | None]:

@@ -3,8 +3,7 @@
 This room knows tensor names, shapes and dtypes, and no model family: which parameter is which tensor is given.
 """
 
-from torchround.hf.adapters import WithAdapters, read_adapters
-from torchround.hf.errors import HFError
-from torchround.hf.pretrained import PretrainedWeights
+from torchround.hf.pretrained import PretrainedWeights, WithAdapters, read_adapters
+from torchround.hf.tensor_folder import HFError
 
 __all__ = ["HFError", "PretrainedWeights", "WithAdapters", "read_adapters"]

@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 
 from torchround.checkpoint.tensor_file import DTYPE_NAMES, memory_of
-from torchround.hf.errors import HFError
-from torchround.hf.files import PIECE_BYTES, TensorFiles
-from torchround.hf.folder import INDEX_FILE, SINGLE_FILE, StoredTensor
 from torchround.hf.pretrained import HFTensors
+from torchround.hf.tensor_folder import (
+    INDEX_FILE,
+    PIECE_BYTES,
+    SINGLE_FILE,
+    HFError,
+    StoredTensor,
+    TensorFiles,
+)
 
 SHARD_BYTES = 5 * 10**9  # as transformers writes them
 

@@ -4,6 +4,7 @@ Everything that headers can tell is checked before the first byte is read, and r
 (MXFP4: one expert matrix), so a model is never in memory twice.
 """
 
+import json
 import os
 import sys
 from collections import defaultdict
@@ -14,18 +15,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchround.hf.errors import HFError
-from torchround.hf.files import PIECE_BYTES, TensorFiles
-from torchround.hf.folder import SINGLE_FILE, StoredTensor, read_folder
-from torchround.hf.mapping import MappedFiles, can_map
+from torchround.config import LoraTable
 from torchround.hf.mxfp4 import BLOCK, dequantise
+from torchround.hf.tensor_folder import (
+    PIECE_BYTES,
+    SINGLE_FILE,
+    HFError,
+    MappedFiles,
+    StoredTensor,
+    TensorFiles,
+    can_map,
+    read_folder,
+)
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LISTED_NAMES = 20
 
 # One tensor, or several that are stacked along a new first dimension.
 HFTensors = str | tuple[str, ...]
-Part = tuple[str, Tensor]
+NamedView = tuple[str, Tensor]
 
 
 class PretrainedWeights:
@@ -166,7 +174,7 @@ def _names_in(tensors: HFTensors) -> tuple[str, ...]:
     return (tensors,) if isinstance(tensors, str) else tensors
 
 
-def _parts(tensors: HFTensors, view: Tensor) -> Iterator[Part]:
+def _parts(tensors: HFTensors, view: Tensor) -> Iterator[NamedView]:
     if isinstance(tensors, str):
         yield tensors, view
     else:
@@ -207,3 +215,53 @@ def _progress(folder: Path, total_bytes: int) -> Iterator[Callable[[int], object
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(f"reading {folder}", total=total_bytes)
         yield lambda nbytes: bar.advance(task, nbytes)
+
+
+# LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_TENSOR_FILE = "adapter_model.safetensors"
+
+
+def read_adapters(
+    table: LoraTable, names: Mapping[str, HFTensors], shapes: Mapping[str, Sequence[int]]
+) -> PretrainedWeights:
+    """The adapters in the folder `table.path`, for parameters `names`.
+
+    Raises `HFError` where they are of another rank or scale, of a kind that is not built, or other tensors.
+    """
+    folder = Path(os.path.expanduser(table.path or ""))
+    try:
+        content = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
+        found = {key: content.get(key) for key in ("peft_type", "r", "lora_alpha", "bias")}
+        special = [
+            key for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern") if content.get(key)
+        ]
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise HFError(f"lora.path: {folder / ADAPTER_CONFIG_FILE} cannot be read: {error}") from error
+    wanted = {"peft_type": "LORA", "r": table.rank, "lora_alpha": table.alpha, "bias": "none"}
+    wrong = [
+        f"{key} is {found[key]!r} instead of {wanted[key]!r}" for key in wanted if found[key] != wanted[key]
+    ]
+    wrong += [f"{key} is not supported" for key in special]
+    if wrong:
+        raise HFError(f"lora.path: {folder / ADAPTER_CONFIG_FILE}: {'; '.join(wrong)}")
+    return PretrainedWeights(folder, names, shapes, single_file=ADAPTER_TENSOR_FILE)
+
+
+class WithAdapters:
+    """A base and the adapters on it, read one after the other."""
+
+    def __init__(self, base: PretrainedWeights, adapters: PretrainedWeights) -> None:
+        self.folder = base.folder
+        self._parts = base, adapters
+
+    def map_tensors(self, parameters: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
+        """Parameters of the base, as `PretrainedWeights.map_tensors`."""
+        return self._parts[0].map_tensors(parameters, dtype)
+
+    def load(self, views: Mapping[str, Tensor]) -> None:
+        """Fill the views of base and adapters."""
+        for part in self._parts:
+            part.load(views)

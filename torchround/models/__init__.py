@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torchround.models.common.config import TransformerConfig
-from torchround.models.common.errors import ModelConfigError
+from torchround.models.common.config import ModelConfigError, TransformerConfig
 from torchround.models.common.family import Family
 from torchround.models.common.lora import LoraShape, adapter_names, adapter_pairs, add_adapters, peft_config
 from torchround.models.gpt_oss import GPT_OSS

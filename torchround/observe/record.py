@@ -1,10 +1,35 @@
 """What is reported of a logged step: one object of `metrics.jsonl`, one console line."""
 
 import math
+import resource
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from torchround.observe.engine_record import EngineRecord
+import psutil
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """Tuples have one value for each device, in device order. Times and bytes are means per step; GiB are 2^30 bytes.
+
+    A device computes (`busy_s`) or stands still for want of an input or gradient of a neighbouring stage
+    (`input_wait_s`), of weights on their way up (`weights_wait_s`), or of weights that the optimizer still has to
+    write (`optimizer_wait_s`; `optimizer_exposed_s` is its mean over the devices). Peaks are over the whole run; GPUs
+    that several workers share tell each of them the card's. Allocations are numbers since the record before.
+    """
+
+    busy_s: tuple[float, ...]
+    input_wait_s: tuple[float, ...]
+    weights_wait_s: tuple[float, ...]
+    optimizer_wait_s: tuple[float, ...]
+    optimizer_exposed_s: float
+    uploaded_gib: tuple[float, ...]
+    downloaded_gib: tuple[float, ...]
+    device_peak_gib: tuple[float, ...]
+    host_peak_gib: float
+    host_pool_gib: float
+    device_allocations: int
+    host_allocations: int
 
 
 @dataclass(frozen=True)
@@ -59,3 +84,13 @@ class StepRecord:
 def perplexity(loss: float) -> float:
     """`exp(loss)`, the number of tokens that are equally likely at such a mean loss; infinite above 1e300."""
     return math.exp(loss) if loss < 690 else math.inf
+
+
+def host_gib() -> float:
+    """Resident memory of this process in GiB (2^30 bytes), pinned buffers and shared libraries included."""
+    return float(psutil.Process().memory_info().rss) / 2**30
+
+
+def host_peak_gib() -> float:
+    """The most that `host_gib` has been in this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # counted in KiB

@@ -1,11 +1,9 @@
 """What an update does to flat host memory: AdamW, gradient clipping, and the learning rate of each step."""
 
+from torchround.layer import decayed_names
 from torchround.optim.adamw import UpdateProgress, adamw_update_
-from torchround.optim.clip import clip_scale, sum_of_squares
-from torchround.optim.loss_scale import LossScaling
 from torchround.optim.lr_schedule import LRSchedule
-from torchround.optim.spikes import Spike, SpikeBounds
-from torchround.optim.weight_decay import decayed_names
+from torchround.optim.stability import LossScaling, Spike, SpikeBounds, clip_scale, sum_of_squares
 
 __all__ = [
     "LRSchedule",

@@ -1,6 +1,6 @@
 """The program that compiles AdamW's pass: `python -m torchround.optim.compile_kernel bfloat16 bfloat16 out.so`.
 
-It runs in a process of its own (`kernel_compiler.py`): a quarter of a minute of Python beside the device workers
+It runs in a process of its own (`kernel.py`): a quarter of a minute of Python beside the device workers
 would hold them up, and importing the compiler into a training run would cost it 200 MB.
 """
 

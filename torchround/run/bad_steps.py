@@ -1,6 +1,6 @@
 """Steps whose update was left out: told as they come, and the end of a run that only has such steps.
 
-Which update is left out, the optimizer worker decides (`optim/spikes.py`, `engine/optimizer_worker.py`); it never touches
+Which update is left out, the optimizer worker decides (`optim/stability.py`, `engine/optimizer_worker.py`); it never touches
 the weights, so they are those of the last good step whenever a run ends here.
 """
 

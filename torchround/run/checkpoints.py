@@ -22,8 +22,8 @@ from torchround.config import Config
 from torchround.data import DataError
 from torchround.data.loader import Loader
 from torchround.engine.engine import Engine
-from torchround.engine.host_store import OLDER_MASTERS, HostStore
 from torchround.engine.saver import PendingSave, SaveSource
+from torchround.engine.store.host_store import OLDER_WEIGHTS, HostStore
 from torchround.run.console import say
 from torchround.run.folder import RunFolder
 from torchround.run.resume import ResumeError, StartingWeights, find_checkpoint
@@ -244,4 +244,4 @@ class RunCheckpoints:
 
 def _is_older_master(name: str) -> bool:
     """What only `async` needs, and `sync` neither saves nor wants."""
-    return name.startswith(OLDER_MASTERS)
+    return name.startswith(OLDER_WEIGHTS)

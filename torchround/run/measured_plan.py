@@ -6,8 +6,7 @@ rounds is not chosen again: it decides how gradients round, and results may not 
 
 from torchround.config import Config
 from torchround.engine.build import DeviceChoice, model_costs, plan_of, replan
-from torchround.engine.measure import measured_costs, one_layer_a_stage
-from torchround.engine.results import StepResult
+from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
 from torchround.layer import LayeredModel
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlannedStage
@@ -67,7 +66,7 @@ class PlanByMeasuring:
         training, engine = self._config.training, self._config.engine
         reports = [report for result in self._measured for report in result.reports()]
         updates = [result.update().bundles for result in self._measured]
-        costs = measured_costs(self._costs, reports, updates)
+        costs = costs_from_reports(self._costs, reports, updates)
         self.settled = replan(self.settled, costs, training, engine, self._devices)
         self._measured.clear()
 

@@ -4,7 +4,7 @@ import torch
 
 from torchround.layer import MicroBatch
 from torchround.models.common.config import TransformerConfig
-from torchround.models.common.layers import Embedding
+from torchround.models.common.decoder import Embedding
 from torchround.models.common.rope import Rope
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from torchround.models import FAMILIES
-from torchround.models.common import initialise
-from torchround.models.common.initialise import init_embedding_, init_linear_
+from torchround.models.common import primitives
+from torchround.models.common.primitives import init_embedding_, init_linear_
 
 
 def seeded(seed=0):
@@ -36,7 +36,7 @@ def test_embedding_weights_are_normal_with_tails():
 
 
 def test_scratch_is_one_block_and_every_block_is_filled(monkeypatch):
-    monkeypatch.setattr(initialise, "BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(primitives, "BLOCK_ELEMENTS", 64)
     weight = torch.full((7, 100), torch.nan)
     init_linear_(weight, seeded())
     assert weight.isfinite().all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.engine.toy import assert_same_state, toy_engine, toy_store, train
+from tests.support.toy import assert_same_state, toy_engine, toy_store, train
 from torchround.layer import MicroBatch, with_dropout_seeds
 from torchround.models import FAMILIES, LoraShape, ModelConfigError, add_adapters
 from torchround.models.common.lora import adapter_names, mask_seed

@@ -9,9 +9,17 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from torchround.models import FAMILIES, ModelConfigError
-from torchround.models.common.experts import SwiGLUExperts, grouped_product
-from torchround.models.common.moe import MoE, MoEShape, balance_penalty, expert_load
-from torchround.models.common.routing import combine, dispatch, make_routes, sort_pairs
+from torchround.models.common.feed_forward import SwiGLUExperts, grouped_product
+from torchround.models.common.moe import (
+    MoE,
+    MoEShape,
+    balance_penalty,
+    combine,
+    dispatch,
+    expert_load,
+    make_routes,
+    sort_pairs,
+)
 
 D, EXPERTS, F_EXPERT = 6, 5, 4
 

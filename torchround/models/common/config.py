@@ -3,9 +3,9 @@
 A family's config adds only what differs.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchround.models.common.errors import ModelConfigError
 from torchround.models.common.rope import Rope
 
 SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size")
@@ -41,3 +41,14 @@ class TransformerConfig:
             )
         if self.head_dim % 2:
             raise ModelConfigError(f"head_dim = {self.head_dim}, must be even: RoPE rotates pairs")
+
+
+# The one error of the model room: a configuration that these layers cannot build.
+
+
+class ModelConfigError(ValueError):
+    """A model setting that is missing, unsupported or contradicts another; the message holds the values."""
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> ModelConfigError:
+    return ModelConfigError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.models.common.errors import ModelConfigError
+from torchround.models.common.config import ModelConfigError
 from torchround.models.common.family import HFNames, HFTensors
 
 PEFT_PREFIX = "base_model.model."

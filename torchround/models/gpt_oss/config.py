@@ -5,9 +5,8 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torchround.models.common.config import TransformerConfig
-from torchround.models.common.errors import ModelConfigError
-from torchround.models.common.hf_config import HFConfig, balance_content, transformer_content
+from torchround.models.common.config import ModelConfigError, TransformerConfig
+from torchround.models.common.family import HFConfig, balance_content, transformer_content
 from torchround.models.common.moe import MoEShape
 from torchround.models.common.rope import Rope, YarnScaling
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torchround.models.common.config import TransformerConfig
-from torchround.models.common.hf_config import HFConfig, transformer_content
+from torchround.models.common.family import HFConfig, transformer_content
 from torchround.models.common.rope import Llama3Scaling, Rope
 
 MODEL_TYPES = ("llama",)

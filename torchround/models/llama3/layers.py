@@ -2,10 +2,9 @@
 
 from torchround.layer import LayeredModel
 from torchround.models.common.attention import Attention
+from torchround.models.common.decoder import ATTENTION_NAMES, SWIGLU_NAMES, Block, assemble, decoder_names
 from torchround.models.common.family import HFNames
-from torchround.models.common.layers import Block
-from torchround.models.common.mlp import SwiGLU
-from torchround.models.common.model import ATTENTION_NAMES, SWIGLU_NAMES, assemble, decoder_names
+from torchround.models.common.feed_forward import SwiGLU
 from torchround.models.llama3.config import Llama3Config
 
 

@@ -2,13 +2,18 @@
 
 from torchround.layer import LayeredModel
 from torchround.models.common.attention import Attention
-from torchround.models.common.experts import SwiGLUExperts
+from torchround.models.common.decoder import (
+    ATTENTION_NAMES,
+    SWIGLU_NAMES,
+    Block,
+    MoEBlock,
+    MoEHead,
+    assemble,
+    decoder_names,
+)
 from torchround.models.common.family import HFNames, HFTensors
-from torchround.models.common.layers import Block
-from torchround.models.common.mlp import SwiGLU
-from torchround.models.common.model import ATTENTION_NAMES, SWIGLU_NAMES, assemble, decoder_names
+from torchround.models.common.feed_forward import SwiGLU, SwiGLUExperts
 from torchround.models.common.moe import MoE, MoEShape
-from torchround.models.common.moe_layers import MoEBlock, MoEHead
 from torchround.models.qwen3.config import Qwen3Config
 
 QK_NORM_NAMES = {

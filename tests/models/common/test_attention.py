@@ -1,0 +1,223 @@
+"""Attention stays inside documents, whichever way it is computed."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.utils import counters
+
+from torchround.layer import most_documents
+from torchround.models.common import packed_attention as documents
+from torchround.models.common.attention import AttentionKernel, attend, attention_mask, choose_kernel
+from torchround.models.common.packed_attention import document_offsets
+
+HEADS, KV_HEADS, CHANNELS = 6, 2, 5
+
+
+def make_heads(batch, tokens):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(batch, tokens, heads, CHANNELS) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return tuple(torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes)
+
+
+def ids(*rows):
+    return torch.tensor([[index for index, length in enumerate(row) for _ in range(length)] for row in rows])
+
+
+def brute_force(query, key, value, document_ids, window=None, sinks=None):
+    """Query by query, over the tokens it may see."""
+    mixed = torch.zeros_like(query)
+    for row, token, head in torch.cartesian_prod(*(torch.arange(size) for size in query.shape[:3])).tolist():
+        earlier = torch.arange(token + 1)
+        seen = earlier[document_ids[row, earlier] == document_ids[row, token]]
+        if window is not None:
+            seen = seen[seen > token - window]
+        kv_head = head // (HEADS // KV_HEADS)
+        scores = key[row, seen, kv_head] @ query[row, token, head] / CHANNELS**0.5
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head][None]))
+        mixed[row, token, head] = scores.softmax(0)[: len(seen)] @ value[row, seen, kv_head]
+    return mixed
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 20])
+@pytest.mark.parametrize(
+    "document_ids",
+    [ids([9], [9]), ids([4, 1, 4], [1, 8]), ids([9], [3, 6])],
+    ids=["single", "packed", "mixed"],
+)
+def test_attention_and_its_gradients_equal_brute_force(document_ids, window, with_sinks):
+    heads = make_heads(2, 9)
+    inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
+    sinks = inputs[3] if with_sinks else None
+    found = attend(*heads, document_ids, most_documents(document_ids), window, sinks)
+    expected = brute_force(*heads, document_ids, window, sinks)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    upstream = torch.randn(found.shape)
+    pairs = zip(
+        torch.autograd.grad(found, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
+        strict=True,
+    )
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_returning_document_id_attends_to_its_earlier_part():
+    # The protocol: two tokens are of one document exactly where their ids are equal.
+    document_ids = torch.tensor([[0, 1, 1, 0, 0]])
+    assert attention_mask(document_ids, None, torch.float32)[0, 0].exp().tolist() == [
+        [1, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [1, 0, 0, 1, 0],
+        [1, 0, 0, 1, 1],
+    ]
+
+
+def test_with_and_without_a_mask_single_documents_give_the_same_gradients():
+    document_ids, upstream = ids([8], [8]), torch.randn(2, 8, HEADS, CHANNELS)
+    found = [
+        torch.autograd.grad(attend(*(heads := make_heads(2, 8)), document_ids, known), heads, upstream)
+        for known in (1, None)
+    ]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_is_asked_of_a_device_that_would_have_to_answer_first():
+    # A meta tensor has no values: reading one raises, as reading from a busy device would wait.
+    document_ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
+    assert document_offsets(document_ids, 4).shape == (9,)
+    assert attention_mask(document_ids, 3, torch.bfloat16).shape == (2, 1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "max_documents", "window", "kernel"),
+    [
+        ("cpu", torch.float32, 1, None, AttentionKernel.CAUSAL),
+        ("cpu", torch.bfloat16, 1, 64, AttentionKernel.CAUSAL),
+        ("cpu", torch.bfloat16, 1, 63, AttentionKernel.MASK),
+        ("cpu", torch.bfloat16, 4, None, AttentionKernel.MASK),
+        ("cpu", torch.bfloat16, None, None, AttentionKernel.MASK),
+        ("cuda", torch.bfloat16, 1, None, AttentionKernel.CAUSAL),
+        ("cuda", torch.float32, 1, 64, AttentionKernel.CAUSAL),
+        ("cuda", torch.float16, 1, 63, AttentionKernel.OFFSETS),
+        ("cuda", torch.bfloat16, 4, None, AttentionKernel.OFFSETS),
+        ("cuda", torch.float32, 4, None, AttentionKernel.MASK),
+        ("cuda", torch.bfloat16, None, None, AttentionKernel.MASK),
+    ],
+)
+def test_no_mask_is_built_where_documents_can_be_kept_apart_without(
+    device, dtype, max_documents, window, kernel
+):
+    assert choose_kernel(device, dtype, 128, 64, max_documents, window) is kernel
+
+
+@pytest.mark.parametrize("head_dim", [4, 36, 264])
+def test_heads_that_the_flash_kernel_cannot_take_get_a_mask(head_dim):
+    assert choose_kernel("cuda", torch.bfloat16, head_dim, 64, 4, None) is AttentionKernel.MASK
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=4),
+    spare=st.integers(0, 3),
+)
+def test_offsets_are_where_documents_begin_whatever_room_is_left(rows, spare):
+    tokens = max(sum(row) for row in rows)
+    rows = [[*row, tokens - sum(row)] if sum(row) < tokens else row for row in rows]
+    room = max(map(len, rows)) + spare
+    begins = list(accumulate((length for row in rows for length in row), initial=0))
+    expected = begins + [begins[-1]] * (len(rows) * room + 1 - len(begins))
+    found = document_offsets(ids(*rows), room)
+    assert found.dtype == torch.int32 and found.tolist() == expected
+
+
+def plain_scores(query, key, offsets, window):
+    """Scores `[H, N, N]`, minus infinity where a token may not look, and keys for each query head."""
+    numbers = torch.searchsorted(offsets, torch.arange(len(query)), right=True)
+    distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
+    seen = (numbers[:, None] == numbers) & (distance >= 0)
+    if window is not None:
+        seen &= distance < window
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = torch.einsum("nhc,mhc->hnm", query, key) / query.shape[2] ** 0.5
+    return scores.masked_fill(~seen, -torch.inf), key
+
+
+def plain_forward_kernel(query, key, value, offsets, longest, window):
+    """What the flash kernel's documentation promises, with everything in memory."""
+    scores, _ = plain_scores(query, key, offsets, window)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    output = torch.einsum("hnm,mhc->nhc", scores.softmax(-1), value)
+    return output, scores.logsumexp(-1), torch.zeros(2)
+
+
+def plain_backward_kernel(grad, query, key, value, output, log_sums, offsets, longest, window, random_state):
+    """FlashAttention-2, algorithm 2, from output and log-sum-exp alone."""
+    scores, keys = plain_scores(query, key, offsets, window)
+    groups = query.shape[1] // key.shape[1]
+    shares = (scores - log_sums[..., None]).exp()
+    grad_shares = torch.einsum("nhc,mhc->hnm", grad, value.repeat_interleave(groups, dim=1))
+    moved = (grad * output).sum(-1).T[..., None]
+    grad_scores = shares * (grad_shares - moved) / query.shape[2] ** 0.5
+    gradients = (
+        torch.einsum("hnm,mhc->nhc", grad_scores, keys),
+        torch.einsum("hnm,nhc->mhc", grad_scores, query).unflatten(1, (-1, groups)).sum(2),
+        torch.einsum("hnm,nhc->mhc", shares, grad).unflatten(1, (-1, groups)).sum(2),
+    )
+    return gradients
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("window", [None, 1, 4, 20])
+def test_attention_by_offsets_and_its_gradients_equal_brute_force(monkeypatch, window, with_sinks):
+    """The flash kernels replaced by what they promise: layout, offsets, windows and sinks around them are ours."""
+    monkeypatch.setattr(documents, "_forward_kernel", plain_forward_kernel)
+    monkeypatch.setattr(documents, "_backward_kernel", plain_backward_kernel)
+    document_ids = ids([4, 1, 4], [1, 8])
+    heads = make_heads(2, 9)
+    inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
+    sinks = inputs[3] if with_sinks else None
+    found = documents.attend_by_offsets(*heads, document_ids, 4, window, sinks)
+    expected = brute_force(*heads, document_ids, window, sinks)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    upstream = torch.randn(found.shape)
+    pairs = [torch.autograd.grad(mixed, inputs, upstream) for mixed in (found, expected)]
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_flash_kernels_take_what_they_are_given():
+    """PyTorch's own description of the kernels (shapes, dtypes, arguments), which needs no card."""
+    shapes = [(2, 16, heads, 8) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    heads = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes]
+    document_ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
+    sinks = torch.empty(HEADS, device="meta", requires_grad=True)
+    for window in (None, 4):
+        mixed = documents.attend_by_offsets(*heads, document_ids, 4, window, sinks)
+        assert mixed.shape == heads[0].shape and mixed.dtype == torch.bfloat16
+        gradients = torch.autograd.grad(mixed.sum(), [*heads, sinks])
+        assert [grad.shape for grad in gradients] == [*shapes, (HEADS,)]
+
+
+def test_compiled_once_attention_by_offsets_serves_batches_of_any_number_of_documents(monkeypatch):
+    monkeypatch.setattr(documents, "_forward_kernel", plain_forward_kernel)
+    monkeypatch.setattr(documents, "_backward_kernel", plain_backward_kernel)
+    compiled = torch.compile(documents.attend_by_offsets, backend="aot_eager", fullgraph=True, dynamic=False)
+    sinks = torch.linspace(-2, 3, HEADS).requires_grad_()
+    before = counters["stats"]["unique_graphs"]
+    for rows in (([4, 1, 4], [1, 8]), ([2, 2, 2, 3], [9])):
+        document_ids, heads = ids(*rows), make_heads(2, 9)
+        bound = most_documents(document_ids)
+        found = compiled(*heads, document_ids, torch.tensor(bound), 4, sinks)
+        expected = documents.attend_by_offsets(*heads, document_ids, bound, 4, sinks)
+        assert torch.equal(found, expected)
+        gradients = [torch.autograd.grad(mixed.sum(), [*heads, sinks]) for mixed in (found, expected)]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] - before == 1

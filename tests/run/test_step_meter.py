@@ -1,0 +1,108 @@
+"""Rates over the right interval and the right tokens; memory against the operating system's own figure."""
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from torchround.layer import LayerWork
+from torchround.observe import host_gib
+from torchround.run.step_meter import Throughput, mfu, train_flops_per_token
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_rates_are_over_the_steps_since_the_last_report() -> None:
+    clock = Clock()
+    meter = Throughput(clock)
+    for tokens in (1000, 600):
+        clock.now_s += 2.0
+        meter.count(tokens)
+    first = meter.report()
+    assert (first.num_steps, first.tokens_per_s, first.step_s) == (2, 400.0, 2.0)
+    clock.now_s += 5.0
+    meter.count(500)
+    second = meter.report()
+    assert (second.num_steps, second.tokens_per_s, second.step_s) == (1, 100.0, 5.0)
+
+
+def test_validation_and_checkpoints_do_not_slow_the_reported_rate_and_data_does() -> None:
+    clock = Clock()
+    meter = Throughput(clock)
+    for _ in range(4):
+        with meter.waiting_for_data():
+            clock.now_s += 0.5
+        clock.now_s += 1.5
+        meter.count(100)
+    for seconds in (60.0, 30.0):
+        with meter.excluded():
+            clock.now_s += seconds
+    interval = meter.report()
+    assert (interval.tokens_per_s, interval.step_s, interval.data_s) == (50.0, 2.0, 0.5)
+
+
+def test_time_excluded_counts_even_when_it_ends_in_an_error_and_only_once() -> None:
+    clock = Clock()
+    meter = Throughput(clock)
+    with pytest.raises(RuntimeError), meter.excluded():
+        clock.now_s += 60.0
+        raise RuntimeError("the disk is full")
+    clock.now_s += 1.0
+    meter.count(10)
+    assert meter.report().step_s == 1.0
+    clock.now_s += 1.0
+    meter.count(10)
+    assert meter.report().step_s == 1.0
+
+
+def test_a_rate_over_no_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="no step was counted"):
+        Throughput().report()
+
+
+def test_the_real_clock_runs() -> None:
+    meter = Throughput()
+    meter.count(10)
+    interval = meter.report()
+    assert interval.step_s > 0 and interval.tokens_per_s == pytest.approx(10 / interval.step_s)
+
+
+def test_mfu_is_model_flops_over_the_peak_of_all_devices() -> None:
+    # A dense model of P weights: 2 P FLOPs per token forward, 6 P trained; 1 M tokens/s over 2 devices.
+    num_weights = 1_000_000
+    forward_flops = 2.0 * num_weights * 512
+    flops_per_token = train_flops_per_token([LayerWork(forward_flops, 0, 0)], num_tokens=512)
+    assert flops_per_token == 6.0 * num_weights
+    assert mfu(1e6, flops_per_token, peak_flops_per_s=10e12, num_devices=2) == pytest.approx(0.3)
+
+
+def test_a_frozen_weight_costs_four_flops_per_token_and_not_six() -> None:
+    dense, frozen = 2.0 * 1_000_000, 2.0 * 700_000
+    works = [LayerWork(0.0, 0, 0), LayerWork(dense, 0, 0, frozen_flops=frozen)]
+    assert train_flops_per_token(works, num_tokens=1) == 6.0 * 300_000 + 4.0 * 700_000
+
+
+def test_mfu_of_a_device_whose_peak_is_not_known_is_none() -> None:
+    assert mfu(1e6, 6e6, peak_flops_per_s=None, num_devices=2) is None
+
+
+def test_host_memory_is_the_kernels_figure_and_grows_with_what_is_used() -> None:
+    def kernel_gib() -> float:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) / 2**20
+
+    before_gib = host_gib()
+    assert before_gib == pytest.approx(kernel_gib(), rel=0.05)
+    # A mapping of its own: memory from the allocator may be resident already.
+    with mmap.mmap(-1, 256 * 2**20) as used:
+        for start in range(0, len(used), mmap.PAGESIZE):
+            used[start] = 1
+        assert 0.2 < host_gib() - before_gib < 0.3

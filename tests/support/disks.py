@@ -1,0 +1,127 @@
+"""A disk of a process's own that runs full or becomes read-only, with as much of the real thing as the machine allows.
+
+Where the process may mount, the disk is a small tmpfs in a namespace of its own, and full means ENOSPC. Elsewhere
+the kernel's limit on file sizes fails writes as a quota does, and folders lose their write permission.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+DISK_BYTES = 4 << 20
+LEFT_BYTES = 64 << 10  # less than a checkpoint needs
+
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+_MNT_DETACH = 2
+
+
+class Disk:
+    """The disk under `folder`. Its troubles hold for this process alone. Meanwhile checkpoints are in `readable`."""
+
+    def __init__(self, folder: Path, checkpoints: Path) -> None:
+        self.folder = folder
+        self.checkpoints = self.readable = checkpoints
+        folder.mkdir()
+        self._mounts = _may_mount() and _mount("tmpfs", folder, "tmpfs", 0, f"size={DISK_BYTES}")
+        self.kind = "a tmpfs" if self._mounts else "limited by the kernel"
+        self.troubles: dict[str, Callable[[], None]] = {
+            "full": self.fill,
+            "filling": self.fill_during_the_next_save,
+            "read-only": self.make_read_only,
+        }
+        self._endings: list[Callable[[], None]] = []
+        self._armed = False
+
+    def fill(self) -> None:
+        """No byte is left."""
+        if self._mounts:
+            self._fill_to(0)
+        else:
+            self._limit()
+
+    def fill_during_the_next_save(self) -> None:
+        """There is room when a save looks, and none when it writes."""
+        self._armed = True
+        sys.addaudithook(self._when_opened)
+
+    def make_read_only(self) -> None:
+        """The checkpoints' folder, and all in it."""
+        if self._mounts:
+            _mount(self.checkpoints, self.checkpoints, None, _MS_BIND, None)
+            _mount(None, self.checkpoints, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY, None)
+            self._endings.append(lambda: _umount(self.checkpoints))
+        elif os.geteuid() != 0:
+            self.checkpoints.chmod(0o555)
+            self._endings.append(lambda: self.checkpoints.chmod(0o755))
+        else:  # root writes whatever the modes say; nobody writes to a folder that is a file
+            self.readable = self.checkpoints.rename(self.checkpoints.with_name("aside"))
+            self.checkpoints.touch()
+            self._endings += [partial(os.rename, self.readable, self.checkpoints), self.checkpoints.unlink]
+
+    def end_trouble(self) -> None:
+        self._armed = False
+        while self._endings:
+            self._endings.pop()()
+
+    def _when_opened(self, event: str, details: tuple[object, ...]) -> None:
+        if self._armed and event == "open" and ".tmp/tensors" in str(details[0]):
+            self._armed = False
+            if self._mounts:
+                self._fill_to(LEFT_BYTES)
+            else:
+                self._limit()
+
+    def _fill_to(self, left_bytes: int) -> None:
+        ballast = self.folder / "ballast"
+        free = os.statvfs(self.folder)
+        with open(ballast, "wb") as file:
+            file.write(bytes(free.f_bavail * free.f_frsize - left_bytes))
+        self._endings.append(ballast.unlink)
+
+    def _limit(self) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LEFT_BYTES, hard))
+        self._endings.append(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
+
+
+def _may_mount() -> bool:
+    """Enter a mount namespace of this process's own, if need be in a user namespace where it is root."""
+    libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.geteuid(), os.getegid()
+    if libc.unshare(_CLONE_NEWNS) != 0:
+        if libc.unshare(_CLONE_NEWNS | _CLONE_NEWUSER) != 0:
+            return False
+        for name, content in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+            try:
+                Path(f"/proc/self/{name}").write_text(content)
+            except OSError:
+                return False
+    return _mount(None, Path("/"), None, _MS_REC | _MS_PRIVATE, None)
+
+
+def _mount(source: object, target: Path, kind: str | None, flags: int, options: str | None) -> bool:
+    arguments = [None if part is None else str(part).encode() for part in (source, target, kind, options)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.mount(*arguments[:3], ctypes.c_ulong(flags), arguments[3]) == 0
+
+
+def _umount(target: Path) -> None:
+    assert ctypes.CDLL(None, use_errno=True).umount2(str(target).encode(), _MNT_DETACH) == 0, "umount failed"
+
+
+@contextlib.contextmanager
+def files_limited_to(limit_bytes: int) -> Iterator[None]:
+    """Limit the files this process writes to `limit_bytes`; longer writes raise `OSError`, as a quota does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

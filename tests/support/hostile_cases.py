@@ -1,0 +1,108 @@
+"""What somebody may hand to a run to do harm, and the judgement of what the run made of it.
+
+Each case runs `train.py`'s main function in a process of its own with limits on memory and time, and with a witness:
+every file opened for writing, every folder made, every rename and removal outside `outputs/`, every class that a pickle
+looks up and every program that is started is printed by the process itself.
+"""
+
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.fork_server import ForkServer
+
+MEMORY_BYTES = 1 << 30  # on top of what the process has mapped before
+CPU_S = 30
+COMPARED_BYTES = 1 << 24  # larger files are holes
+TOUCHED = "TOUCHED"
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CHANGES = {
+    *("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.chmod", "os.chown"),
+    *("os.truncate", "shutil.rmtree", "shutil.copyfile", "shutil.move"),
+}
+_NAMES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "shutil.rmtree"}  # follow no link
+_RUNS = {"pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`prepare` makes the harm in a folder that holds `small.toml`; `says` is a pattern that the message must have."""
+
+    prepare: Callable[[Path], object]
+    says: str
+    overrides: tuple[str, ...] = ()
+    code: int = 2
+
+
+def judge(case: Case, fork_server: ForkServer, folder: Path) -> None:
+    """Run the case and see that it is told in words and touches nothing."""
+    case.prepare(folder)
+    before = contents(folder)
+    child = fork_server.run("meets_harm", list(case.overrides), folder=folder)
+    text = child.text()
+    assert "Traceback" not in text and TOUCHED not in text, text
+    assert child.wait() == case.code, f"exit code {child.wait()}\n{text}"
+    assert re.search(case.says, text), text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text), f"a terminal would obey {text!r}"
+    assert contents(folder) == before, text
+
+
+def contents(folder: Path) -> dict[str, bytes | str]:
+    """Every file and link below a folder, but for what a run may write."""
+    found: dict[str, bytes | str] = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if name.startswith("outputs/"):
+            continue
+        if path.is_symlink():
+            found[name] = os.readlink(path)
+        elif path.is_file():
+            size_bytes = path.stat().st_size
+            found[name] = path.read_bytes() if size_bytes <= COMPARED_BYTES else f"{size_bytes} bytes"
+        else:
+            found[name] = "not a file"
+    found.pop("outputs", None)
+    return found
+
+
+def be_limited() -> None:
+    """In the child: no more memory and time than harmless runs need."""
+    [mapped_kib] = re.findall(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    most_bytes = int(mapped_kib) * 1024 + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(2 * CPU_S)  # for what waits instead of computing
+
+
+def be_watched(writable: Path) -> None:
+    """In the child: print whatever is done outside `writable`."""
+    allowed = os.path.realpath(writable)
+
+    def witness(event: str, details: tuple[object, ...]) -> None:
+        if event in _RUNS:
+            tell(event, details)
+        elif event in _CHANGES or (event == "open" and isinstance(details[2], int) and details[2] & _WRITES):
+            if not isinstance(details[0], (str, bytes, os.PathLike)):
+                return
+            path = _meant(event, os.fsdecode(details[0]))
+            by_descriptor = event in ("os.remove", "os.rmdir") and details[-1] not in (-1, None)
+            if not (path + "/").startswith(allowed + "/") and path != os.devnull and not by_descriptor:
+                tell(event, details)
+
+    def tell(event: str, details: tuple[object, ...]) -> None:
+        os.write(2, f"{TOUCHED}: {event} {details!r}\n".encode(errors="replace"))
+
+    sys.addaudithook(witness)
+
+
+def _meant(event: str, path: str) -> str:
+    """The file itself: what changes names changes links and not what they lead to."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name) if event in _NAMES else os.path.realpath(path)

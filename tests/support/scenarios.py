@@ -1,0 +1,169 @@
+"""What forked children do (`fork_server.py`): train as `train.py` does, with something planted that goes wrong."""
+
+import itertools
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.support.disks import Disk
+from tests.support.hostile_cases import be_limited, be_watched
+from tests.support.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
+from torchround.checkpoint import Checkpointer, verify_checkpoint
+from torchround.engine.device import CpuDevice
+from torchround.models import FAMILIES
+from torchround.observe import MetricsLogger
+
+CHECKPOINT_EVENTS = {
+    *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir"),
+}
+
+
+def warm_up() -> None:
+    """One run, so that no child has to import or compile anything."""
+    train.FAMILIES = {**FAMILIES, "small": small_family()}  # type: ignore[assignment]
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        prepare(Path(folder))
+        assert trains(["--training.steps=2", "--checkpoint.interval_steps=1"]) == 0, "a plain run fails"
+        assert trains(["--training.steps=3", "--checkpoint.interval_steps=1"]) == 0, "its resume fails"
+        os.chdir(before)
+
+
+def prepare(folder: Path) -> None:
+    """`small.toml` and its text, for runs in `folder`."""
+    write_text(folder / "text.jsonl", lines=200)
+    (folder / "small.toml").write_text(SMALL)
+
+
+def trains(arguments: list[str]) -> int:
+    """A run; its exit code."""
+    return train.main(["--config", "small.toml", *arguments])
+
+
+def is_killed_at(event: int, delay_s: float, arguments: list[str]) -> int:
+    """A run that is killed `delay_s` after the `event`-th time that it touches a checkpoint's files."""
+    seen = 0
+
+    def hook(name: str, details: tuple[object, ...]) -> None:
+        nonlocal seen
+        if name in CHECKPOINT_EVENTS and (
+            name in ("os.remove", "os.rmdir") or "checkpoints" in str(details[0])
+        ):
+            seen += 1
+            if seen == event:
+                kill_after(delay_s)
+
+    sys.addaudithook(hook)
+    return trains(arguments)
+
+
+def kill_after(delay_s: float) -> None:
+    """At once, or by another thread while this one goes on."""
+
+    def kill() -> None:
+        time.sleep(delay_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if delay_s == 0:
+        kill()
+    threading.Thread(target=kill, daemon=True).start()
+
+
+def trains_while_the_disk_is(trouble: str, from_step: int, to_step: int, arguments: list[str]) -> int:
+    """A run whose disk is `full`, `filling` (full once a save has begun) or `read-only` during some of its steps.
+
+    It saves after every second step; a disk changes only when the saves before have ended. Prints by which means. What
+    the run left is copied to `kept/`, since its disk may end with this process.
+    """
+    disk = Disk(Path("outputs"), Path("outputs/run/checkpoints"))
+    print(f"this disk is {disk.kind}", flush=True)
+    with pytest.MonkeyPatch.context() as patch:
+        saves_ended = awaiting_saves(patch)
+        begin, end = disk.troubles[trouble], partial(restore, disk)
+        before_step(patch, from_step, lambda: (saves_ended((from_step - 2) // 2), begin()))
+        before_step(patch, to_step, lambda: (saves_ended((to_step - 2) // 2), end()))
+        code = trains(["--run.name=run", *arguments])
+    shutil.copytree("outputs", "kept")
+    return code
+
+
+def restore(disk: "Disk") -> None:
+    """Check what was saved before, while nothing can be written, and only then end the trouble."""
+    newest = Checkpointer(disk.readable).latest_step()
+    verified = verify_checkpoint(disk.readable / f"step-{newest}")
+    print(f"verified step {verified} in trouble", flush=True)
+    disk.end_trouble()
+
+
+def hangs(where: str, step: int, arguments: list[str]) -> int:
+    """A run that saves after every step, and whose `step`-th one, or the save after it, never ends."""
+
+    def hang() -> None:
+        print("hanging", flush=True)
+        while True:
+            time.sleep(0.01)
+
+    def hook(name: str, details: tuple[object, ...]) -> None:
+        if name == "open" and f"step-{step}.tmp/state" in str(details[0]):
+            hang()
+
+    if where == "save":
+        sys.addaudithook(hook)
+        return trains(arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        saves_ended = awaiting_saves(patch)
+        before_step(patch, step, lambda: (saves_ended(step - 2), hang()))
+        return trains(arguments)
+
+
+def is_signalled_on_its_way_out(number: int, arguments: list[str]) -> int:
+    """A run that gets a signal once all is trained and saved, while its metrics are closed."""
+    close = MetricsLogger.close
+
+    def interrupted(self: MetricsLogger) -> None:
+        signal.raise_signal(number)
+        close(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsLogger, "close", interrupted)
+        return trains(arguments)
+
+
+def meets_harm(arguments: list[str]) -> int:
+    """A run that somebody means harm to, with limits and a witness."""
+    be_limited()
+    be_watched(Path("outputs"))
+    return trains(arguments)
+
+
+def trains_under_mask(mask: int, arguments: list[str]) -> int:
+    """A run of a user with this file mode creation mask."""
+    os.umask(mask)
+    return trains(arguments)
+
+
+def has_a_bad_device(device: str, trouble: str, operation: int, arguments: list[str]) -> int:
+    """A run one of whose devices is `slow` from its `operation`-th operation on, or `faulty` at that one."""
+    run, seen = CpuDevice.run, itertools.count(1)
+
+    def troubled(self, *details, **further):
+        if self.name == device and (count := next(seen)) >= operation:
+            if trouble == "slow":
+                time.sleep(0.002)
+            elif count == operation:
+                raise RuntimeError("planted")
+        return run(self, *details, **further)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuDevice, "run", troubled)
+        return trains(arguments)

@@ -1,0 +1,236 @@
+"""Runs of `train.py` small enough to be repeated many times: the real command on a model of a few thousand weights.
+
+Everything is real (command line, files, checkpoints, signals) but the size of the model and of the text.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import torchround.trainer
+import train
+from torchround.engine.engine import Engine
+from torchround.engine.saver import PendingSave
+from torchround.layer import LayeredModel
+from torchround.models import FAMILIES, Family
+
+ROOT = Path(__file__).parents[2]
+LAYERS = 5  # embedding, three blocks, head
+STEPS = 5
+
+SMALL = """
+[model]
+family = "small"
+flavor = "untied"
+
+[tokenizer]
+name = "bytes"
+
+[data]
+sources = [{ path = "text.jsonl" }]
+
+[training]
+steps = 5
+seq_len = 16
+global_batch_size = 7  # micro-batches of 2, 2, 2 and 1
+micro_batch_size = 2
+dtype = "float32"
+
+[engine]
+devices = "cpu"
+num_devices = 2
+cpu_threads = 1
+plan = { forward = [2, 2], fused = 1, backward = [1, 3], rounds = 1 }
+
+[optimizer]
+lr = 1e-2
+
+[checkpoint]
+interval_steps = 0
+"""
+ASYNC = "--engine.update=async"
+TIED = "--model.flavor=tied"
+TWO_ROUNDS = "--engine.plan={ forward = [2, 2], fused = 1, backward = [1, 3], rounds = 2 }"
+
+
+class SmallRuns:
+    """A folder with `small.toml` and its text, in which runs are made by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        write_text(folder / "text.jsonl", lines=200)
+        (folder / "small.toml").write_text(SMALL)
+
+    def __call__(self, name: str, *overrides: str, config: str = "small.toml") -> int:
+        """Run in this process; returns the exit code."""
+        return train.main(["--config", config, f"--run.name={name}", *overrides])
+
+    def path(self, name: str) -> Path:
+        return self.folder / "outputs" / name
+
+    def steps(self, name: str) -> list[dict[str, float]]:
+        """The objects of `metrics.jsonl`."""
+        lines = (self.path(name) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def losses(self, name: str) -> dict[int, tuple[float, ...]]:
+        """By step, the loss and whatever else does not depend on the machine."""
+        keys = ("loss", "grad_norm", "lr", "tokens", "skipped_steps")
+        return {int(line["step"]): tuple(line[key] for key in keys) for line in self.steps(name)}
+
+    def saved(self, name: str) -> list[int]:
+        return sorted(int(path.name[5:]) for path in (self.path(name) / "checkpoints").iterdir())
+
+    def state(self, name: str, step: int = STEPS) -> dict[str, torch.Tensor]:
+        """Every tensor of a checkpoint: weights, moments and, in async, the older weights."""
+        tensors = {}
+        for path in sorted((self.path(name) / "checkpoints" / f"step-{step}").glob("*.safetensors")):
+            tensors.update(load_file(path))
+        return tensors
+
+    def saved_state(self, name: str, step: int = STEPS) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors."""
+        state: dict[str, Any] = json.loads(
+            (self.path(name) / "checkpoints" / f"step-{step}" / "state.json").read_text()
+        )
+        return state
+
+    def assert_same(self, name: str, reference: str, step: int = STEPS) -> None:
+        """Bit for bit: the losses of every step, each told once, and what was saved after the last."""
+        assert list(self.losses(reference)) == list(range(1, step + 1))
+        assert [line["step"] for line in self.steps(name)] == [line["step"] for line in self.steps(reference)]
+        assert self.losses(name) == self.losses(reference)
+        ours, theirs = self.state(name, step), self.state(reference, step)
+        assert ours.keys() == theirs.keys() and len(ours) > 0
+        different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
+        assert not different, f"{len(different)} of {len(ours)} tensors differ: {different[:5]}"
+
+    def start(self, name: str, *overrides: str, launcher: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
+        """The same as a process of its own, with a model that `train.py` knows by itself."""
+        arguments = ["--config", "small.toml", f"--run.name={name}", "--model.family=llama3"]
+        arguments += ["--model.flavor=debug", "--engine.plan=none", *overrides]
+        return subprocess.Popen(
+            [sys.executable, *launcher, str(ROOT / "train.py"), *arguments],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+def small_family() -> Family[Any]:
+    """Llama 3 of three blocks, 16 wide."""
+    family = FAMILIES["llama3"]
+    untied = family.config_from_flavor(
+        "debug", num_layers=3, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=32
+    )
+    return replace(family, flavors={"untied": untied, "tied": replace(untied, tied_embeddings=True)})
+
+
+@pytest.fixture
+def small_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs in `tmp_path`, with the model family `small`."""
+    monkeypatch.setattr(train, "FAMILIES", {**FAMILIES, "small": small_family()})
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield SmallRuns(tmp_path)
+    torch.set_num_threads(threads)
+
+
+def write_text(path: Path, lines: int, seed: int = 0) -> None:
+    """JSON lines of random words."""
+    generator = random.Random(seed)
+    words = ["".join(generator.choices("abcdefgh", k=generator.randint(1, 9))) for _ in range(60)]
+    texts = (" ".join(generator.choices(words, k=generator.randint(1, 30))) for _ in range(lines))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def before_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    """Do something in the main thread while step `step`, counted from where a run starts, is dispatched."""
+    cut, calls = torchround.trainer.cut, [0]
+
+    def counting(batch, size):
+        calls[0] += 1
+        if calls[0] == step:
+            action()
+        return cut(batch, size)
+
+    monkeypatch.setattr(torchround.trainer, "cut", counting)
+
+
+def awaiting_saves(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that waits until so many of the saves begun from now on have ended, well or not.
+
+    A save ends once its step is reported, which is when the step after next is dispatched at the latest.
+    """
+    save, saves = Engine.save, list[PendingSave[Any]]()
+
+    def seen(self, write):
+        saves.append(save(self, write))
+        return saves[-1]
+
+    def wait(number: int) -> None:
+        assert len(saves) >= number, f"{len(saves)} saves have begun"
+        for pending in saves[:number]:
+            pending.wait()
+
+    monkeypatch.setattr(Engine, "save", seen)
+    return wait
+
+
+def interrupt(number: int = signal.SIGTERM) -> None:
+    signal.raise_signal(number)
+
+
+def with_model(monkeypatch: pytest.MonkeyPatch, action: Callable[[LayeredModel], None]) -> None:
+    """Look at or change the model that `train.py` builds."""
+    build = train.build_model
+
+    def built(*arguments):
+        model = build(*arguments)
+        action(model)
+        return model
+
+    monkeypatch.setattr(train, "build_model", built)
+
+
+def before_forward(monkeypatch: pytest.MonkeyPatch, layer: int, action: Callable[[int], None]) -> None:
+    """Do something before each forward of a layer, recomputes included, on whichever device.
+
+    The action is given how many forwards there were, this one included.
+    """
+    lock, calls = threading.Lock(), [0]
+
+    def change(model: LayeredModel) -> None:
+        kind = type(model.layers[layer])
+        forward = kind.forward
+        model.layers[layer].is_watched = True  # devices have copies of the layers
+
+        def watched(self, hidden, micro_batch):
+            if getattr(self, "is_watched", False):
+                with lock:
+                    calls[0] += 1
+                    call = calls[0]
+                action(call)
+            return forward(self, hidden, micro_batch)
+
+        monkeypatch.setattr(kind, "forward", watched)
+
+    with_model(monkeypatch, change)
+
+
+def files_of(folder: Path) -> Mapping[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}

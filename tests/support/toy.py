@@ -1,0 +1,228 @@
+"""A small layered model for engine tests, and the plain loop that the engine must equal bit for bit.
+
+Shapes: B sequences, T tokens, D width, V vocabulary, L layers (embedding, blocks, head).
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchround.config import OptimizerTable
+from torchround.engine.device import CpuDevice
+from torchround.engine.engine import Engine, EngineSettings
+from torchround.engine.store.host_store import HostStore
+from torchround.layer import IGNORED_LABEL, LayeredModel, LayerWork, MicroBatch
+from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
+from torchround.pipeline.partition import Partition
+
+WIDTH, VOCABULARY, BLOCKS = 16, 37, 5
+OPTIMIZER = OptimizerTable(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+MAX_NORM = 0.5
+
+# L = 7 layers each: one stage, the finest cut, and asymmetric cuts.
+PARTITIONS = {
+    "one stage": Partition((), 7, ()),
+    "one layer a stage": Partition((1,) * 6, 1, (1,) * 6),
+    "forward coarser": Partition((3, 3), 1, (1, 1, 2, 2)),
+    "backward coarser": Partition((1, 2, 2), 2, (4, 1)),
+}
+
+
+class ToyLayer(nn.Module):
+    def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
+        return LayerWork(0.0, 0, batch * tokens * WIDTH * element_bytes)
+
+
+class ToyEmbedding(ToyLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH, device="meta"))
+
+    def forward(self, hidden: None, micro_batch: MicroBatch) -> Tensor:
+        return F.embedding(micro_batch.tokens, self.weight)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        self.weight.normal_(generator=generator)
+
+
+class ToyBlock(ToyLayer):
+    """A gated residual block; `before_forward` lets a test plant a fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.empty(WIDTH, device="meta"))
+        self.up = nn.Linear(WIDTH, 3 * WIDTH, device="meta")
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False, device="meta")
+
+    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        scaled = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-5) * self.norm
+        return hidden + self.down(F.silu(self.up(scaled)))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        self.norm.fill_(1.0)
+        for weight in (self.up.weight, self.up.bias, self.down.weight):
+            weight.normal_(std=0.2, generator=generator)
+
+
+class ToyHead(nn.Module):
+    def __init__(self, tied_to: ToyEmbedding | None) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.empty(WIDTH, device="meta"))
+        self.weight = (
+            nn.Parameter(torch.empty(VOCABULARY, WIDTH, device="meta")) if tied_to is None else tied_to.weight
+        )
+        self.tied = tied_to is not None
+
+    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        logits = F.linear(hidden * self.norm, self.weight).float()
+        return F.cross_entropy(
+            logits.flatten(0, 1), micro_batch.labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL
+        )
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        self.norm.fill_(1.0)
+        if not self.tied:
+            self.weight.normal_(std=0.2, generator=generator)
+
+
+def toy_model(tied: bool = False) -> LayeredModel:
+    embedding = ToyEmbedding()
+    blocks = [ToyBlock() for _ in range(BLOCKS)]
+    head = ToyHead(embedding if tied else None)
+    names = ("embedding", *(f"block.{index}" for index in range(BLOCKS)), "head")
+    return LayeredModel(names, (embedding, *blocks, head))
+
+
+def toy_batches(steps: int, micro_batches: int, seed: int = 0) -> list[list[MicroBatch]]:
+    """`steps` lists of micro-batches of unequal size with some labels ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [_toy_micro_batch(3 if index == 0 else 2, 8, generator) for index in range(micro_batches)]
+        for _ in range(steps)
+    ]
+
+
+def _toy_micro_batch(batch: int, tokens: int, generator: torch.Generator) -> MicroBatch:
+    drawn = torch.randint(VOCABULARY, (batch, tokens + 1), generator=generator)
+    labels = drawn[:, 1:].masked_fill(torch.rand(batch, tokens, generator=generator) < 0.2, IGNORED_LABEL)
+    positions = torch.arange(tokens).expand(batch, tokens).contiguous()
+    return MicroBatch(drawn[:, :-1].contiguous(), labels, positions, torch.zeros_like(positions))
+
+
+def toy_store(model: LayeredModel, dtype: torch.dtype = torch.float32, seed: int = 0, **options) -> HostStore:
+    store = HostStore(model, dtype, **options)
+    store.initialize(model, seed)
+    return store
+
+
+def toy_engine(
+    model: LayeredModel,
+    store: HostStore,
+    partition: Partition,
+    num_devices: int,
+    observer=None,
+    wrap: Callable = lambda device: device,
+    **settings,
+) -> Engine:
+    devices = [wrap(CpuDevice(index)) for index in range(num_devices)]
+    settings = EngineSettings(**{"max_norm": MAX_NORM, "hang_timeout_s": 60.0, **settings})
+    return Engine(model, store, devices, partition, optimizer=OPTIMIZER, settings=settings, observer=observer)
+
+
+def train(engine: Engine, batches: Sequence[Sequence[MicroBatch]], lr: float = 1e-2) -> list[float]:
+    results = []
+    for micro_batches in batches:
+        results.append(engine.forward_backward(micro_batches))
+        engine.step(lr)
+    engine.drain()
+    return [result.loss() for result in results]
+
+
+class PlainLoop:
+    """The same model as one `nn.Module` trained by ordinary autograd: no engine, no threads, no offloading.
+
+    A tied weight is two leaves of equal value whose gradients are added before the update: the order in which
+    the engine's stages add them, and the order of no-op autograd differs only in where it rounds.
+    """
+
+    def __init__(self, model: LayeredModel, weights: dict[str, Tensor], tied: bool) -> None:
+        self.module = nn.Sequential(*(copy.deepcopy(layer) for layer in model.layers))
+        self.module.to_empty(device="cpu")
+        self.tied, self.decayed = tied, decayed_names(model)
+        self._name = {
+            f"{name}.{path}": parameter
+            for name, layer in zip(model.names, self.module, strict=True)
+            for path, parameter in layer.named_parameters()
+        }
+        if tied:
+            weights = {**weights, "head.weight": weights["embedding.weight"]}
+        for name, parameter in self._name.items():
+            parameter.data.copy_(weights[name])
+        self.owned = {name: p for name, p in self._name.items() if not (tied and name == "head.weight")}
+        self.moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.owned.items()}
+        self.updates = 0
+        self.norms: list[float] = []
+
+    def train(self, batches: Sequence[Sequence[MicroBatch]], lr: float = 1e-2) -> list[float]:
+        return [self.step(micro_batches, lr) for micro_batches in batches]
+
+    def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> float:
+        loss, gradients = self.gradients(micro_batches)
+        self.update(gradients, lr)
+        return loss
+
+    def gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
+        labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
+        for parameter in self._name.values():
+            parameter.grad = torch.zeros_like(parameter)
+        total = 0.0
+        for micro_batch in micro_batches:
+            hidden = None
+            for layer in self.module:
+                hidden = layer(hidden, micro_batch)
+            hidden.backward(torch.full_like(hidden, 1.0 / labels))
+            total += hidden.item()
+        gradients = {name: self._name[name].grad for name in self.owned}
+        if self.tied:
+            gradients["embedding.weight"] = self._name["head.weight"].grad + gradients["embedding.weight"]
+        return total / labels, gradients
+
+    def update(self, gradients: dict[str, Tensor], lr: float) -> None:
+        norm = math.sqrt(math.fsum(float(sum_of_squares(g.reshape(-1))) for g in gradients.values()))
+        self.norms.append(norm)
+        self.updates += 1
+        for name, parameter in self.owned.items():
+            first, second = self.moments[name]
+            adamw_update_(
+                parameter.data.view(-1),
+                first.view(-1),
+                second.view(-1),
+                gradients[name].reshape(-1),
+                parameter.data.view(-1),
+                lr=lr,
+                betas=OPTIMIZER.betas,
+                eps=OPTIMIZER.eps,
+                weight_decay=OPTIMIZER.weight_decay if name in self.decayed else 0.0,
+                bias_correction_step=self.updates,
+                gradient_scale=clip_scale(norm, MAX_NORM),
+            )
+        if self.tied:
+            self._name["head.weight"].data.copy_(self._name["embedding.weight"].data)
+
+    def state(self) -> dict[str, Tensor]:
+        """Named like `HostStore.named_views`."""
+        views = {}
+        for name, parameter in self.owned.items():
+            views[f"weights/{name}"] = parameter.data
+            views[f"exp_avg/{name}"], views[f"exp_avg_sq/{name}"] = self.moments[name]
+        return views
+
+
+def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not different, f"{len(different)} of {len(expected)} tensors differ: {different[:5]}"

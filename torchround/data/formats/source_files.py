@@ -1,0 +1,187 @@
+"""Which files a path or glob means, what kind each is, and reading plain text piece by piece."""
+
+import codecs
+import glob
+import os
+import re
+import sysconfig
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from torchround.data.document_types import TokenIds
+from torchround.data.errors import DataError
+
+PYTHON_STDLIB = "python-stdlib"
+NOT_STDLIB_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+JSONL_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+FILES_LOOKED_AT = 1000
+PIECE_SIZE = 1 << 16
+SCAN_BYTES = 1 << 20
+MOST_LINE_BYTES = 1 << 27  # a record takes several times its size in memory
+TOO_LONG = f"longer than {MOST_LINE_BYTES >> 20} MiB; cut such texts into records"
+
+
+def find_files(path: str) -> list[Path]:
+    """The file itself, or what a glob matches, sorted by name. Raises `DataError` where there is none."""
+    if path == PYTHON_STDLIB:
+        return _stdlib_files()
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        such = f"{path.rstrip('/')}/**/*{_usual_ending(path)}"
+        raise DataError(f"source {path!r} is a folder; name its files with a glob such as {such!r}")
+    if os.path.isfile(path):
+        return [Path(path)]
+    if os.path.exists(path):  # opening a pipe waits for ever, and a device may have no end
+        raise DataError(f"source {path!r}: {path}: not an ordinary file")
+    if not glob.has_magic(path):
+        raise DataError(f"source {path!r} does not exist (working directory: {os.getcwd()})")
+    found = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
+    if not found:
+        raise DataError(f"source {path!r}: no file matches (working directory: {os.getcwd()})")
+    return [Path(name) for name in found]
+
+
+def _usual_ending(folder: str) -> str:
+    """What most files in and below it end with, of the first few; `.txt` where there is none."""
+    names = (name for _, _, names in os.walk(folder) for name in sorted(names))
+    endings = Counter(
+        next((known for known in JSONL_ENDINGS if name.endswith(known)), os.path.splitext(name)[1])
+        for name in islice(names, FILES_LOOKED_AT)
+    )
+    del endings[""]  # as of names that begin with a dot
+    return endings.most_common(1)[0][0] if endings else ".txt"
+
+
+def _stdlib_files() -> list[Path]:
+    """The library's own modules: no tests, no installed packages, nothing that is not UTF-8."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not NOT_STDLIB_TEXT.intersection(path.relative_to(root).parts) and _is_utf8(path)
+    ]
+    if not files:
+        raise DataError(f"source {PYTHON_STDLIB!r}: this Python has no source files in {root}")
+    return files
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def kind_of(path: Path, format: str) -> str:
+    """`text`, `jsonl` or `parquet`; `auto` goes by the name's ending."""
+    if format != "auto":
+        return format
+    if path.name.endswith(JSONL_ENDINGS):
+        return "jsonl"
+    return "parquet" if path.suffix == ".parquet" else "text"
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the name says so."""
+    return path.suffix in (".gz", ".zst")
+
+
+def size_bytes(path: Path) -> int:
+    """Size of a file that can be opened. Raises `DataError`."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def line_starts(path: Path) -> TokenIds:
+    """Byte offset of each line; the end of the file begins no line."""
+    starts = array("q", [0])  # grows in place: arrays to be joined would need twice the memory
+    offset = 0
+    for block in _blocks(path):
+        ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n"))
+        starts.frombytes((ends.astype(np.int64) + (offset + 1)).tobytes())
+        offset += len(block)
+    if starts[-1] == offset:
+        starts.pop()
+    return np.frombuffer(starts, dtype=np.int64)
+
+
+def read_line(path: Path | str, start_byte: int) -> bytes:
+    """The line that begins at `start_byte`. Raises `DataError`."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(start_byte)
+            line = file.readline(MOST_LINE_BYTES + 1)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(line) > MOST_LINE_BYTES:
+        raise DataError(f"{path}: the line at byte {start_byte} is {TOO_LONG}")
+    return line
+
+
+def read_file_piece(path: Path | str, offset: int) -> tuple[str, int | None]:
+    """Text from byte `offset` on, and where the next piece begins, `None` at the end. Raises `DataError`."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            data = file.read(PIECE_SIZE)
+            ends = offset + len(data) >= os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=ends)
+    except UnicodeDecodeError as error:
+        line, bad = _line_of(Path(path), offset + error.start), error.object[error.start]
+        raise DataError(f"{path}, line {line}: not valid UTF-8 (byte 0x{bad:02x}: {error.reason})") from error
+    if ends:
+        return text, None
+    piece = text[: _cut_point(text)]
+    return piece, offset + len(piece.encode())
+
+
+def piece_end(text: str, offset: int) -> int:
+    """Where the piece that begins at character `offset` ends."""
+    if len(text) - offset <= PIECE_SIZE:
+        return len(text)
+    return offset + _cut_point(text[offset : offset + PIECE_SIZE])
+
+
+LINE_START = re.compile(r"\n(?=[^\s/])")
+
+
+def _cut_point(text: str) -> int:
+    """Characters to take of a text that goes on: up to a line that begins with something visible.
+
+    The patterns of the known vocabularies end a token there too (one also draws `/` to the newline before),
+    so the pieces have the tokens that the whole text has. Without such a line: any line, a space, anywhere.
+    """
+    line_starts = [match.end() for match in LINE_START.finditer(text)]
+    if line_starts:
+        return line_starts[-1]
+    return text.rfind("\n") + 1 or max(0, text.rfind(" ")) or len(text)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while block := file.read(SCAN_BYTES):
+                yield block
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _line_of(path: Path, offset: int) -> int:
+    """The line, from 1, that byte `offset` of a file is in."""
+    line = 1
+    for block in _blocks(path):
+        line += block[:offset].count(b"\n")
+        offset = max(0, offset - len(block))
+    return line

@@ -1,0 +1,1 @@
+"""Token pieces to sequences of a fixed length, and sequences to batches."""

@@ -1,0 +1,266 @@
+"""The one place that allocates host memory, and the pool of host buffers that devices stream through.
+
+Buffers are mapped exactly, and begin at a page, so that checkpoints are written straight from them. PyTorch's pinned
+allocator rounds each block up to a power of two and keeps it, so buffers that devices touch are filled by several
+threads, then registered with CUDA in chunks (DESIGN section 4); no two of these share a page. They stay out of forked
+processes, whose copy-on-write would move pages away from under the devices, and are unregistered before they are
+unmapped, whoever drops them.
+"""
+
+import ctypes
+import mmap
+import os
+import threading
+import warnings
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchround.engine.device import GIB, Event
+from torchround.engine.observer import Observer
+
+REGISTRATION_BYTES = 64 * GIB  # one registration of 512 GiB or more fails and leaves an error behind
+FILL_BYTES = 64 * 2**20  # one thread's piece when a new buffer is filled
+MOST_FILL_THREADS = 16
+PAGE_BYTES = 4096  # pool buffers start and end at a page
+
+
+class PinningWarning(UserWarning):
+    """Host memory could not be page-locked; copies from and to it are slower and do not overlap."""
+
+
+class PageLocker(Protocol):
+    """Page-locks memory for all devices; the results are CUDA error codes, 0 for success."""
+
+    def lock(self, address: int, nbytes: int) -> int: ...
+
+    def unlock(self, address: int) -> int: ...
+
+
+class CudaPageLocker:
+    """`cudaHostRegister` and its reverse."""
+
+    PORTABLE = 1  # for every GPU of the process, not only the calling thread's
+
+    def lock(self, address: int, nbytes: int) -> int:
+        """Page-lock `nbytes` from `address` on."""
+        return self._checked(torch.cuda.cudart().cudaHostRegister(address, nbytes, self.PORTABLE))
+
+    def unlock(self, address: int) -> int:
+        """Undo the `lock` that began at `address`."""
+        return self._checked(torch.cuda.cudart().cudaHostUnregister(address))
+
+    def _checked(self, status: object) -> int:
+        code = int(status)  # type: ignore[call-overload]
+        if code != 0:
+            # CUDA hands a failed call's error to the thread's next kernel launch, whoever makes it: make it here.
+            with suppress(RuntimeError):
+                torch.ones(1, device="cuda")
+        return int(code)
+
+
+class HostAllocator:
+    """Allocates buffers, page-locked ones on demand, and keeps track of what is locked.
+
+    After the first failure to lock there is one warning and everything else stays pageable.
+    """
+
+    def __init__(self, pinned: bool, locker: PageLocker | None = None) -> None:
+        self.allocated_bytes = 0
+        self.num_allocations = 0
+        self._pinned = pinned
+        self._locker = locker or CudaPageLocker()
+        self._lock = threading.Lock()
+        self._unlocks: list[weakref.finalize[[PageLocker, int, int], mmap.mmap]] = []
+
+    def allocate(self, nbytes: int, for_devices: bool) -> Tensor:
+        """A zeroed uint8 buffer of exactly `nbytes`; `for_devices` asks for page-locked memory."""
+        with self._lock:
+            self.allocated_bytes += nbytes
+            self.num_allocations += nbytes > 0
+        if nbytes == 0:
+            return torch.zeros(nbytes, dtype=torch.uint8)
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(mapping, "MADV_HUGEPAGE")
+        buffer = torch.frombuffer(mapping, dtype=torch.uint8)
+        if not (self._pinned and for_devices):
+            return buffer
+        _keep_from_forked_processes(mapping)
+        _fill(buffer)
+        for start in range(0, nbytes, REGISTRATION_BYTES):
+            if self._pinned:
+                size = min(REGISTRATION_BYTES, nbytes - start)
+                self._page_lock(mapping, buffer.data_ptr() + start, size)
+        return buffer
+
+    def locked_buffers(self) -> int:
+        """Registrations that are in force."""
+        return sum(unlock.alive for unlock in self._unlocks)
+
+    def close(self) -> None:
+        """Undo all page-locking. No device may be using the buffers, which live on while referred to."""
+        with self._lock:
+            unlocks, self._unlocks = self._unlocks, []
+        for unlock in unlocks:
+            unlock()
+
+    def _page_lock(self, mapping: mmap.mmap, address: int, nbytes: int) -> None:
+        status = self._locker.lock(address, nbytes)
+        if status != 0:
+            self._pinned = False
+            warnings.warn(
+                f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (CUDA error {status}); this and what is "
+                "allocated from now on stays pageable, which makes copies slower and keeps them from overlapping "
+                "with compute. Raise the memlock limit (ulimit -l) or use a smaller model.",
+                PinningWarning,
+                stacklevel=3,
+            )
+            return
+        unlock = weakref.finalize(mapping, _unlock, self._locker, address, os.getpid())
+        unlock.atexit = False
+        with self._lock:
+            self._unlocks = [earlier for earlier in self._unlocks if earlier.alive]
+            self._unlocks.append(unlock)
+
+
+def _unlock(locker: PageLocker, address: int, process: int) -> None:
+    if os.getpid() == process:  # a forked process holds copies of the objects, not of the memory
+        locker.unlock(address)
+
+
+def _advise(mapping: mmap.mmap, name: str) -> None:
+    advice = getattr(mmap, name, None)  # Linux has those used here
+    if advice is not None:
+        with suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(advice)
+
+
+def _keep_from_forked_processes(mapping: mmap.mmap) -> None:
+    _advise(mapping, "MADV_DONTFORK")
+    _kept_from_forked_processes().add(mapping)
+
+
+@cache
+def _kept_from_forked_processes() -> weakref.WeakSet[mmap.mmap]:
+    """What a forked process does not have. It must never unmap it either: something else may be in its place there."""
+    mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+    def never_drop() -> None:
+        for mapping in mappings:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+    os.register_at_fork(after_in_child=never_drop)
+    return mappings
+
+
+def _fill(buffer: Tensor) -> None:
+    """Write every page once, so that they exist before they are registered: by one thread it takes too long."""
+    address, nbytes = buffer.data_ptr(), buffer.numel()
+    starts = range(0, nbytes, FILL_BYTES)
+
+    def fill(start: int) -> None:
+        ctypes.memset(address + start, 0, min(FILL_BYTES, nbytes - start))  # releases the GIL
+
+    if len(starts) == 1:
+        fill(0)
+        return
+    with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1, MOST_FILL_THREADS)) as threads:
+        list(threads.map(fill, starts))
+
+
+class HostBuffer:
+    """A pool buffer and the device events after which its bytes may be overwritten.
+
+    `memory` is as much of `space` as was asked for.
+    """
+
+    def __init__(self, space: Tensor) -> None:
+        self.space = space
+        self.memory = space
+        self.busy: list[Event] = []
+
+
+class HostPool:
+    """Host buffers by size in pages, reused in turn, so that a steady run allocates nothing.
+
+    A taker must make its writing stream wait for `HostBuffer.busy` first; what the giving thread did itself is
+    in the past.
+    """
+
+    def __init__(self, pinned: bool, observer: Observer) -> None:
+        self._memory = HostAllocator(pinned)
+        self._observer = observer
+        self._lock = threading.Lock()
+        self._free: dict[int, list[HostBuffer]] = defaultdict(list)
+        self._owned: Counter[int] = Counter()
+        self.reserved_bytes = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Everything ever taken from the system: `reserved_bytes`, and what was taken in need."""
+        return self._memory.allocated_bytes
+
+    @property
+    def num_allocations(self) -> int:
+        """How often something was taken from the system."""
+        return self._memory.num_allocations
+
+    def reserve(self, counts: Mapping[int, int]) -> None:
+        """From now on there are at least so many buffers, by their bytes. One allocation for all that are missing."""
+        wanted: Counter[int] = Counter()
+        for nbytes, number in counts.items():
+            wanted[_whole_pages(nbytes)] += number
+        missing = wanted - self._owned
+        space = self._memory.allocate(
+            sum(size * number for size, number in missing.items()), for_devices=True
+        )
+        self.reserved_bytes += space.numel()
+        sizes = [size for size, number in missing.items() for _ in range(number)]
+        for size, part in zip(sizes, space.split(sizes) if sizes else (), strict=True):
+            self._add(size)
+            self.give(HostBuffer(part), busy=[])
+
+    def take(self, nbytes: int) -> HostBuffer:
+        """A buffer of `nbytes`: a free one, else a new one, which page-locks memory in the middle of a step."""
+        size = _whole_pages(nbytes)
+        buffer = self._take_free(size)
+        if buffer is None:
+            self._add(size)
+            buffer = HostBuffer(self._memory.allocate(size, for_devices=True))
+        buffer.memory = buffer.space[:nbytes]
+        return buffer
+
+    def give(self, buffer: HostBuffer, busy: list[Event]) -> None:
+        """Return a buffer; `busy` are the events of the last reads of it."""
+        buffer.busy = busy
+        self._observer.posted(buffer)
+        with self._lock:
+            self._free[buffer.space.numel()].append(buffer)
+
+    def close(self) -> None:
+        with self._lock:
+            self._memory.close()
+            self._free.clear()
+
+    def _take_free(self, size: int) -> HostBuffer | None:
+        with self._lock:
+            if not self._free[size]:
+                return None
+            buffer = self._free[size].pop()
+            self._observer.waited(buffer)
+            return buffer
+
+    def _add(self, size: int) -> None:
+        with self._lock:
+            self._owned[size] += 1
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,211 @@
+"""The console's line per logged step: coloured in a terminal, plain text in a log."""
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from torchround.observe.record import StepRecord, perplexity
+from torchround.pipeline.memory import GIB, size_text
+
+# Logged lines over which the time per step is taken for the time that is left.
+_ETA_LINES = 20
+
+_STYLES = {"step": "bold", "loss": "bold green", "tokens/s": "cyan", "skipped": "bold red"}
+
+
+class ConsoleReport:
+    """Prints one line per record to `stream` (default: standard output)."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        resumed_step: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps = total_steps
+        self._stream = stream if stream is not None else sys.stdout
+        self._print = _printer(self._stream)
+        self._clock = clock
+        self._seen = deque([(resumed_step, clock())], maxlen=_ETA_LINES)
+
+    def log(self, record: StepRecord) -> None:
+        """Print the record's line, at once."""
+        self._seen.append((record.step, self._clock()))
+        self._print(line_parts(record, self.total_steps, self._left_s(record)))
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Nothing to close; the stream is the caller's."""
+
+    def _left_s(self, record: StepRecord) -> float:
+        """Seconds to the last step at the recent pace, with all that was done besides training."""
+        (first_step, first_s), (last_step, last_s) = self._seen[0], self._seen[-1]
+        steps = last_step - first_step
+        step_s = (last_s - first_s) / steps if steps > 0 else record.step_s
+        return max(self.total_steps - record.step, 0) * step_s
+
+
+def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[str]:
+    """The parts of a line. MFU, device memory, validation loss and skipped steps only where there are any."""
+    parts = [
+        f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
+        f"loss {record.loss:.4f}",
+        f"grad norm {record.grad_norm:.3f}",
+        f"lr {record.lr:.2e}",
+        f"{record.tokens_per_s:,.0f} tokens/s",
+    ]
+    if record.mfu is not None:
+        parts.append(f"MFU {100 * record.mfu:.1f} %")
+    if record.device_peak_gib is not None:
+        parts.append(f"device {size_text(round(record.device_peak_gib * GIB))}")
+    parts.append(f"host {size_text(round(record.host_gib * GIB))}")
+    if record.validation_loss is not None:
+        parts.append(f"validation loss {record.validation_loss:.4f}")
+        parts.append(f"perplexity {perplexity(record.validation_loss):.4g}")
+    if record.skipped_steps:
+        parts.append(f"skipped {record.skipped_steps}")
+    parts.append(f"ETA {duration(left_s)}")
+    return parts
+
+
+def duration(seconds: float) -> str:
+    """Seconds as the two largest units that say something: `42 s`, `3 min 05 s`, `1 h 03 min`, `2 d 04 h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def _printer(stream: TextIO) -> Callable[[list[str]], None]:
+    """What prints the parts of a line to `stream`: in colour if it is a terminal."""
+    if not stream.isatty():
+        return lambda parts: print(" | ".join(parts), file=stream)
+    # Here, because importing rich draws from Python's random generator.
+    from rich.console import Console
+    from rich.text import Text
+
+    # Never wrapped: it would break the columns.
+    console = Console(file=stream, highlight=False, soft_wrap=True)
+    return lambda parts: console.print(
+        Text(" | ", style="dim").join(Text(part, style=_style(part)) for part in parts)
+    )
+
+
+def _style(part: str) -> str:
+    return next((style for word, style in _STYLES.items() if word in part.split()), "")
+
+
+# `metrics.jsonl`: one JSON object per logged step, going on after a resume without repeating a step.
+#
+# The file is never left with a line that is not whole: what a failed write left is cut off, the line is kept until the
+# disk takes it, and what a killed process left is dropped when the file is opened again.
+
+
+KEPT_LINES = 10_000  # about 10 MB
+
+
+class MetricsFile:
+    """Appends records to `path`. Opening it drops the records after step `after_step`, where a run goes on.
+
+    `after_step` is 0 for a run that starts anew: nothing of an earlier attempt stays. `log` and `close` raise
+    `OSError` when the disk fails; the file can go on being used: the records so far stay, and what could not be
+    written (the newest `KEPT_LINES` of it) is written with the next record, or on closing. A file that cannot even be
+    opened is opened then.
+    """
+
+    def __init__(self, path: Path | str, after_step: int = 0) -> None:
+        self.path = Path(path)
+        self._after_step = after_step
+        self._descriptor = -1
+        self._end_bytes = 0
+        self._unwritten: deque[bytes] = deque(maxlen=KEPT_LINES)
+        self._closed = False
+        with suppress(OSError):  # tried again with the first record, and told then
+            self._open()
+
+    def log(self, record: StepRecord) -> None:
+        """Append one line; it is in the file when this returns."""
+        self._unwritten.append(json.dumps(record.as_dict(), allow_nan=False).encode() + b"\n")
+        self._write()
+
+    def close(self) -> None:
+        """Close the file. Can be repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._write()
+        finally:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _drop_after(self.path, self._after_step)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._end_bytes = os.fstat(descriptor).st_size
+        self._descriptor = descriptor
+
+    def _write(self) -> None:
+        """All that is unwritten. A line that only fits in part is cut off again."""
+        if self._descriptor < 0:
+            self._open()
+        try:
+            self._write_lines()
+        finally:
+            self._cut_half_line()
+
+    def _write_lines(self) -> None:
+        self._cut_half_line()
+        while self._unwritten:
+            line, written = self._unwritten[0], 0
+            while written < len(line):
+                written += os.write(self._descriptor, line[written:])
+            self._end_bytes += len(line)
+            self._unwritten.popleft()
+
+    def _cut_half_line(self) -> None:
+        """Remove what a failed write may have left."""
+        if os.fstat(self._descriptor).st_size > self._end_bytes:
+            os.ftruncate(self._descriptor, self._end_bytes)
+
+
+def _drop_after(path: Path, after_step: int) -> None:
+    """Keep only the whole lines of steps up to `after_step`; the file is replaced in one go or not at all."""
+    replacement = path.with_name(path.name + ".tmp")
+    dropped = False
+    with open(path, "rb") as old, open(replacement, "wb") as new:
+        for line in old:
+            step = _step_of(line)
+            if step is not None and step <= after_step:
+                new.write(line)
+            else:
+                dropped = True
+        new.flush()
+        os.fsync(new.fileno())
+    if dropped:
+        replacement.replace(path)
+    else:
+        replacement.unlink()
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a whole line; `None` for half a line or something else."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None
