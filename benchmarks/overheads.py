@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
 from torchround.data.loader import Loader
 from torchround.engine.device import CpuDevice, Stream
-from torchround.engine.reserve import Reserve
+from torchround.engine.passes import BufferReservation
 from torchround.engine.results import DeviceSpan
 from torchround.engine.tracing import StepTraces
-from torchround.engine.traffic import Traffic
-from torchround.engine.worker import Worker
+from torchround.engine.worker.device_worker import DeviceWorker
+from torchround.engine.worker.transfers import ActivationTransfers
 from torchround.observe import MetricsLogger, StepRecord
 from torchround.pipeline.timeline import TaskKind
 from torchround.run.measured_plan import PlanByMeasuring
@@ -44,8 +44,8 @@ MARK_TURNS = 20000
 WATCHED: dict[str, list[tuple[Any, str]]] = {
     "planning": [(train, "plan_run"), (PlanByMeasuring, "__init__"), (PlanByMeasuring, "settle")],
     "metrics": [(StepReports, "add"), (StepReports, "record"), (MetricsLogger, "log")],
-    "slot reports": [(Worker, "_report")],
-    "buffers": [(Reserve, "cover"), (Traffic, "prepare")],
+    "slot reports": [(DeviceWorker, "_report")],
+    "buffers": [(BufferReservation, "reserve_for"), (ActivationTransfers, "prepare")],
     "tracing, off": [(StepTraces, "wants")],
     "position in the data": [(Loader, "state_dict")],
 }

@@ -13,7 +13,8 @@ from torchround.engine.store.bundles import POLICIES
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import StageKind
-from torchround.pipeline.plan import Plan, make_plan
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.planner import make_plan
 
 # The bounds hold where layers take at least `CHECKED_SCALE` times their time: shorter layers drown in the engine's own
 # work on a machine that has fewer cores than the benchmark has devices.

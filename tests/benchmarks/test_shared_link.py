@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.shared_link import Replay, main
-from torchround.engine.recording import Action, Entry, Region
+from torchround.engine.watch.race_checker import Action, Entry, Region
 
 LINKS = {"a weight upload": 0, "b weight upload": 0, "c weight upload": 1}
 

@@ -17,8 +17,8 @@ from tests.support.toy import (
 )
 from torchround.config import EngineTable
 from torchround.engine import build
-from torchround.engine.cpu_threads import update_threads
 from torchround.engine.errors import PipelineError
+from torchround.engine.optimizer_worker import update_threads
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim.kernel import AdamWKernel, KernelError
 

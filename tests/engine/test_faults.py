@@ -17,7 +17,7 @@ from tests.support.toy import (
     train,
 )
 from torchround.engine.device import CpuDevice
-from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError, Place
+from torchround.engine.errors import DeviceMemoryError, EngineUsageError, FaultLocation, PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
 
@@ -265,7 +265,7 @@ def test_no_update_begins_after_a_stop_though_all_its_gradients_have_landed(monk
     engine.step(1e-2)
     result.reports()
     assert inside.wait(60)
-    engine._life.fail(PipelineError(Place("test"), "planted"))
+    engine._life.fail(PipelineError(FaultLocation("test"), "planted"))
     stopped.set()
     with pytest.raises(PipelineError, match="planted"):
         engine.drain()

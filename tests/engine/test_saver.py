@@ -5,14 +5,21 @@ import threading
 import pytest
 import torch
 
-from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import (
+    PARTITIONS,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    watched,
+)
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
-from torchround.engine.race_checker import find_races
-from torchround.engine.recording import AccessLog, RecordingDevice
 from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.watch.race_checker import AccessLog, find_races
 
 PARTITION = PARTITIONS["backward coarser"]
 STEPS = 5
@@ -233,7 +240,7 @@ def record(tmp_path, saves_every, policy, **options):
     log = AccessLog()
 
     def wrap(device):
-        return RecordingDevice(device, log)
+        return watched(device, log)
 
     checkpointer = Checkpointer(tmp_path)
     with build(policy=policy, observer=log, wrap=wrap, **options) as engine:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchround.engine.cpu_threads import use_threads_here
+from torchround.engine.optimizer_worker import use_threads_here
 from torchround.optim import UpdateProgress, adamw_update_
 from torchround.optim.kernel import AdamWKernel, KernelError, UpdateDtypes, get_kernels, kernel_library
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from tests.support.toy import PARTITIONS, toy_batches, toy_model
-from torchround.engine.device import CpuDevice, ForwardingDevice, Stream
-from torchround.engine.errors import DeviceMemoryError, Place
+from torchround.engine.device import CpuDevice, Stream
+from torchround.engine.errors import DeviceMemoryError, FaultLocation
 from torchround.layer import LayeredModel
 from torchround.pipeline.partition import Partition
 
@@ -209,11 +209,11 @@ class Tripwire(torch.autograd.Function):
         return gradient, None, None, None
 
 
-class FusedDevice(ForwardingDevice):
+class FusedDevice(CpuDevice):
     """A virtual device with a fuse in each copy, and in allocations once it has its fixed buffers."""
 
-    def __init__(self, inner: CpuDevice, fuse: Fuse) -> None:
-        super().__init__(inner)
+    def __init__(self, index: int, fuse: Fuse) -> None:
+        super().__init__(index)
         self._fuse = fuse
         self._entered = False
 
@@ -243,7 +243,7 @@ def fused_model(variant: str, fuse: Fuse) -> LayeredModel:
     return LayeredModel(model.names, layers)
 
 
-def expected_place(case: Case, names: tuple[str, ...]) -> Place:
+def expected_place(case: Case, names: tuple[str, ...]) -> FaultLocation:
     """Where the partition and the dispatch rule put a fault in a layer of a training step.
 
     Slot `i` of the run is on device `i mod N`; a step has `rounds` x `stages` slots (RoundPipe section 3.2).
@@ -264,6 +264,6 @@ def expected_place(case: Case, names: tuple[str, ...]) -> Place:
     stages = len(partition.forward) + 1 + len(partition.backward)
     round_index = case.micro_batch * case.rounds // MICRO_BATCHES
     slot = (case.step * case.rounds + round_index) * stages + position
-    return Place(
+    return FaultLocation(
         f"device cpu:{slot % case.num_devices}", kind, tuple(names[i] for i in span), case.micro_batch
     )

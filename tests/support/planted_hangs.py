@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchround.engine.watchdog import Watchdog
+from torchround.engine.watch.watchdog import Watchdog
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchround.engine.compute import LayerCall
-from torchround.engine.ordering import Board
-from torchround.engine.staging import as_hidden, as_tuple
+from torchround.engine.board import Board
+from torchround.engine.worker.compute import LayerCall
+from torchround.engine.worker.transfers import as_hidden, as_tuple
 from torchround.layer import Hidden, LayeredModel, MicroBatch
 from torchround.optim.kernel import cxx_compiler
 

@@ -17,36 +17,40 @@ import torch
 from torch import nn
 
 from torchround.config import OptimizerTable
+from torchround.engine.board import Board, Fact, Observer
 from torchround.engine.compiled import LayerCompiler
-from torchround.engine.cpu_threads import update_threads
 from torchround.engine.device import Device, Event
-from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
+from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.lifecycle import Lifecycle
-from torchround.engine.observer import Observer
-from torchround.engine.optimizer_worker import CollectGradients, OptimizerWorker, UpdateWeights
-from torchround.engine.ordering import Board, Fact, Ordering
-from torchround.engine.passes import (
-    Order,
-    Pass,
-    check_micro_batches,
-    handovers,
-    host_micro_batch,
-    kept_boundaries,
+from torchround.engine.optimizer_worker import (
+    CollectGradients,
+    OptimizerWorker,
+    UpdateWeights,
+    update_threads,
 )
-from torchround.engine.reserve import Footprint, Reserve
+from torchround.engine.ordering import Ordering
+from torchround.engine.passes import (
+    BufferReservation,
+    Pass,
+    PassShape,
+    StageJob,
+    backward_inputs,
+    check_micro_batches,
+    forward_inputs,
+    host_micro_batch,
+)
 from torchround.engine.results import StepResult
 from torchround.engine.saver import PendingSave, SaveJob, Saver, SaveSource
-from torchround.engine.slots import upload_use
-from torchround.engine.staging import Boundary
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.turns import Turns
-from torchround.engine.watchdog import Watchdog, WatchedDevice
-from torchround.engine.worker import Worker, WorkerSetup
+from torchround.engine.watch.watchdog import QueueWatch, Watchdog
+from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
+from torchround.engine.worker.link_turns import LinkTurns
+from torchround.engine.worker.slots import upload_use
+from torchround.engine.worker.transfers import Boundary
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.partition import Partition, StageKind
-from torchround.pipeline.schedule import StageTask, evaluation_tasks, step_tasks
-from torchround.pipeline.shared_links import Waves
+from torchround.pipeline.partition import Partition, StageKind, StageTask, evaluation_tasks, step_tasks
+from torchround.pipeline.shared_links import LinkWindows
 
 T = TypeVar("T")
 
@@ -60,7 +64,7 @@ class EngineSettings:
 
     `compile_update` compiles the optimizer's pass before the first update (`optim/kernel.py`), `compiler` the
     layers; engines of one model that follow each other may share it. `turns` are groups of devices, by index, whose
-    weight uploads take turns (`engine/turns.py`).
+    weight uploads take turns (`engine/worker/link_turns.py`).
     """
 
     rounds: int = 1
@@ -108,17 +112,19 @@ class Engine:
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
         self._life = Lifecycle(self._board, self.pool, self.devices)
         self._next_slot = self._next_pass = self._next_job = self._next_save = 0
-        self._waves = Waves(len(self.devices))
+        self._waves = LinkWindows(len(self.devices))
         self._step = store.step
         self._awaiting_step = False
         self._results: list[StepResult] = []
         self._saves: list[PendingSave[Any]] = []
         store.allocate_gradients(self.settings.rounds)
-        self._reserve = Reserve(model, store, self.pool, len(self.devices))
+        self._reservation = BufferReservation(model, store, self.pool, len(self.devices))
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
         self._ordering.settled(self._step, store.resume_state())
-        watched = [WatchedDevice(device) for device in self.devices]
-        workers = self._make_workers(model, watched)
+        workers = self._make_workers(model)
+        queues = [
+            QueueWatch(device, worker.position) for device, worker in zip(self.devices, workers, strict=True)
+        ]
         optimizer_worker = OptimizerWorker(
             store,
             self._board,
@@ -133,7 +139,7 @@ class Engine:
         saver = Saver(store, self._board, self._ordering)
         others = [saver.thread, optimizer_worker.thread]
         self._watchdog = Watchdog(
-            self._board, workers, watched, others, self.settings.hang_timeout_s, self._life.fail
+            self._board, workers, queues, others, self.settings.hang_timeout_s, self._life.fail
         )
         self._life.start([*(worker.thread for worker in workers), *others], optimizer_worker)
 
@@ -243,8 +249,8 @@ class Engine:
                 readers.setdefault(index, set()).add(task.device)
         num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
         version = self.store.policy.version_read(self._step) if training else self._step
-        footprint = Footprint.of(tasks, micro_batches, training, self._step, version)
-        sizes = self._reserve.cover(footprint, self._results[-1].work.footprint if self._results else None)
+        shape = PassShape.of(tasks, micro_batches, training, self._step, version)
+        sizes = self._reservation.reserve_for(shape, self._results[-1].work.shape if self._results else None)
         loss_scale = self.store.loss_scaling.scale_of(self._step) if training else 1.0
         work = Pass(
             index=self._next_pass,
@@ -259,9 +265,9 @@ class Engine:
                 )
                 for index, micro_batch in enumerate(micro_batches)
             ),
-            handovers=handovers(self.partition),
-            kept=kept_boundaries(self.partition) if training else frozenset(),
-            footprint=footprint,
+            forward_inputs=forward_inputs(self.partition),
+            backward_inputs=backward_inputs(self.partition) if training else frozenset(),
+            shape=shape,
             sizes=sizes,
         )
         if self._next_pass == 0:
@@ -273,8 +279,8 @@ class Engine:
         for bundle, use in self._uploads(tasks):
             self._ordering.expect_upload(bundle, work.version, use)
         for task in tasks:
-            wave = self._waves.next(len(task.micro_batches))
-            self._board.post(Fact("task", task.slot), Order(task, work, self._contributions(task), wave))
+            window = self._waves.next(len(task.micro_batches))
+            self._board.post(Fact("task", task.slot), StageJob(task, work, self._contributions(task), window))
         self._next_slot += len(tasks)
 
     def _expect_gradients(self, rounds: int) -> None:
@@ -333,7 +339,7 @@ class Engine:
 
     # Faults and threads.
 
-    def _make_workers(self, model: LayeredModel, devices: Sequence[WatchedDevice]) -> list[Worker]:
+    def _make_workers(self, model: LayeredModel) -> list[DeviceWorker]:
         setup = WorkerSetup(
             store=self.store,
             board=self._board,
@@ -342,7 +348,7 @@ class Engine:
             layer_names=model.names,
             stages=self.partition.stages(),
             num_devices=len(self.devices),
-            turns=Turns(self.settings.turns),
+            turns=LinkTurns(self.settings.turns),
             layerwise_recompute=self.settings.layerwise_recompute,
             accumulate_dtype=self.settings.accumulate_dtype,
             compiler=self.settings.compiler,
@@ -350,13 +356,13 @@ class Engine:
         )
         skeletons = [list(copy.deepcopy(nn.ModuleList(model.layers))) for _ in self.devices]
         try:
-            workers = [Worker(index, device, skeletons[index], setup) for index, device in enumerate(devices)]
+            return [
+                DeviceWorker(index, device, skeletons[index], setup)
+                for index, device in enumerate(self.devices)
+            ]
         except BaseException:
             self._life.stop()  # devices that had room get back what they gave
             raise
-        for worker, device in zip(workers, devices, strict=True):
-            device.position = worker.position
-        return workers
 
     def _wait_in_call(self, fact: Fact) -> object:
         """What a fact was posted with; a boundary has arrived on the host. What is there survives a fault."""
@@ -373,7 +379,7 @@ class Engine:
         try:
             self._watchdog.synchronize(event)
         except RuntimeError as error:
-            failure = PipelineError(Place("controller"), f"{type(error).__name__}: {error}")
+            failure = PipelineError(FaultLocation("controller"), f"{type(error).__name__}: {error}")
             failure.__cause__ = error
             self._life.fail(failure)
             raise Stopped from error

@@ -17,7 +17,7 @@ class DeviceMemoryError(EngineError):
 
 
 @dataclass(frozen=True)
-class Place:
+class FaultLocation:
     """Where in the pipeline something happened; None where it does not apply."""
 
     actor: str
@@ -44,7 +44,7 @@ class PipelineError(EngineError):
     update could not be completed: then the host store mixes two weight versions and must not be saved.
     """
 
-    def __init__(self, place: Place, problem: str, store_is_consistent: bool = True) -> None:
+    def __init__(self, place: FaultLocation, problem: str, store_is_consistent: bool = True) -> None:
         super().__init__(f"{place}: {problem}")
         self.place = place
         self.store_is_consistent = store_is_consistent
@@ -58,7 +58,7 @@ class HangError(PipelineError):
             f"nothing moved for {timeout_s:g} s. Raise engine.hang_timeout_s if a stage takes that long for one "
             "micro-batch, or the optimizer for one layer. What each thread waits for:"
         )
-        super().__init__(Place("controller"), "\n  ".join([problem, *report]))
+        super().__init__(FaultLocation("controller"), "\n  ".join([problem, *report]))
         self.report = tuple(report)
 
 

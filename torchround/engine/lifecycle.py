@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Protocol
 
+from torchround.engine.board import Board
 from torchround.engine.device import Device
-from torchround.engine.errors import EngineUsageError, PipelineError, Place, Stopped
-from torchround.engine.ordering import Board
+from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.store.host_memory import HostPool
 
 # How long ending waits for all threads together, and then for an update under way from one bundle to the next. One
@@ -123,6 +123,8 @@ class Lifecycle:
             device.finish()
             device.release()
         except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)
-            failure = PipelineError(Place(f"device {device.name}"), f"{type(error).__name__}: {error}")
+            failure = PipelineError(
+                FaultLocation(f"device {device.name}"), f"{type(error).__name__}: {error}"
+            )
             failure.__cause__ = error
             self.fail(failure)

@@ -5,22 +5,27 @@ finished but not undone: an update that failed in the middle is completed before
 host store holds a whole number of updates (DESIGN section 8).
 """
 
+import ctypes
 import itertools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
+
 from torchround.config import OptimizerTable
-from torchround.engine.cpu_threads import use_threads_here
-from torchround.engine.errors import PipelineError, Place, Stopped
-from torchround.engine.ordering import Board, Fact, Ordering
+from torchround.engine.board import Board, Fact
+from torchround.engine.errors import FaultLocation, PipelineError, Stopped
+from torchround.engine.ordering import Ordering
 from torchround.engine.passes import read_loss
-from torchround.engine.staging import Boundary
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker.transfers import Boundary
 from torchround.optim import UpdateProgress, adamw_update_, clip_scale, sum_of_squares
 from torchround.optim.adamw import UpdateKernel
 from torchround.optim.kernel import UpdateDtypes, get_kernels
@@ -107,7 +112,7 @@ class OptimizerWorker:
         self._busy_s = 0.0
         self._waited_for_save_s = 0.0
         self._bundle_updates: list[BundleUpdate] = []
-        self._place = Place("optimizer worker")
+        self._place = FaultLocation("optimizer worker")
         self.thread = threading.Thread(target=self._main, name="torchround optimizer", daemon=True)
 
     def _main(self) -> None:
@@ -337,8 +342,8 @@ class OptimizerWorker:
             return self._failure(error)
         return None
 
-    def _place_of(self, bundle: Bundle) -> Place:
-        return Place(
+    def _place_of(self, bundle: Bundle) -> FaultLocation:
+        return FaultLocation(
             "optimizer worker", layers=tuple(self._store.layer_names[layer] for layer in bundle.layers)
         )
 
@@ -349,3 +354,27 @@ class OptimizerWorker:
         failure = PipelineError(self._place, problem, leaves_whole)
         failure.__cause__ = error
         return failure
+
+
+# How many cores the optimizer may use beside the threads that drive devices.
+
+
+def update_threads(num_devices: int) -> int:
+    """Threads for the optimizer's operations: a core is left for each device's thread, but half of them are kept.
+
+    Never more than PyTorch's own number (`engine.cpu_threads`). Kernel launches that wait for a core cost a
+    device far more than the update loses by one core, being bound by memory.
+    """
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(torch.get_num_threads(), max(available - num_devices, available // 2)))
+
+
+def use_threads_here(count: int) -> None:
+    """Run this thread's parallel operations, PyTorch's and compiled ones, with `count` threads.
+
+    `torch.set_num_threads` would change it for threads yet to come as well, so OpenMP is asked directly, once
+    PyTorch has set this thread up. Where that cannot be found, PyTorch's number stays.
+    """
+    torch.get_num_threads()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(torch._C.__file__).omp_set_num_threads(ctypes.c_int(count))

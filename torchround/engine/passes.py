@@ -1,18 +1,57 @@
 """A pass: one batch's trip through the pipeline, and what its caller can ask of it afterwards."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchround.engine.device import Event
-from torchround.engine.observer import Observer
-from torchround.engine.reserve import Footprint, StagingSizes
-from torchround.engine.staging import Boundary, Packing, fill
+from torchround.engine.board import Observer
+from torchround.engine.device import Event, PastEvent
 from torchround.engine.store.host_memory import HostPool
-from torchround.layer import MicroBatch
-from torchround.pipeline.partition import Partition, StageKind
-from torchround.pipeline.schedule import StageTask
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker.transfers import LOSS_BYTES, Boundary, Packing, StagingSizes, aligned, fill
+from torchround.layer import LayeredModel, MicroBatch
+from torchround.pipeline.host_buffers import HeldPass, most_buffers
+from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """All of a pass that decides which buffers it needs. `shapes` are the micro-batches' `[B, T]`.
+
+    `step` and `version` only count in relation to those of the pass before it.
+    """
+
+    training: bool
+    stages: tuple[Stage, ...]
+    rounds: tuple[range, ...]
+    shapes: tuple[torch.Size, ...]
+    integer_bytes: tuple[int, ...]
+    step: int = field(compare=False)
+    version: int = field(compare=False)
+
+    @staticmethod
+    def of(
+        tasks: Sequence[StageTask],
+        micro_batches: Sequence[MicroBatch],
+        training: bool,
+        step: int,
+        version: int,
+    ) -> "PassShape":
+        return PassShape(
+            training,
+            tuple(task.stage for task in tasks if task.round == 0),
+            tuple(task.micro_batches for task in tasks if task.stage_index == 0),
+            tuple(micro_batch.tokens.shape for micro_batch in micro_batches),
+            tuple(Packing.of(micro_batch.tensors()).nbytes for micro_batch in micro_batches),
+            step,
+            version,
+        )
+
+    def runs_beside(self, before: "PassShape") -> bool:
+        """Whether the weights it reads are there before the pass before it has ended."""
+        return not before.training or self.version <= before.step
 
 
 @dataclass(frozen=True)
@@ -20,9 +59,9 @@ class Pass:
     """What all stage tasks of a pass share.
 
     `step` counts the training steps before it; `version` is the weight version it reads. `loss_scale`
-    multiplies the loss before the backward pass. `handovers` and `kept` are the layers whose input a forward
-    or fused stage, a backward stage takes from the host. `sizes` is what its devices need space for, `footprint`
-    what decides that.
+    multiplies the loss before the backward pass. `forward_inputs` are the layers whose input a forward or fused
+    stage takes from the host, `backward_inputs` those for backward stages. `sizes` is the staging space that its
+    devices need, `shape` decides that.
     """
 
     index: int
@@ -32,33 +71,33 @@ class Pass:
     loss_scale: float
     num_labels: int
     micro_batches: tuple[Boundary, ...]
-    handovers: frozenset[int]
-    kept: frozenset[int]
-    footprint: Footprint
+    forward_inputs: frozenset[int]
+    backward_inputs: frozenset[int]
+    shape: PassShape
     sizes: StagingSizes
 
 
 @dataclass(frozen=True)
-class Order:
+class StageJob:
     """A stage task of a pass.
 
     `contribution` says, by layer and bundle, which part of the step's gradient it makes. Its transfer windows come at
-    waves `wave`, `wave + 1`, .. (`pipeline/shared_links.py`).
+    windows `window`, `window + 1`, .. (`pipeline/shared_links.py`).
     """
 
     task: StageTask
     work: Pass
     contribution: dict[tuple[int, int], int]
-    wave: int
+    window: int
 
 
-def handovers(partition: Partition) -> frozenset[int]:
+def forward_inputs(partition: Partition) -> frozenset[int]:
     """Layers at which a forward or fused stage takes over from the stage before."""
     starts = (stage.start for stage in partition.stages() if stage.kind is not StageKind.BACKWARD)
     return frozenset(start for start in starts if start > 0)
 
 
-def kept_boundaries(partition: Partition) -> frozenset[int]:
+def backward_inputs(partition: Partition) -> frozenset[int]:
     """Layers whose input is kept from forward to backward, because a backward stage starts there."""
     starts = (stage.start for stage in partition.stages() if stage.kind is StageKind.BACKWARD)
     return frozenset(start for start in starts if start > 0)
@@ -82,17 +121,7 @@ def host_micro_batch(
         synchronize(event)
     observer.touched(reads=(), writes=[buffer.memory])
     fill(packing.views(buffer.memory), tensors)
-    return Boundary(buffer, packing, AlreadyHappened(), readers, micro_batch.facts())
-
-
-class AlreadyHappened:
-    """The event of host memory that the host itself wrote."""
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
+    return Boundary(buffer, packing, PastEvent(), readers, micro_batch.facts())
 
 
 def read_loss(boundary: Boundary, pool: HostPool) -> float:
@@ -100,7 +129,7 @@ def read_loss(boundary: Boundary, pool: HostPool) -> float:
     boundary.landed.synchronize()
     [loss_sum] = boundary.packing.views(boundary.memory)
     value = float(loss_sum)
-    boundary.read(AlreadyHappened(), pool)
+    boundary.read(PastEvent(), pool)
     return value
 
 
@@ -121,3 +150,84 @@ def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
     if len(bounds) > 1:
         return f"max_documents is a fact of the whole batch, but its micro-batches have {sorted(map(str, bounds))}"
     return None
+
+
+# What passes will need, taken before they are handed out: host buffers for the pool, staging space on devices.
+#
+# A pool that grew when it ran dry would page-lock memory in the middle of a step, whenever the devices happen to get
+# on in an order that they did not take before. `pipeline/host_buffers.py` counts for the worst order.
+
+
+class BufferReservation:
+    """Fills the pool for a store's gradients at once, and for each pass before it is handed out."""
+
+    def __init__(self, model: LayeredModel, store: HostStore, pool: HostPool, num_devices: int) -> None:
+        self._model = model
+        self._store = store
+        self._pool = pool
+        self._num_devices = num_devices
+        # Gradients that add up on the host: one buffer for each use of a bundle (ordering rule 4).
+        self._parts = Counter(
+            bundle.numel * store.gradient_dtype.itemsize
+            for bundle in store.trained
+            if bundle.adds_up
+            for _ in bundle.layers
+        )
+        self._covered: dict[tuple[PassShape, PassShape, bool], StagingSizes] = {}
+        pool.reserve(self._parts)
+
+    def reserve_for(self, this: PassShape, before: PassShape | None) -> StagingSizes:
+        """BufferReservation for a pass and the one before it; for the first one, and another like it after it.
+
+        Where the devices have to wait for that one's update, stages of frozen layers at the start of a pass do not.
+        """
+        if before is None:
+            next_step = this.step + 1
+            before, this = (
+                this,
+                replace(this, step=next_step, version=self._store.policy.version_read(next_step)),
+            )
+        key = this, before, this.runs_beside(before)
+        if key not in self._covered:
+            ahead = len(this.stages) if this.runs_beside(before) else self._frozen(this)
+            self._pool.reserve(self._needed(this, before, ahead))
+            self._covered[key] = self._sizes(this)
+        return self._covered[key]
+
+    def _sizes(self, this: PassShape) -> StagingSizes:
+        cuts = {stage.start for stage in this.stages} - {0}
+        shapes = set(this.shapes)
+        return StagingSizes(
+            boundary_bytes=max((self._bytes(cut, shape) for cut in cuts for shape in shapes), default=0),
+            integer_bytes=max(this.integer_bytes),
+            micro_batches=max(len(part) for part in this.rounds),
+            training=this.training,
+        )
+
+    def _needed(self, this: PassShape, before: PassShape, ahead: int) -> Mapping[int, int]:
+        shapes = tuple(dict.fromkeys((*before.shapes, *this.shapes)))
+        passes = [_held(before, shapes, 0), _held(this, shapes, ahead)]
+        needed = most_buffers(passes, self._num_devices, lambda cut, size: self._bytes(cut, shapes[size]))
+        needed.update(before.integer_bytes + this.integer_bytes)
+        needed[LOSS_BYTES] += len(before.shapes) + len(this.shapes)
+        return needed + self._parts
+
+    def _bytes(self, cut: int, shape: torch.Size) -> int:
+        """Of the input of layer `cut`; 0 where the layer before it does not tell."""
+        work = getattr(self._model.layers[cut - 1], "work", None)
+        return 0 if work is None else aligned(work(*shape, self._store.dtype.itemsize).boundary_bytes)
+
+    def _frozen(self, this: PassShape) -> int:
+        """Stages at the start of a pass that read no weights that are ever updated."""
+        for index, stage in enumerate(this.stages):
+            bundles = {
+                b for layer in range(stage.start, stage.stop) for b in self._store.layer_bundles(layer)
+            }
+            if any(self._store.bundles[bundle].trainable for bundle in bundles):
+                return index
+        return len(this.stages)
+
+
+def _held(shape: PassShape, shapes: Sequence[torch.Size], ahead: int) -> HeldPass:
+    rounds = tuple(Counter(shapes.index(shape.shapes[m]) for m in part) for part in shape.rounds)
+    return HeldPass(shape.stages, rounds, ahead)

@@ -5,15 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import median
 
+from torchround.engine.board import Fact
 from torchround.engine.device import Mark
 from torchround.engine.optimizer_worker import BundleUpdate, UpdateReport
-from torchround.engine.ordering import Fact
 from torchround.engine.passes import Pass, read_loss
-from torchround.engine.staging import Boundary
 from torchround.engine.store.host_memory import HostPool
+from torchround.engine.worker.transfers import Boundary
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.schedule import StageTask
+from torchround.pipeline.partition import Partition, StageTask
 from torchround.pipeline.timeline import TaskKind
 
 # What devices report of their stage slots, and what that says of a step: busy, and waiting for what.

@@ -13,8 +13,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from torchround.engine.board import Board, Fact
 from torchround.engine.errors import Stopped
-from torchround.engine.ordering import Board, Fact, Ordering
+from torchround.engine.ordering import Ordering
 from torchround.engine.store.host_store import HostStore
 
 T = TypeVar("T")

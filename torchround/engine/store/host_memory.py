@@ -23,8 +23,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from torchround.engine.board import Observer
 from torchround.engine.device import GIB, Event
-from torchround.engine.observer import Observer
 
 REGISTRATION_BYTES = 64 * GIB  # one registration of 512 GiB or more fails and leaves an error behind
 FILL_BYTES = 64 * 2**20  # one thread's piece when a new buffer is filled

@@ -1,0 +1,197 @@
+"""The race checker finds nothing in any mode, and reports a race for each ordering rule whose wait is removed.
+
+A recorded run is judged by what was synchronised, so these verdicts do not depend on timing.
+"""
+
+import threading
+
+import pytest
+import torch
+
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, watched
+from torchround.engine.board import Fact
+from torchround.engine.optimizer_worker import OptimizerWorker
+from torchround.engine.ordering import Ordering
+from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.watch.race_checker import AccessLog, Action, Entry, Region, find_races
+
+ONE_STAGE = PARTITIONS["one stage"]
+
+
+def record(
+    partition,
+    num_devices,
+    policy=SYNC,
+    tied=False,
+    steps=4,
+    dtype=torch.float32,
+    evaluate=False,
+    frozen=(),
+    poisoned=False,
+    **settings,
+):
+    """The races of a short recorded run; when `poisoned`, no gradient is finite and every update is skipped."""
+    log = AccessLog()
+    model = toy_model(tied)
+    for layer in frozen:
+        model.layers[layer].requires_grad_(False)
+    store = toy_store(model, dtype, policy=policy)
+    if poisoned:
+        for master in store.bundles[1].masters:
+            master.fill_(torch.inf)
+
+    def wrap(device):
+        return watched(device, log)
+
+    with toy_engine(model, store, partition, num_devices, observer=log, wrap=wrap, **settings) as engine:
+        for step, micro_batches in enumerate(toy_batches(steps, micro_batches=4)):
+            train_step(engine, micro_batches, evaluate and step == 1)
+        engine.drain()
+    assert sum(entry.action is Action.ACCESS for entry in log.entries) > 100
+    return find_races(log.entries)
+
+
+def train_step(engine, micro_batches, evaluate):
+    if evaluate:
+        engine.evaluate(micro_batches)  # not waited for: it runs beside the step that follows
+    result = engine.forward_backward(micro_batches)
+    engine.step(1e-2)
+    if evaluate:
+        result.update()  # before anybody asks for the evaluation's loss, which would order the two
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+def test_no_race_for_any_partition_and_device_count(num_devices, partition, policy):
+    assert record(PARTITIONS[partition], num_devices, policy, evaluate=True) == []
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tied": True},
+        {"rounds": 2},
+        {"tied": True, "rounds": 2},
+        {"frozen": (0, 2, 3)},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "layerwise_recompute": True, "rounds": 4},
+    ],
+    ids=str,
+)
+def test_no_race_with_tied_frozen_rounded_and_several_rounds(options, policy):
+    assert record(PARTITIONS["backward coarser"], 3, policy, **options) == []
+
+
+def test_rule_1_a_version_is_overwritten_only_after_its_uploads(monkeypatch):
+    """The evaluation on device 0 still reads the version that the step on device 1 replaces."""
+    assert record(ONE_STAGE, 3, evaluate=True, steps=2) == []
+    monkeypatch.setattr(Ordering, "before_master_write", lambda *_: None)
+    assert record(ONE_STAGE, 3, evaluate=True, steps=2)
+
+
+def test_rule_2_an_upload_waits_for_the_complete_version(monkeypatch):
+    monkeypatch.setattr(Ordering, "before_upload", lambda *_: None)
+    assert record(PARTITIONS["forward coarser"], 3)
+
+
+def test_rule_3_a_gradient_is_read_only_after_it_landed(monkeypatch):
+    monkeypatch.setattr(Ordering, "retire", lambda *_: None)  # the optimizer runs ahead of the facts' life
+    monkeypatch.setattr(Ordering, "before_gradient_read", lambda *_: None)
+    assert record(PARTITIONS["forward coarser"], 3)
+
+
+def test_rule_4_a_gradient_is_overwritten_only_after_it_was_consumed(monkeypatch):
+    """In sync, rule 2 implies it; in async the next step's backward overtakes the update."""
+    monkeypatch.setattr(Ordering, "before_gradient_write", lambda *_: None)
+    assert record(PARTITIONS["forward coarser"], 3, ASYNC)
+
+
+@pytest.mark.parametrize("rule_holds", [True, False])
+def test_rule_5_updates_of_a_layer_follow_each_other(monkeypatch, rule_holds):
+    """One optimizer thread orders its own updates; with a thread for each update, only the rule does.
+
+    An update that reads its gradient follows the previous one by rules 3 and 4 alone. A skipped one, which
+    carries the weights over to the next version, does not.
+    """
+    monkeypatch.setattr(OptimizerWorker, "_update", on_a_thread_of_its_own(OptimizerWorker._update))
+    if not rule_holds:
+        monkeypatch.setattr(Ordering, "before_update", lambda *_: None)
+    races = record(PARTITIONS["forward coarser"], 3, ASYNC, poisoned=True)
+    assert bool(races) is not rule_holds
+
+
+def on_a_thread_of_its_own(update):
+    def start(worker, job):
+        handed_over = Fact("handed over", job.step)
+
+        def run():
+            worker._board.wait(handed_over)
+            update(worker, job)
+
+        worker._board.post(handed_over)
+        threading.Thread(target=run, name=f"update {job.step}").start()
+
+    return start
+
+
+def region(start, stop):
+    return (Region(0, start, stop),)
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        pytest.param(
+            [Entry("a", Action.ACCESS, writes=region(0, 8)), Entry("b", Action.ACCESS, reads=region(4, 12))],
+            1,
+            id="unordered overlap",
+        ),
+        pytest.param(
+            [Entry("a", Action.ACCESS, writes=region(0, 8)), Entry("b", Action.ACCESS, reads=region(8, 12))],
+            0,
+            id="disjoint bytes",
+        ),
+        pytest.param(
+            [Entry("a", Action.ACCESS, reads=region(0, 8)), Entry("b", Action.ACCESS, reads=region(0, 8))],
+            0,
+            id="two reads",
+        ),
+        pytest.param(
+            [
+                Entry("a", Action.ACCESS, writes=region(0, 8)),
+                Entry("a", Action.SIGNAL, "done"),
+                Entry("c", Action.WAIT, "done"),
+                Entry("c", Action.SIGNAL, "passed on"),
+                Entry("b", Action.WAIT, "passed on"),
+                Entry("b", Action.ACCESS, writes=region(0, 8)),
+            ],
+            0,
+            id="ordered through a third actor",
+        ),
+        pytest.param(
+            [
+                Entry("a", Action.SIGNAL, "too early"),
+                Entry("a", Action.ACCESS, writes=region(0, 8)),
+                Entry("b", Action.WAIT, "too early"),
+                Entry("b", Action.ACCESS, reads=region(0, 8)),
+            ],
+            1,
+            id="signal before the write",
+        ),
+        pytest.param(
+            [
+                Entry("a", Action.ACCESS, writes=region(0, 4)),
+                Entry("b", Action.ACCESS, writes=region(4, 8)),
+                Entry("a", Action.SIGNAL, "a"),
+                Entry("c", Action.WAIT, "a"),
+                Entry("c", Action.ACCESS, reads=region(0, 8)),
+            ],
+            1,
+            id="one of two writers heard of",
+        ),
+    ],
+)
+def test_the_checker_itself_on_hand_written_logs(entries, expected):
+    assert len(find_races(entries)) == expected

@@ -1,0 +1,303 @@
+"""A hang is told from work: one report of what every thread and every device queue waits for, and no thread is left.
+
+What blocks blocks on an event, not for a time, and the watchdog looks only once it does: however slow the machine,
+nothing is taken for a hang before the one that is planted, and everybody else has the time-out to come to a halt.
+"""
+
+import re
+import threading
+
+import pytest
+
+from tests.support.planted_hangs import over, planted
+from tests.support.toy import (
+    PARTITIONS,
+    ToyBlock,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
+from torchround.engine import lifecycle
+from torchround.engine.board import Board, Fact
+from torchround.engine.device import CpuDevice, Stream
+from torchround.engine.errors import HangError
+from torchround.engine.watch.watchdog import LOOKS, QueueWatch, Watchdog
+
+__all__ = ["over", "planted"]
+
+PARTITION = PARTITIONS["forward coarser"]
+BATCHES = toy_batches(3, micro_batches=3)
+TIMEOUT_S = 0.4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def undisturbed():
+    """What three steps give, made before anything else: a process's first step imports what torch needs for it."""
+    store = toy_store(toy_model())
+    with toy_engine(toy_model(), store, PARTITION, 1) as engine:
+        train(engine, BATCHES)
+    return store.named_views()
+
+
+def engine_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchround")]
+
+
+def hanging_engine(store=None, num_devices=2, **options):
+    model = toy_model()
+    return toy_engine(
+        model, store or toy_store(model), PARTITION, num_devices, hang_timeout_s=TIMEOUT_S, **options
+    )
+
+
+def hang(engine):
+    """What three steps and the questions after them raise. Ends the engine whatever comes."""
+    try:
+        with pytest.raises(HangError) as raised:
+            for micro_batches in BATCHES:
+                result = engine.forward_backward(micro_batches)
+                engine.step(1e-2)
+            result.update()
+            engine.drain()
+    finally:
+        engine.close()
+    return raised.value
+
+
+def block_forwards(monkeypatch, planted, over, call):
+    """The blocks' `call`-th forward of the run ends with the test."""
+    forward, lock, calls = ToyBlock.forward, threading.Lock(), [0]
+
+    def blocking(self, hidden, micro_batch):
+        with lock:
+            calls[0] += 1
+            blocks = calls[0] == call
+        if blocks:
+            planted.set()
+            over.wait()
+        return forward(self, hidden, micro_batch)
+
+    monkeypatch.setattr(ToyBlock, "forward", blocking)
+
+
+# A step makes 15 forwards of blocks in forward stages, then 15 recomputations of blocks.
+@pytest.mark.parametrize(
+    ("call", "stage", "step"), [(1, "forward", 0), (20, "backward", 0), (59, "backward", 1)]
+)
+def test_a_layer_that_blocks_is_reported_with_what_everybody_else_waits_for(
+    monkeypatch, planted, over, call, stage, step
+):
+    monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
+    block_forwards(monkeypatch, planted, over, call)
+    store = toy_store(toy_model())
+    error = hang(hanging_engine(store))
+    caller, *lines = error.report
+    assert re.fullmatch(r"MainThread \(the call in progress\): waits for .+", caller)
+    assert sum(line.startswith("torchround cpu:") for line in lines) == 2
+    [stuck] = [line for line in lines if ", in wait" in line or "is in wait" in line]
+    place = rf"in device cpu:\d, {stage} stage \(.*block\.\d.*\), micro-batch \d"
+    assert re.match(
+        rf"torchround cpu:\d: {place}: is in wait .* called by .*blocking \(.*test_watchdog", stuck
+    )
+    [queue] = [line for line in lines if line.startswith("  its ")]
+    assert re.match(rf"  its compute queue is inside an operation of {place[3:]}", queue)
+    gradient = rf"torchround optimizer: waits for part 0 of step {step}'s gradient of bundle \d"
+    assert any(re.match(gradient, line) for line in lines)
+    assert str(error).startswith("controller: nothing moved for 0.4 s.")
+    assert "still inside a computation" in str(error), "the message says which thread could not be ended"
+    assert store.step == step and store.is_consistent
+
+
+@pytest.mark.parametrize(
+    ("kind", "waiting"),
+    [
+        ("boundary", r"torchround cpu:\d: .*waits for the input of layer \d for micro-batch 1 of pass 1"),
+        (
+            "boundary gradient",
+            r"torchround cpu:\d: .*waits for the gradient of layer \d's input for micro-batch 1 of pass 1",
+        ),
+        ("loss", r"torchround optimizer: waits for the loss of micro-batch 1 of pass 1"),
+        ("gradient landed", r"torchround optimizer: waits for part 0 of step 1's gradient of bundle 1 "),
+        ("weights", r"torchround cpu:\d: .*waits for version 1 of bundle 1 \(ordering rule 2"),
+        (
+            "uploaded",
+            r"torchround optimizer: waits for upload \d+ of version 1 of bundle 1 \(ordering rule 1",
+        ),
+        ("done", r"MainThread .*: waits for stage slot 12 to be enqueued"),
+        ("updated", r"MainThread .*: waits for the update of step 2"),
+        ("job", r"torchround optimizer: waits for job 2 of the optimizer"),
+        ("task", r"torchround cpu:0: in device cpu:0: waits for stage slot 12 to be handed out"),
+    ],
+)
+def test_a_fact_that_is_lost_is_named_and_every_thread_ends(monkeypatch, planted, undisturbed, kind, waiting):
+    """Each kind of hand-over once: the first of the second step that concerns bundle 1, or micro-batch 1."""
+    post, wait, lost, waited = Board.post, Board.wait, [], []
+
+    def losing(self, fact, value=None):
+        epoch = {"task": 12, "done": 12, "job": 2, "updated": 2}.get(kind, 1)
+        mine = (fact.kind, fact.epoch) == (kind, epoch) and (not fact.key or 1 in (fact.key[0], fact.key[-1]))
+        if mine and not lost:
+            lost.append(fact)
+            if fact in waited:
+                planted.set()
+        else:
+            post(self, fact, value)
+
+    def waiting_for_it(self, fact, *arguments):
+        waited.append(fact)
+        if fact in lost:
+            planted.set()
+        return wait(self, fact, *arguments)
+
+    monkeypatch.setattr(Board, "post", losing)
+    monkeypatch.setattr(Board, "wait", waiting_for_it)
+    store = toy_store(toy_model())
+    error = hang(hanging_engine(store))
+    assert lost and any(re.match(waiting, line) for line in error.report), (lost, error.report)
+    assert engine_threads() == []
+    assert store.is_consistent
+    monkeypatch.undo()
+    left = store.step
+    with toy_engine(toy_model(), store, PARTITION, 3) as engine:
+        train(engine, BATCHES[left:])
+    assert_same_state(store.named_views(), undisturbed)
+
+
+class StuckEvent:
+    """A point that a device passes when the test says so. `planted` is set when somebody waits for it."""
+
+    def __init__(self, over, planted):
+        self._over, self._planted = over, planted
+
+    def synchronize(self):
+        self._planted.set()
+        self._over.wait()
+
+    def query(self):
+        if threading.current_thread() is threading.main_thread():
+            self._planted.set()
+        return self._over.is_set()
+
+
+class StuckDevice(CpuDevice):
+    """As a GPU whose queue `stream` stops at its `after`-th event: its thread goes on enqueueing, nothing arrives."""
+
+    def __init__(self, index, stream, after, over, planted):
+        super().__init__(index)
+        self._stuck, self._left, self._over, self._planted = stream, after, over, planted
+
+    def _record(self, stream):
+        if stream is self._stuck:
+            self._left -= 1
+            if self._left < 0:
+                return StuckEvent(self._over, self._planted)
+        return super()._record(stream)
+
+    def _wait(self, stream, event):
+        pass  # enqueues no more than the wait
+
+    def finish(self):
+        self._over.wait()
+
+
+@pytest.mark.parametrize(
+    "stream", [Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_DOWNLOAD, Stream.GRADIENT_DOWNLOAD, Stream.COMPUTE]
+)
+def test_a_device_queue_that_stands_still_is_named_with_its_first_unfinished_event(
+    monkeypatch, planted, over, stream
+):
+    """The caller itself waits for a device then, or for the optimizer that does."""
+    monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
+
+    def stuck(device):
+        return StuckDevice(0, stream, 2, over, planted) if device.name == "cpu:0" else device
+
+    engine = hanging_engine(wrap=stuck)
+    if stream is Stream.COMPUTE:  # nothing on the host waits for it but the end
+        result = engine.forward_backward(BATCHES[0])
+        engine.step(1e-2)
+        result.collect()
+        with pytest.raises(HangError) as raised, engine._life.call():
+            engine._synchronize(StuckEvent(over, planted))
+        error = raised.value
+        assert error.report[0] == "MainThread (the call in progress): waits for a device"
+    else:
+        error = hang(engine)
+    [line] = [line for line in error.report if line.startswith(f"  its {stream.value} queue")]
+    stage = r"device cpu:0, \w+ stage \(.*\)"
+    assert re.match(
+        rf"  its {stream.value} queue has not passed \d+ event\(s\), the first one of {stage}", line
+    )
+
+
+@pytest.mark.parametrize("call", ["loss", "update", "drain", "forward_backward", "evaluate"])
+def test_every_call_that_waits_ends_with_the_report_and_so_does_each_later_one(
+    monkeypatch, planted, over, call
+):
+    monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
+    block_forwards(monkeypatch, planted, over, call=1)
+    engine = hanging_engine()
+    result = engine.forward_backward(BATCHES[0])
+    engine.step(1e-2)
+    calls = {
+        "loss": result.loss,
+        "update": result.update,
+        "drain": engine.drain,
+        "forward_backward": lambda: train(engine, BATCHES[:2]),
+        "evaluate": lambda: [engine.evaluate(BATCHES[0]) for _ in range(2)],
+    }
+    for _ in range(2):
+        with pytest.raises(HangError):
+            calls[call]()
+
+
+def test_one_thing_that_moves_between_two_looks_is_enough(monkeypatch):
+    board, hangs, device = Board(), [], CpuDevice(0)
+    watchdog = Watchdog(board, [], [QueueWatch(device, lambda: None)], [], 1e9, hangs.append)
+
+    def look_while(*moves):
+        for move in moves:
+            for _ in range(LOOKS):
+                watchdog._look()
+            move()
+
+    memory = device.allocate(1)
+    look_while(
+        lambda: board.post(Fact("job", 0)),
+        board.note_progress,
+        lambda: device.run(Stream.COMPUTE, memory.zero_),
+        lambda: device.copy(Stream.WEIGHT_UPLOAD, memory, memory),
+        lambda: device.record(Stream.COMPUTE),
+    )
+    assert hangs == []
+
+
+def test_events_that_a_device_passes_count_as_movement():
+    """A thread that has enqueued everything is silent while its device works on."""
+    passed = threading.Event()
+
+    class Later(CpuDevice):
+        def _record(self, stream):
+            return StuckEvent(passed, threading.Event())
+
+    device = Later(0)
+    queues = QueueWatch(device, lambda: None)
+    device.record(Stream.COMPUTE)
+    before = queues.moves()
+    assert Stream.COMPUTE in queues.unfinished() and queues.moves() == before
+    passed.set()
+    assert queues.moves() == before + 1 and queues.unfinished() == {}
+
+
+def test_a_look_that_comes_late_because_the_whole_process_stood_still_is_one_look():
+    """So a process that was stopped for longer than the time-out goes on."""
+    hangs = []
+    watchdog = Watchdog(Board(), [], [], [], 1e-9, hangs.append)
+    for _ in range(LOOKS):
+        watchdog._look()
+    assert not hangs
+    watchdog._look()
+    assert len(hangs) == 1
