@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.step import LR, MAX_NORM, PlainLoop, random_step
+from benchmarks.plain_loops import LR, MAX_NORM, SameArithmeticLoop, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
 from torchround.models import FAMILIES
@@ -18,7 +18,7 @@ def test_engine_and_plain_loop_reach_the_same_losses(tied):
     model, devices = family.build(config), choose_devices(engine_table)
     store = build_store(model, TRAINING, engine_table, devices)
     store.initialize(model, seed=0)
-    plain = PlainLoop(family.build(config), store, optimizer)
+    plain = SameArithmeticLoop(family.build(config), store, optimizer)
     plan = plan_run(model, TRAINING, engine_table, devices)
     generator = torch.Generator().manual_seed(0)
     with build_engine(model, store, devices.make(), plan, engine_table, optimizer, MAX_NORM) as engine:
