@@ -7,22 +7,22 @@ from xml.etree import ElementTree
 
 import torch
 
-from torchround.engine.build import DeviceChoice
 from torchround.engine.device import GIB, Device, Stream
 from torchround.engine.store.host_memory import HostAllocator
+from torchround.run.hardware import Hardware
 
 REPEATS = 4
 
 
-def cards(choice: DeviceChoice) -> dict[str, Any]:
+def cards(hardware: Hardware) -> dict[str, Any]:
     """Describe the devices that the figures were measured on."""
-    cuda = choice.kind == "cuda"
+    cuda = hardware.kind == "cuda"
     return {
         "names": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         if cuda
         else ["cpu"],
         "device_gib": torch.cuda.get_device_properties(0).total_memory / GIB if cuda else None,
-        "known_card": None if choice.spec is None else choice.spec.name,
+        "known_card": None if hardware.spec is None else hardware.spec.name,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }

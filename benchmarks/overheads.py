@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import train
 from benchmarks.frame import ROOT, Benchmark, Report
+from torchround.commands import train_model
 from torchround.data.loader import Loader
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.passes import BufferReservation
@@ -23,7 +24,7 @@ from torchround.engine.worker.device_worker import DeviceWorker
 from torchround.engine.worker.transfers import ActivationTransfers
 from torchround.observe import MetricsLogger, StepRecord
 from torchround.pipeline.timeline import TaskKind
-from torchround.run.measured_plan import PlanByMeasuring
+from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.step_meter import StepReports
 
 CONFIG = ROOT / "configs" / "debug.toml"
@@ -31,7 +32,7 @@ MOST_PERCENT = 0.5
 MARK_TURNS = 20000
 # Kind of cost: the functions whose time belongs to it, by owner and name.
 WATCHED: dict[str, list[tuple[Any, str]]] = {
-    "planning": [(train, "plan_run"), (PlanByMeasuring, "__init__"), (PlanByMeasuring, "settle")],
+    "planning": [(train_model, "plan_for"), (PlanByMeasuring, "__init__"), (PlanByMeasuring, "settle")],
     "metrics": [(StepReports, "add"), (StepReports, "record"), (MetricsLogger, "log")],
     "slot reports": [(DeviceWorker, "_report")],
     "buffers": [(BufferReservation, "reserve_for"), (ActivationTransfers, "prepare")],

@@ -10,11 +10,14 @@ import torch
 from benchmarks.frame import Benchmark, Report, in_turns, median_ratio, timed
 from benchmarks.plain_loops import LR, MAX_NORM, SameArithmeticLoop, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
+from torchround.pipeline.plan_report import plan_for
+from torchround.run.engine_parts import build_engine, build_store
+from torchround.run.hardware import find_hardware
+from torchround.run.numbers import RunNumbers, run_question
 
 LEAST_SPEED_RATIO = 0.9
 
@@ -41,28 +44,27 @@ class _Setup:
 
     def __init__(self, options: argparse.Namespace, compile_update: bool | str = "auto") -> None:
         self.name = f"{options.family} {options.flavor}"
-        self.training = TrainingTable(
+        training = TrainingTable(
             seq_len=options.seq_len,
             global_batch_size=options.global_batch_size,
             micro_batch_size=options.micro_batch_size,
             dtype="float32",
             max_norm=MAX_NORM,
         )
-        self.table = EngineTable(devices="cpu", num_devices=1, compile=compile_update)  # type: ignore[arg-type]
+        table = EngineTable(devices="cpu", num_devices=1, compile=compile_update)  # type: ignore[arg-type]
+        self.training, self.numbers = training, RunNumbers(training, table)
         self.family = FAMILIES[options.family]
         self.config = self.family.config_from_flavor(options.flavor)
         self.model: LayeredModel = self.family.build(self.config)
-        self.choice = choose_devices(self.table)
-        self.plan = plan_run(self.model, self.training, self.table, self.choice)
+        self.hardware = find_hardware(table)
+        self.plan = plan_for(run_question(self.model, self.numbers, self.hardware))
 
     def engine(self, compiler: LayerCompiler | None = None) -> tuple[Engine, Any]:
         """Build an engine and its store, always with the same initial weights."""
-        store = build_store(self.model, self.training, self.table, self.choice)
+        store = build_store(self.model, self.numbers, self.hardware)
         store.initialize(self.model, seed=0)
-        devices, optimizer = self.choice.make(), OptimizerTable()
-        engine = build_engine(
-            self.model, store, devices, self.plan, self.table, optimizer, MAX_NORM, compiler
-        )
+        devices, optimizer = self.hardware.make_devices(), OptimizerTable()
+        engine = build_engine(self.model, store, devices, self.plan, self.numbers, optimizer, compiler)
         return engine, store
 
     def compare(
