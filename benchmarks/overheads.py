@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 from unittest.mock import patch
 
-import train
 from benchmarks.frame import ROOT, Benchmark, Report
 from torchround.commands import train_model
 from torchround.data.loader import Loader
@@ -127,7 +126,7 @@ def measure_run(overrides: Sequence[str], steps: int, amortise: int) -> Report:
         arguments += [f"--training.steps={steps}", "--checkpoint.interval_steps=0"]
         # The report of the command goes to stdout, which belongs to this benchmark's figures.
         with redirect_stdout(sys.stderr):
-            code = train.main([*arguments, "--lr_schedule.warmup_steps=1", *overrides])
+            code = train_model.main([*arguments, "--lr_schedule.warmup_steps=1", *overrides])
         if code != 0:
             raise SystemExit(f"the run ended with exit code {code}")
     costs.end_half()
