@@ -83,7 +83,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def list_all(options: argparse.Namespace) -> int:
     """A table of everything in the folder that is ours. Contents are not read, so `complete` is not yet sound."""
-    rows = list(rows_of(Checkpointer(checkpoints_of(options.folder))))
+    rows = list(batch_of(Checkpointer(checkpoints_of(options.folder))))
     table = Table("folder", "size", "age", "condition", "run", box=None)
     for row in rows:
         table.add_row(row.name, size_text(row.size_bytes), age(row.age_s), row.condition, row.run_name)
@@ -91,7 +91,7 @@ def list_all(options: argparse.Namespace) -> int:
     return int(any(row.condition.startswith("damaged") for row in rows))
 
 
-def rows_of(checkpointer: Checkpointer) -> Iterator[Row]:
+def batch_of(checkpointer: Checkpointer) -> Iterator[Row]:
     """Checkpoints by rising step, then what killed saves left."""
     for step, path in checkpointer.checkpoints().items():
         condition, run_name = "complete", ""
