@@ -29,7 +29,7 @@ from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.watch.race_checker import AccessLog, Action, Entry, RecordingDevice
+from torchround.engine.watch.race_checker import AccessLog, Action, Entry
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition
 
@@ -115,7 +115,9 @@ def record(options: argparse.Namespace, update: str, turns: Sequence[Sequence[in
     model = LayeredModel(tuple(f"layer.{index}" for index in range(count)), layers)
     store = HostStore(model, policy=POLICIES[update])
     store.initialize(model, seed=0)
-    devices = [RecordingDevice(CpuDevice(index), log) for index in range(options.devices)]
+    devices = [CpuDevice(index) for index in range(options.devices)]
+    for device in devices:
+        device.watchers.append(log)
     integers = torch.ones(1, 2, dtype=torch.int64)
     batch = [MicroBatch(integers, integers, integers, integers) for _ in range(options.microbatches)]
     settings = EngineSettings(turns=turns)

@@ -5,13 +5,21 @@ import threading
 import pytest
 import torch
 
-from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import (
+    PARTITIONS,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    watched,
+)
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.watch.race_checker import AccessLog, RecordingDevice, find_races
+from torchround.engine.watch.race_checker import AccessLog, find_races
 
 PARTITION = PARTITIONS["backward coarser"]
 STEPS = 5
@@ -174,7 +182,7 @@ def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(p
             source.finished_reading(name)
         assert failed.wait(60)
         (tmp_path / "step-1.tmp").mkdir()
-        source.may_go_on()
+        source.raise_if_abandoned()
         raise AssertionError("the engine has ended, and the save goes on")
 
     engine = build(policy=policy)
@@ -232,7 +240,7 @@ def record(tmp_path, saves_every, policy, **options):
     log = AccessLog()
 
     def wrap(device):
-        return RecordingDevice(device, log)
+        return watched(device, log)
 
     checkpointer = Checkpointer(tmp_path)
     with build(policy=policy, observer=log, wrap=wrap, **options) as engine:

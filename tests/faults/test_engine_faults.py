@@ -88,7 +88,7 @@ def run_into(case, store, fuse):
             case.num_devices,
             rounds=case.rounds,
             layerwise_recompute=case.layerwise,
-            wrap=lambda device: FusedDevice(device, fuse),
+            wrap=lambda device: FusedDevice(int(device.name[4:]), fuse),
         )
         with engine:
             return run(engine, fuse)

@@ -43,15 +43,14 @@ from torchround.engine.results import StepResult
 from torchround.engine.saver import PendingSave, SaveJob, Saver, SaveSource
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.watch.watchdog import Watchdog, WatchedDevice
+from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.engine.worker.slots import upload_use
 from torchround.engine.worker.transfers import Boundary
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.partition import Partition, StageKind
-from torchround.pipeline.schedule import StageTask, evaluation_tasks, step_tasks
-from torchround.pipeline.shared_links import Waves
+from torchround.pipeline.partition import Partition, StageKind, StageTask, evaluation_tasks, step_tasks
+from torchround.pipeline.shared_links import LinkWindows
 
 T = TypeVar("T")
 
@@ -113,7 +112,7 @@ class Engine:
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
         self._life = Lifecycle(self._board, self.pool, self.devices)
         self._next_slot = self._next_pass = self._next_job = self._next_save = 0
-        self._waves = Waves(len(self.devices))
+        self._waves = LinkWindows(len(self.devices))
         self._step = store.step
         self._awaiting_step = False
         self._results: list[StepResult] = []
@@ -122,8 +121,10 @@ class Engine:
         self._reservation = BufferReservation(model, store, self.pool, len(self.devices))
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
         self._ordering.settled(self._step, store.resume_state())
-        watched = [WatchedDevice(device) for device in self.devices]
-        workers = self._make_workers(model, watched)
+        workers = self._make_workers(model)
+        queues = [
+            QueueWatch(device, worker.position) for device, worker in zip(self.devices, workers, strict=True)
+        ]
         optimizer_worker = OptimizerWorker(
             store,
             self._board,
@@ -138,7 +139,7 @@ class Engine:
         saver = Saver(store, self._board, self._ordering)
         others = [saver.thread, optimizer_worker.thread]
         self._watchdog = Watchdog(
-            self._board, workers, watched, others, self.settings.hang_timeout_s, self._life.fail
+            self._board, workers, queues, others, self.settings.hang_timeout_s, self._life.fail
         )
         self._life.start([*(worker.thread for worker in workers), *others], optimizer_worker)
 
@@ -338,7 +339,7 @@ class Engine:
 
     # Faults and threads.
 
-    def _make_workers(self, model: LayeredModel, devices: Sequence[WatchedDevice]) -> list[DeviceWorker]:
+    def _make_workers(self, model: LayeredModel) -> list[DeviceWorker]:
         setup = WorkerSetup(
             store=self.store,
             board=self._board,
@@ -355,15 +356,13 @@ class Engine:
         )
         skeletons = [list(copy.deepcopy(nn.ModuleList(model.layers))) for _ in self.devices]
         try:
-            workers = [
-                DeviceWorker(index, device, skeletons[index], setup) for index, device in enumerate(devices)
+            return [
+                DeviceWorker(index, device, skeletons[index], setup)
+                for index, device in enumerate(self.devices)
             ]
         except BaseException:
             self._life.stop()  # devices that had room get back what they gave
             raise
-        for worker, device in zip(workers, devices, strict=True):
-            device.position = worker.position
-        return workers
 
     def _wait_in_call(self, fact: Fact) -> object:
         """What a fact was posted with; a boundary has arrived on the host. What is there survives a fault."""

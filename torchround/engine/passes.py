@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torchround.engine.board import Observer
-from torchround.engine.device import Event
+from torchround.engine.device import Event, PastEvent
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.transfers import LOSS_BYTES, Boundary, Packing, StagingSizes, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
-from torchround.pipeline.partition import Partition, Stage, StageKind
-from torchround.pipeline.schedule import StageTask
+from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask
 
 
 @dataclass(frozen=True)
@@ -122,17 +121,7 @@ def host_micro_batch(
         synchronize(event)
     observer.touched(reads=(), writes=[buffer.memory])
     fill(packing.views(buffer.memory), tensors)
-    return Boundary(buffer, packing, AlreadyHappened(), readers, micro_batch.facts())
-
-
-class AlreadyHappened:
-    """The event of host memory that the host itself wrote."""
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
+    return Boundary(buffer, packing, PastEvent(), readers, micro_batch.facts())
 
 
 def read_loss(boundary: Boundary, pool: HostPool) -> float:
@@ -140,7 +129,7 @@ def read_loss(boundary: Boundary, pool: HostPool) -> float:
     boundary.landed.synchronize()
     [loss_sum] = boundary.packing.views(boundary.memory)
     value = float(loss_sum)
-    boundary.read(AlreadyHappened(), pool)
+    boundary.read(PastEvent(), pool)
     return value
 
 

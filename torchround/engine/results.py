@@ -12,8 +12,7 @@ from torchround.engine.passes import Pass, read_loss
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.transfers import Boundary
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.schedule import StageTask
+from torchround.pipeline.partition import Partition, StageTask
 from torchround.pipeline.timeline import TaskKind
 
 # What devices report of their stage slots, and what that says of a step: busy, and waiting for what.

@@ -8,12 +8,12 @@ import threading
 import pytest
 import torch
 
-from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, watched
 from torchround.engine.board import Fact
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.watch.race_checker import AccessLog, Action, Entry, RecordingDevice, Region, find_races
+from torchround.engine.watch.race_checker import AccessLog, Action, Entry, Region, find_races
 
 ONE_STAGE = PARTITIONS["one stage"]
 
@@ -41,7 +41,7 @@ def record(
             master.fill_(torch.inf)
 
     def wrap(device):
-        return RecordingDevice(device, log)
+        return watched(device, log)
 
     with toy_engine(model, store, partition, num_devices, observer=log, wrap=wrap, **settings) as engine:
         for step, micro_batches in enumerate(toy_batches(steps, micro_batches=4)):

@@ -24,7 +24,7 @@ from torchround.engine import lifecycle
 from torchround.engine.board import Board, Fact
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import HangError
-from torchround.engine.watch.watchdog import LOOKS, Watchdog, WatchedDevice
+from torchround.engine.watch.watchdog import LOOKS, QueueWatch, Watchdog
 
 __all__ = ["over", "planted"]
 
@@ -189,14 +189,14 @@ class StuckDevice(CpuDevice):
         super().__init__(index)
         self._stuck, self._left, self._over, self._planted = stream, after, over, planted
 
-    def record(self, stream):
+    def _record(self, stream):
         if stream is self._stuck:
             self._left -= 1
             if self._left < 0:
                 return StuckEvent(self._over, self._planted)
-        return super().record(stream)
+        return super()._record(stream)
 
-    def wait(self, stream, event):
+    def _wait(self, stream, event):
         pass  # enqueues no more than the wait
 
     def finish(self):
@@ -255,8 +255,8 @@ def test_every_call_that_waits_ends_with_the_report_and_so_does_each_later_one(
 
 
 def test_one_thing_that_moves_between_two_looks_is_enough(monkeypatch):
-    board, hangs, devices = Board(), [], [WatchedDevice(CpuDevice(0))]
-    watchdog = Watchdog(board, [], devices, [], 1e9, hangs.append)
+    board, hangs, device = Board(), [], CpuDevice(0)
+    watchdog = Watchdog(board, [], [QueueWatch(device, lambda: None)], [], 1e9, hangs.append)
 
     def look_while(*moves):
         for move in moves:
@@ -264,13 +264,13 @@ def test_one_thing_that_moves_between_two_looks_is_enough(monkeypatch):
                 watchdog._look()
             move()
 
-    memory = devices[0].allocate(1)
+    memory = device.allocate(1)
     look_while(
         lambda: board.post(Fact("job", 0)),
         board.note_progress,
-        lambda: devices[0].run(Stream.COMPUTE, memory.zero_),
-        lambda: devices[0].copy(Stream.WEIGHT_UPLOAD, memory, memory),
-        lambda: devices[0].record(Stream.COMPUTE),
+        lambda: device.run(Stream.COMPUTE, memory.zero_),
+        lambda: device.copy(Stream.WEIGHT_UPLOAD, memory, memory),
+        lambda: device.record(Stream.COMPUTE),
     )
     assert hangs == []
 
@@ -280,15 +280,16 @@ def test_events_that_a_device_passes_count_as_movement():
     passed = threading.Event()
 
     class Later(CpuDevice):
-        def record(self, stream):
+        def _record(self, stream):
             return StuckEvent(passed, threading.Event())
 
-    device = WatchedDevice(Later(0))
+    device = Later(0)
+    queues = QueueWatch(device, lambda: None)
     device.record(Stream.COMPUTE)
-    before = device.moves()
-    assert Stream.COMPUTE in device.unfinished() and device.moves() == before
+    before = queues.moves()
+    assert Stream.COMPUTE in queues.unfinished() and queues.moves() == before
     passed.set()
-    assert device.moves() == before + 1 and device.unfinished() == {}
+    assert queues.moves() == before + 1 and queues.unfinished() == {}
 
 
 def test_a_look_that_comes_late_because_the_whole_process_stood_still_is_one_look():

@@ -20,12 +20,13 @@ from tests.support.toy import (
     toy_model,
     toy_store,
     train,
+    watched,
 )
-from torchround.engine.device import CpuDevice, Stream
+from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.watch.race_checker import AccessLog, Action, RecordingDevice, find_races
+from torchround.engine.watch.race_checker import AccessLog, Action, find_races
 from torchround.engine.worker.link_turns import REMEMBERED, LinkTurns
 
 FINEST = PARTITIONS["one layer a stage"]
@@ -40,12 +41,12 @@ class EnqueuingDevice(CpuDevice):
         self.waits = []
         self.records = 0
 
-    def record(self, stream):
+    def _record(self, stream):
         assert stream is Stream.WEIGHT_UPLOAD
         self.records += 1
         return f"{self.name} {self.records}"
 
-    def wait(self, stream, event):
+    def _wait(self, stream, event):
         assert stream is Stream.WEIGHT_UPLOAD
         self.waits.append(event)
 
@@ -139,7 +140,7 @@ def races(partition, policy, **settings):
     log, model = AccessLog(), toy_model()
     options = {
         "observer": log,
-        "wrap": lambda device: RecordingDevice(device, log),
+        "wrap": lambda device: watched(device, log),
         "turns": [(0, 1), (2, 3)],
     }
     with toy_engine(model, toy_store(model, policy=policy), partition, 4, **options, **settings) as engine:
@@ -147,25 +148,21 @@ def races(partition, policy, **settings):
     return find_races(log.entries)
 
 
-class LinkRecordingDevice(RecordingDevice):
+class LinkRecorder(DeviceWatcher):
     """Each upload of weights also reads the byte of `ruler` that says at which window it is, `current.window`.
 
     Nothing is computed before all stage slots are `dispatched`, so that each window finds the next slot's weights to
-    upload.
+    upload. Goes before `log` among the watchers.
     """
 
-    def __init__(self, inner, log, ruler, current, dispatched):
-        super().__init__(inner, log)
-        self.ruler, self.current, self.dispatched = ruler, current, dispatched
+    def __init__(self, log, ruler, current, dispatched):
+        self.log, self.ruler, self.current, self.dispatched = log, ruler, current, dispatched
 
-    def run(self, stream, work, reads=(), writes=()):
-        self.dispatched.wait()
-        return super().run(stream, work, reads, writes)
-
-    def _copy(self, stream, destination, source):
-        if stream is Stream.WEIGHT_UPLOAD:
-            self._log.access(self._enqueue(stream), [self.ruler[self.current.window]], [])
-        super()._copy(stream, destination, source)
+    def begins(self, device, stream, reads, writes, copied_bytes):
+        if not copied_bytes:
+            self.dispatched.wait()
+        elif stream is Stream.WEIGHT_UPLOAD:
+            self.log.begins(device, stream, [self.ruler[self.current.window]], [], copied_bytes)
 
 
 def unordered_uploads(monkeypatch, groups):
@@ -178,7 +175,7 @@ def unordered_uploads(monkeypatch, groups):
         return original(turns, index, device, window)
 
     def wrap(device):
-        return LinkRecordingDevice(device, log, ruler, current, dispatched)
+        return watched(watched(device, LinkRecorder(log, ruler, current, dispatched)), log)
 
     monkeypatch.setattr(LinkTurns, "turn", turn)
     model = toy_model()

@@ -8,16 +8,13 @@ what happened to run first, so one run on the CPU speaks for every timing on CUD
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
 
 from torch import Tensor
 
-from torchround.engine.device import Device, Event, ForwardingDevice, Stream
-
-T = TypeVar("T")
+from torchround.engine.device import Device, DeviceWatcher, Event, Stream
 
 
 class Action(Enum):
@@ -54,8 +51,8 @@ class Entry:
     writes: tuple[Region, ...] = ()
 
 
-class AccessLog:
-    """The log of one engine run, an observer of its host hand-overs. Entries are in causal order."""
+class AccessLog(DeviceWatcher):
+    """The log of one engine run: an observer of its host hand-overs and a watcher of its devices, in causal order."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -80,6 +77,36 @@ class AccessLog:
         regions = [tuple(Region.of(tensor) for tensor in group) for group in (reads, writes)]
         self.entries.append(Entry(actor, Action.ACCESS, None, *regions))
 
+    def begins(
+        self,
+        device: Device,
+        stream: Stream,
+        reads: Iterable[Tensor],
+        writes: Iterable[Tensor],
+        copied_bytes: int,
+    ) -> None:
+        self.access(self._enqueue(device, stream), reads, writes)
+
+    def recorded(self, device: Device, stream: Stream, event: Event) -> Event:
+        found = _RecordedEvent(event, self)
+        self.signal(self._enqueue(device, stream), found.token)
+        return found
+
+    def waits(self, device: Device, stream: Stream, event: Event) -> Event:
+        actor = self._enqueue(device, stream)
+        if not isinstance(event, _RecordedEvent):
+            return event
+        self.wait(actor, event.token)
+        return event.inner
+
+    def _enqueue(self, device: Device, stream: Stream) -> str:
+        """Return the stream's actor, ordered after everything its host thread did so far."""
+        actor = f"{device.name} {stream.value}"
+        token = ("enqueue", next(self.tokens))
+        self.signal(_this_thread(), token)
+        self.wait(actor, token)
+        return actor
+
 
 class _RecordedEvent:
     def __init__(self, inner: Event, log: AccessLog) -> None:
@@ -93,48 +120,6 @@ class _RecordedEvent:
 
     def query(self) -> bool:
         return self.inner.query()  # orders nothing: whoever goes on from here synchronizes
-
-
-class RecordingDevice(ForwardingDevice):
-    """Behaves as `inner` and writes to `log`."""
-
-    def __init__(self, inner: Device, log: AccessLog) -> None:
-        super().__init__(inner)
-        self._log = log
-
-    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        self._log.access(self._enqueue(stream), [source], [destination])
-        self._inner.copy(stream, destination, source)
-
-    def run(
-        self,
-        stream: Stream,
-        work: Callable[[], T],
-        reads: Iterable[Tensor] = (),
-        writes: Iterable[Tensor] = (),
-    ) -> T:
-        self._log.access(self._enqueue(stream), reads, writes)
-        return self._inner.run(stream, work, reads, writes)
-
-    def record(self, stream: Stream) -> Event:
-        event = _RecordedEvent(self._inner.record(stream), self._log)
-        self._log.signal(self._enqueue(stream), event.token)
-        return event
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        actor = self._enqueue(stream)
-        if isinstance(event, _RecordedEvent):
-            self._log.wait(actor, event.token)
-            event = event.inner
-        self._inner.wait(stream, event)
-
-    def _enqueue(self, stream: Stream) -> str:
-        """The stream's actor, after everything its host thread did so far."""
-        actor = f"{self.name} {stream.value}"
-        token = ("enqueue", next(self._log.tokens))
-        self._log.signal(_this_thread(), token)
-        self._log.wait(actor, token)
-        return actor
 
 
 def _this_thread() -> str:

@@ -2,24 +2,22 @@
 
 Whoever waits looks around now and then (`Watchdog`); no thread is spent on it. What counts as moving: facts that
 are posted, operations that are enqueued and, since a GPU works on long after its thread has enqueued everything,
-points of its queues that are passed (`WatchedDevice`).
+points of its queues that are passed (`QueueWatch`).
 """
 
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from torchround.engine.board import Board, Fact
-from torchround.engine.device import Device, Event, ForwardingDevice, Stream
+from torchround.engine.device import Device, DeviceWatcher, Event, Stream
 from torchround.engine.errors import FaultLocation, HangError
-
-T = TypeVar("T")
 
 # Looks in a row that find nothing moved before it is a hang. Counted rather than timed: a process that was stopped
 # for an hour and goes on has missed one look.
@@ -28,15 +26,15 @@ CALLS_SHOWN = 3
 LONGEST_NAP_S = 0.001  # between two questions whether a device has passed an event
 
 
-class WatchedDevice(ForwardingDevice):
-    """Behaves as `inner`, and knows what each of its queues has not finished.
+class QueueWatch(DeviceWatcher):
+    """What each queue of one device has not finished.
 
-    `position` says where in the pipeline the device's thread is; it is kept with each operation and event.
+    `position` returns where in the pipeline the device's thread is; the watch keeps that with each operation and event.
     """
 
-    def __init__(self, inner: Device) -> None:
-        super().__init__(inner)
-        self.position: Callable[[], object] = lambda: None
+    def __init__(self, device: Device, position: Callable[[], object]) -> None:
+        device.watchers.append(self)
+        self._position = position
         self._moves = 0
         self._inside: dict[Stream, object] = {}
         self._events: dict[Stream, deque[tuple[Event, object]]] = {stream: deque() for stream in Stream}
@@ -59,30 +57,25 @@ class WatchedDevice(ForwardingDevice):
             found[stream] = "is inside an operation of", position
         return found
 
-    def run(
+    def begins(
         self,
+        device: Device,
         stream: Stream,
-        work: Callable[[], T],
-        reads: Iterable[Tensor] = (),
-        writes: Iterable[Tensor] = (),
-    ) -> T:
-        self._inside[stream] = self.position()
-        result = self._inner.run(stream, work, reads, writes)
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        copied_bytes: int,
+    ) -> None:
+        self._inside[stream] = self._position()
+
+    def ends(self, device: Device, stream: Stream, copied_bytes: int) -> None:
         self._inside.pop(stream)
         self._moves += 1
-        return result
 
-    def record(self, stream: Stream) -> Event:
-        event, events = self._inner.record(stream), self._events[stream]
-        events.append((event, self.position()))
+    def recorded(self, device: Device, stream: Stream, event: Event) -> Event:
+        events = self._events[stream]
+        events.append((event, self._position()))
         self._forget_passed(events)
         return event
-
-    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        self._inside[stream] = self.position()
-        self._inner.copy(stream, destination, source)
-        self._inside.pop(stream)
-        self._moves += 1
 
     def _forget_passed(self, events: deque[tuple[Event, object]]) -> None:
         # A device that has failed says so where somebody waits for it; here it just gets no further.
@@ -105,21 +98,21 @@ class Driver(Protocol):
 class Watchdog:
     """Looks for the caller, while it waits, whether anything moves. `on_hang` must stop the board.
 
-    `devices` are those of `drivers`; `others` are the engine's further threads.
+    `queues` are those of the drivers' devices; `others` are the engine's further threads.
     """
 
     def __init__(
         self,
         board: Board,
         drivers: Sequence[Driver],
-        devices: Sequence[WatchedDevice],
+        queues: Sequence[QueueWatch],
         others: Sequence[threading.Thread],
         timeout_s: float,
         on_hang: Callable[[HangError], None],
     ) -> None:
         self._board = board
         self._drivers = drivers
-        self._devices = devices
+        self._queues = queues
         self._others = others
         self._timeout_s = timeout_s
         self._on_hang = on_hang
@@ -145,7 +138,7 @@ class Watchdog:
         event.synchronize()
 
     def _look(self) -> None:
-        moves = self._board.posts + sum(device.moves() for device in self._devices)
+        moves = self._board.posts + sum(queue.moves() for queue in self._queues)
         self._looks = self._looks + 1 if moves == self._last_moves else 0
         self._last_moves = moves
         if self._looks == LOOKS:
@@ -156,10 +149,10 @@ class Watchdog:
         waiting = self._board.waiting()
         caller = threading.current_thread()
         lines = [f"{caller.name} (the call in progress): {waiting.get(caller.name, 'waits for a device')}"]
-        for driver, device in zip(self._drivers, self._devices, strict=True):
+        for driver, queues in zip(self._drivers, self._queues, strict=True):
             doing = _doing(driver.thread, waiting)
             lines.append(f"{driver.thread.name}: in {driver.place(driver.position())}: {doing}")
-            for stream, (what, position) in device.unfinished().items():
+            for stream, (what, position) in queues.unfinished().items():
                 lines.append(f"  its {stream.value} queue {what} {driver.place(position)}")
         return lines + [f"{thread.name}: {_doing(thread, waiting)}" for thread in self._others]
 

@@ -79,7 +79,7 @@ class DeviceWorker:
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
         self._pieces: list[DeviceSpan] = []
         self._idle_since: Mark | None = None
-        self._reported_bytes = (0, 0)
+        self._reported_bytes = (device.uploaded_bytes, device.downloaded_bytes)
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
 
     def _allocate(self) -> None:
