@@ -25,7 +25,7 @@ from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.models import FAMILIES
-from torchround.models.llama3.config import Llama3Config
+from torchround.models.common.config import TransformerConfig
 
 FAMILY = FAMILIES["llama3"]
 ONE_SHORT_SEQUENCE = TrainingTable(seq_len=16, global_batch_size=1, micro_batch_size=1)
@@ -76,7 +76,7 @@ def train_tiny_then_large(update: str, blocks: int) -> Report:
     }
 
 
-def added_by_training(config: Llama3Config, update: str) -> dict[str, float]:
+def added_by_training(config: TransformerConfig, update: str) -> dict[str, float]:
     """Train two steps. Return the resident bytes that they added, the store's own bytes and the parameters.
 
     What the virtual device holds is subtracted: on a GPU that is not host memory.
@@ -134,13 +134,13 @@ def loading_memory(options: argparse.Namespace) -> Report:
         return in_fresh_process(read_folder, Path(folder), config)
 
 
-def loaded_config(num_layers: int) -> Llama3Config:
+def loaded_config(num_layers: int) -> TransformerConfig:
     """Return the settings of a model with about 16.8 M parameters in each block."""
     config = FAMILY.config_from_flavor("debug", num_layers=num_layers, vocab_size=8000)
     return replace(config, hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=64, ffn_size=4437)
 
 
-def write_folder(folder: Path, config: Llama3Config) -> None:
+def write_folder(folder: Path, config: TransformerConfig) -> None:
     """Write random weights in bf16, in files of about `SHARD_BYTES`."""
     shapes = FAMILY.build(config).stored_shapes()
     file_of: dict[str, str] = {}
@@ -163,7 +163,7 @@ def shards(names: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Iterat
         yield tensors
 
 
-def read_folder(folder: Path, config: Llama3Config) -> Report:
+def read_folder(folder: Path, config: TransformerConfig) -> Report:
     """Read the folder into a store, and compare the peak with what the store holds."""
     torch.zeros(1).to(torch.bfloat16)  # what torch allocates once does not belong to reading
     model = FAMILY.build(config)
