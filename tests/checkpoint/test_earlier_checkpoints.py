@@ -23,6 +23,7 @@ CHECKPOINT = FIXTURE / "step-2"
 # Losses and gradient norms that the same code logged when it ran on to step 4.
 RAN_ON = {3: (5.535650784852074, 0.6277746148425002), 4: (5.517587630475154, 0.6433600012985939)}
 # Another processor adds bfloat16 products in another order, and one rounding of bfloat16 is 2^-9 of a value.
+PARTS = {"weights", "exp_avg", "exp_avg_sq", "master_1_old"}  # names in files, which stay
 BFLOAT16_ROUNDING = 2**-9
 
 
