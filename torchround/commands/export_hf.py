@@ -28,6 +28,7 @@ from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
 from torchround.hf.tensor_folder import StoredTensor, read_header
+from torchround.layer import HFNames
 from torchround.models import (
     FAMILIES,
     Family,
@@ -38,7 +39,6 @@ from torchround.models import (
     add_adapters,
     peft_config,
 )
-from torchround.models.common.family import HFNames
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What a tokenizer, or a generation, is made of, where it is there.
