@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.simulate import main
+from torchround.commands.simulate_schedules import main
 from torchround.pipeline.baselines import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
