@@ -116,12 +116,10 @@ def test_too_little_host_memory_for_measuring_leaves_the_counted_plan() -> None:
 
 
 def test_numbers_of_a_run_are_its_configs() -> None:
-    numbers = RunNumbers(
-        TrainingTable(dtype="bfloat16", on_spike="off"), EngineTable(accumulate_dtype="float32")
-    )
+    numbers = RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable(accumulate_dtype="float32"))
     assert (numbers.dtype, numbers.gradient_dtype) == (torch.bfloat16, torch.bfloat16)
     assert numbers.accumulate_dtype is torch.float32 and numbers.spike_factor == 0.0
-    wide = RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable(grad_dtype="float32"))
+    wide = RunNumbers(TrainingTable(dtype="bfloat16", on_spike="skip"), EngineTable(grad_dtype="float32"))
     assert wide.gradient_dtype is torch.float32 and wide.spike_factor > 0
 
 
