@@ -57,9 +57,11 @@ from torchround.models import (
     adapter_names,
     add_adapters,
 )
-from torchround.pipeline.host_memory import HostMemory
-from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlanError
-from torchround.pipeline.plan_report import report
+from torchround.pipeline.memory import HostMemory
+from torchround.pipeline.partition import PlanError
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.plan_report import report_plan
+from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.bad_steps import BadStepsError
 from torchround.run.console import say
 from torchround.run.dry_run import Hardware, rendered, run_question
@@ -194,7 +196,7 @@ def dry_run(options: Options) -> int:
     hardware = Hardware(
         devices.count, devices.spec, devices.memory_bytes, available_host_bytes(), devices.kind
     )
-    answer = report(run_question(config, model, hardware, mapped), plan)
+    answer = report_plan(run_question(config, model, hardware, mapped), plan)
     Console(width=None if sys.stdout.isatty() else REPORT_WIDTH).print(rendered(answer), highlight=False)
     return 0 if answer.plan is not None else 2
 

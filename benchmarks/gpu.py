@@ -41,13 +41,14 @@ from torchround.engine.build import (
 )
 from torchround.engine.device import GIB, Device
 from torchround.engine.engine import Engine
-from torchround.engine.link_probe import find_link_use
 from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker.link_turns import find_link_use
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.plan import Plan, evaluate_plan
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.planner import evaluate_plan
 from torchround.run.step_meter import mfu, train_flops_per_token
 
 LR = 1e-4

@@ -29,7 +29,8 @@ from benchmarks.timed_layers import BLOCK_BYTES, Sleeper, sleep_costs
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.plan import Plan, make_plan
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.planner import make_plan
 
 MOST_ADDED_PERCENT = 2.0
 

@@ -31,8 +31,8 @@ from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.passes import BufferReservation
 from torchround.engine.results import DeviceSpan
 from torchround.engine.tracing import StepTraces
+from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.device_worker import DeviceWorker
-from torchround.engine.worker.transfers import ActivationTransfers
 from torchround.observe import MetricsLogger, StepRecord
 from torchround.pipeline.timeline import TaskKind
 from torchround.run.measured_plan import PlanByMeasuring

@@ -25,7 +25,8 @@ from rich.table import Table
 
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits
-from torchround.pipeline.plan import Plan, make_plan
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.planner import make_plan
 
 COSTS = ROOT / "docs" / "costs"
 NUM_DEVICES, NUM_MICRO_BATCHES = 8, 16

@@ -35,11 +35,12 @@ from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.dispatch import dispatch_tasks
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import StageKind
-from torchround.pipeline.plan import Plan, make_plan
-from torchround.pipeline.simulate import at_speeds, steady_state
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.planner import make_plan
+from torchround.pipeline.simulation.dispatch import dispatch_tasks
+from torchround.pipeline.simulation.simulator import at_speeds, steady_state
 
 WARMUP_STEPS = 2
 # What `--check` asks for, where layers take at least `CHECKED_SCALE` times their time.

@@ -29,7 +29,7 @@ from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.watch.race_checker import AccessLog, Action, Entry, RecordingDevice
+from torchround.engine.watch.race_checker import AccessLog, Entry
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition
 
@@ -70,17 +70,17 @@ class Replay:
         """Go on until something takes time or has not happened yet. Who was waiting for what happened here."""
         woken: set[str] = set()
         for entry in self._queues[actor][self._next[actor] :]:
-            if entry.action is Action.WAIT and entry.token not in self._signalled:
+            if entry.action == "wait" and entry.token not in self._signalled:
                 self._blocked[entry.token].add(actor)
                 break
             self._next[actor] += 1
-            if entry.action is Action.SIGNAL:
+            if entry.action == "signal":
                 self._signalled.add(entry.token)
                 woken |= self._blocked.pop(entry.token, set())
-            elif entry.action is Action.ACCESS and actor in self._link_of:
+            elif entry.action == "access" and actor in self._link_of:
                 self._uploading[actor] = sum(region.stop - region.start for region in entry.reads)
                 break
-            elif entry.action is Action.ACCESS and actor.endswith(Stream.COMPUTE.value) and entry.reads:
+            elif entry.action == "access" and actor.endswith(Stream.COMPUTE.value) and entry.reads:
                 self._computing[actor] = self._now + 1.0
                 break
         return woken
@@ -115,7 +115,9 @@ def record(options: argparse.Namespace, update: str, turns: Sequence[Sequence[in
     model = LayeredModel(tuple(f"layer.{index}" for index in range(count)), layers)
     store = HostStore(model, policy=POLICIES[update])
     store.initialize(model, seed=0)
-    devices = [RecordingDevice(CpuDevice(index), log) for index in range(options.devices)]
+    devices = [CpuDevice(index) for index in range(options.devices)]
+    for device in devices:
+        device.watchers.append(log)
     integers = torch.ones(1, 2, dtype=torch.int64)
     batch = [MicroBatch(integers, integers, integers, integers) for _ in range(options.microbatches)]
     settings = EngineSettings(turns=turns)

@@ -28,8 +28,8 @@ from torchround.layer import LayeredModel
 from torchround.models import FAMILIES, Family, LoraShape, ModelConfigError, TransformerConfig, add_adapters
 from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.memory import GIB
-from torchround.pipeline.plan import PlanError
-from torchround.pipeline.plan_report import report
+from torchround.pipeline.partition import PlanError
+from torchround.pipeline.plan_report import report_plan
 from torchround.run.dry_run import Hardware, rendered, run_question
 from torchround.run.mapped_base import Mapped, map_base
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lora = config.lora.model_copy(update={"rank": options.lora_rank})
             config = config.model_copy(update={"lora": lora})
         model, mapped = build_model(config)
-        answer = report(run_question(config, model, hardware(options, config), mapped))
+        answer = report_plan(run_question(config, model, hardware(options, config), mapped))
     except (
         ConfigError,
         ModelConfigError,

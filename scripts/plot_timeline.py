@@ -13,7 +13,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from torchround.pipeline.baselines import Report
+from torchround.pipeline.baselines import ScheduleReport
 from torchround.pipeline.timeline import COMPUTE, HOST, Task, TaskKind
 
 # What is mixed into a layer's colour by what is done to it: (share, grey level).
@@ -38,7 +38,7 @@ WIDTH_INCHES, ROW_INCHES, NUMBER_INCHES = 11.0, 0.24, 0.1
 STRIP = 0.22  # of a row's height of 1, for a device's transfers
 
 
-def plot_reports(reports: Sequence[Report], num_layers: int, path: Path, dpi: int = 120) -> None:
+def plot_reports(reports: Sequence[ScheduleReport], num_layers: int, path: Path, dpi: int = 120) -> None:
     """Writes one picture with a panel per report, all on the same time scale."""
     windows = [shown_window(report) for report in reports]
     span_s = max(stop - start for start, stop in windows)
@@ -56,7 +56,7 @@ def plot_reports(reports: Sequence[Report], num_layers: int, path: Path, dpi: in
     figure.savefig(path, dpi=dpi)
 
 
-def shown_window(report: Report) -> tuple[float, float]:
+def shown_window(report: ScheduleReport) -> tuple[float, float]:
     """Seconds of the timeline to show: a step from idle devices, or as long of the steady state."""
     ends = report.timeline.step_ends_s()
     if len(ends) == 1:
@@ -66,7 +66,7 @@ def shown_window(report: Report) -> tuple[float, float]:
 
 
 def _draw(
-    panel: Axes, report: Report, num_layers: int, start_s: float, stop_s: float, numbered_s: float
+    panel: Axes, report: ScheduleReport, num_layers: int, start_s: float, stop_s: float, numbered_s: float
 ) -> None:
     """One row per device: the compute stream in boxes, its transfers in strips underneath."""
     line = report.timeline
@@ -111,12 +111,14 @@ def _colour(task: Task, num_layers: int) -> tuple[float, ...]:
     return tuple(share * grey + (1 - share) * part for part in COLOURS(0.08 + 0.84 * middle)[:3])
 
 
-def _title(report: Report) -> str:
+def _title(report: ScheduleReport) -> str:
     settled = ", steady state" if len(report.timeline.step_ends_s()) > 1 else ""
     return f"{report.name}: {report.makespan_s * 1e3:.0f} ms per step{settled}, bubble {report.bubble:.1%}"
 
 
-def _legend(figure: Figure, panels: Sequence[Axes], reports: Sequence[Report], num_layers: int) -> None:
+def _legend(
+    figure: Figure, panels: Sequence[Axes], reports: Sequence[ScheduleReport], num_layers: int
+) -> None:
     used = {task.kind for report in reports for task in report.timeline.tasks}
     sample = COLOURS(0.3)[:3]
     handles = [

@@ -14,7 +14,13 @@ from types import MappingProxyType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torchround.pipeline.baselines import SCHEDULES, Report, Setting, measure, report
+from torchround.pipeline.baselines import (
+    SCHEDULES,
+    ScheduleReport,
+    SimulationSetup,
+    measure_schedule,
+    simulate_schedule,
+)
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition
@@ -89,16 +95,20 @@ def published_table() -> str:
     return markdown(["published / ours", *MODELS], rows)
 
 
-def published(name: str, model: int) -> Report:
+def published(name: str, model: int) -> ScheduleReport:
     """One schedule with the partition it was published with."""
     costs = published_costs(list(MODELS.values())[model])
     if name in ROUNDPIPE:
         forward, backward = DISPATCHED[model]
         partition = Partition.from_lists(forward, 1, backward)
-        return measure(SCHEDULES[name](Setting(costs, DEVICES, MICRO_BATCHES, partition=partition)))
+        return measure_schedule(
+            SCHEDULES[name](SimulationSetup(costs, DEVICES, MICRO_BATCHES, partition=partition))
+        )
     stages = list((LOOPED if name in ("interleaved_1f1b", "looped_bfs") else FLAT)[model])
     stages[-1] += 1
-    return measure(SCHEDULES[name](Setting(costs, DEVICES, MICRO_BATCHES, stages=tuple(stages))))
+    return measure_schedule(
+        SCHEDULES[name](SimulationSetup(costs, DEVICES, MICRO_BATCHES, stages=tuple(stages)))
+    )
 
 
 def bound_table() -> str:
@@ -121,22 +131,22 @@ def compared_table(names: Sequence[str]) -> str:
     return markdown(["bubble, %", *MODELS, "8B: ms / step", "GiB", "drift", "GB / step"], rows)
 
 
-def other_cells(result: Report) -> list[str]:
+def other_cells(result: ScheduleReport) -> list[str]:
     """Step time, most activations on a device, drift, and bytes moved per step."""
     memory = max(result.peak_activation_bytes) / GIB
     step_ms, moved_gb = result.makespan_s * 1e3, result.moved_bytes / 1e9
     return [f"{step_ms:.0f}", f"{memory:.1f}", f"{result.drift}", f"{moved_gb:.0f}"]
 
 
-def compared(name: str, model: str) -> Report:
+def compared(name: str, model: str) -> ScheduleReport:
     """A schedule on a model's published costs, partitioned by us, with 24 GiB for RoundPipe's plan."""
-    return report(name, fair_setting(MODELS[model]))
+    return simulate_schedule(name, fair_setting(MODELS[model]))
 
 
-def fair_setting(file: str) -> Setting:
+def fair_setting(file: str) -> SimulationSetup:
     """The published costs within 24 GiB."""
     limits = MemoryLimits(device_bytes=DEVICE_GIB * GIB)
-    return Setting(published_costs(file), DEVICES, MICRO_BATCHES, limits=limits)
+    return SimulationSetup(published_costs(file), DEVICES, MICRO_BATCHES, limits=limits)
 
 
 def pipeoffload_table(devices: int = 8, chunks: int = 4, micro_batches: int = 32) -> str:
@@ -173,11 +183,11 @@ def paci_table(devices: int = 8, micro_batches: int = 8) -> str:
     return markdown(["8 equal stages, 8 micro-batches", "drift: bound", "measured", "bubble, %"], rows)
 
 
-def equal_chunks(name: str, devices: int, chunks: int, micro_batches: int, **fields: int) -> Report:
+def equal_chunks(name: str, devices: int, chunks: int, micro_batches: int, **fields: int) -> ScheduleReport:
     """Chunks of one layer: forward 1 s, backward 2 s, one byte kept, nothing recomputed."""
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=1) for i in range(devices * chunks))
-    setting = Setting(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)
-    return measure(SCHEDULES[name](setting))
+    setting = SimulationSetup(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)
+    return measure_schedule(SCHEDULES[name](setting))
 
 
 def published_costs(file: str) -> Costs:

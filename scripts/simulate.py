@@ -20,13 +20,19 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from torchround.pipeline.baselines import SCHEDULES, Report, ScheduleError, Setting, report
+from torchround.pipeline.baselines import (
+    SCHEDULES,
+    ScheduleError,
+    ScheduleReport,
+    SimulationSetup,
+    simulate_schedule,
+)
 from torchround.pipeline.costs import Costs, CostsError, LayerParameters, costs_from_work
 from torchround.pipeline.devices import DEVICES, DeviceSpec, UnknownPeakError, find_device
 from torchround.pipeline.memory import GIB, MemoryLimits
-from torchround.pipeline.partition import Partition, PartitionError
-from torchround.pipeline.plan import InfeasiblePlanError
-from torchround.pipeline.trace import trace_events
+from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.pipeline.timeline import trace_events
 
 WIDTH = 100  # of the table where the output is no terminal
 
@@ -44,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reports = simulate_all(names, setting)
         show(reports, setting)
         write_files(reports, setting, options)
-    except (UsageError, PartitionError, ScheduleError) as error:
+    except (UsageError, PlanError, ScheduleError) as error:
         print(f"simulate.py: {error}", file=sys.stderr)
         return 2
     return 0
@@ -80,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def setting_from(options: argparse.Namespace) -> Setting:
+def setting_from(options: argparse.Namespace) -> SimulationSetup:
     """Everything the schedules are built from. Raises `UsageError` and what reading the files raises."""
     card = _card(options.device)
     if options.costs is not None:
@@ -95,7 +101,7 @@ def setting_from(options: argparse.Namespace) -> Setting:
     if memory_gib is not None and memory_gib <= 0:
         raise UsageError(f"--device-memory-gib {memory_gib} must be above 0")
     partition, rounds = _given_partition(options)
-    return Setting(
+    return SimulationSetup(
         costs=costs,
         num_devices=options.devices,
         num_micro_batches=options.microbatches,
@@ -122,12 +128,12 @@ def schedule_names(given: str) -> list[str]:
     return names
 
 
-def simulate_all(names: Sequence[str], setting: Setting) -> list[Report]:
+def simulate_all(names: Sequence[str], setting: SimulationSetup) -> list[ScheduleReport]:
     """A report per schedule. One that cannot be built here is left out with a line that says why."""
     reports = []
     for name in names:
         try:
-            reports.append(report(name, setting))
+            reports.append(simulate_schedule(name, setting))
         except (ScheduleError, InfeasiblePlanError) as error:
             print(f"simulate.py: {name} left out: {error}", file=sys.stderr)
     if not reports:
@@ -135,7 +141,7 @@ def simulate_all(names: Sequence[str], setting: Setting) -> list[Report]:
     return reports
 
 
-def show(reports: Sequence[Report], setting: Setting) -> None:
+def show(reports: Sequence[ScheduleReport], setting: SimulationSetup) -> None:
     """The table on the console."""
     title = f"{setting.num_devices} devices, {setting.num_micro_batches} micro-batches"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -164,7 +170,9 @@ def show(reports: Sequence[Report], setting: Setting) -> None:
     )
 
 
-def write_files(reports: Sequence[Report], setting: Setting, options: argparse.Namespace) -> None:
+def write_files(
+    reports: Sequence[ScheduleReport], setting: SimulationSetup, options: argparse.Namespace
+) -> None:
     """Whatever of `--json`, `--trace` and `--plot` was asked for."""
     if options.json:
         data = {"schedules": {result.name: result.to_json() for result in reports}}

@@ -18,10 +18,10 @@ from torchround.engine.build import DeviceChoice, build_engine, build_store, lay
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
-from torchround.engine.link_probe import find_link_use
 from torchround.engine.results import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
+from torchround.engine.worker.link_turns import find_link_use
 from torchround.hf import PretrainedWeights, WithAdapters
 from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.schedule import missed_bounds, simulated_step_s, with_updates
 from benchmarks.timed_layers import BLOCK_BYTES, sleep_costs
 from torchround.pipeline.memory import MemoryLimits
-from torchround.pipeline.plan import make_plan
+from torchround.pipeline.planner import make_plan
 
 
 def figures(async_bubble: float, sync_points: float) -> dict[str, object]:

@@ -25,7 +25,7 @@ def read_all(source: Source) -> list[str]:
 def documents_of(source: Source) -> list[Document]:
     """As listed, by walking through the places of a pass."""
     documents = []
-    place = source.first_place()
+    place = source.first_cursor()
     while (found := source.locate(place, None)) is not None:
         document, place = found
         documents.append(document)

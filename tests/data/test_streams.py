@@ -71,7 +71,7 @@ RECORDS = [{"text": f"record {number}", "number": number} for number in range(40
 def walk(source: Source, key: str | None = None) -> list[tuple[str, list[int], Document]]:
     """Text of each document of a pass, and the place that it was found at."""
     found = []
-    place = source.first_place()
+    place = source.first_cursor()
     while (here := source.locate(place, key)) is not None:
         text, rest = source.read(here[0], 0)
         assert isinstance(text, str) and rest is None
@@ -140,7 +140,7 @@ def test_a_truncated_archive_gives_what_comes_before_and_then_names_file_and_lin
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * kept)])
     source = open_source(SourceTable(path=str(path)))
-    place, texts = source.first_place(), []
+    place, texts = source.first_cursor(), []
     with pytest.raises(DataError) as caught:
         while (found := source.locate(place, None)) is not None:
             texts.append(source.read(found[0], 0)[0])
@@ -206,7 +206,7 @@ def test_a_dataset_that_has_several_subsets_is_read_by_the_name_of_one(tmp_path:
 
 def read_and_wrong(source: Source) -> tuple[list[str], list[str]]:
     """The texts of the documents that can be read, and what is said of those that cannot."""
-    place, read, wrong = source.first_place(), [], []
+    place, read, wrong = source.first_cursor(), [], []
     while (found := source.locate(place, None)) is not None:
         try:
             read.append(source.read(found[0], 0)[0])
@@ -257,7 +257,7 @@ def test_a_large_row_group_is_read_part_by_part(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
     del table
     source = open_source(SourceTable(path=str(tmp_path / "x.parquet")))
-    before, most, place = pyarrow.total_allocated_bytes(), 0, source.first_place()
+    before, most, place = pyarrow.total_allocated_bytes(), 0, source.first_cursor()
     while (found := source.locate(place, None)) is not None:
         most, place = max(most, pyarrow.total_allocated_bytes() - before), found[1]
     assert (tmp_path / "x.parquet").stat().st_size > 8 * 2**20

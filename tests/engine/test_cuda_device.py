@@ -22,8 +22,8 @@ from tests.support.toy import (
 )
 from torchround.engine.device import UPLOADS, CudaDevice, Stream
 from torchround.engine.errors import DeviceMemoryError
-from torchround.engine.link_probe import LEAST_BYTES, measure_rates
 from torchround.engine.store import host_memory
+from torchround.engine.worker.link_turns import LEAST_BYTES, measure_rates
 
 
 class FakeEvent:
@@ -182,5 +182,7 @@ def test_an_allocation_that_fails_says_what_is_free(current, monkeypatch):
 
     device = fake_cuda_device(2)
     monkeypatch.setattr(torch, "empty", fail)
-    with pytest.raises(DeviceMemoryError, match=r"cuda:0/2 has 1\.000 of 2\.000 GiB free; 3\.000 GiB"):
+    with pytest.raises(
+        DeviceMemoryError, match=r"cuda:0/2 cannot allocate 3\.000 GiB: 1\.000 of its 2\.000 GiB"
+    ):
         device.allocate(3 * 2**30)

@@ -122,7 +122,7 @@ def test_out_of_memory_in_a_layer_is_raised_and_the_memory_comes_back(monkeypatc
 
 
 def test_a_fixed_buffer_that_does_not_fit_is_named_with_what_is_free(little_memory):
-    with pytest.raises(DeviceMemoryError, match=r"cuda:0 has .* GiB free; 8\.000 GiB were asked for"):
+    with pytest.raises(DeviceMemoryError, match=r"cuda:0 cannot allocate 8\.000 GiB: .* GiB are free"):
         CudaDevice(0).allocate(8 * GIB)
 
 

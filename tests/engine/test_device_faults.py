@@ -47,7 +47,7 @@ class FailingDevice(CpuDevice):
         super().__init__(index)
         self.thread, self.finishes, self.left = thread, finishes, left
 
-    def record(self, stream):
+    def _record(self, stream):
         return FailedEvent(self.thread, self.left)
 
     def finish(self):

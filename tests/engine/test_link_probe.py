@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.support.toy import toy_model, toy_store
-from torchround.engine import link_probe
 from torchround.engine.device import CpuDevice, Stream
-from torchround.engine.link_probe import LEAST_BYTES, PROBE_BYTES, find_link_use, measure_rates
+from torchround.engine.worker import link_turns as link_probe
+from torchround.engine.worker.link_turns import LEAST_BYTES, PROBE_BYTES, find_link_use, measure_rates
 
 RATE = 20e9  # bytes per second of a device's own link, and of each switch's for one device
 CARRIES = 0.7  # for several devices together, a switch carries so much of that

@@ -15,35 +15,28 @@ from tests.support.toy import (
     toy_model,
     toy_store,
     train,
+    watched,
 )
-from torchround.engine.device import CpuDevice, ForwardingDevice, Stream
+from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.store.bundles import ASYNC, POLICIES
 
 BATCHES = toy_batches(4, micro_batches=4)
 PARTITION = PARTITIONS["forward coarser"]
 
 
-class SlowDevice(ForwardingDevice):
+class Slowdown(DeviceWatcher):
     """Half speed: every operation on some of the queues takes as long again, and a millisecond for good measure."""
 
-    def __init__(self, inner, streams):
-        super().__init__(inner)
+    def __init__(self, streams):
         self._slow = streams
+        self._started_s = {}
 
-    def run(self, stream, work, reads=(), writes=()):
-        start = time.perf_counter()
-        result = super().run(stream, work, reads, writes)
-        self._again(stream, start)
-        return result
+    def begins(self, device, stream, reads, writes, copied_bytes):
+        self._started_s[stream] = time.perf_counter()
 
-    def _copy(self, stream, destination, source):
-        start = time.perf_counter()
-        super()._copy(stream, destination, source)
-        self._again(stream, start)
-
-    def _again(self, stream, start):
+    def ends(self, device, stream, copied_bytes):
         if stream in self._slow:
-            time.sleep(time.perf_counter() - start + 1e-3)
+            time.sleep(time.perf_counter() - self._started_s[stream] + 1e-3)
 
 
 def engine_threads():
@@ -66,7 +59,7 @@ def trained(update, num_devices, wrap=lambda device: device):
 )
 def test_one_of_eight_devices_that_is_slow_changes_no_bit(update, streams):
     def slow(device: CpuDevice):
-        return SlowDevice(device, streams) if device.name == "cpu:3" else device
+        return watched(device, Slowdown(streams)) if device.name == "cpu:3" else device
 
     losses, state = trained(update, 8, slow)
     expected_losses, expected = trained(update, 1)

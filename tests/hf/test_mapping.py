@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.toy import assert_same_state, toy_engine, train
+from tests.support.toy import assert_same_state, toy_engine, train, watched
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.watch.race_checker import AccessLog, RecordingDevice, find_races
+from torchround.engine.watch.race_checker import AccessLog, find_races
 from torchround.hf import PretrainedWeights
 from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
@@ -81,7 +81,7 @@ def test_training_is_bitwise_that_of_a_copied_base(kind, releases, tools):
 def test_uploads_of_mapped_segments_race_with_nothing(releases, tools):
     model, store, _ = opened(releases("qwen3 moe"), mapped=True)
     log = AccessLog()
-    wrap = lambda device: RecordingDevice(device, log)
+    wrap = lambda device: watched(device, log)
     with toy_engine(model, store, PARTITION, num_devices=2, observer=log, wrap=wrap) as engine:
         train(engine, batches(tools))
     assert find_races(log.entries) == []

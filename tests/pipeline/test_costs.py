@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 
+from tests.support.model_shapes import model_shape
 from tests.support.random_costs import costs
 from torchround.pipeline.costs import (
     Costs,
@@ -17,7 +18,6 @@ from torchround.pipeline.costs import (
     stage_seconds,
 )
 from torchround.pipeline.devices import ASSUMED_DEVICE, DEVICES, UnknownPeakError, device_names, find_device
-from torchround.pipeline.model_shapes import model_shape
 from torchround.pipeline.partition import Stage, StageKind
 
 # FIGURES section 2: forward of a block and hop, both in ms, for micro-batches of 4 x 2048 tokens.

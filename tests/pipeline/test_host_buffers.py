@@ -9,8 +9,7 @@ from tests.support.random_costs import partitions
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.host_buffers import HeldPass, boundary_pool_bytes, held_cuts, most_buffers
 from torchround.pipeline.memory import host_activation_bytes
-from torchround.pipeline.partition import Partition, Stage, StageKind
-from torchround.pipeline.schedule import evaluation_tasks, step_tasks
+from torchround.pipeline.partition import Partition, Stage, StageKind, evaluation_tasks, step_tasks
 
 FORWARD, FUSED, BACKWARD = StageKind.FORWARD, StageKind.FUSED, StageKind.BACKWARD
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.host_memory import ParameterCounts, host_state
 from torchround.pipeline.memory import (
     MemoryLimits,
+    ParameterCounts,
     device_memory,
     host_activation_bytes,
+    host_state,
     rounding,
     rounds_in_flight,
 )

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.support.model_shapes import ModelShape, model_shape, shape_names
 from torchround.models import FAMILIES
 from torchround.pipeline.devices import find_device
-from torchround.pipeline.model_shapes import ModelShape, model_shape, shape_names
 
 
 def shape_of(name: str) -> ModelShape:

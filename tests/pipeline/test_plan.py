@@ -13,17 +13,10 @@ from hypothesis import strategies as st
 from tests.support.random_costs import all_partitions, costs, limits
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits, device_memory, host_activation_bytes
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import (
-    InfeasiblePlanError,
-    Plan,
-    PlanError,
-    evaluate_plan,
-    make_plan,
-    read_partition,
-)
-from torchround.pipeline.stage_times import stage_times
-from torchround.pipeline.step_time import step_seconds
+from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.plan import Plan, read_partition
+from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 
 COSTS = Path(__file__).parents[2] / "docs" / "costs"
 MODELS = ("qwen3_1.7b", "llama3_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_lora")

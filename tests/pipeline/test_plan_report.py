@@ -6,12 +6,11 @@ import pytest
 
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.devices import DeviceSpec
-from torchround.pipeline.host_memory import ParameterCounts
-from torchround.pipeline.memory import GIB
+from torchround.pipeline.memory import GIB, ParameterCounts
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import InfeasiblePlanError, evaluate_plan, make_plan
-from torchround.pipeline.plan_report import RunQuestion, fits, longest_tokens, report
-from torchround.pipeline.transfers import micro_batches_to_hide, plan_transfers
+from torchround.pipeline.plan import micro_batches_to_hide, plan_transfers
+from torchround.pipeline.plan_report import RunQuestion, fits, longest_tokens, report_plan
+from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
 
 CARD = DeviceSpec("card", 24, 10, {"bfloat16": 1e12})
 MIB = 1 << 20
@@ -45,7 +44,7 @@ QUESTION = RunQuestion(
 
 
 def test_the_plan_is_the_planners_and_the_speed_is_its_step() -> None:
-    answer = report(QUESTION)
+    answer = report_plan(QUESTION)
     plan = make_plan(costs_for(2048, 2, 4), 2, 8, "sync", 1, QUESTION.limits())
     assert answer.plan == plan and answer.problem == "" and answer.changes == ()
     assert answer.tokens_per_s == pytest.approx(16 * 2048 / plan.step_s)
@@ -56,7 +55,7 @@ def test_the_plan_is_the_planners_and_the_speed_is_its_step() -> None:
 
 
 def test_a_card_that_is_not_known_gets_no_speed_and_no_load() -> None:
-    answer = report(replace(QUESTION, device=None))
+    answer = report_plan(replace(QUESTION, device=None))
     assert answer.plan is not None
     assert answer.tokens_per_s is None and answer.transfers is None and answer.micro_batches_to_hide is None
 
@@ -76,7 +75,7 @@ def test_the_longest_sequence_fits_and_one_step_more_does_not() -> None:
 @pytest.mark.parametrize("host_mib", [440, 450, 470, 600])
 def test_what_is_said_to_fit_gets_a_plan_and_nothing_else_does(device_mib: int, host_mib: int) -> None:
     question = replace(QUESTION, device_bytes=device_mib * MIB, host_bytes=host_mib * MIB)
-    answer = report(question)
+    answer = report_plan(question)
     assert (answer.plan is not None) == fits(question)
     assert bool(answer.problem) != (answer.plan is not None)
     if answer.plan is not None:
@@ -85,17 +84,17 @@ def test_what_is_said_to_fit_gets_a_plan_and_nothing_else_does(device_mib: int, 
 
 
 def test_a_change_that_is_said_to_fit_does() -> None:
-    answer = report(replace(QUESTION, device_bytes=64 * MIB, micro_batch_size=8))
+    answer = report_plan(replace(QUESTION, device_bytes=64 * MIB, micro_batch_size=8))
     assert answer.plan is None and "GiB are missing" in answer.problem
     fitting = {change.setting: change.fits for change in answer.changes}
     assert fitting["training.micro_batch_size = 1"]
-    assert report(replace(QUESTION, device_bytes=64 * MIB, micro_batch_size=1)).plan is not None
+    assert report_plan(replace(QUESTION, device_bytes=64 * MIB, micro_batch_size=1)).plan is not None
     assert 'engine.update = "sync"' not in fitting  # it is that already
 
 
 def test_the_batch_that_is_said_to_fit_is_the_largest_halving_that_does() -> None:
     tight = replace(QUESTION, host_bytes=453 * MIB, micro_batch_size=1, global_batch_size=64)
-    answer = report(tight)
+    answer = report_plan(tight)
     sizes = [size for size in (32, 16, 8, 4, 2, 1) if fits(replace(tight, global_batch_size=size))]
     assert answer.plan is None and 1 < sizes[0] < 32
     told = {change.setting: change.fits for change in answer.changes}
@@ -105,14 +104,14 @@ def test_the_batch_that_is_said_to_fit_is_the_largest_halving_that_does() -> Non
 
 def test_no_batch_is_proposed_that_has_no_micro_batch_for_each_round() -> None:
     never = replace(QUESTION, device_bytes=MIB, rounds=2, micro_batch_size=4)
-    settings = {change.setting: change.fits for change in report(never).changes}
+    settings = {change.setting: change.fits for change in report_plan(never).changes}
     assert settings["training.global_batch_size = 8"] is False
-    least = report(replace(never, global_batch_size=8)).changes
+    least = report_plan(replace(never, global_batch_size=8)).changes
     assert not any("global_batch_size" in change.setting for change in least)
 
 
 def test_state_that_the_host_cannot_hold_is_told_in_gib() -> None:
-    answer = report(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
+    answer = report_plan(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
     assert answer.plan is None
     assert "16.00 GiB of 10.00 GiB" in answer.problem and "6.00 GiB are missing" in answer.problem
     assert any("lora.rank" in change.setting and change.fits for change in answer.changes)
@@ -120,7 +119,7 @@ def test_state_that_the_host_cannot_hold_is_told_in_gib() -> None:
 
 def test_a_given_plan_is_judged_as_it_is() -> None:
     given = (Partition((6,), 1, (6,)), 2)
-    answer = report(replace(QUESTION, given=given))
+    answer = report_plan(replace(QUESTION, given=given))
     assert answer.plan is not None and (answer.plan.partition, answer.plan.rounds) == given
     assert [change.setting for change in answer.faster] == ["engine.plan left out"]
     with pytest.raises(InfeasiblePlanError):
@@ -130,7 +129,7 @@ def test_a_given_plan_is_judged_as_it_is() -> None:
 
 
 def test_every_faster_change_is_as_much_faster_as_is_said() -> None:
-    answer = report(QUESTION)
+    answer = report_plan(QUESTION)
     assert answer.plan is not None
     gains = {change.setting: change.gain for change in answer.faster}
     auto = make_plan(costs_for(2048, 2, 4), 2, 8, "sync", "auto", QUESTION.limits())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.shared_links import LinkRates, Waves, find_shared_links, use_of_links
+from torchround.pipeline.shared_links import LinkRates, LinkWindows, find_shared_links, use_of_links
 
 DEVICE_RATE = 25e9
 ERROR = 0.04  # of a measurement, either way
@@ -107,7 +107,7 @@ def test_the_line_says_what_was_found():
 @settings(max_examples=50, deadline=None)
 def test_waves_are_the_times_of_a_pipeline_of_equal_windows(num_devices, num_windows, num_slots):
     """Window by window: after the same one of the slot before, and after whatever its device did before."""
-    waves = Waves(num_devices)
+    waves = LinkWindows(num_devices)
     starts = [waves.next(num_windows) for _ in range(num_slots)]
     free, before = [0] * num_devices, [-1] * num_windows
     for slot, start in enumerate(starts):

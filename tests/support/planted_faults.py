@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.support.toy import PARTITIONS, toy_batches, toy_model
-from torchround.engine.device import CpuDevice, ForwardingDevice, Stream
+from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import DeviceMemoryError, FaultLocation
 from torchround.layer import LayeredModel
 from torchround.pipeline.partition import Partition
@@ -209,11 +209,11 @@ class Tripwire(torch.autograd.Function):
         return gradient, None, None, None
 
 
-class FusedDevice(ForwardingDevice):
+class FusedDevice(CpuDevice):
     """A virtual device with a fuse in each copy, and in allocations once it has its fixed buffers."""
 
-    def __init__(self, inner: CpuDevice, fuse: Fuse) -> None:
-        super().__init__(inner)
+    def __init__(self, index: int, fuse: Fuse) -> None:
+        super().__init__(index)
         self._fuse = fuse
         self._entered = False
 

@@ -45,9 +45,9 @@ class SanitizedDevice(CudaDevice):
         super().enter_thread()
         self._mode.__enter__()
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def _wait(self, stream: Stream, event: Event) -> None:
         if not (self._planted and stream is Stream.COMPUTE):
-            super().wait(stream, event)
+            super()._wait(stream, event)
 
 
 def main(update: str, workers: str, planted: str = "") -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchround.config import OptimizerTable
-from torchround.engine.device import CpuDevice
+from torchround.engine.device import CpuDevice, Device, DeviceWatcher
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import IGNORED_LABEL, LayeredModel, LayerWork, MicroBatch
@@ -117,6 +117,12 @@ def toy_store(model: LayeredModel, dtype: torch.dtype = torch.float32, seed: int
     store = HostStore(model, dtype, **options)
     store.initialize(model, seed)
     return store
+
+
+def watched(device: Device, watcher: DeviceWatcher) -> Device:
+    """The device, from now on seen by `watcher`."""
+    device.watchers.append(watcher)
+    return device
 
 
 def toy_engine(

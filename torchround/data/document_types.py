@@ -1,4 +1,4 @@
-"""What a document is: where it is stored, and what it holds once it is read."""
+"""The types that readers, tokenizers and packers share: a document, its content, and where a source is."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,10 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TextSpan:
-    """A part of a rendered conversation: text, or the name of one special token; learnt or not."""
+    """A part of a rendered conversation.
+
+    `text` is plain text, or the name of one special token if `special` is set. `learn`: its tokens are labels.
+    """
 
     text: str
     learn: bool
@@ -32,20 +35,22 @@ class Conversation:
 
 
 Content = str | TokenIds | tuple[TextSpan, ...]
-"""Text to be framed by BOS and EOS; token ids `[n]` as they are; a rendered conversation."""
+"""The content of a document: text, to be framed by BOS and EOS; token ids `[n]`, used unchanged; or a rendered
+conversation."""
 
 Record = bytes | dict[str, Any] | DataError
-"""A line, the fields of a row, or why it could not be read."""
+"""A record as a file holds it: a line, the fields of a row, or the error that reading it gave."""
 
 Cursor = list[int]
-"""Where a source is in a pass over its documents; what the numbers mean is the source's business."""
+"""Where a source is in one pass over its documents. Each kind of source gives the numbers its own meaning."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """From `start_byte` of a file to its end (`number` 0), or a record: line or row `number`, from 1.
+    """One document: a whole text file (`number` 0), or a record of a file (line or row `number`, from 1).
 
-    A record of a stream carries its content: the bytes of its line, its fields, or why it could not be read.
+    `start_byte` is where the file's text or the record's line begins. A record that can only be read in sequence
+    carries its content in `record`.
     """
 
     path: Path | str

@@ -165,7 +165,7 @@ class Loader(Iterator[MicroBatch]):
 
     def _check_position(self, position: Any) -> None:
         """Raise `DataError` for a position that no run with these sources could have saved."""
-        first_cursors = [source.first_place() for source in self._sources]
+        first_cursors = [source.first_cursor() for source in self._sources]
         whole_document_tokens = self._seq_len if self._packs_whole else None
         try:
             check_data_position(

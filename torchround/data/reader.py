@@ -1,8 +1,8 @@
-"""Which document comes next: the order within a source, the mix of several, and the place in a long one.
+"""Decides which document comes next: the order within a source, the mix of several, and the place in a long one.
 
-A source's order in an epoch is fixed by the seed, the source's number and the epoch. Between sources, the one
-that is furthest behind its weight is next, so that after any number of documents each source is within one of
-its share. Nothing is drawn from a random stream, so a position is a handful of integers.
+The seed, the source's number and the epoch fix the order of a source. Between sources, the one furthest behind its
+weight is next, so after any number of documents each source is within one of its share. Nothing is drawn from a
+random stream, so a position is a handful of integers.
 """
 
 import hashlib
@@ -20,14 +20,32 @@ from torchround.data.formats.sources import Source
 
 logger = logging.getLogger(__name__)
 WARNINGS_SHOWN = 10
-TWO_WAYS_ON = 'repair it, or leave such records out with data.on_bad_record = "skip"'
+REMEDIES = 'repair it, or leave such records out with data.on_bad_record = "skip"'
+
+
+@dataclass(frozen=True)
+class MixSettings:
+    """Settings that fix which documents are read, and in which order.
+
+    `epochs = None`: each source starts over in a new order after its last document. Otherwise each document comes
+    exactly `epochs` times, and a source at its end leaves the mix to the others. The fraction `held_out` of the
+    documents is for validation: with `validation` only those are read, otherwise only the others.
+    """
+
+    weights: Sequence[float]
+    shuffle: bool = True
+    seed: int = 0
+    epochs: int | None = None
+    skip_bad: bool = False
+    held_out: float = 0.0
+    validation: bool = False
 
 
 @dataclass(frozen=True)
 class DocumentPiece:
     """A part of document `number` of source number `source`, and whether it is the first and the last part.
 
-    Numbers go on from epoch to epoch, and count documents that hold nothing or cannot be used.
+    Document numbers continue from epoch to epoch, and include documents that are empty or cannot be used.
     """
 
     content: Content
@@ -41,68 +59,66 @@ class DocumentPiece:
 
 @dataclass
 class SourceProgress:
-    """How far one source is: passes finished, place in this pass, documents of it in use, drawn and bad ones."""
+    """How far the reader is in one source: passes finished, cursor in this pass, and counts of documents.
 
-    place: Cursor
+    `used` counts the documents of this pass that gave content, `drawn` those of all passes that were looked at, and
+    `bad` those of all passes that were skipped as bad.
+    """
+
+    cursor: Cursor
     epoch: int = 0
     used: int = 0
     drawn: int = 0
     bad: int = 0
 
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "SourceProgress":
+        """Rebuild it from `state()`."""
+        return cls(state["place"], state["epoch"], state["used"], state["drawn"], state["bad"])
 
-@dataclass(frozen=True)
-class MixSettings:
-    """What fixes which documents are read, and when.
-
-    `epochs = None`: each source starts over, in a new order, when it is through. Otherwise each document comes
-    exactly `epochs` times, and a source that is through leaves the mix to the others. `held_out` of the documents
-    are for validation: only those are read, or only the others.
-    """
-
-    weights: Sequence[float]
-    shuffle: bool = True
-    seed: int = 0
-    epochs: int | None = None
-    skip_bad: bool = False
-    held_out: float = 0.0
-    validation: bool = False
+    def state(self) -> dict[str, Any]:
+        """Return its values as a checkpoint holds them."""
+        return {
+            "place": self.cursor,
+            "epoch": self.epoch,
+            "used": self.used,
+            "drawn": self.drawn,
+            "bad": self.bad,
+        }
 
 
 class Reader(BaseNode[DocumentPiece]):
-    """Pieces of documents in reading order. Documents that hold nothing are passed over. Raises `DataError`."""
+    """Pieces of documents in reading order. Empty documents are passed over. Raises `DataError`."""
 
-    def __init__(self, sources: Sequence[Source], order: MixSettings) -> None:
+    def __init__(self, sources: Sequence[Source], settings: MixSettings) -> None:
         super().__init__()
         self._sources = sources
-        self._order = order
-        self._warnings = 0
+        self._settings = settings
         self.bad_records: list[str] = []  # the first ones that were skipped, with file and line
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin at the first document, or where `initial_state` was taken."""
+        """Begin at the first document, or at the saved state."""
         super().reset(initial_state)
-        fresh: dict[str, Any] = {
-            "sources": [{"place": source.first_place()} for source in self._sources],
-            "source": None,
-            "offset": 0,
-        }
-        state = initial_state or fresh
-        self._progress = [SourceProgress(**progress) for progress in state["sources"]]
-        self._source: int | None = state["source"]
-        self._offset: int = state["offset"]
+        self._source: int | None = None  # the source whose document is being read
+        self._offset: int = 0  # in that document
+        if initial_state is None:
+            self._progress = [SourceProgress(source.first_cursor()) for source in self._sources]
+        else:
+            self._progress = [SourceProgress.from_state(state) for state in initial_state["sources"]]
+            self._source, self._offset = initial_state["source"], initial_state["offset"]
 
     def get_state(self) -> dict[str, Any]:
-        """SourceProgress of each source, and the place in the document that is being read, if one is."""
-        sources = [dict(vars(progress)) for progress in self._progress]
+        """Return the progress of each source, and the place in the document that is being read, if one is."""
+        sources = [progress.state() for progress in self._progress]
         return {"sources": sources, "source": self._source, "offset": self._offset}
 
     def next(self) -> DocumentPiece:
-        """The next piece, never empty; `StopIteration` after the last epoch."""
+        """Return the next piece, never empty. Raises `StopIteration` after the last epoch."""
         while True:
             if self._source is None:
                 self._source, self._offset = self._choose_source(), 0
             number, progress = self._source, self._progress[self._source]
-            found = self._sources[number].locate(progress.place, self._key(number))
+            found = self._sources[number].locate(progress.cursor, self._shuffle_key(number))
             if found is None:
                 self._end_pass(number)
                 continue
@@ -111,22 +127,23 @@ class Reader(BaseNode[DocumentPiece]):
                 return piece
 
     def _read(self, number: int, document: Document, after: Cursor) -> DocumentPiece | None:
-        """The piece of a document at the present offset, `None` where it is not to be used."""
+        """Return the piece of a document at the present offset, or None if the document is not to be used."""
         progress, offset, content = self._progress[number], self._offset, None
         drawn = progress.drawn
         try:
             content, next_offset = self._sources[number].read(document, offset)
         except DataError as error:
-            if not self._order.skip_bad:
-                raise DataError(f"{error} ({TWO_WAYS_ON})") from error
+            if not self._settings.skip_bad:
+                raise DataError(f"{error} ({REMEDIES})") from error
             self._skip_bad(progress, error)
             next_offset = None
         if content is None or not len(content) or (offset == 0 and not self._is_wanted(content)):
             content, next_offset = None, None
         self._offset = next_offset or 0
+        # The cursor moves only after the last piece, so a position in a long document is its cursor and the offset.
         if next_offset is None:
             self._source = None
-            progress.place = after
+            progress.cursor = after
             progress.drawn += 1
             progress.used += content is not None
         if content is None:
@@ -136,32 +153,34 @@ class Reader(BaseNode[DocumentPiece]):
         )
 
     def _choose_source(self) -> int:
-        """The source with the fewest documents for its weight; the first of equals."""
+        """Return the source with the fewest documents for its weight; the first of equals."""
         waiting = [
             number
             for number, progress in enumerate(self._progress)
-            if self._order.epochs is None or progress.epoch < self._order.epochs
+            if self._settings.epochs is None or progress.epoch < self._settings.epochs
         ]
         if not waiting:
             raise StopIteration
-        return min(waiting, key=lambda number: self._progress[number].drawn / self._order.weights[number])
+        weights = self._settings.weights
+        return min(waiting, key=lambda number: self._progress[number].drawn / weights[number])
 
-    def _key(self, number: int) -> str | None:
-        return f"{self._order.seed}/{number}/{self._progress[number].epoch}" if self._order.shuffle else None
+    def _shuffle_key(self, number: int) -> str | None:
+        if not self._settings.shuffle:
+            return None
+        return f"{self._settings.seed}/{number}/{self._progress[number].epoch}"
 
     def _end_pass(self, number: int) -> None:
-        """Turn to the next epoch. A source that gives nothing would be gone through for ever."""
-        progress, name = self._progress[number], self._sources[number].name
-        if not progress.used and not self._order.validation:
-            left = f"; {progress.bad} records were skipped as bad" if progress.bad else ""
-            if self._order.held_out and progress.drawn > progress.bad:
-                left += f"; data.validation_fraction {self._order.held_out} holds out the rest"
-            raise DataError(f"source {name!r}: none of its documents holds any text{left}")
-        progress.epoch, progress.place, progress.used = (
-            progress.epoch + 1,
-            self._sources[number].first_place(),
-            0,
-        )
+        """Turn to the next epoch of a source. Raises `DataError` if the pass gave nothing."""
+        progress, name, settings = self._progress[number], self._sources[number].name, self._settings
+        # Without this error, an endless run would read an empty source forever.
+        if not progress.used and not settings.validation:
+            left_out = f"; {progress.bad} records were skipped as bad" if progress.bad else ""
+            if settings.held_out and progress.drawn > progress.bad:
+                left_out += f"; data.validation_fraction {settings.held_out} holds out the rest"
+            raise DataError(f"source {name!r}: none of its documents holds any text{left_out}")
+        progress.epoch += 1
+        progress.cursor = self._sources[number].first_cursor()
+        progress.used = 0
         self._source = None
 
     def _skip_bad(self, progress: SourceProgress, error: DataError) -> None:
@@ -173,17 +192,17 @@ class Reader(BaseNode[DocumentPiece]):
                 logger.warning("further bad records are counted and not shown")
 
     def _is_wanted(self, content: Content) -> bool:
-        if not self._order.held_out:
+        if not self._settings.held_out:
             return True
-        return is_held_out(content, self._order.held_out) == self._order.validation
+        return is_held_out(content, self._settings.held_out) == self._settings.validation
 
 
 def is_held_out(content: Content, fraction: float) -> bool:
-    """Whether a document is for validation, by what its first piece holds: the same for each copy of it."""
+    """Say whether a document is for validation. A hash of its first piece decides, so copies of it agree."""
     if isinstance(content, str):
         data = content.encode("utf-8", "surrogatepass")
     elif isinstance(content, np.ndarray):
         data = content.tobytes()
     else:
-        data = "".join(segment.text for segment in content).encode("utf-8", "surrogatepass")
+        data = "".join(span.text for span in content).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < fraction * 2**64

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -47,6 +47,12 @@ class HandOverKey(Generic[T]):
     def __str__(self) -> str:
         """Describe the hand-over for a report."""
         return self.kind.words.format(self.epoch, *self.key)
+
+
+class WaitForHandOver(Protocol):
+    """A function that waits for a hand-over and returns its value."""
+
+    def __call__(self, key: HandOverKey[T]) -> T: ...
 
 
 class Observer:

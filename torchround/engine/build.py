@@ -22,7 +22,8 @@ from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
 from torchround.pipeline.devices import ASSUMED_DEVICE, DeviceSpec, find_device
 from torchround.pipeline.memory import MemoryLimits, rounding
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import Plan, evaluate_plan, make_plan
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.planner import evaluate_plan, make_plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

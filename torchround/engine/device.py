@@ -1,13 +1,15 @@
-"""The device interface, and the cpu (virtual) and cuda devices behind it.
+"""The device interface, the cpu (virtual) and cuda devices behind it, and what may watch them.
 
-The engine touches device memory, streams and events only through `Device`. A cpu device runs every operation
-at once in the calling thread; a cuda device only enqueues. Everything that decides what waits for what is in
-shared code, so that the race checker sees on the CPU what CUDA will do (DESIGN section 6).
+The engine touches device memory, streams and events only through `Device`. A cpu device runs every operation at once
+in the calling thread; a cuda device only enqueues it. Everything that decides what waits for what is in code that
+both kinds share, so the race checker sees on the CPU what CUDA will do.
+
+A `DeviceWatcher` sees every operation and event of a device. The watchdog, the race checker and traces are watchers.
 """
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -41,31 +43,91 @@ class Event(Protocol):
         ...
 
     def query(self) -> bool:
-        """Whether the stream has passed this point. A failed device may raise here too."""
+        """Return whether the stream has passed this point. A failed device may raise here too."""
         ...
 
 
-class Mark(Protocol):
-    """A point in a stream whose time can be read."""
+class PastEvent:
+    """An event that has happened already: the host did the work itself, or a device that runs everything at once."""
 
-    def seconds_since(self, earlier: "Mark") -> float: ...
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+
+class Mark:
+    """A point in a stream whose time can be read: the device's own time, or the host's now without an `event`."""
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        self.event = event
+        self._host_s = time.perf_counter()
+
+    def seconds_since(self, earlier: "Mark") -> float:
+        """Return the seconds between two marks of one device. Waits until the device has passed both."""
+        assert (self.event is None) is (earlier.event is None), (
+            "marks of different devices cannot be compared"
+        )
+        if self.event is None or earlier.event is None:
+            return self._host_s - earlier._host_s
+        # The marks may be in two streams, and then either stream may reach its mark last.
+        for event in (earlier.event, self.event):
+            event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1000.0
+
+
+class DeviceWatcher:
+    """Something that sees what a device's thread enqueues. A watcher overrides the methods that it needs.
+
+    It joins `Device.watchers` while no thread drives the device, and stays until `Device.release`. All methods run in
+    the thread that enqueues, so they must be short.
+    """
+
+    def begins(
+        self,
+        device: "Device",
+        stream: Stream,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        copied_bytes: int,
+    ) -> None:
+        """See an operation before the device enqueues it. `copied_bytes` is 0 for a computation."""
+
+    def ends(self, device: "Device", stream: Stream, copied_bytes: int) -> None:
+        """See that the device has enqueued the operation. Not called for an operation that raised."""
+
+    def recorded(self, device: "Device", stream: Stream, event: Event) -> Event:
+        """See a recorded event. Returns the event to use in its place."""
+        return event
+
+    def waits(self, device: "Device", stream: Stream, event: Event) -> Event:
+        """See that a stream will wait for `event`. Returns the event that the device knows: undoes `recorded`."""
+        return event
 
 
 class Device(ABC):
-    """Memory, streams and events of one worker. Used by one thread at a time, events by all."""
+    """Memory, streams and events of one worker. Used by one thread at a time, events by all threads.
+
+    `has_link` says that copies cross a link to the host, which other devices may share. `step_of` gives, for each
+    stream, the training step that its newest operations belong to; the worker sets it, and traces read it.
+    """
 
     name: str
     torch_device: torch.device
     pins_host_memory: bool
-    has_link: bool  # copies go over a link to the host, which other devices may be on too
+    has_link: bool
 
     def __init__(self) -> None:
         self.uploaded_bytes = 0
         self.downloaded_bytes = 0
         self.num_allocations = 0
+        self.step_of = dict.fromkeys(Stream, 0)
+        self.watchers: list[DeviceWatcher] = []
 
     def allocate(self, nbytes: int) -> Tensor:
-        """A uint8 buffer that lives as long as the device. Raises `DeviceMemoryError`."""
+        """Return a uint8 buffer that lives as long as the device. Raises `DeviceMemoryError`."""
         self.num_allocations += 1
         return self._allocate(nbytes)
 
@@ -75,7 +137,63 @@ class Device(ABC):
             self.uploaded_bytes += source.nbytes
         else:
             self.downloaded_bytes += source.nbytes
+        for watcher in self.watchers:
+            watcher.begins(self, stream, [source], [destination], source.nbytes)
         self._copy(stream, destination, source)
+        for watcher in self.watchers:
+            watcher.ends(self, stream, source.nbytes)
+
+    def run(
+        self,
+        stream: Stream,
+        work: Callable[[], T],
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> T:
+        """Enqueue the operations of `work`, which reads and writes these shared buffers."""
+        for watcher in self.watchers:
+            watcher.begins(self, stream, reads, writes, 0)
+        result = self._run(stream, work)
+        for watcher in self.watchers:
+            watcher.ends(self, stream, 0)
+        return result
+
+    def record(self, stream: Stream) -> Event:
+        """Return an event after everything enqueued on `stream` so far."""
+        event = self._record(stream)
+        for watcher in self.watchers:
+            event = watcher.recorded(self, stream, event)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Let everything enqueued on `stream` from now on start after `event`, of any device or of the host."""
+        # In reverse, so that each watcher meets the event that it returned itself.
+        for watcher in reversed(self.watchers):
+            event = watcher.waits(self, stream, event)
+        self._wait(stream, event)
+
+    def release(self) -> None:
+        """Let another engine use the device: the caller gives up its buffers, and no watcher stays."""
+        self.watchers.clear()
+        self._release()
+
+    @abstractmethod
+    def mark(self, stream: Stream) -> Mark:
+        """Return a timed point after everything enqueued on `stream` so far."""
+
+    @abstractmethod
+    def enter_thread(self) -> None:
+        """Prepare the calling thread, which will drive this device."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Block until every stream is idle."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Return the most device memory held at once so far, as far as the device can tell."""
+
+    # Each kind of device does these its own way.
 
     @abstractmethod
     def _allocate(self, nbytes: int) -> Tensor: ...
@@ -84,113 +202,20 @@ class Device(ABC):
     def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None: ...
 
     @abstractmethod
-    def run(
-        self,
-        stream: Stream,
-        work: Callable[[], T],
-        reads: Iterable[Tensor] = (),
-        writes: Iterable[Tensor] = (),
-    ) -> T:
-        """Enqueue the operations of `work`, which reads and writes these shared buffers."""
+    def _run(self, stream: Stream, work: Callable[[], T]) -> T: ...
 
     @abstractmethod
-    def record(self, stream: Stream) -> Event:
-        """An event after everything enqueued on `stream` so far."""
+    def _record(self, stream: Stream) -> Event: ...
 
     @abstractmethod
-    def wait(self, stream: Stream, event: Event) -> None:
-        """What is enqueued on `stream` from now on starts after `event`, of this or another device or the host."""
+    def _wait(self, stream: Stream, event: Event) -> None: ...
 
     @abstractmethod
-    def mark(self, stream: Stream) -> Mark:
-        """A timed point after everything enqueued on `stream` so far."""
-
-    @abstractmethod
-    def enter_thread(self) -> None:
-        """Called once by the thread that will drive this device."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Block until every stream is idle."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Whoever allocated on this device lets go of all of it; another engine may use the device."""
-
-    @abstractmethod
-    def peak_bytes(self) -> int:
-        """The most device memory held at once so far, as far as the device can tell."""
-
-
-class ForwardingDevice(Device):
-    """Behaves as `inner`: what a device that only watches another one is made of."""
-
-    def __init__(self, inner: Device) -> None:
-        super().__init__()
-        self.name = inner.name
-        self.torch_device = inner.torch_device
-        self.pins_host_memory = inner.pins_host_memory
-        self.has_link = inner.has_link
-        self._inner = inner
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        return self._inner.allocate(nbytes)
-
-    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        self._inner.copy(stream, destination, source)
-
-    def run(
-        self,
-        stream: Stream,
-        work: Callable[[], T],
-        reads: Iterable[Tensor] = (),
-        writes: Iterable[Tensor] = (),
-    ) -> T:
-        return self._inner.run(stream, work, reads, writes)
-
-    def record(self, stream: Stream) -> Event:
-        return self._inner.record(stream)
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        self._inner.wait(stream, event)
-
-    def mark(self, stream: Stream) -> Mark:
-        return self._inner.mark(stream)
-
-    def enter_thread(self) -> None:
-        self._inner.enter_thread()
-
-    def finish(self) -> None:
-        self._inner.finish()
-
-    def release(self) -> None:
-        self._inner.release()
-
-    def peak_bytes(self) -> int:
-        return self._inner.peak_bytes()
-
-
-class _Passed:
-    """An event of a device that runs everything at once: always in the past."""
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-class _HostMark:
-    def __init__(self) -> None:
-        self.seconds = time.perf_counter()
-
-    def seconds_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, _HostMark), "marks of different devices cannot be compared"
-        return self.seconds - earlier.seconds
+    def _release(self) -> None: ...
 
 
 class CpuDevice(Device):
-    """A virtual device: a thread with its own memory ledger and limit. Copies do not overlap with compute."""
+    """A virtual device: a thread with its own count of memory and a limit. Copies do not overlap with compute."""
 
     pins_host_memory = False
     has_link = False
@@ -203,11 +228,23 @@ class CpuDevice(Device):
         self._allocated_bytes = 0
         self._peak_bytes = 0
 
+    def mark(self, stream: Stream) -> Mark:
+        return Mark()
+
+    def enter_thread(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
     def _allocate(self, nbytes: int) -> Tensor:
         if self._limit_bytes is not None and self._allocated_bytes + nbytes > self._limit_bytes:
             raise DeviceMemoryError(
-                f"{self.name} has {self._limit_bytes / GIB:.3f} GiB, {self._allocated_bytes / GIB:.3f} GiB of it "
-                f"taken; {nbytes / GIB:.3f} GiB more were asked for"
+                f"{self.name} cannot allocate {nbytes / GIB:.3f} GiB: it has {self._limit_bytes / GIB:.3f} GiB, "
+                f"and {self._allocated_bytes / GIB:.3f} GiB of that is in use"
             )
         self._allocated_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
@@ -216,49 +253,22 @@ class CpuDevice(Device):
     def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
         destination.copy_(source)
 
-    def run(
-        self,
-        stream: Stream,
-        work: Callable[[], T],
-        reads: Iterable[Tensor] = (),
-        writes: Iterable[Tensor] = (),
-    ) -> T:
+    def _run(self, stream: Stream, work: Callable[[], T]) -> T:
         return work()
 
-    def record(self, stream: Stream) -> Event:
-        return _Passed()
+    def _record(self, stream: Stream) -> Event:
+        return PastEvent()
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def _wait(self, stream: Stream, event: Event) -> None:
+        # Nothing is enqueued here, so the thread itself waits before it runs the next operation.
         event.synchronize()
 
-    def mark(self, stream: Stream) -> Mark:
-        return _HostMark()
-
-    def enter_thread(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def release(self) -> None:
+    def _release(self) -> None:
         self._allocated_bytes = 0
 
-    def peak_bytes(self) -> int:
-        return self._peak_bytes
 
-
-class _CudaMark:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
-
-    def seconds_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, _CudaMark), "marks of different devices cannot be compared"
-        for event in (earlier.event, self.event):  # of two streams, either may be the later one
-            event.synchronize()
-        return earlier.event.elapsed_time(self.event) / 1000.0
-
-
-# Gradients are rounded by small kernels between their copies; behind a stage's kernels those would wait long.
+# Gradients are rounded by small kernels between their copies. At equal priority each would queue behind the kernels
+# of a whole stage.
 _PRIORITIES = {Stream.GRADIENT_DOWNLOAD: -1}
 
 
@@ -276,16 +286,32 @@ class CudaDevice(Device):
             stream: torch.cuda.Stream(self.torch_device, _PRIORITIES.get(stream, 0)) for stream in Stream
         }
 
+    def mark(self, stream: Stream) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._streams[stream])
+        return Mark(event)
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.torch_device)
+
+    def finish(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
     def _allocate(self, nbytes: int) -> Tensor:
         try:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self.torch_device)
             raise DeviceMemoryError(
-                f"{self.name} has {free / GIB:.3f} of {total / GIB:.3f} GiB free; {nbytes / GIB:.3f} GiB were asked for"
+                f"{self.name} cannot allocate {nbytes / GIB:.3f} GiB: {free / GIB:.3f} of its {total / GIB:.3f} GiB "
+                "are free"
             ) from error
-        # Whoever had this memory before freed it in the order of the thread's current stream, which knows
-        # nothing of ours; in deterministic mode PyTorch also fills it there.
+        # The previous user of this memory freed it in the order of the thread's current stream, which our streams
+        # know nothing about. In deterministic mode PyTorch also fills the buffer on that stream.
         allocated = torch.cuda.current_stream(self.torch_device).record_event()
         for stream in self._streams.values():
             stream.wait_event(allocated)
@@ -295,41 +321,21 @@ class CudaDevice(Device):
         with torch.cuda.stream(self._streams[stream]):
             destination.copy_(source, non_blocking=True)
 
-    def run(
-        self,
-        stream: Stream,
-        work: Callable[[], T],
-        reads: Iterable[Tensor] = (),
-        writes: Iterable[Tensor] = (),
-    ) -> T:
+    def _run(self, stream: Stream, work: Callable[[], T]) -> T:
         with torch.cuda.stream(self._streams[stream]):
             return work()
 
-    def record(self, stream: Stream) -> Event:
-        event = torch.cuda.Event(blocking=True)  # threads that wait for it sleep instead of polling
+    def _record(self, stream: Stream) -> Event:
+        event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps instead of polling
         event.record(self._streams[stream])
         return event
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def _wait(self, stream: Stream, event: Event) -> None:
         if isinstance(event, torch.cuda.Event):
             self._streams[stream].wait_event(event)
         else:
-            event.synchronize()  # the host's own: what it wrote is written once this returns
+            # The host's own event: what the host wrote is there once this returns, before anything is enqueued.
+            event.synchronize()
 
-    def mark(self, stream: Stream) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._streams[stream])
-        return _CudaMark(event)
-
-    def enter_thread(self) -> None:
-        torch.cuda.set_device(self.torch_device)
-
-    def finish(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
-
-    def release(self) -> None:
+    def _release(self) -> None:
         pass  # PyTorch's allocator takes each buffer back with its last tensor
-
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)

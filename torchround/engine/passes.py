@@ -12,15 +12,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torchround.engine.board import HandOver, Observer
-from torchround.engine.device import PASSED, Event
+from torchround.engine.device import Event, PastEvent
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import LOSS_BYTES, Boundary, StagingSizes
 from torchround.engine.worker.slots import Packing, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
-from torchround.pipeline.partition import Partition, Stage, StageKind
-from torchround.pipeline.schedule import StageTask
+from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def host_micro_batch(
         synchronize(event)
     observer.touched(reads=(), writes=[buffer.memory])
     fill(packing.views(buffer.memory), tensors)
-    return Boundary(buffer, packing, PASSED, readers, micro_batch.facts())
+    return Boundary(buffer, packing, PastEvent(), readers, micro_batch.facts())
 
 
 def read_loss(boundary: Boundary, pool: HostPool) -> float:
@@ -143,7 +142,7 @@ def read_loss(boundary: Boundary, pool: HostPool) -> float:
     boundary.landed.synchronize()
     [loss_sum] = boundary.packing.views(boundary.memory)
     value = float(loss_sum)
-    boundary.read(PASSED, pool)
+    boundary.read(PastEvent(), pool)
     return value
 
 

@@ -1,6 +1,6 @@
 """Traces of chosen steps: every stage slot, transfer and update, as the simulator's own kind of timeline.
 
-A `TracingDevice` marks the start and end of each copy while it is switched on; computation is in the devices'
+A `CopyWatch` marks the start and end of each copy; computation is in the devices'
 reports anyway, updates in the optimizer's.
 """
 
@@ -10,18 +10,14 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from torchround.config import TraceTable
-from torchround.engine.device import Device, ForwardingDevice, Mark, Stream
+from torchround.engine.device import Device, DeviceWatcher, Mark, Stream
 from torchround.engine.results import StepResult
-from torchround.pipeline.timeline import HOST, Task, TaskKind, Timeline
-from torchround.pipeline.trace import trace_events
-
-T = TypeVar("T")
+from torchround.pipeline.timeline import HOST, Task, TaskKind, Timeline, trace_events
 
 TRANSFERS = {
     Stream.WEIGHT_UPLOAD: TaskKind.WEIGHTS,
@@ -41,28 +37,35 @@ class Transfer:
     end: Mark
 
 
-class TracingDevice(ForwardingDevice):
-    """Behaves as `inner`, and notes copies while `recording`."""
+class CopyWatch(DeviceWatcher):
+    """The copies of one device, between two marks each."""
 
-    def __init__(self, inner: Device) -> None:
-        super().__init__(inner)
-        self.recording = False
+    def __init__(self) -> None:
         self.transfers: list[Transfer] = []
+        self._start: Mark | None = None
 
-    def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        if not self.recording:
-            self._inner.copy(stream, destination, source)
-            return
-        start = self._inner.mark(stream)
-        self._inner.copy(stream, destination, source)
-        self.transfers.append(Transfer(stream, source.nbytes, start, self._inner.mark(stream)))
+    def begins(
+        self,
+        device: Device,
+        stream: Stream,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        copied_bytes: int,
+    ) -> None:
+        if copied_bytes:
+            self._start = device.mark(stream)
+
+    def ends(self, device: Device, stream: Stream, copied_bytes: int) -> None:
+        if copied_bytes and self._start is not None:
+            self.transfers.append(Transfer(stream, copied_bytes, self._start, device.mark(stream)))
 
 
 class Tracer:
     """Traces one step at a time of an engine that runs on `devices`."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
-        self.devices = [TracingDevice(device) for device in devices]
+        self.devices = devices
+        self._watches: list[CopyWatch] = []
         self._bases: list[Mark] = []
         self._base_s = 0.0
 
@@ -70,18 +73,19 @@ class Tracer:
         """Note what the devices do from now on; time 0 of the trace is now. No pass may be under way."""
         for device in self.devices:
             device.finish()
-            device.transfers.clear()
-            device.recording = True
+        self._watches = [CopyWatch() for _ in self.devices]
+        for device, watch in zip(self.devices, self._watches, strict=True):
+            device.watchers.append(watch)
         self._bases = [device.mark(Stream.COMPUTE) for device in self.devices]
         self._base_s = time.perf_counter()
 
     def stop(self, result: StepResult) -> Timeline:
         """Wait for the step, and return what happened in it, as the simulator would."""
         result.collect()
-        for device in self.devices:
+        for device, watch in zip(self.devices, self._watches, strict=True):
             device.finish()
-            device.recording = False
-        spans = [*self._computation(result), *self._transfers(result.work.step), *self._updates(result)]
+            device.watchers.remove(watch)
+        spans = [*self._computation(result), *self._transfers(result.pass_.step), *self._updates(result)]
         tasks, starts = zip(*spans, strict=True)
         ends = tuple(start + task.duration_s for task, start in spans)
         return Timeline(tasks, starts, ends, len(self.devices))
@@ -103,8 +107,8 @@ class Tracer:
                 )
 
     def _transfers(self, step: int) -> Iterable[tuple[Task, float]]:
-        for index, device in enumerate(self.devices):
-            for transfer in device.transfers:
+        for index, watch in enumerate(self._watches):
+            for transfer in watch.transfers:
                 yield (
                     Task(
                         device=index,
@@ -128,7 +132,7 @@ class Tracer:
                 layers=range(update.layer, update.layer + 1),
                 micro_batch=0,
                 stream="update",
-                step=result.work.step,
+                step=result.pass_.step,
             )
             yield task, update.start_s - self._base_s
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.partition import Partition, Stage, StageKind
-from torchround.pipeline.schedule import split_evenly
+from torchround.pipeline.partition import Partition, Stage, StageKind, split_evenly
 
 
 @dataclass(frozen=True)

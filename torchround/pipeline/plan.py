@@ -9,39 +9,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from torchround.pipeline.costs import Costs, stage_seconds
-from torchround.pipeline.host_buffers import boundary_pool_bytes
-from torchround.pipeline.infeasible import InfeasiblePlanError, why_infeasible
-from torchround.pipeline.lower_bound import lower_bound_s
+from torchround.pipeline.costs import Costs, LayerCost, stage_seconds
 from torchround.pipeline.memory import (
-    MemoryLimits,
-    device_memory,
     size_text,
-    stage_compute_bytes,
-    stage_gradient_bytes,
-    stage_weight_bytes,
 )
-from torchround.pipeline.partition import Partition, PartitionError
-from torchround.pipeline.problem import Problem
-from torchround.pipeline.rows import Candidate
-from torchround.pipeline.search import find_plan, is_small
+from torchround.pipeline.partition import Partition, PlanError, Stage, StageKind
 
-__all__ = [
-    "InfeasiblePlanError",
-    "Plan",
-    "PlanError",
-    "PlannedStage",
-    "evaluate_plan",
-    "make_plan",
-    "read_partition",
-]
-
-UPDATES = ("sync", "async")
 MOST = 2**62  # of any figure
-
-
-class PlanError(ValueError):
-    """Arguments that no plan can be made for, or text that is not a plan."""
 
 
 @dataclass(frozen=True)
@@ -186,107 +160,76 @@ def read_partition(data: object) -> tuple[Partition, int]:
         raise PlanError(f"layer counts and rounds must be whole numbers, given {wrong[0]!r}")
     if rounds < 1:
         raise PlanError(f"rounds = {rounds} must be at least 1")
-    try:
-        return Partition.from_lists(data["forward"], data["fused"], data["backward"]), rounds
-    except PartitionError as error:
-        raise PlanError(str(error)) from error
+    return Partition.from_lists(data["forward"], data["fused"], data["backward"]), rounds
 
 
-def make_plan(
-    costs: Costs,
-    num_devices: int,
-    num_micro_batches: int,
-    update: str = "sync",
-    rounds: int | str = "auto",
-    limits: MemoryLimits | None = None,
-) -> Plan:
-    """The fastest plan within `limits`. Raises `InfeasiblePlanError`, or `PlanError` for bad arguments."""
-    problem = _problem(costs, num_devices, num_micro_batches, update, limits)
-    choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
-    found = find_plan(problem, choices)
-    if found is None:
-        raise why_infeasible(problem, choices)
-    step_s = problem.exact_s(found.candidate)
-    bound_s = step_s if found.proven else lower_bound_s(problem, choices, step_s)
-    return _plan(problem, found.candidate, bound_s)
+# What a plan moves over PCIe, against what the link carries: the roofline of RoundPipe appendix C.
+#
+# Uploads and downloads go on at the same time, so the busier direction counts. A stage's weights move once a
+# round, activations with every micro-batch: more micro-batches per round hide the weights.
 
 
-def evaluate_plan(
-    partition: Partition,
-    rounds: int,
-    costs: Costs,
-    num_devices: int,
-    num_micro_batches: int,
-    update: str = "sync",
-    limits: MemoryLimits | None = None,
-) -> Plan:
-    """A given partition as a plan, whatever it costs. Raises as `make_plan` does, if it does not fit."""
-    problem = _problem(costs, num_devices, num_micro_batches, update, limits)
-    choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
-    if partition.num_layers != costs.num_layers:
-        raise PlanError(f"the plan covers {partition.num_layers} layers, the model has {costs.num_layers}")
-    candidate = Candidate(partition, rounds)
-    if not problem.fits_limits(candidate):
-        raise why_infeasible(problem, choices, partition)
-    return _plan(problem, candidate, lower_bound_s(problem, choices, problem.exact_s(candidate)))
+@dataclass(frozen=True)
+class Transfers:
+    """Bytes of a whole step over all devices, and loads as shares of the nominal link rate.
+
+    `up_load`, `down_load`: mean over the step. `busiest_load`: the stage whose transfers fill most of its
+    own time, above 1 where the devices wait for the link.
+    """
+
+    up_bytes: int
+    down_bytes: int
+    up_load: float
+    down_load: float
+    busiest_stage: int
+    busiest_load: float
 
 
-def _problem(
-    costs: Costs, num_devices: int, num_micro_batches: int, update: str, limits: MemoryLimits | None
-) -> Problem:
-    if num_devices < 1 or num_micro_batches < 1:
-        raise PlanError(
-            f"{num_devices} devices and {num_micro_batches} micro-batches must both be at least 1"
-        )
-    if update not in UPDATES:
-        raise PlanError(f"update = {update!r} must be one of {UPDATES}")
-    return Problem(costs, num_devices, num_micro_batches, update, limits or MemoryLimits())
-
-
-def _rounds_choices(
-    num_layers: int, num_devices: int, num_micro_batches: int, rounds: int | str
-) -> tuple[int, ...]:
-    """All numbers of rounds for a small model, else few rounds and multiples of the devices."""
-    if rounds != "auto":
-        if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= num_micro_batches:
-            raise PlanError(f'rounds = {rounds!r} must be "auto" or 1 to {num_micro_batches} (micro-batches)')
-        return (rounds,)
-    if is_small(num_layers, num_micro_batches):
-        return tuple(range(1, num_micro_batches + 1))
-    useful = {1, 2, 3, 4, num_devices // 2, num_devices, 2 * num_devices, num_micro_batches}
-    return tuple(sorted(count for count in useful if 1 <= count <= num_micro_batches))
-
-
-def _plan(problem: Problem, candidate: Candidate, bound_s: float) -> Plan:
-    costs, limits, partition = problem.costs, problem.limits, candidate.partition
-    devices, micro_batches, rounds = problem.num_devices, problem.num_micro_batches, candidate.rounds
-    step_s = problem.exact_s(candidate)
-    stages = tuple(
-        PlannedStage(
-            kind=stage.kind.value,
-            first_layer=costs.layers[stage.start].name,
-            last_layer=costs.layers[stage.stop - 1].name,
-            num_layers=stage.stop - stage.start,
-            seconds=sum(stage_seconds(costs, stage, limits.recompute)),
-            weight_bytes=stage_weight_bytes(stage, costs),
-            gradient_bytes=stage_gradient_bytes(stage, costs),
-            compute_bytes=stage_compute_bytes(stage, costs, limits.recompute),
-        )
-        for stage in partition.stages()
+def plan_transfers(
+    plan: Plan, costs: Costs, pcie_gb_per_s: float, recompute: str, gradient_share: float
+) -> Transfers:
+    """`gradient_share`: bytes of a gradient as it travels per byte of it as it is accumulated."""
+    rate = pcie_gb_per_s * 1e9
+    size = plan.num_micro_batches / plan.rounds
+    up_total, down_total = 0.0, 0.0
+    busiest = (-1.0, 0)
+    for index, stage in enumerate(plan.partition.stages()):
+        up, down = _stage_bytes(stage, costs, size, gradient_share)
+        up_total, down_total = up_total + plan.rounds * up, down_total + plan.rounds * down
+        seconds = size * sum(stage_seconds(costs, stage, recompute))
+        load = max(up, down) / rate / seconds if seconds else 0.0
+        busiest = max(busiest, (load, -index))
+    capacity = plan.num_devices * plan.step_s * rate
+    return Transfers(
+        up_bytes=round(up_total),
+        down_bytes=round(down_total),
+        up_load=up_total / capacity if capacity else 0.0,
+        down_load=down_total / capacity if capacity else 0.0,
+        busiest_stage=-busiest[1],
+        busiest_load=busiest[0],
     )
-    busy_s = micro_batches * sum(stage.seconds for stage in stages)
-    return Plan(
-        partition=partition,
-        rounds=rounds,
-        num_devices=devices,
-        num_micro_batches=micro_batches,
-        update=problem.update,
-        step_s=step_s,
-        bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
-        lower_bound_s=bound_s,
-        device_bytes=device_memory(partition, costs, -(-micro_batches // rounds), limits).total_bytes,
-        host_activation_bytes=boundary_pool_bytes(
-            partition, costs, devices, micro_batches, rounds, problem.update
-        ),
-        stages=stages,
-    )
+
+
+def _stage_bytes(stage: Stage, costs: Costs, size: float, gradient_share: float) -> tuple[float, float]:
+    """Up and down in one round of `size` micro-batches."""
+    layers = costs.layers[stage.start : stage.stop]
+    incoming = costs.layers[stage.start - 1].boundary_bytes if stage.start else 0
+    outgoing = layers[-1].boundary_bytes
+    up = sum(layer.weight_bytes for layer in layers) + size * incoming
+    if stage.kind is StageKind.FORWARD:
+        return up, size * outgoing
+    if stage.kind is StageKind.BACKWARD:
+        up += size * outgoing  # the gradient of its output
+    down = gradient_share * sum(layer.gradient_bytes for layer in layers) + size * incoming
+    return up, down
+
+
+def micro_batches_to_hide(layer: LayerCost, pcie_gb_per_s: float) -> float:
+    """Micro-batches per round from which on this layer's forward takes as long as its upload.
+
+    The batch at which appendix C's operational intensity reaches the ridge point, in micro-batches; infinite
+    where a micro-batch's activations alone take longer to move than to compute.
+    """
+    rate = pcie_gb_per_s * 1e9
+    spare_s = layer.forward_s - layer.boundary_bytes / rate
+    return layer.weight_bytes / rate / spare_s if spare_s > 0 else float("inf")

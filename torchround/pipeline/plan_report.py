@@ -1,6 +1,6 @@
 """Everything a user asks before a run: does it fit, where the memory goes, how fast, and what to change.
 
-`report` answers a `RunQuestion`; nothing here reads a config, a model or a file.
+`report_plan` answers a `RunQuestion`; nothing here reads a config, a model or a file.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,21 +8,23 @@ from dataclasses import dataclass, replace
 
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.devices import DeviceSpec
-from torchround.pipeline.greedy import greedy_partition
-from torchround.pipeline.host_memory import HostMemory, ParameterCounts, host_state
 from torchround.pipeline.memory import (
     GIB,
     DeviceMemory,
+    HostMemory,
     MemoryLimits,
+    ParameterCounts,
     device_memory,
     host_activation_bytes,
+    host_state,
     rounding,
     size_text,
 )
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import InfeasiblePlanError, Plan, evaluate_plan, make_plan
-from torchround.pipeline.problem import Problem
-from torchround.pipeline.transfers import Transfers, micro_batches_to_hide, plan_transfers
+from torchround.pipeline.plan import Plan, Transfers, micro_batches_to_hide, plan_transfers
+from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.pipeline.search.planning_problem import PlanningProblem
+from torchround.pipeline.search.systematic_search import greedy_partition
 
 # Tokens, labels, positions and document ids, 8 bytes each.
 INTEGER_BYTES = 32
@@ -134,7 +136,7 @@ class PlanReport:
         return self.question.global_batch_size * self.question.seq_len / self.plan.step_s
 
 
-def report(question: RunQuestion, made: Plan | None = None) -> PlanReport:
+def report_plan(question: RunQuestion, made: Plan | None = None) -> PlanReport:
     """The answers. `made` is the run's plan where there is one already; otherwise one is made here."""
     costs, plan, problem = question.costs(), None, _state_problem(question)
     if not problem:
@@ -241,7 +243,9 @@ def fits(question: RunQuestion) -> bool:
     if _state_problem(question):
         return False
     limits, costs = question.limits(), question.costs()
-    problem = Problem(costs, question.num_devices, question.num_micro_batches, question.update, limits)
+    problem = PlanningProblem(
+        costs, question.num_devices, question.num_micro_batches, question.update, limits
+    )
     rounds = question.rounds if isinstance(question.rounds, int) else question.num_micro_batches
     ones = (1,) * (costs.num_layers - 1)
     candidates = (Partition(ones, 1, ones), greedy_partition(problem, float("inf")))
@@ -256,7 +260,7 @@ def fits(question: RunQuestion) -> bool:
     return True
 
 
-def _fits(problem: Problem, partition: Partition, rounds: int) -> bool:
+def _fits(problem: PlanningProblem, partition: Partition, rounds: int) -> bool:
     host_bytes = host_activation_bytes(
         partition, problem.costs, problem.num_devices, problem.num_micro_batches, rounds, problem.update
     )

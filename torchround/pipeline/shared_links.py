@@ -99,7 +99,7 @@ def use_of_links(rates: LinkRates) -> LinkUse:
     )
 
 
-class Waves:
+class LinkWindows:
     """When each stage slot's transfer windows come, counted in windows, if all took the same time.
 
     Window `p` of a slot comes at wave `start + p`. A slot starts one window after the slot before it, whose outputs

@@ -14,8 +14,7 @@ from torchround.engine.build import DTYPES, given_plan, layer_parameters, layer_
 from torchround.layer import LayeredModel
 from torchround.pipeline.costs import Costs, costs_from_work
 from torchround.pipeline.devices import ASSUMED_DEVICE, DeviceSpec
-from torchround.pipeline.host_memory import HostMemory
-from torchround.pipeline.memory import size_text
+from torchround.pipeline.memory import HostMemory, size_text
 from torchround.pipeline.plan import Plan, PlannedStage
 from torchround.pipeline.plan_report import PlanReport, RunQuestion
 from torchround.run.host_budget import parameter_counts

@@ -12,8 +12,7 @@ import psutil
 from torchround.config import EngineTable, TrainingTable
 from torchround.engine.build import DTYPES
 from torchround.layer import LayeredModel
-from torchround.pipeline.host_memory import HostMemory, ParameterCounts, host_state
-from torchround.pipeline.memory import size_text
+from torchround.pipeline.memory import HostMemory, ParameterCounts, host_state, size_text
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 

@@ -9,7 +9,8 @@ from torchround.engine.build import DeviceChoice, model_costs, plan_of, replan
 from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
 from torchround.layer import LayeredModel
 from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import InfeasiblePlanError, Plan, PlannedStage
+from torchround.pipeline.plan import Plan, PlannedStage
+from torchround.pipeline.planner import InfeasiblePlanError
 
 
 class PlanByMeasuring:

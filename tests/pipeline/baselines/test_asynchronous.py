@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.baselines import SCHEDULES, Report, Setting, measure
+from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, measure_schedule
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.timeline import TaskKind, Timeline
 
@@ -19,13 +19,13 @@ TABLE_2 = {
 
 def run(
     name: str, layers: list[tuple[float, float]], micro_batches: int, accumulate: int | None = None
-) -> Report:
+) -> ScheduleReport:
     costs = Costs(tuple(LayerCost(f"{i}", f, b, activation_bytes=1) for i, (f, b) in enumerate(layers)))
     stages = (1,) * len(layers)
-    setting = Setting(
+    setting = SimulationSetup(
         costs, len(layers), micro_batches, recompute=False, stages=stages, accumulate=accumulate
     )
-    return measure(SCHEDULES[name](setting))
+    return measure_schedule(SCHEDULES[name](setting))
 
 
 def most_unresolved(timeline: Timeline, device: int) -> int:
@@ -88,12 +88,12 @@ def test_table_2_follows_from_its_1f1b_rows(model: str) -> None:
     devices, rows = TABLE_2[model]
     layers = [(1.0, 2.0)] * devices
     for micro_batches, (flush, asynchronous) in rows.items():
-        flush_s = measure(SCHEDULES["1f1b"](_setting(layers, micro_batches))).makespan_s
+        flush_s = measure_schedule(SCHEDULES["1f1b"](_setting(layers, micro_batches))).makespan_s
         assert flush_s == pytest.approx(3 * (micro_batches + devices - 1))
         predicted = flush * flush_s / (3 * micro_batches)  # PACI's steady state takes 3 m, tested above
         assert predicted == pytest.approx(asynchronous, rel=0.01)
 
 
-def _setting(layers: list[tuple[float, float]], micro_batches: int) -> Setting:
+def _setting(layers: list[tuple[float, float]], micro_batches: int) -> SimulationSetup:
     costs = Costs(tuple(LayerCost(f"{i}", f, b) for i, (f, b) in enumerate(layers)))
-    return Setting(costs, len(layers), micro_batches, recompute=False, stages=(1,) * len(layers))
+    return SimulationSetup(costs, len(layers), micro_batches, recompute=False, stages=(1,) * len(layers))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchround.pipeline.baselines import SCHEDULES, Report, Setting, measure
+from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, measure_schedule
 from torchround.pipeline.costs import Costs, LayerCost
 
 COSTS = Path(__file__).parents[3] / "docs" / "costs"
@@ -34,20 +34,20 @@ PUBLISHED_BUBBLE = {
 }
 
 
-def uniform(name: str, devices: int, micro_batches: int, chunks: int = 1) -> Report:
+def uniform(name: str, devices: int, micro_batches: int, chunks: int = 1) -> ScheduleReport:
     """A schedule of equal stages, forward 1 s, backward 2 s, one byte kept per stage and micro-batch."""
     costs = Costs(
         tuple(LayerCost(f"layer.{i}", 1.0, 2.0, activation_bytes=1) for i in range(devices * chunks))
     )
-    setting = Setting(costs, devices, micro_batches, recompute=False, chunks=chunks)
-    return measure(SCHEDULES[name](setting))
+    setting = SimulationSetup(costs, devices, micro_batches, recompute=False, chunks=chunks)
+    return measure_schedule(SCHEDULES[name](setting))
 
 
-def published(model: str, schedule: str) -> Report:
+def published(model: str, schedule: str) -> ScheduleReport:
     stages = list((LOOPED if schedule in ("interleaved_1f1b", "looped_bfs") else ONE_STAGE_PER_DEVICE)[model])
     stages[-1] += 1
     costs = Costs.from_json((COSTS / f"rtx4090_{model}.json").read_text())
-    return measure(SCHEDULES[schedule](Setting(costs, 8, 16, stages=tuple(stages))))
+    return measure_schedule(SCHEDULES[schedule](SimulationSetup(costs, 8, 16, stages=tuple(stages))))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -107,18 +107,18 @@ def test_mobius_without_transfer_time_is_looped_bfs_and_holds_one_stage() -> Non
     costs = Costs(
         tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=10, boundary_bytes=1) for i in range(8)), hop_s=0.1
     )
-    setting = Setting(costs, 4, 8)
-    looped, mobius = (measure(SCHEDULES[name](setting)) for name in ("looped_bfs", "mobius"))
+    setting = SimulationSetup(costs, 4, 8)
+    looped, mobius = (measure_schedule(SCHEDULES[name](setting)) for name in ("looped_bfs", "mobius"))
     assert mobius.makespan_s == pytest.approx(looped.makespan_s)
     assert max(mobius.peak_activation_bytes) <= 11 < max(looped.peak_activation_bytes)
 
 
 def test_mobius_waits_for_weights_that_cannot_be_uploaded_in_time() -> None:
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, weight_bytes=100, gradient_bytes=40) for i in range(4))
-    setting = Setting(Costs(layers), 2, 1, pcie_bytes_per_s=10.0)
+    setting = SimulationSetup(Costs(layers), 2, 1, pcie_bytes_per_s=10.0)
     # Device 1: two uploads of 10 s each before its second chunk's forward; chunk 3 runs forward and backward
     # in one stay. Its first chunk's weights (10 s) come again as soon as that chunk's slot is free.
-    line = measure(SCHEDULES["mobius"](setting)).timeline
+    line = measure_schedule(SCHEDULES["mobius"](setting)).timeline
     first_forward = [line.start_s[i] for i, task in enumerate(line.tasks) if task.kind.value == "forward"]
     assert sorted(first_forward) == pytest.approx([10, 11, 20, 21])
     uploads = [i for i, task in enumerate(line.tasks) if task.kind.value == "weights"]
@@ -128,7 +128,9 @@ def test_mobius_waits_for_weights_that_cannot_be_uploaded_in_time() -> None:
 
 def test_mobius_uploads_the_next_chunk_while_one_computes_and_no_further() -> None:
     layers = tuple(LayerCost(f"{i}", 5.0, 2.0, weight_bytes=10) for i in range(4))
-    line = measure(SCHEDULES["mobius"](Setting(Costs(layers), 1, 1, pcie_bytes_per_s=10.0))).timeline
+    line = measure_schedule(
+        SCHEDULES["mobius"](SimulationSetup(Costs(layers), 1, 1, pcie_bytes_per_s=10.0))
+    ).timeline
     uploads = [line.start_s[i] for i, task in enumerate(line.tasks) if task.kind.value == "weights"]
     # 1 s each, forwards at 1, 6, 11, 16: the third upload finds room when the first chunk is done at 6. The
     # last chunk stays for its backward (2 s, the head does not recompute) and the others come once more.

@@ -6,22 +6,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.baselines import SCHEDULES, Report, ScheduleError, Setting, measure
-from torchround.pipeline.baselines.pipeoffload import uniform_grid
+from torchround.pipeline.baselines import (
+    SCHEDULES,
+    ScheduleError,
+    ScheduleReport,
+    SimulationSetup,
+    measure_schedule,
+)
+from torchround.pipeline.baselines.split_backward import uniform_grid
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.timeline import TaskKind
 
 
-def uniform(name: str, devices: int, chunks: int, micro_batches: int, **fields: float) -> Report:
+def uniform(name: str, devices: int, chunks: int, micro_batches: int, **fields: float) -> ScheduleReport:
     """Chunks of one byte of activations, T_F = T_B = T_W = 1 unless the fields say otherwise."""
     forward_s, backward_s = fields.pop("forward_s", 1.0), fields.pop("backward_s", 2.0)
     layer = LayerCost("layer", forward_s, backward_s, activation_bytes=1)
     layers = (layer,) * (devices * chunks)
-    setting = Setting(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)  # type: ignore[arg-type]
-    return measure(SCHEDULES[name](setting))
+    setting = SimulationSetup(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)  # type: ignore[arg-type]
+    return measure_schedule(SCHEDULES[name](setting))
 
 
-def forwards_before_first_backward(report: Report, device: int) -> int:
+def forwards_before_first_backward(report: ScheduleReport, device: int) -> int:
     kinds = [report.timeline.tasks[index].kind for index in report.timeline.of_device(device)]
     return kinds.index(TaskKind.BACKWARD)
 

@@ -2,15 +2,19 @@
 
 import pytest
 
-from torchround.pipeline.baselines import SCHEDULES, Report, Setting, measure
+from torchround.pipeline.baselines import SCHEDULES, ScheduleReport, SimulationSetup, measure_schedule
 from torchround.pipeline.costs import Costs, LayerCost
 
 CASES = [(2, 4), (4, 8), (8, 24)]
 
 
-def uniform(name: str, devices: int, micro_batches: int, forward_s: float, backward_s: float) -> Report:
+def uniform(
+    name: str, devices: int, micro_batches: int, forward_s: float, backward_s: float
+) -> ScheduleReport:
     layers = tuple(LayerCost(f"{i}", forward_s, backward_s, activation_bytes=1) for i in range(devices))
-    return measure(SCHEDULES[name](Setting(Costs(layers), devices, micro_batches, recompute=False)))
+    return measure_schedule(
+        SCHEDULES[name](SimulationSetup(Costs(layers), devices, micro_batches, recompute=False))
+    )
 
 
 @pytest.mark.parametrize(("devices", "micro_batches"), CASES)
@@ -39,9 +43,9 @@ def test_recomputed_activations_stay_until_the_weight_gradient() -> None:
         LayerCost("0", 1.0, 2.0, activation_bytes=100, boundary_bytes=1),
         LayerCost("1", 1.0, 2.0, activation_bytes=100, boundary_bytes=1),
     )
-    setting = Setting(Costs(layers), 2, 6)
-    kept = measure(SCHEDULES["1f1b"](setting)).peak_activation_bytes
-    split = measure(SCHEDULES["zb_h1"](setting)).peak_activation_bytes
+    setting = SimulationSetup(Costs(layers), 2, 6)
+    kept = measure_schedule(SCHEDULES["1f1b"](setting)).peak_activation_bytes
+    split = measure_schedule(SCHEDULES["zb_h1"](setting)).peak_activation_bytes
     # Device 0 recomputes one layer at a time in either schedule, but in ZB-H1 two micro-batches' are alive.
     assert kept == (100, 100)
     assert split == (100, 200)

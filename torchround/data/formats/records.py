@@ -1,6 +1,7 @@
-"""The fields of one record to its content: text, token ids, or a conversation in one of three shapes.
+"""Turns the fields of one record into its content: text, token ids, or a conversation in one of three shapes.
 
-Whatever is wrong with a record is a `DataError` that says where it is.
+The shapes are messages with `role` and `content`, ShareGPT's with `from` and `value`, and Alpaca's instruction and
+output. Each fault of a record is a `DataError` that says where the record is.
 """
 
 import json
@@ -23,14 +24,14 @@ ALPACA_FIELDS = ("instruction", "input", "output", "system", "history")
 
 @dataclass(frozen=True)
 class RecordReader:
-    """Content of the records of one source. `render` writes conversations; ids must be below `vocab_size`."""
+    """Reader of the records of one source. `render` writes conversations; token ids must be below `vocab_size`."""
 
     table: SourceTable
     render: Render | None = None
     vocab_size: int | None = None
 
     def fields(self) -> tuple[str, ...] | None:
-        """The fields that may be read; `None`: all, where a record is a conversation with its tools."""
+        """Return the fields that are read, or None for all: those of a conversation vary."""
         if self.table.content == "alpaca":
             return ALPACA_FIELDS
         if self.table.content == "messages":
@@ -38,7 +39,7 @@ class RecordReader:
         return (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
 
     def read(self, document: Document, record: Record) -> Content:
-        """What a document's record holds; an empty text for a blank line. Raises `DataError`."""
+        """Return the content of a document's record; a blank line gives an empty text. Raises `DataError`."""
         if isinstance(record, DataError):
             raise record
         if isinstance(record, bytes) and not record.strip():
@@ -111,7 +112,7 @@ def _from_messages(value: Any, record: dict[str, Any]) -> Conversation:
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
-    """One message with `role` and `content`, from either shape; fields that are null are left out."""
+    """Return a message with `role` and `content`, from either shape, without the fields that are null."""
     if not isinstance(message, dict):
         raise DataError(f"message {index} is a {type(message).__name__}, not an object")
     fields = {key: value for key, value in message.items() if value is not None}
@@ -155,7 +156,7 @@ def _from_alpaca(record: dict[str, Any]) -> Conversation:
 
 
 def _optional_text(record: dict[str, Any], name: str) -> str:
-    """A field that may be missing, null or empty."""
+    """Return a field that may be missing, null or empty; each of these gives an empty string."""
     value = record.get(name) or ""
     if not isinstance(value, str):
         raise DataError(f"field {name!r} is a {type(value).__name__}, not a string")

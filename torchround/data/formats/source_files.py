@@ -1,4 +1,4 @@
-"""Which files a path or glob means, what kind each is, and reading plain text piece by piece."""
+"""Finds the files that a path or glob names, and reads plain text and plain lines piece by piece."""
 
 import codecs
 import glob
@@ -15,19 +15,18 @@ import numpy as np
 
 from torchround.data.document_types import TokenIds
 from torchround.data.errors import DataError
+from torchround.untrusted.data_limits import read_bounded_line
 
 PYTHON_STDLIB = "python-stdlib"
 NOT_STDLIB_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 JSONL_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-FILES_LOOKED_AT = 1000
+FILES_SAMPLED = 1000
 PIECE_SIZE = 1 << 16
 SCAN_BYTES = 1 << 20
-MOST_LINE_BYTES = 1 << 27  # a record takes several times its size in memory
-TOO_LONG = f"longer than {MOST_LINE_BYTES >> 20} MiB; cut such texts into records"
 
 
 def find_files(path: str) -> list[Path]:
-    """The file itself, or what a glob matches, sorted by name. Raises `DataError` where there is none."""
+    """Return the file itself, or the files that a glob matches, sorted by name. Raises `DataError` if there is none."""
     if path == PYTHON_STDLIB:
         return _stdlib_files()
     path = os.path.expanduser(path)
@@ -36,7 +35,7 @@ def find_files(path: str) -> list[Path]:
         raise DataError(f"source {path!r} is a folder; name its files with a glob such as {such!r}")
     if os.path.isfile(path):
         return [Path(path)]
-    if os.path.exists(path):  # opening a pipe waits for ever, and a device may have no end
+    if os.path.exists(path):  # opening a pipe would wait forever, and a device may be endless
         raise DataError(f"source {path!r}: {path}: not an ordinary file")
     if not glob.has_magic(path):
         raise DataError(f"source {path!r} does not exist (working directory: {os.getcwd()})")
@@ -47,18 +46,18 @@ def find_files(path: str) -> list[Path]:
 
 
 def _usual_ending(folder: str) -> str:
-    """What most files in and below it end with, of the first few; `.txt` where there is none."""
+    """Return the most common ending among the first files in and below `folder`; `.txt` if there is none."""
     names = (name for _, _, names in os.walk(folder) for name in sorted(names))
     endings = Counter(
         next((known for known in JSONL_ENDINGS if name.endswith(known)), os.path.splitext(name)[1])
-        for name in islice(names, FILES_LOOKED_AT)
+        for name in islice(names, FILES_SAMPLED)
     )
-    del endings[""]  # as of names that begin with a dot
+    del endings[""]  # names that only begin with a dot have no ending
     return endings.most_common(1)[0][0] if endings else ".txt"
 
 
 def _stdlib_files() -> list[Path]:
-    """The library's own modules: no tests, no installed packages, nothing that is not UTF-8."""
+    """Return the modules of Python's own library, without tests, installed packages and files that are not UTF-8."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
@@ -79,7 +78,7 @@ def _is_utf8(path: Path) -> bool:
 
 
 def kind_of(path: Path, format: str) -> str:
-    """`text`, `jsonl` or `parquet`; `auto` goes by the name's ending."""
+    """Return `text`, `jsonl` or `parquet`. The format `auto` decides by the ending of the name."""
     if format != "auto":
         return format
     if path.name.endswith(JSONL_ENDINGS):
@@ -88,12 +87,12 @@ def kind_of(path: Path, format: str) -> str:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the name says so."""
+    """Say whether the file is compressed, by the ending of its name."""
     return path.suffix in (".gz", ".zst")
 
 
 def size_bytes(path: Path) -> int:
-    """Size of a file that can be opened. Raises `DataError`."""
+    """Return the size of a file. Raises `DataError` if it cannot be opened."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size
@@ -102,8 +101,8 @@ def size_bytes(path: Path) -> int:
 
 
 def line_starts(path: Path) -> TokenIds:
-    """Byte offset of each line; the end of the file begins no line."""
-    starts = array("q", [0])  # grows in place: arrays to be joined would need twice the memory
+    """Return the byte offset `[lines]` of each line. A newline at the end of the file begins no further line."""
+    starts = array("q", [0])  # grows in place: joining arrays at the end would need twice the memory
     offset = 0
     for block in _blocks(path):
         ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n"))
@@ -115,20 +114,19 @@ def line_starts(path: Path) -> TokenIds:
 
 
 def read_line(path: Path | str, start_byte: int) -> bytes:
-    """The line that begins at `start_byte`. Raises `DataError`."""
+    """Read the line that begins at `start_byte`. Raises `DataError`, also for a line that is too long."""
     try:
         with open(path, "rb") as file:
             file.seek(start_byte)
-            line = file.readline(MOST_LINE_BYTES + 1)
+            return read_bounded_line(file)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(line) > MOST_LINE_BYTES:
-        raise DataError(f"{path}: the line at byte {start_byte} is {TOO_LONG}")
-    return line
+    except ValueError as error:
+        raise DataError(f"{path}: the line at byte {start_byte} is {error}") from error
 
 
 def read_file_piece(path: Path | str, offset: int) -> tuple[str, int | None]:
-    """Text from byte `offset` on, and where the next piece begins, `None` at the end. Raises `DataError`."""
+    """Read the piece of text at byte `offset`; return it and the next offset, None at the end. Raises `DataError`."""
     try:
         with open(path, "rb") as file:
             file.seek(offset)
@@ -137,6 +135,7 @@ def read_file_piece(path: Path | str, offset: int) -> tuple[str, int | None]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     try:
+        # Incremental: a piece may end in the middle of a character, whose bytes then belong to the next piece.
         text = codecs.getincrementaldecoder("utf-8")().decode(data, final=ends)
     except UnicodeDecodeError as error:
         line, bad = _line_of(Path(path), offset + error.start), error.object[error.start]
@@ -148,7 +147,7 @@ def read_file_piece(path: Path | str, offset: int) -> tuple[str, int | None]:
 
 
 def piece_end(text: str, offset: int) -> int:
-    """Where the piece that begins at character `offset` ends."""
+    """Return the end, in characters, of the piece that begins at character `offset`."""
     if len(text) - offset <= PIECE_SIZE:
         return len(text)
     return offset + _cut_point(text[offset : offset + PIECE_SIZE])
@@ -158,10 +157,11 @@ LINE_START = re.compile(r"\n(?=[^\s/])")
 
 
 def _cut_point(text: str) -> int:
-    """Characters to take of a text that goes on: up to a line that begins with something visible.
+    """Return how many characters of `text` form a piece, if more text follows it.
 
-    The patterns of the known vocabularies end a token there too (one also draws `/` to the newline before),
-    so the pieces have the tokens that the whole text has. Without such a line: any line, a space, anywhere.
+    The best cut is before a line that begins with a visible character. The patterns of the known vocabularies end a
+    token there too, so the pieces have the same tokens as the whole text. A line that begins with `/` is avoided: one
+    pattern joins `/` to the newline before it. Second best are any line, a space, and the end of `text`.
     """
     line_starts = [match.end() for match in LINE_START.finditer(text)]
     if line_starts:
@@ -179,7 +179,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _line_of(path: Path, offset: int) -> int:
-    """The line, from 1, that byte `offset` of a file is in."""
+    """Return the number, from 1, of the line that holds byte `offset` of a file."""
     line = 1
     for block in _blocks(path):
         line += block[:offset].count(b"\n")

@@ -1,16 +1,15 @@
-"""Which documents a source holds, in which order, and the content of each, read piece by piece.
+"""The two kinds of source: files whose documents can be read in any order, and records that come in sequence.
 
-A document is a whole text file, or one record of a file. Long text comes in pieces, so that memory stays small
-and a saved position never holds more than one piece. Files of plain text and plain JSONL are indexed (8 bytes of
-memory per line) and read in any order; what can only be read in sequence is a stream (`streams.py`).
+A document is a whole text file, or one record of a file. A source hands out its content in pieces, so that memory
+stays small and a saved position never holds more than one piece.
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,43 +32,43 @@ BLOCK_RECORDS = 8192
 BLOCK_BYTES = 1 << 25
 
 
-class Order(Protocol):
-    """Documents of a source as places in a pass over them."""
+class Source(ABC):
+    """The documents of one entry of `data.sources`, in the order of a pass."""
 
-    def first_place(self) -> Cursor:
-        """Where a pass begins."""
-        ...
+    def __init__(self, table: SourceTable, records: RecordReader) -> None:
+        self.name = table.path
+        self._records = records
+        self._last_read: tuple[Document, Content] | None = None
 
-    def locate(self, place: Cursor, key: str | None) -> tuple[Document, Cursor] | None:
-        """The document at a place of the pass shuffled by `key`, and the place after it; `None` at the end."""
-        ...
+    @abstractmethod
+    def first_cursor(self) -> Cursor:
+        """Return the cursor at which every pass begins."""
 
+    @abstractmethod
+    def locate(self, cursor: Cursor, key: str | None) -> tuple[Document, Cursor] | None:
+        """Return the document at `cursor` and the cursor after it, or None at the end of the pass.
+
+        `key` fixes the shuffled order of the pass; with None the documents come as listed.
+        """
+
+    @abstractmethod
     def count(self) -> int:
-        """Documents of one pass, blank ones included. May have to read all of it. Raises `DataError`."""
-        ...
+        """Count the documents of one pass, blank ones included. May read all of them. Raises `DataError`."""
+
+    @abstractmethod
+    def layout(self) -> str:
+        """Describe the number and sizes of the files. Folders and file names do not matter."""
 
     def fingerprint(self) -> str:
-        """What must be unchanged for a saved place to mean the same document; where it lies may differ."""
-        ...
-
-
-class Source:
-    """The documents of one element of `data.sources`. Raises `DataError` where it has none."""
-
-    def __init__(self, table: SourceTable, order: Order, records: RecordReader) -> None:
-        self.name = table.path
-        self._order = order
-        self._records = records
-        self._last: tuple[Document, Content] | None = None
-        self.first_place = order.first_place
-        self.locate = order.locate
-        self.count = order.count
+        """Describe everything that must be unchanged for a saved position to mean the same documents."""
+        table = self._records.table
+        return f"{self.layout()} as {table.content} {table.field or ''}".rstrip()
 
     def read(self, document: Document, offset: int) -> tuple[Content, int | None]:
-        """One piece of a document and the offset of the next one, `None` where the document ends.
+        """Read the piece of a document at `offset`; return it and the next offset, or None after the last piece.
 
-        The first offset is 0; what it counts is the document's business. A conversation is one piece. Raises
-        `DataError`.
+        The first offset is 0. It counts bytes of a text file, and characters or token ids of a record. A
+        conversation is a single piece. Raises `DataError`.
         """
         if not document.number:
             return read_file_piece(document.path, offset)
@@ -81,25 +80,24 @@ class Source:
             end = piece_end(content, offset)
         return content[offset:end], end if end < len(content) else None
 
-    def fingerprint(self) -> str:
-        """What must be unchanged for a saved position to mean the same documents."""
-        table = self._records.table
-        return f"{self._order.fingerprint()} as {table.content} {table.field or ''}".rstrip()
-
     def _content(self, document: Document) -> Content:
-        """That of the last record is kept, or a long one would be parsed once per piece."""
-        if self._last is None or self._last[0] != document:
+        # A long record is asked for once per piece: keeping the last one avoids parsing it each time.
+        if self._last_read is None or self._last_read[0] != document:
             record = document.record
             if record is None:
                 record = read_line(document.path, document.start_byte)
-            self._last = document, self._records.read(document, record)
-        return self._last[1]
+            self._last_read = document, self._records.read(document, record)
+        return self._last_read[1]
 
 
-class FileIndex:
-    """Plain text and JSONL files, in the order of their names; a place is the number of a document."""
+class IndexedFiles(Source):
+    """Plain text and plain JSONL files, in the order of their names. The cursor is the number of a document.
 
-    def __init__(self, table: SourceTable, paths: list[Path], records: RecordReader) -> None:
+    The index takes 8 bytes of memory per line. Raises `DataError` if all files are empty.
+    """
+
+    def __init__(self, table: SourceTable, records: RecordReader, paths: list[Path]) -> None:
+        super().__init__(table, records)
         self._paths = paths
         self._sizes = [size_bytes(path) for path in paths]
         if not any(self._sizes):
@@ -108,32 +106,34 @@ class FileIndex:
             line_starts(path) if kind_of(path, table.format) == "jsonl" else None for path in paths
         ]
         counts = [1 if starts is None else len(starts) for starts in self._line_starts]
-        self._ends = np.array(list(accumulate(counts)), dtype=np.int64)
+        self._ends = np.array(
+            list(accumulate(counts)), dtype=np.int64
+        )  # documents up to the end of each file
         self._shuffled: tuple[str, npt.NDArray[np.integer]] = "", np.empty(0, dtype=np.int64)
 
-    def first_place(self) -> Cursor:
-        """Document 0."""
+    def first_cursor(self) -> Cursor:
+        """Return the number of the first document."""
         return [0]
 
-    def locate(self, place: Cursor, key: str | None) -> tuple[Document, Cursor] | None:
-        """The document at a place of the order that `key` gives, or as listed."""
-        (position,) = place
-        if position >= self.count():
+    def locate(self, cursor: Cursor, key: str | None) -> tuple[Document, Cursor] | None:
+        """Return the document with that number in the order that `key` fixes, and the next number."""
+        (number,) = cursor
+        if number >= self.count():
             return None
         if key is None:
-            return self._document(position), [position + 1]
+            return self._document(number), [number + 1]
         if self._shuffled[0] != key:
             self._shuffled = key, shuffled(self.count(), key)
-        return self._document(int(self._shuffled[1][position])), [position + 1]
+        return self._document(int(self._shuffled[1][number])), [number + 1]
 
     def count(self) -> int:
-        """Documents, blank lines and empty files included: they are passed over when read."""
+        """Count documents. Blank lines and empty files are included: the reader passes over them."""
         return int(self._ends[-1])
 
-    def fingerprint(self) -> str:
-        """The number and sizes of the files."""
-        layout = hashlib.sha256(repr(self._sizes).encode()).hexdigest()
-        return f"{self.count()} documents in {sum(self._sizes)} bytes (layout {layout[:12]})"
+    def layout(self) -> str:
+        """Describe the number of documents and the sizes of the files."""
+        digest = hashlib.sha256(repr(self._sizes).encode()).hexdigest()
+        return f"{self.count()} documents in {sum(self._sizes)} bytes (layout {digest[:12]})"
 
     def _document(self, index: int) -> Document:
         file = int(np.searchsorted(self._ends, index, side="right"))
@@ -145,10 +145,11 @@ class FileIndex:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A part of a stream that can be opened by itself: a file, a row group, a shard.
+class StreamPart:
+    """A part of a record stream that can be opened by itself: a file, a row group, a shard.
 
-    `open(n)` yields its documents from the n-th on; `count` may read through it. `size`: for the fingerprint.
+    `open(n)` yields its documents from the n-th on. `count()` may have to read the whole part. `size` enters the
+    fingerprint.
     """
 
     open: Callable[[int], Iterator[Document]]
@@ -156,57 +157,61 @@ class Unit:
     size: int | str
 
 
-class Stream:
-    """Records that are only read in sequence. A place is unit, first record of a block, number in the block.
+class RecordStream(Source):
+    """Records that can only be read in sequence. The cursor is: rank of the part, first record of a block, index in it.
 
-    With a key, units come in a shuffled order, and so do the records of each block (8192 records or 32 MiB, which
-    is what memory holds). A saved place is three numbers: a resumed run reads the block again.
+    With a key, the parts come in a shuffled order, and so do the records within each block (8192 records or 32 MiB,
+    which is what memory holds). A resumed run reads the block of the saved cursor again.
     """
 
-    def __init__(self, units: list[Unit]) -> None:
-        self._units = units
-        self._block = Block()
+    def __init__(self, table: SourceTable, records: RecordReader, parts: list[StreamPart]) -> None:
+        super().__init__(table, records)
+        self._parts = parts
+        self._block_id: tuple[int, int, str | None] = (-1, 0, None)  # rank of the part, first record, key
+        self._block: list[Document] = []
         self._reading: tuple[int, int, Iterator[Document]] = -1, 0, iter(())
 
-    def first_place(self) -> Cursor:
-        """The first record of the first unit."""
+    def first_cursor(self) -> Cursor:
+        """Return the cursor of the first record of the first part."""
         return [0, 0, 0]
 
-    def locate(self, place: Cursor, key: str | None) -> tuple[Document, Cursor] | None:
-        """The document at a place; finds the next unit where one has ended."""
-        rank, start, index = place
-        while rank < len(self._units):
+    def locate(self, cursor: Cursor, key: str | None) -> tuple[Document, Cursor] | None:
+        """Return the document at `cursor`, in the next part if this one has ended, and the cursor after it."""
+        rank, start, index = cursor
+        while rank < len(self._parts):
             block = self._find_block(rank, start, key)
-            if block.documents:
-                ends = index + 1 == len(block.documents)
-                after = [rank, start + len(block.documents), 0] if ends else [rank, start, index + 1]
-                return block.documents[index], after
+            if block:
+                ends = index + 1 == len(block)
+                after = [rank, start + len(block), 0] if ends else [rank, start, index + 1]
+                return block[index], after
             rank, start, index = rank + 1, 0, 0
         return None
 
     def count(self) -> int:
-        """The sum over units."""
-        return sum(unit.count() for unit in self._units)
+        """Count the documents of all parts."""
+        return sum(part.count() for part in self._parts)
 
-    def fingerprint(self) -> str:
-        """The number and sizes of the units."""
-        layout = hashlib.sha256(repr([unit.size for unit in self._units]).encode()).hexdigest()
-        return f"{len(self._units)} parts (layout {layout[:12]})"
+    def layout(self) -> str:
+        """Describe the number and sizes of the parts."""
+        digest = hashlib.sha256(repr([part.size for part in self._parts]).encode()).hexdigest()
+        return f"{len(self._parts)} parts (layout {digest[:12]})"
 
-    def _find_block(self, rank: int, start: int, key: str | None) -> "Block":
-        if self._block.identity != (rank, start, key):
-            unit = rank if key is None else int(shuffled(len(self._units), key)[rank])
-            documents = self._read(unit, start)
+    def _find_block(self, rank: int, start: int, key: str | None) -> list[Document]:
+        """Return the documents of a block in the order of the pass. An empty block ends its part."""
+        if self._block_id != (rank, start, key):
+            part = rank if key is None else int(shuffled(len(self._parts), key)[rank])
+            documents = self._read(part, start)
             if key is not None:
-                order = shuffled(len(documents), f"{key}/{unit}/{start}")
+                order = shuffled(len(documents), f"{key}/{part}/{start}")
                 documents = [documents[index] for index in order.tolist()]
-            self._block = Block((rank, start, key), documents)
+            self._block_id, self._block = (rank, start, key), documents
         return self._block
 
-    def _read(self, unit: int, start: int) -> list[Document]:
-        """The records of a unit from `start` on that make up a block; none at its end."""
-        if self._reading[:2] != (unit, start):
-            self._reading = unit, start, self._units[unit].open(start)
+    def _read(self, part: int, start: int) -> list[Document]:
+        """Read the records of one block of a part, from record `start` on."""
+        # Usually the part is already open at this record: the previous block ended there.
+        if self._reading[:2] != (part, start):
+            self._reading = part, start, self._parts[part].open(start)
         records = self._reading[2]
         documents: list[Document] = []
         num_bytes = 0
@@ -216,20 +221,12 @@ class Stream:
                 break
             documents.append(document)
             num_bytes += size_of(document.record)
-        self._reading = unit, start + len(documents), records
+        self._reading = part, start + len(documents), records
         return documents
 
 
-@dataclass(frozen=True)
-class Block:
-    """Documents of a stream in the order they are visited in, and which ones: rank of the unit, start, key."""
-
-    identity: tuple[int, int, str | None] = (-1, 0, None)
-    documents: list[Document] = field(default_factory=list)
-
-
 def size_of(record: object) -> int:
-    """About the bytes that a record takes, by the length of the strings and lists in it."""
+    """Estimate the bytes that a record takes, from the lengths of its strings and lists."""
     if isinstance(record, (str, bytes)):
         return len(record)
     if isinstance(record, dict):
@@ -240,13 +237,14 @@ def size_of(record: object) -> int:
 
 
 def shuffled(count: int, key: str) -> npt.NDArray[np.integer]:
-    """`range(count)` in an order fixed by `key`, the same with any version of any library; 4 bytes a number.
+    """Return `range(count)` in the order that `key` fixes; 4 bytes per number.
 
-    The numbers are sorted by a hash of them (SplitMix64, Steele et al. 2014, which has no collisions).
+    The order is the same with every version of every library: the numbers are sorted by their SplitMix64 hash
+    (Steele et al. 2014), which has no collisions.
     """
     seed = np.frombuffer(hashlib.sha256(key.encode()).digest()[:8], dtype="<u8")
     mixed = np.arange(1, count + 1, dtype=np.uint64)
-    mixed *= np.uint64(0x9E3779B97F4A7C15)  # in place: each copy of 10 M documents would take 80 MB
+    mixed *= np.uint64(0x9E3779B97F4A7C15)  # in place: each copy of 10 M numbers would take 80 MB
     mixed += seed
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)

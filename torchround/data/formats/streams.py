@@ -1,13 +1,14 @@
-"""What is read in sequence: compressed JSONL, parquet, and what the package datasets loads.
+"""Opens the source that a config table describes, and reads the formats that only come in sequence.
 
-A part that cannot be read, or not to its end, yields what came before and then a document that says what is wrong:
-whether that stops the run is not decided here.
+Those formats are compressed JSONL, parquet, and datasets of the package datasets. When a part cannot be read, or not
+to its end, it yields the documents before that point and then one document that carries the error. Whether an error
+stops the run is decided by the reader.
 """
 
 import gzip
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,6 @@ from torchround.data.document_types import Document, Record
 from torchround.data.errors import DataError
 from torchround.data.formats.records import RecordReader
 from torchround.data.formats.source_files import (
-    MOST_LINE_BYTES,
-    TOO_LONG,
     find_files,
     is_compressed,
     kind_of,
@@ -27,63 +26,62 @@ from torchround.data.formats.source_files import (
     read_line,
     size_bytes,
 )
-from torchround.data.formats.sources import FileIndex, Order, Source, Stream, Unit
+from torchround.data.formats.sources import IndexedFiles, RecordStream, Source, StreamPart
+from torchround.untrusted.data_limits import split_bounded_lines
 
 CHUNK_BYTES = 1 << 18
-FEED_BYTES = 1 << 10  # to zstd at once: each may become 32 KiB per byte
-MOST_BLANK_LINES = 100_000  # in a row, in an archive: it may unpack to any number of them
+FEED_BYTES = 1 << 10  # handed to zstd at once: each byte may unpack to 32 KiB
 ROWS_AT_ONCE = 1024
-# What pyarrow raises for files that are damaged or of a kind that it does not read, and for values Python has none of,
-# besides errors of its own kind.
+DATASET_PART_ROWS = 8192
+# pyarrow raises these, besides its own errors, for damaged files, for files of a kind that it cannot read, and for
+# values that Python cannot represent.
 UNREADABLE = (OSError, ValueError, MemoryError, RuntimeError, TypeError, LookupError, OverflowError)
 
 
 def open_source(table: SourceTable, records: RecordReader | None = None) -> Source:
-    """The source that a table describes. Raises `DataError` where it is missing, empty or contradicts itself."""
+    """Open the source that a table describes. Raises `DataError` if it is missing, empty or contradicts itself."""
     records = records or RecordReader(table)
     if table.format == "dataset":
-        return Source(table, Stream(_dataset_units(table)), records)
+        return RecordStream(table, records, _dataset_parts(table))
     paths = find_files(table.path)
-    kinds = {kind_of(path, table.format) for path in paths}
-    if "text" in kinds and table.content != "text":
-        example = next(path for path in paths if kind_of(path, table.format) == "text")
-        hint = (
-            f"; jq -c '.[]' {example} > {example}l makes one object a line"
-            if example.suffix == ".json"
-            else ""
-        )
-        raise DataError(
-            f"source {table.path!r}: {example} is a file of text, which cannot hold {table.content!r}; "
-            f"legal for that: JSONL, parquet or a dataset (source key format){hint}"
-        )
-    return Source(table, _file_order(table, paths, records), records)
-
-
-def _file_order(table: SourceTable, paths: list[Path], records: RecordReader) -> Order:
     kinds = {path: kind_of(path, table.format) for path in paths}
+    if table.content != "text":
+        _refuse_text_files(table, kinds)
+    # One file that cannot be indexed makes the whole source a stream, so that its shuffled order mixes all files.
     if not any(
         kind == "parquet" or (kind == "jsonl" and is_compressed(path)) for path, kind in kinds.items()
     ):
-        return FileIndex(table, paths, records)
+        return IndexedFiles(table, records, paths)
     if not any(size_bytes(path) for path in paths):
         raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")
-    units: list[Unit] = []
-    for path in paths:
-        if kinds[path] == "parquet":
-            units += _parquet_units(path, records.fields())
-        elif kinds[path] == "text":
-            units.append(Unit(partial(_text, path), lambda: 1, size_bytes(path)))
-        else:
-            lines = _lines if is_compressed(path) else _plain_lines
-            units.append(_line_unit(path, lines))
-    return Stream(units)
+    return RecordStream(
+        table, records, [part for path in paths for part in _file_parts(path, kinds, records)]
+    )
+
+
+def _refuse_text_files(table: SourceTable, kinds: dict[Path, str]) -> None:
+    example = next((path for path, kind in kinds.items() if kind == "text"), None)
+    if example is None:
+        return
+    hint = (
+        f"; jq -c '.[]' {example} > {example}l makes one object a line" if example.suffix == ".json" else ""
+    )
+    raise DataError(
+        f"source {table.path!r}: {example} is a file of text, which cannot hold {table.content!r}; "
+        f"legal for that: JSONL, parquet or a dataset (source key format){hint}"
+    )
+
+
+def _file_parts(path: Path, kinds: dict[Path, str], records: RecordReader) -> list[StreamPart]:
+    if kinds[path] == "parquet":
+        return _parquet_parts(path, records.fields())
+    if kinds[path] == "text":
+        return [StreamPart(partial(_text, path), lambda: 1, size_bytes(path))]
+    lines = _unpacked_lines if is_compressed(path) else _plain_lines
+    return [StreamPart(partial(lines, path), lambda: sum(1 for _ in lines(path, 0)), size_bytes(path))]
 
 
 # Lines.
-
-
-def _line_unit(path: Path, lines: Callable[[Path, int], Iterator[Document]]) -> Unit:
-    return Unit(partial(lines, path), lambda: sum(1 for _ in lines(path, 0)), size_bytes(path))
 
 
 def _text(path: Path, start: int) -> Iterator[Document]:
@@ -103,43 +101,24 @@ def _line_or_error(path: Path, start_byte: int) -> bytes | DataError:
         return error
 
 
-def _lines(path: Path, start: int) -> Iterator[Document]:
+def _unpacked_lines(path: Path, start: int) -> Iterator[Document]:
     number = 0
     try:
-        for number, line in enumerate(_split_lines(_decompressed(path)), start=1):
+        for number, line in enumerate(split_bounded_lines(_decompressed(path)), start=1):
             if number > start:
                 yield Document(path, 0, number, record=line)
-    except (DataError, OSError, EOFError, zlib.error, _zstd_error()) as error:
-        reason = error if isinstance(error, DataError) else f"the archive is damaged or cut off: {error}"
-        broken = Document(path, 0, number + 1, record=None)
+    except (ValueError, OSError, EOFError, zlib.error, _zstd_error()) as error:
+        # A limit, or a missing package, says itself what is wrong; the other errors come from the unpacking.
+        reason = error if isinstance(error, ValueError) else f"the archive is damaged or cut off: {error}"
+        broken = Document(path, 0, number + 1)
         if number + 1 > start:
-            yield Document(path, 0, number + 1, record=DataError(f"{broken}: {reason}"))
-
-
-def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines without their ends; a last one that has none is a line too. Raises `DataError` for those of a bomb."""
-    rest: list[bytes] = []
-    num_bytes = num_blank = 0
-    for chunk in chunks:
-        first, *others = chunk.split(b"\n")
-        rest.append(first)
-        num_bytes += len(first)
-        if num_bytes > MOST_LINE_BYTES:
-            raise DataError(f"it is {TOO_LONG}")
-        for line in others:
-            num_blank = 0 if num_bytes else num_blank + 1
-            if num_blank > MOST_BLANK_LINES:
-                raise DataError(f"more than {MOST_BLANK_LINES:,} blank lines in a row")
-            yield b"".join(rest)
-            rest, num_bytes = [line], len(line)
-    if last := b"".join(rest):
-        yield last
+            yield replace(broken, record=DataError(f"{broken}: {reason}"))
 
 
 def _decompressed(path: Path) -> Iterator[bytes]:
     if path.suffix == ".gz":
         with gzip.open(path, "rb") as file:
-            while chunk := file.read1(CHUNK_BYTES):  # `read` would lose what comes before a cut
+            while chunk := file.read1(CHUNK_BYTES):  # `read` would lose the data just before a cut
                 yield chunk
         return
     zstandard = _optional("zstandard", "zstd", path)
@@ -152,12 +131,12 @@ def _decompressed(path: Path) -> Iterator[bytes]:
                 data = b""
                 if frame.eof:
                     data, frame = frame.unused_data, None
-    if frame is not None:  # its own reader takes a file that is cut off for a whole one
+    if frame is not None:  # the package's own reader takes a file that is cut off for a complete one
         raise EOFError("the file ends inside a zstd frame")
 
 
 def _zstd_error() -> type[Exception]:
-    """What zstandard raises; `EOFError` again where it is not installed, and so is not used."""
+    """Return the error class of zstandard, or `EOFError` if the package is missing and so never used."""
     try:
         from zstandard import ZstdError
     except ImportError:
@@ -166,11 +145,11 @@ def _zstd_error() -> type[Exception]:
     return error
 
 
-# Rows.
+# Rows of parquet files.
 
 
-def _parquet_units(path: Path, fields: tuple[str, ...] | None) -> list[Unit]:
-    """One unit per row group, so that a large file is not read in its own order."""
+def _parquet_parts(path: Path, fields: tuple[str, ...] | None) -> list[StreamPart]:
+    """Return one part per row group, so that the records of a large file come in another order than its own."""
     parquet = _optional("pyarrow.parquet", "parquet", path)
     unreadable = (*UNREADABLE, _optional("pyarrow", "parquet", path).ArrowException)
     try:
@@ -179,16 +158,17 @@ def _parquet_units(path: Path, fields: tuple[str, ...] | None) -> list[Unit]:
             counts = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
     except unreadable as error:
         broken = Document(path, record=DataError(f"{path}: not a readable parquet file: {error}"), number=1)
-        return [Unit(partial(_only, broken), lambda: 1, size_bytes(path))]
+        return [StreamPart(partial(_only, broken), lambda: 1, size_bytes(path))]
     columns = names if fields is None else [name for name in names if name in fields]
-    before = [sum(counts[:index]) for index in range(len(counts))]
+    rows_before = [sum(counts[:index]) for index in range(len(counts))]
     return [
-        Unit(
-            partial(_rows, parquet, unreadable, path, index, before[index], columns or names),
+        StreamPart(
+            # If none of the wanted columns exists, all are read: the error then lists the fields there are.
+            partial(_rows, parquet, unreadable, path, group, rows_before[group], columns or names),
             partial(int, count),
             count,
         )
-        for index, count in enumerate(counts)
+        for group, count in enumerate(counts)
     ]
 
 
@@ -201,40 +181,36 @@ def _rows(
     unreadable: tuple[type[Exception], ...],
     path: Path,
     group: int,
-    before: int,
+    rows_before: int,
     columns: list[str],
     start: int,
 ) -> Iterator[Document]:
-    """Rows of a row group from the `start`-th on; `before`: rows of the file that are in earlier groups.
-
-    A column is read through a buffer and in this thread: its default reads a whole row group ahead, which is as much
-    memory as somebody once made it large.
-    """
+    """Yield the rows of a row group from the `start`-th on. The file has `rows_before` rows in earlier groups."""
     number = 0
     try:
+        # Columns are read through a buffer and in this thread. The default reads a whole row group ahead, and a row
+        # group may be as large as the file.
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK_BYTES) as file:
             batches = file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False)
             for batch in batches:
                 if number + len(batch) > start:
                     for row, record in enumerate(_records(batch), start=number + 1):
                         if row > start:
-                            yield _row(path, before + row, record)
+                            yield _row(path, rows_before + row, record)
                 number += len(batch)
     except unreadable as error:
-        where = Document(path, 0, before + number + 1, "row")
+        broken = Document(path, 0, rows_before + number + 1, "row")
         reason = "takes more memory than there is" if isinstance(error, MemoryError) else "is damaged"
         if number + 1 > start:
-            yield Document(
-                path, 0, where.number, "row", DataError(f"{where}: the parquet file {reason}: {error}")
-            )
+            yield replace(broken, record=DataError(f"{broken}: the parquet file {reason}: {error}"))
 
 
 def _records(batch: Any) -> list[Record]:
-    """The fields of each row. A text that is no UTF-8 is only its own row's fault."""
+    """Return the fields of each row. Text that is not UTF-8 makes only its own row an error."""
     try:
         records: list[Record] = batch.to_pylist()
     except UnicodeDecodeError as error:
-        if len(batch) > 1:  # row by row takes 40 times as long
+        if len(batch) > 1:  # only now row by row, which takes 40 times as long
             return [record for index in range(len(batch)) for record in _records(batch.slice(index, 1))]
         bad = error.object[error.start]
         return [DataError(f"not valid UTF-8 (byte 0x{bad:02x}: {error.reason})")]
@@ -251,12 +227,12 @@ def _row(path: Path, number: int, record: Record) -> Document:
 # The package datasets.
 
 
-def _dataset_units(table: SourceTable) -> list[Unit]:
-    """Row ranges of a dataset in memory or on disk; shards of one that is streamed."""
+def _dataset_parts(table: SourceTable) -> list[StreamPart]:
+    """Return row ranges of a dataset in memory or on disk, or the shards of a streamed one."""
     package = _optional("datasets", "datasets", table.path)
     try:
         loaded = _load_dataset(package, table)
-    except Exception as error:  # the package raises many kinds; all mean that it could not be loaded
+    except Exception as error:  # the package raises many kinds; each means that it could not load the dataset
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise DataError(
             f"dataset {table.path!r}, split {table.split!r}: {reason} (source keys: split, subset)"
@@ -264,16 +240,18 @@ def _dataset_units(table: SourceTable) -> list[Unit]:
     if hasattr(loaded, "__len__"):
         if not len(loaded):
             raise DataError(f"dataset {table.path!r}, split {table.split!r}: it has no rows")
-        ranges = [range(low, min(low + 8192, len(loaded))) for low in range(0, len(loaded), 8192)]
+        starts = range(0, len(loaded), DATASET_PART_ROWS)
+        ranges = [range(low, min(low + DATASET_PART_ROWS, len(loaded))) for low in starts]
         return [
-            Unit(partial(_dataset_rows, table.path, loaded, rows), partial(len, rows), len(rows))
+            StreamPart(partial(_dataset_rows, table.path, loaded, rows), partial(len, rows), len(rows))
             for rows in ranges
         ]
-    size = f"{table.path} {table.subset} {table.split}"
+    # The sizes of streamed shards are unknown, so the fingerprint holds the dataset's name.
+    name = f"{table.path} {table.subset} {table.split}"
     count = max(1, loaded.num_shards)
     shards = [loaded.shard(num_shards=count, index=index) if count > 1 else loaded for index in range(count)]
     return [
-        Unit(partial(_dataset_stream, table.path, shard, index), partial(_unknown, table), size)
+        StreamPart(partial(_dataset_stream, table.path, shard, index), partial(_refuse_to_count, table), name)
         for index, shard in enumerate(shards)
     ]
 
@@ -289,14 +267,14 @@ def _load_dataset(package: Any, table: SourceTable) -> Any:
 
 
 def _dataset_rows(name: str, dataset: Any, rows: range, start: int) -> Iterator[Document]:
-    """One document for each row: any of them can be gone to, so a row that cannot be read costs no other."""
+    """Yield one document per row. A row that cannot be read becomes an error and costs no other row."""
     for low in range(rows.start + start, rows.stop, ROWS_AT_ONCE):
         number, high = low, min(low + ROWS_AT_ONCE, rows.stop)
         try:
             for record in dataset.select(range(low, high)):
                 yield Document(name, 0, number + 1, "row", dict(record))
                 number += 1
-        except Exception:  # noqa: BLE001 (the package raises many kinds, before the row that is at fault)
+        except Exception:  # noqa: BLE001 (the package raises many kinds, before it reaches the faulty row)
             yield from (_dataset_row(name, dataset, index) for index in range(number, high))
 
 
@@ -323,7 +301,7 @@ def _dataset_stream(name: str, dataset: Any, shard: int, start: int) -> Iterator
         yield _unreadable(where, number + 1, error)
 
 
-def _unknown(table: SourceTable) -> int:
+def _refuse_to_count(table: SourceTable) -> int:
     raise DataError(
         f"dataset {table.path!r} is streamed, so its number of documents is not known; "
         'data.weight_by = "size" needs it'
@@ -331,7 +309,7 @@ def _unknown(table: SourceTable) -> int:
 
 
 def _optional(module: str, extra: str, where: Path | str) -> Any:
-    """A package that only some sources need. Raises `DataError` that says how to install it."""
+    """Import a package that only some sources need. Raises a `DataError` that says how to install it."""
     try:
         return __import__(module, fromlist=["*"])
     except ImportError as error:

@@ -12,7 +12,7 @@ from torchdata.nodes import BaseNode
 from torchround.data.errors import DataError
 from torchround.data.packing.contiguous import PackedSequence
 from torchround.layer import IGNORED_LABEL, MicroBatch, most_documents
-from torchround.pipeline.schedule import split_evenly
+from torchround.pipeline.partition import split_evenly
 
 
 class Batches(BaseNode[MicroBatch | DataError]):

@@ -1,14 +1,10 @@
-"""Chunked transfers of weights and gradients between device slots and the host store, and turns on shared links.
+"""Chunked transfers of weights and gradients between device slots and the host store.
 
 Transfers advance by one equal chunk in each transfer window, which is one micro-batch of a stage (RoundPipe paper,
 section 4.2). The bundle is the unit of every ordering rule: it is complete, uploaded or consumed as a whole.
 """
 
-import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -18,10 +14,6 @@ from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.slots import DeviceSlot, SlotRange, StageLayout
 from torchround.pipeline.memory import ROUNDING_ELEMENTS
-
-# Turns of a device that are remembered: more than a thread gets ahead of the others. No device waits for a turn that
-# is forgotten.
-REMEMBERED = 256
 
 
 class WeightUpload:
@@ -228,55 +220,3 @@ class GradientDownload:
             Stream.GRADIENT_DOWNLOAD, lambda: rounded.copy_(source), reads=[source], writes=[rounded]
         )
         self._device.copy(Stream.GRADIENT_DOWNLOAD, target, rounded)
-
-
-class LinkTurns:
-    """The order in which devices that share a link to the host upload chunks of weights: one after the other.
-
-    `groups` are the devices that share a link, by index. A device outside all groups takes no turns.
-
-    A turn adds waits between streams and nothing else, so results cannot depend on it. It cannot hang either: a chunk
-    waits only for events that are recorded already, so on the devices everything waits for what was enqueued before
-    it, and no thread waits for another thread's turn. A device that is late, slow or dead in its turn delays no other.
-
-    The order is that of transfer windows over the whole run (`pipeline/shared_links.py`), not that of enqueueing:
-    threads run far ahead of their devices, so a chunk for the next micro-batch would wait for the last one of a stage.
-    A chunk waits for the others' chunks of its own window and of earlier ones, as far as they are enqueued. If two
-    chunks have the same window, the one that is enqueued second waits.
-    """
-
-    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        self._others = {
-            device: [other for other in group if other != device] for group in groups for device in group
-        }
-        self._taken: dict[int, deque[tuple[int, Event]]] = {
-            device: deque(maxlen=REMEMBERED) for device in self._others
-        }
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def turn(self, index: int, device: Device, window: int) -> Iterator[None]:
-        """Make the weight uploads that device `index` enqueues in the block its turn at `window`."""
-        if index not in self._others:
-            yield
-            return
-        for event in self._before(index, window):
-            device.wait(Stream.WEIGHT_UPLOAD, event)
-        yield
-        event = device.record(Stream.WEIGHT_UPLOAD)
-        with self._lock:
-            self._taken[index].append((window, event))
-
-    def _before(self, index: int, window: int) -> list[Event]:
-        """Return, for each other device of the group, the end of its last turn up to `window`."""
-        with self._lock:
-            return [
-                event
-                for other in self._others[index]
-                for event in [_last_up_to(window, self._taken[other])]
-                if event is not None
-            ]
-
-
-def _last_up_to(window: int, taken: deque[tuple[int, Event]]) -> Event | None:
-    return next((event for turn, event in reversed(taken) if turn <= window), None)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchround.engine.store.host_store import HostStore, owner_of
+from torchround.engine.store.bundles import owner_of
+from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.slots import DeviceSlot, StageLayout, as_hidden, as_tuple
 from torchround.layer import Hidden, MicroBatch
 

@@ -28,8 +28,9 @@ from torchround.engine.worker.activation_transfers import (
     LOSS,
     ActivationTransfers,
 )
-from torchround.engine.worker.bundle_transfers import GradientDownload, LinkTurns, WeightUpload
+from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
 from torchround.engine.worker.compute import LayerCall, Recomputation, bind, forward, with_own_seed
+from torchround.engine.worker.link_turns import LinkTurns
 from torchround.engine.worker.slots import DeviceSlot, SlotRing, StageLayout, as_tuple
 from torchround.layer import Hidden
 from torchround.pipeline.memory import ROUNDING_ELEMENTS
@@ -77,7 +78,7 @@ class DeviceWorker:
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
         self._spans: list[DeviceSpan] = []
         self._idle_since: Mark | None = None
-        self._reported_bytes = (0, 0)
+        self._reported_bytes = (device.uploaded_bytes, device.downloaded_bytes)
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
 
     def _allocate(self) -> None:

@@ -1,22 +1,26 @@
 """The schedules that others use, and RoundPipe, as tasks for the one simulator.
 
-`SCHEDULES` has each by the name it is reported under; `report` simulates one and measures it.
+`SCHEDULES` has each by the name it is reported under; `simulate_schedule` simulates one and measures it.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from torchround.pipeline.baselines.asynchronous import async_1f1b, paci
-from torchround.pipeline.baselines.bound import ScheduleError, Setting
-from torchround.pipeline.baselines.flush import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
-from torchround.pipeline.baselines.measure import Report, Schedule, measure
-from torchround.pipeline.baselines.mobius import mobius
-from torchround.pipeline.baselines.pipeoffload import gis, gis_h, po_f, po_h
-from torchround.pipeline.baselines.roundpipe import roundpipe_async, roundpipe_sync
-from torchround.pipeline.baselines.zero_bubble import zb_h1, zb_h2
+from torchround.pipeline.baselines.device_bound import ScheduleError, SimulationSetup
+from torchround.pipeline.baselines.host_weights import mobius, roundpipe_async, roundpipe_sync
+from torchround.pipeline.baselines.schedule_report import Schedule, ScheduleReport, measure_schedule
+from torchround.pipeline.baselines.split_backward import gis, gis_h, po_f, po_h, zb_h1, zb_h2
+from torchround.pipeline.baselines.whole_backward import (
+    async_1f1b,
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    one_f_one_b,
+    paci,
+)
 
-SCHEDULES: Mapping[str, Callable[[Setting], Schedule]] = MappingProxyType(
+SCHEDULES: Mapping[str, Callable[[SimulationSetup], Schedule]] = MappingProxyType(
     {
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
@@ -37,18 +41,29 @@ SCHEDULES: Mapping[str, Callable[[Setting], Schedule]] = MappingProxyType(
 )
 LOOPED = frozenset({"interleaved_1f1b", "looped_bfs", "gis", "gis_h", "po_h", "po_f", "mobius"})
 
-__all__ = ["LOOPED", "SCHEDULES", "Report", "Schedule", "ScheduleError", "Setting", "measure", "report"]
+__all__ = [
+    "LOOPED",
+    "SCHEDULES",
+    "Schedule",
+    "ScheduleError",
+    "ScheduleReport",
+    "SimulationSetup",
+    "measure_schedule",
+    "simulate_schedule",
+]
 
 
-def report(name: str, setting: Setting) -> Report:
+def simulate_schedule(name: str, setting: SimulationSetup) -> ScheduleReport:
     """One schedule, simulated and measured.
 
     A looped one whose chunks are not given gets one layer per stage where that is possible: as many chunks
     as layers allow, or one more with empty stages in front, whichever is faster.
     """
     if name not in LOOPED or setting.chunks is not None or setting.stages is not None:
-        return measure(SCHEDULES[name](setting))
+        return measure_schedule(SCHEDULES[name](setting))
     fewer = max(1, setting.costs.num_layers // setting.num_devices)
     choices = {fewer, -(-setting.costs.num_layers // setting.num_devices)}
-    reports = [measure(SCHEDULES[name](replace(setting, chunks=chunks))) for chunks in sorted(choices)]
+    reports = [
+        measure_schedule(SCHEDULES[name](replace(setting, chunks=chunks))) for chunks in sorted(choices)
+    ]
     return min(reports, key=lambda result: result.makespan_s)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from math import ceil, floor
 from typing import NamedTuple
 
-from torchround.pipeline.baselines.bound import (
+from torchround.pipeline.baselines.device_bound import (
     BACKWARD,
     FORWARD,
     Action,
     BoundStage,
     ScheduleError,
-    Setting,
+    SimulationSetup,
 )
 from torchround.pipeline.timeline import Task, TaskKind
 
@@ -50,7 +50,7 @@ class OffloadPlan:
     slot: float
 
     @staticmethod
-    def of(setting: Setting, stages: Sequence[BoundStage], offloaded_chunks: int) -> "OffloadPlan":
+    def of(setting: SimulationSetup, stages: Sequence[BoundStage], offloaded_chunks: int) -> "OffloadPlan":
         """The first `offloaded_chunks` of every device. Raises `ScheduleError` where k is too large for it."""
         num_offloaded = offloaded_chunks * setting.num_devices
         one_way_s = tuple(_one_way_s(setting, stage) for stage in stages)
@@ -135,7 +135,7 @@ def _compute_s(stage: BoundStage) -> float:
     return stage.forward_s + stage.recompute_s + stage.backward_s
 
 
-def _one_way_s(setting: Setting, stage: BoundStage) -> float:
+def _one_way_s(setting: SimulationSetup, stage: BoundStage) -> float:
     """Seconds to bring one micro-batch's kept activations of a stage to the host, or back."""
     if setting.pcie_bytes_per_s:
         return stage.held_bytes / setting.pcie_bytes_per_s

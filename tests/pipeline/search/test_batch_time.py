@@ -1,0 +1,74 @@
+"""Ranking many partitions at once against the exact step time of each."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.random_costs import all_partitions, costs, limits, partitions
+from torchround.pipeline.costs import Costs
+from torchround.pipeline.memory import MemoryLimits, device_memory, host_activation_bytes
+from torchround.pipeline.search.partition_batch import Candidate, joined, rows_of
+from torchround.pipeline.search.planning_problem import PlanningProblem
+
+UPDATES = st.sampled_from(["sync", "async"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    costs=costs(),
+    update=UPDATES,
+    devices=st.integers(1, 5),
+    micro_batches=st.integers(1, 6),
+    recompute=st.sampled_from(["stage", "layer"]),
+)
+def test_a_rank_is_the_exact_step_time_or_less(
+    data: st.DataObject, costs: Costs, update: str, devices: int, micro_batches: int, recompute: str
+) -> None:
+    """Less only where a recomputation waits for its boundary, which ranking leaves out."""
+    problem = PlanningProblem(costs, devices, micro_batches, update, MemoryLimits(recompute=recompute))
+    chosen = data.draw(st.lists(partitions(costs.num_layers), min_size=1, max_size=6))
+    rounds = data.draw(st.integers(1, micro_batches))
+    ranks = problem.estimate_s(rows_of(chosen), rounds)
+    for partition, rank in zip(chosen, ranks.tolist(), strict=True):
+        exact = problem.exact_s(Candidate(partition, rounds))
+        assert rank <= exact * (1 + 1e-9) + 1e-12
+        times = problem.sums.times(partition.forward, partition.fused, partition.backward)
+        if max(times.boundary_from) < 0:
+            assert rank == pytest.approx(exact, rel=1e-9, abs=1e-12)
+
+
+def test_rows_hold_the_layers_of_each_stage() -> None:
+    for partition in all_partitions(5):
+        rows = joined([rows_of([partition]), rows_of(all_partitions(5)[:3])])
+        starts, stops = rows.ranges(5)
+        stages = partition.stages()
+        assert starts[0, : len(stages)].tolist() == [stage.start for stage in stages]
+        assert stops[0, : len(stages)].tolist() == [stage.stop for stage in stages]
+        assert not stops[0, len(stages) :].any()
+        assert rows.partition(0) == partition
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    data=st.data(),
+    costs=costs(),
+    limits=limits(),
+    update=UPDATES,
+    devices=st.integers(1, 9),
+    micro_batches=st.integers(1, 8),
+)
+def test_rows_fit_where_the_memory_model_says_so(
+    data: st.DataObject, costs: Costs, limits: MemoryLimits, update: str, devices: int, micro_batches: int
+) -> None:
+    problem = PlanningProblem(costs, devices, micro_batches, update, limits)
+    chosen = data.draw(st.lists(partitions(costs.num_layers), min_size=1, max_size=6))
+    rounds = data.draw(st.integers(1, micro_batches))
+    expected = []
+    for partition in chosen:
+        device = device_memory(partition, costs, -(-micro_batches // rounds), limits).total_bytes
+        host = host_activation_bytes(partition, costs, devices, micro_batches, rounds, update)
+        fits_device = limits.device_bytes is None or device <= limits.device_bytes
+        expected.append(fits_device and (limits.host_bytes is None or host <= limits.host_bytes))
+    assert np.asarray(problem.fits(rows_of(chosen), rounds)).tolist() == expected

@@ -1,0 +1,163 @@
+"""Devices that share a link to the host: turns at its use, and the measurement that finds which devices share one.
+
+The measurement runs at the start of a run. It copies what a run copies, a piece of pinned weights into device memory, on
+the stream that uploads weights: each device alone, then every pair together. Times are the devices' own.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchround.engine.device import Device, Event, Stream
+from torchround.engine.store.host_store import HostStore
+from torchround.pipeline.shared_links import LinkRates, LinkUse, use_of_links
+
+# Turns of a device that are remembered: more than a thread gets ahead of the others. No device waits for a turn that
+# is forgotten.
+REMEMBERED = 256
+
+
+class LinkTurns:
+    """The order in which devices that share a link to the host upload chunks of weights: one after the other.
+
+    `groups` are the devices that share a link, by index. A device outside all groups takes no turns.
+
+    A turn adds waits between streams and nothing else, so results cannot depend on it. It cannot hang either: a chunk
+    waits only for events that are recorded already, so on the devices everything waits for what was enqueued before
+    it, and no thread waits for another thread's turn. A device that is late, slow or dead in its turn delays no other.
+
+    The order is that of transfer windows over the whole run (`pipeline/shared_links.py`), not that of enqueueing:
+    threads run far ahead of their devices, so a chunk for the next micro-batch would wait for the last one of a stage.
+    A chunk waits for the others' chunks of its own window and of earlier ones, as far as they are enqueued. If two
+    chunks have the same window, the one that is enqueued second waits.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        self._others = {
+            device: [other for other in group if other != device] for group in groups for device in group
+        }
+        self._taken: dict[int, deque[tuple[int, Event]]] = {
+            device: deque(maxlen=REMEMBERED) for device in self._others
+        }
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def turn(self, index: int, device: Device, window: int) -> Iterator[None]:
+        """Make the weight uploads that device `index` enqueues in the block its turn at `window`."""
+        if index not in self._others:
+            yield
+            return
+        for event in self._before(index, window):
+            device.wait(Stream.WEIGHT_UPLOAD, event)
+        yield
+        event = device.record(Stream.WEIGHT_UPLOAD)
+        with self._lock:
+            self._taken[index].append((window, event))
+
+    def _before(self, index: int, window: int) -> list[Event]:
+        """Return, for each other device of the group, the end of its last turn up to `window`."""
+        with self._lock:
+            return [
+                event
+                for other in self._others[index]
+                for event in [_last_up_to(window, self._taken[other])]
+                if event is not None
+            ]
+
+
+def _last_up_to(window: int, taken: deque[tuple[int, Event]]) -> Event | None:
+    return next((event for turn, event in reversed(taken) if turn <= window), None)
+
+
+# Measures at the start of a run which devices share a link to the host: each alone, then every pair together.
+#
+# It copies what a run copies, a piece of pinned master weights into device memory, on the stream that uploads weights.
+# Times are the devices' own.
+
+
+# A measurement is so many copies of so many bytes, 3 ms at 25 GB/s: enough that starting them does not count.
+# The better one of two is taken.
+PROBE_BYTES = 16 * 2**20
+COPIES = 4
+REPEATS = 2
+# With less than this to copy, copies are too short to measure, and turns too short to matter.
+LEAST_BYTES = 2**20
+# No pair is begun after so many seconds.
+BUDGET_S = 1.0
+
+
+def find_link_use(
+    share_links: bool | Literal["auto"], devices: Sequence[Device], store: HostStore
+) -> LinkUse:
+    """What `engine.share_links` comes to on these devices, on which nothing may be allocated yet."""
+    if len(devices) == 1 or share_links is False:
+        return LinkUse()
+    everybody = tuple(range(len(devices)))
+    if share_links is True:
+        return LinkUse((everybody,), f"links    devices 0 to {everybody[-1]} take turns (engine.share_links)")
+    if not all(device.has_link for device in devices):
+        return LinkUse()
+    source = _source(store)
+    if source.numel() < LEAST_BYTES:
+        return LinkUse((), f"links    not measured: {source.numel()} bytes of weights are too few")
+    return use_of_links(measure_rates(devices, source))
+
+
+def measure_rates(devices: Sequence[Device], source: Tensor) -> LinkRates:
+    """Rates at which the devices take `source`, uint8, from the host. Gives back what it allocates on them.
+
+    Pairs with neighbouring numbers come first: time may be short, and those are the likeliest to share a switch.
+    """
+    deadline_s = time.monotonic() + BUDGET_S
+    targets = [device.allocate(source.numel()) for device in devices]
+    probe = _Probe(devices, targets, source)
+    everybody = range(len(devices))
+    for index in everybody:
+        probe.seconds([index])  # what a device does at its first copy is not the link's
+    alone = [probe.rates([index])[0] for index in everybody]
+    together = {}
+    for first, second in sorted(combinations(everybody, 2), key=lambda pair: (pair[1] - pair[0], pair)):
+        if time.monotonic() >= deadline_s:
+            break
+        rates = probe.rates([first, second])
+        together[first, second] = rates[0], rates[1]
+    for device in devices:
+        device.finish()
+        device.release()
+    return LinkRates(alone, together)
+
+
+class _Probe:
+    def __init__(self, devices: Sequence[Device], targets: Sequence[Tensor], source: Tensor) -> None:
+        self._devices = devices
+        self._targets = targets
+        self._source = source
+
+    def rates(self, indices: Sequence[int]) -> list[float]:
+        """Bytes per second of each device while all of `indices` copy."""
+        best = min((self.seconds(indices) for _ in range(REPEATS)), key=sum)
+        return [COPIES * self._source.numel() / seconds for seconds in best]
+
+    def seconds(self, indices: Sequence[int]) -> list[float]:
+        """Of each device, for its copies beside those of the others. Waits for all of them."""
+        chosen = [self._devices[index] for index in indices]
+        starts = [device.mark(Stream.WEIGHT_UPLOAD) for device in chosen]
+        for _ in range(COPIES):
+            for index, device in zip(indices, chosen, strict=True):
+                device.copy(Stream.WEIGHT_UPLOAD, self._targets[index], self._source)
+        ends = [device.mark(Stream.WEIGHT_UPLOAD) for device in chosen]
+        return [max(end.seconds_since(start), 1e-9) for start, end in zip(starts, ends, strict=True)]
+
+
+def _source(store: HostStore) -> Tensor:
+    """Up to `PROBE_BYTES` of the largest master weights that devices read from the store's own memory."""
+    masters = [master for bundle in store.bundles for master in bundle.masters]
+    largest = max(masters, key=torch.Tensor.numel)
+    return largest.view(torch.uint8)[:PROBE_BYTES]

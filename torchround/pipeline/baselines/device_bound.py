@@ -1,0 +1,316 @@
+"""What all schedules with bound stages share: virtual stage s lives on device s mod N for good.
+
+A schedule is then only an order of actions per device; durations, bytes and dependencies are added here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torchround.pipeline.costs import Costs
+from torchround.pipeline.memory import MemoryLimits
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.timeline import Dependency, Task, TaskKind
+
+FORWARD, BACKWARD, WEIGHT_GRADIENT = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT
+
+# Of a layer's backward, the part that makes the weights' gradients: one of two equal matrix products.
+WEIGHT_GRADIENT_SHARE = 0.5
+
+
+class ScheduleError(ValueError):
+    """Numbers that a schedule cannot be built from."""
+
+
+@dataclass(frozen=True)
+class SimulationSetup:
+    """What is simulated. All schedules read the first block, the others only what concerns them.
+
+    `recompute`: keep only layer inputs and run each layer's forward again in the backward, except the last
+    layer's (the head). Off, activations are kept, as the zero-bubble, PipeOffload and PACI papers have it.
+    `chunks`: virtual stages per device (v) of the looped schedules; None: as many as there are layers for.
+    `stages`: layers of each virtual stage, zeros allowed; None: the split with the fastest slowest stage.
+    `group`: micro-batches that GIS takes through a chunk at a time (g); None: N.
+    `offload_ratio`: PipeOffload's k, round trip of a chunk's activations over its forward and backward.
+    `pcie_bytes_per_s`: one direction; if given, transfers take their bytes' time and k is not read.
+    `accumulate`: PACI's a, local backwards per update; None: all micro-batches of a step.
+    `partition`, `rounds`: RoundPipe's; None: what the planner finds within `limits`, which also say how
+    RoundPipe recomputes.
+    """
+
+    costs: Costs
+    num_devices: int
+    num_micro_batches: int
+    recompute: bool = True
+    chunks: int | None = None
+    stages: tuple[int, ...] | None = None
+    group: int | None = None
+    offload_ratio: float = 1.0
+    pcie_bytes_per_s: float | None = None
+    accumulate: int | None = None
+    partition: Partition | None = None
+    rounds: int | None = None
+    limits: MemoryLimits = field(default_factory=MemoryLimits)
+
+    def __post_init__(self) -> None:
+        num_layers = len(self.costs.layers)
+        for name in ("num_devices", "num_micro_batches", "chunks", "group", "accumulate", "rounds"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ScheduleError(f"{name} = {value} must be at least 1")
+        if self.offload_ratio <= 0:
+            raise ScheduleError(f"offload_ratio = {self.offload_ratio} must be above 0")
+        if self.rounds is not None and self.rounds > self.num_micro_batches:
+            raise ScheduleError(f"{self.rounds} rounds of only {self.num_micro_batches} micro-batches")
+        if self.stages is not None and sum(self.stages) != num_layers:
+            raise ScheduleError(f"stages hold {sum(self.stages)} layers, the costs {num_layers}")
+        if self.partition is not None and self.partition.num_layers != num_layers:
+            raise ScheduleError(
+                f"the partition holds {self.partition.num_layers} layers, the costs {num_layers}"
+            )
+
+
+@dataclass(frozen=True)
+class BoundStage:
+    """One virtual stage. Seconds and bytes are per micro-batch, weights and gradients per upload or download.
+
+    `held_bytes` stay on the device from the forward on. `rebuilt_bytes` is what recomputation brings back,
+    `largest_bytes` the same for one layer at a time; both are 0 where nothing is recomputed.
+    """
+
+    device: int
+    layers: range
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+    held_bytes: int
+    rebuilt_bytes: int
+    largest_bytes: int
+    input_bytes: int
+    output_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class Action:
+    """One entry of a device's order. Micro-batches are numbered on from step to step."""
+
+    kind: TaskKind
+    stage: int
+    micro_batch: int
+
+
+def chunks_of(setting: SimulationSetup) -> int:
+    """Virtual stages per device of a looped schedule."""
+    if setting.stages is not None:
+        return max(1, len(setting.stages) // setting.num_devices)
+    if setting.chunks is not None:
+        return setting.chunks
+    return max(1, len(setting.costs.layers) // setting.num_devices)
+
+
+def bound_stages(setting: SimulationSetup, chunks: int) -> list[BoundStage]:
+    """The setting's stages, or N x `chunks` of them cut by PACI's min-max partition (appendix D.5)."""
+    counts = setting.stages
+    if counts is None:
+        counts = _fastest_split(setting, setting.num_devices * chunks)
+    if len(counts) % setting.num_devices:
+        raise ScheduleError(f"{len(counts)} stages do not divide among {setting.num_devices} devices")
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return [
+        _stage(setting, index % setting.num_devices, range(start, start + count))
+        for index, (start, count) in enumerate(zip(starts, counts, strict=True))
+    ]
+
+
+def _fastest_split(setting: SimulationSetup, num_stages: int) -> tuple[int, ...]:
+    """The slowest stage as fast as possible; with more stages than layers the first ones stay empty."""
+    layers = setting.costs.layers
+    seconds = [layer.forward_s * (2 if setting.recompute else 1) + layer.backward_s for layer in layers]
+    seconds[-1] = layers[-1].forward_s + layers[-1].backward_s
+    if num_stages >= len(layers):
+        return (0,) * (num_stages - len(layers)) + (1,) * len(layers)
+    return bind_stages(seconds, [0] * len(seconds), num_stages, None)
+
+
+def _stage(setting: SimulationSetup, device: int, indices: range) -> BoundStage:
+    layers = setting.costs.layers
+    mine = [layers[index] for index in indices]
+    recomputed = [index for index in indices if setting.recompute and index < len(layers) - 1]
+    kept = [index for index in indices if index not in recomputed]
+    inputs = [0, *(layer.boundary_bytes for layer in layers)]
+    activations = [layer.activation_bytes for layer in layers]
+    return BoundStage(
+        device=device,
+        layers=indices,
+        forward_s=sum(layer.forward_s for layer in mine),
+        recompute_s=sum(layers[index].forward_s for index in recomputed),
+        backward_s=sum(layer.backward_s for layer in mine),
+        held_bytes=sum(activations[index] for index in kept) + sum(inputs[index] for index in recomputed),
+        rebuilt_bytes=sum(activations[index] for index in recomputed),
+        largest_bytes=max((activations[index] for index in recomputed), default=0),
+        input_bytes=inputs[indices.start],
+        output_bytes=inputs[indices.stop],
+        weight_bytes=sum(layer.weight_bytes for layer in mine),
+        gradient_bytes=sum(layer.gradient_bytes for layer in mine),
+    )
+
+
+def bound_tasks(
+    setting: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
+) -> list[Task]:
+    """The orders, one per device, as tasks in that order, which is also their priority.
+
+    A forward waits for the stage before it, a backward for its own forward and the stage after it (the
+    recomputation too: these schedules start it with the backward), each with a hop where the device changes;
+    a weight gradient waits for its backward.
+    """
+    flat = [(action, position) for order in orders for position, action in enumerate(order)]
+    builder = _Builder(setting, stages, {action: index for index, (action, _) in enumerate(flat)})
+    return [builder.task(action, position) for action, position in flat]
+
+
+class _Builder:
+    def __init__(
+        self, setting: SimulationSetup, stages: Sequence[BoundStage], index_of: dict[Action, int]
+    ) -> None:
+        self.setting = setting
+        self.stages = stages
+        self.index_of = index_of
+        self.split = any(action.kind is WEIGHT_GRADIENT for action in index_of)
+
+    def task(self, action: Action, position: int) -> Task:
+        stage = self.stages[action.stage]
+        fields = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHT_GRADIENT: self._weight_gradient}
+        return Task(
+            device=stage.device,
+            kind=action.kind,
+            layers=stage.layers,
+            micro_batch=action.micro_batch,
+            step=action.micro_batch // self.setting.num_micro_batches,
+            priority=position,
+            **fields[action.kind](action, stage),
+        )
+
+    def _forward(self, action: Action, stage: BoundStage) -> dict[str, Any]:
+        return {
+            "duration_s": stage.forward_s,
+            "after": self._waits(FORWARD, action.stage - 1, action),
+            "holds_bytes": stage.held_bytes,
+            "scratch_bytes": stage.largest_bytes,
+            "moves_bytes": self._moved_bytes(action.stage),
+        }
+
+    def _backward(self, action: Action, stage: BoundStage) -> dict[str, Any]:
+        own_forward = self._waits(FORWARD, action.stage, action)
+        fields: dict[str, Any] = {
+            "after": own_forward + self._waits(BACKWARD, action.stage + 1, action),
+            "moves_bytes": self._moved_bytes(action.stage),
+        }
+        if self.split:
+            seconds = stage.recompute_s + (1 - WEIGHT_GRADIENT_SHARE) * stage.backward_s
+            return {**fields, "duration_s": seconds, "holds_bytes": stage.rebuilt_bytes}
+        seconds = stage.recompute_s + stage.backward_s
+        memory = {"scratch_bytes": stage.largest_bytes, "frees_bytes": stage.held_bytes}
+        return {**fields, "duration_s": seconds, **memory}
+
+    def _weight_gradient(self, action: Action, stage: BoundStage) -> dict[str, Any]:
+        return {
+            "duration_s": WEIGHT_GRADIENT_SHARE * stage.backward_s,
+            "after": self._waits(BACKWARD, action.stage, action),
+            "frees_bytes": stage.held_bytes + stage.rebuilt_bytes,
+        }
+
+    def _waits(self, kind: TaskKind, stage: int, action: Action) -> tuple[Dependency, ...]:
+        """On `kind` of `stage` for the same micro-batch; on nothing beyond the first and the last stage."""
+        if not 0 <= stage < len(self.stages):
+            return ()
+        same_device = self.stages[stage].device == self.stages[action.stage].device
+        index = self.index_of[Action(kind, stage, action.micro_batch)]
+        return ((index, 0.0 if same_device else self.setting.costs.hop_s),)
+
+    def _moved_bytes(self, index: int) -> int:
+        """In and out of the device; a gradient is as large as the activation it belongs to."""
+        stage = self.stages[index]
+        moved = 0
+        if index > 0 and self.stages[index - 1].device != stage.device:
+            moved += stage.input_bytes
+        if index + 1 < len(self.stages) and self.stages[index + 1].device != stage.device:
+            moved += stage.output_bytes
+        return moved
+
+
+# Layers -> stages that are bound to devices: PACI's memory-constrained min-max partition (appendix D.5).
+#
+# The schedules that keep a stage on one device (GPipe, 1F1B, PACI, ...) need contiguous layers split so that
+# the slowest stage is as fast as possible. RoundPipe does not: see `plan.py`.
+
+
+class BindError(ValueError):
+    """Fewer layers than stages, or lists of different lengths."""
+
+
+def bind_stages(
+    costs_s: Sequence[float],
+    memory_bytes: Sequence[int],
+    num_stages: int,
+    limit_bytes: int | None,
+    in_flight_bytes: Sequence[int] = (),
+) -> tuple[int, ...]:
+    """Layer counts per stage that minimise the slowest stage's seconds within `limit_bytes` per stage.
+
+    `memory_bytes` of a layer are resident however many micro-batches are in flight; `in_flight_bytes` (if
+    given) are paid `num_stages - j` times in stage j, counted from 0, as 1F1B keeps them (equation 12).
+    Where nothing fits, the worst overshoot is minimised first and the slowest stage second. Among equals the
+    split with the earliest cuts is returned.
+    """
+    num_layers = len(costs_s)
+    if not 1 <= num_stages <= num_layers:
+        raise BindError(f"cannot bind {num_layers} layers to {num_stages} non-empty stages")
+    if len(memory_bytes) != num_layers or (in_flight_bytes and len(in_flight_bytes) != num_layers):
+        raise BindError(
+            f"{num_layers} layers have {len(memory_bytes)} memory and {len(in_flight_bytes)} in-flight figures"
+        )
+    time_sums = list(accumulate(costs_s, initial=0.0))
+    static_sums = list(accumulate(memory_bytes, initial=0))
+    flight_sums = list(accumulate(in_flight_bytes or [0] * num_layers, initial=0))
+
+    def overshoot(stage: int, start: int, stop: int) -> float:
+        used = static_sums[stop] - static_sums[start]
+        used += (num_stages - stage) * (flight_sums[stop] - flight_sums[start])
+        return 0 if limit_bytes is None else max(0, used - limit_bytes)
+
+    # Two passes, not one over pairs: the best pair of a prefix need not be part of the best pair of the whole.
+    least, _ = _min_max(num_layers, num_stages, overshoot)
+
+    def seconds(stage: int, start: int, stop: int) -> float:
+        allowed = overshoot(stage, start, stop) <= least
+        return time_sums[stop] - time_sums[start] if allowed else float("inf")
+
+    _, bounds = _min_max(num_layers, num_stages, seconds)
+    return tuple(stop - start for start, stop in pairwise(bounds))
+
+
+def _min_max(
+    num_layers: int, num_stages: int, cost: Callable[[int, int, int], float]
+) -> tuple[float, list[int]]:
+    """The least possible largest `cost(stage, start, stop)`, and bounds that reach it (equation 15)."""
+    infinite = float("inf")
+    # best[i]: the first i layers in the stages so far.
+    best = [infinite, *(cost(0, 0, stop) for stop in range(1, num_layers + 1))]
+    cuts: list[list[int]] = []
+    for stage in range(1, num_stages):
+        # Without a finite choice any non-empty stages do.
+        before, best, cut = best, [infinite] * (num_layers + 1), [stage] * (num_layers + 1)
+        for stop in range(stage + 1, num_layers + 1):
+            for start in range(stage, stop):
+                candidate = max(before[start], cost(stage, start, stop))
+                if candidate < best[stop]:
+                    best[stop], cut[stop] = candidate, start
+        cuts.append(cut)
+    bounds = [num_layers]
+    for cut in reversed(cuts):
+        bounds.append(cut[bounds[-1]])
+    return best[num_layers], [0, *reversed(bounds)]

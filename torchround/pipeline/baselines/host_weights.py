@@ -1,0 +1,174 @@
+"""Mobius (Feng et al., 2023): Looped BFS with the weights in host memory and stages still bound to devices.
+
+A chunk's weights go up before it runs and its gradients come down after; a device has room for two chunks'
+weights, so one uploads while the other computes. Layer inputs wait on the host for the backward.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchround.pipeline.baselines.device_bound import (
+    BACKWARD,
+    Action,
+    BoundStage,
+    SimulationSetup,
+    bound_stages,
+    bound_tasks,
+    chunks_of,
+)
+from torchround.pipeline.baselines.schedule_report import Schedule
+from torchround.pipeline.baselines.whole_backward import breadth_first_orders, flushed
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.planner import make_plan
+from torchround.pipeline.simulation.dispatch import dispatch_tasks
+from torchround.pipeline.simulation.simulator import simulate
+from torchround.pipeline.timeline import Task, TaskKind
+
+
+def mobius(setting: SimulationSetup) -> Schedule:
+    """Always recomputes: its activations have no place to stay."""
+    setting = replace(setting, recompute=True)
+    stages, orders = bound_stages(setting, chunks_of(setting)), breadth_first_orders(setting)
+    schedule = flushed("mobius", setting, stages, orders)
+    return replace(schedule, tasks=lambda steps: _swapped_tasks(setting, stages, orders))
+
+
+@dataclass
+class _Stay:
+    """A stage's weights on its device: from the first to the last task that needs them without a break."""
+
+    stage: int
+    tasks: list[int]
+
+
+def _swapped_tasks(
+    setting: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
+) -> list[Task]:
+    tasks = [_on_host(task) for task in bound_tasks(setting, stages, orders)]
+    first = 0
+    for order in orders:
+        _swap(tasks, _stays(order, first), stages, setting)
+        first += len(order)
+    return tasks
+
+
+def _on_host(task: Task) -> Task:
+    """Layer inputs go down after the forward and come up before the backward instead of staying."""
+    held = task.frees_bytes if task.kind is BACKWARD else task.holds_bytes
+    scratch, moved = task.scratch_bytes + held, task.moves_bytes + held
+    return replace(task, holds_bytes=0, frees_bytes=0, scratch_bytes=scratch, moves_bytes=moved)
+
+
+def _stays(order: Sequence[Action], first: int) -> list[_Stay]:
+    stays: list[_Stay] = []
+    for index, action in enumerate(order, start=first):
+        if not stays or stays[-1].stage != action.stage:
+            stays.append(_Stay(action.stage, []))
+        stays[-1].tasks.append(index)
+    return stays
+
+
+def _swap(
+    tasks: list[Task], stays: Sequence[_Stay], stages: Sequence[BoundStage], setting: SimulationSetup
+) -> None:
+    """Adds one upload per stay, which waits for the stay before the previous one, and the downloads."""
+    rate = setting.pcie_bytes_per_s
+    for position, stay in enumerate(stays):
+        stage = stages[stay.stage]
+        room = ((stays[position - 2].tasks[-1], 0.0),) if position >= 2 else ()
+        upload = replace(
+            tasks[stay.tasks[0]],
+            kind=TaskKind.WEIGHTS,
+            stream="upload",
+            duration_s=stage.weight_bytes / rate if rate else 0.0,
+            after=room,
+            scratch_bytes=0,
+            moves_bytes=stage.weight_bytes,
+        )
+        tasks.append(upload)
+        starter = tasks[stay.tasks[0]]
+        tasks[stay.tasks[0]] = replace(starter, after=(*starter.after, (len(tasks) - 1, 0.0)))
+        if tasks[stay.tasks[-1]].kind is BACKWARD:
+            download = replace(
+                upload,
+                kind=TaskKind.GRADIENTS,
+                stream="download",
+                duration_s=stage.gradient_bytes / rate if rate else 0.0,
+                after=((stay.tasks[-1], 0.0),),
+                moves_bytes=stage.gradient_bytes,
+            )
+            tasks.append(download)
+
+
+# RoundPipe itself beside the baselines: `sync` from idle devices, `async` in its steady state.
+
+
+def roundpipe_sync(setting: SimulationSetup) -> Schedule:
+    """Every step reads the weights that the step before made, so it starts from idle devices."""
+    partition, rounds = _choose(setting, "sync")
+    tasks = _tasks(setting, partition, rounds, "sync")
+    both = simulate(tasks(2), setting.num_devices).step_ends_s()
+    one = simulate(tasks(1), setting.num_devices).makespan_s
+    return Schedule(
+        name="roundpipe_sync",
+        num_devices=setting.num_devices,
+        partition=_as_json(partition, rounds),
+        tasks=tasks,
+        update_s=max(0.0, both[1] - both[0] - one),
+    )
+
+
+def roundpipe_async(setting: SimulationSetup) -> Schedule:
+    """Weights one step old (section 3.2): step t + 2 waits for step t's update, steps flow into each other."""
+    partition, rounds = _choose(setting, "async")
+    return Schedule(
+        name="roundpipe_async",
+        num_devices=setting.num_devices,
+        partition=_as_json(partition, rounds),
+        tasks=_tasks(setting, partition, rounds, "async"),
+        continuous=True,
+    )
+
+
+def _choose(setting: SimulationSetup, update: str) -> tuple[Partition, int]:
+    """The given partition, in rounds of N micro-batches as in the paper unless told otherwise; or a plan."""
+    if setting.partition is not None:
+        rounds = setting.rounds or max(1, setting.num_micro_batches // setting.num_devices)
+        return setting.partition, rounds
+    plan = make_plan(
+        setting.costs,
+        setting.num_devices,
+        setting.num_micro_batches,
+        update,
+        setting.rounds or "auto",
+        setting.limits,
+    )
+    return plan.partition, plan.rounds
+
+
+def _tasks(
+    setting: SimulationSetup, partition: Partition, rounds: int, update: str
+) -> Callable[[int], list[Task]]:
+    def tasks(steps: int) -> list[Task]:
+        return dispatch_tasks(
+            partition,
+            setting.costs,
+            setting.num_devices,
+            setting.num_micro_batches,
+            rounds,
+            recompute=setting.limits.recompute,
+            update=update,
+            steps=steps,
+        )
+
+    return tasks
+
+
+def _as_json(partition: Partition, rounds: int) -> dict[str, Any]:
+    return {
+        "forward": list(partition.forward),
+        "fused": partition.fused,
+        "backward": list(partition.backward),
+        "rounds": rounds,
+    }

@@ -1,0 +1,184 @@
+"""Schedules that flush: every step starts and ends with an empty pipeline; stages are bound to devices.
+
+GPipe (Huang et al., 2019), 1F1B (PipeDream-flush), interleaved 1F1B (Megatron-LM) and Looped BFS
+(Lamy-Poirier, 2023). p devices, m micro-batches, v chunks per device, f and b a stage's forward and backward.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from torchround.pipeline.baselines.device_bound import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    BoundStage,
+    SimulationSetup,
+    bound_stages,
+    bound_tasks,
+    chunks_of,
+)
+from torchround.pipeline.baselines.schedule_report import Schedule
+from torchround.pipeline.partition import split_evenly
+from torchround.pipeline.timeline import Task, TaskKind
+
+
+def gpipe(setting: SimulationSetup) -> Schedule:
+    """All forwards, then all backwards: `T = (m + p - 1)(f + b)`, m micro-batches in flight everywhere."""
+    micro_batches = range(setting.num_micro_batches)
+    orders = [
+        actions(FORWARD, [device], micro_batches) + actions(BACKWARD, [device], micro_batches)
+        for device in range(setting.num_devices)
+    ]
+    return flushed("gpipe", setting, bound_stages(setting, 1), orders)
+
+
+def one_f_one_b(setting: SimulationSetup) -> Schedule:
+    """p - i forwards on device i, then backward and forward in turn: GPipe's time, p - i in flight."""
+    micro_batches = range(setting.num_micro_batches)
+    orders = [
+        alternate(
+            actions(FORWARD, [device], micro_batches),
+            actions(BACKWARD, [device], micro_batches),
+            setting.num_devices - device,
+        )
+        for device in range(setting.num_devices)
+    ]
+    return flushed("1f1b", setting, bound_stages(setting, 1), orders)
+
+
+def interleaved_1f1b(setting: SimulationSetup) -> Schedule:
+    """1F1B over v chunks per device, in groups of about p micro-batches: bubble `(p - 1)(f + b)` of a chunk.
+
+    Before its first pair of a forward and a backward, device i has done `g (v - 1) + 2 (p - 1 - i)` forwards.
+    """
+    p, m, chunks = setting.num_devices, setting.num_micro_batches, chunks_of(setting)
+    groups = split_evenly(m, max(1, m // p))
+    orders = []
+    for device in range(p):
+        forwards = looped(FORWARD, groups, chunks, device, p)
+        backwards = looped(BACKWARD, groups, chunks, device, p)
+        warm_up = len(groups[0]) * (chunks - 1) + 2 * (p - 1 - device) + 1
+        orders.append(alternate(forwards, backwards, warm_up))
+    return flushed("interleaved_1f1b", setting, bound_stages(setting, chunks), orders)
+
+
+def looped_bfs(setting: SimulationSetup) -> Schedule:
+    """Each chunk takes all micro-batches before the next chunk does; the backward in the reverse order."""
+    stages = bound_stages(setting, chunks_of(setting))
+    return flushed("looped_bfs", setting, stages, breadth_first_orders(setting))
+
+
+def flushed(
+    name: str, setting: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
+) -> Schedule:
+    """One step of these orders as a schedule."""
+    return Schedule(
+        name=name,
+        num_devices=setting.num_devices,
+        partition=[len(stage.layers) for stage in stages],
+        tasks=lambda steps: bound_tasks(setting, stages, orders),
+        warm_up=tuple(setting.num_devices - device for device in range(setting.num_devices)),
+    )
+
+
+def actions(kind: TaskKind, stages: Iterable[int], micro_batches: Sequence[int]) -> list[Action]:
+    """All micro-batches of one stage, then of the next."""
+    return [Action(kind, stage, micro_batch) for stage in stages for micro_batch in micro_batches]
+
+
+def looped(
+    kind: TaskKind, groups: Iterable[Sequence[int]], chunks: int, device: int, num_devices: int
+) -> list[Action]:
+    """Group by group through the device's chunks, deepest chunk first for a backward."""
+    stages = range(device, num_devices * chunks, num_devices)
+    ordered = stages if kind is FORWARD else stages[::-1]
+    return list(chain.from_iterable(actions(kind, ordered, group) for group in groups))
+
+
+def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
+    """`warm_up` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    order = forwards[:warm_up]
+    for index, backward in enumerate(backwards):
+        order.append(backward)
+        order += forwards[warm_up + index : warm_up + index + 1]
+    return order
+
+
+def breadth_first_orders(setting: SimulationSetup) -> list[list[Action]]:
+    """Per device: chunk by chunk forward, then chunk by chunk backward, all micro-batches each time."""
+    chunks, p = chunks_of(setting), setting.num_devices
+    micro_batches = range(setting.num_micro_batches)
+    return [
+        looped(FORWARD, [micro_batches], chunks, device, p)
+        + looped(BACKWARD, [micro_batches[::-1]], chunks, device, p)
+        for device in range(p)
+    ]
+
+
+# 1F1B without a flush: stages take forwards and backwards as they arrive and update on their own.
+#
+# Where both have arrived, a stage alternates, as 1F1B's order and PACI's algorithm 1 do. PipeDream's asynchronous
+# 1F1B, and PACI (Elam et al., 2026), which bounds how far weights move on between a micro-batch's forward and
+# backward. Stage i counts from 1 in the formulas, N stages.
+
+
+def async_1f1b(setting: SimulationSetup) -> Schedule:
+    """N micro-batches in the pipeline at once (PipeDream), an update after every backward, no other rule."""
+    limits: list[int | None] = [setting.num_devices] + [None] * (setting.num_devices - 1)
+    return _continuous("async_1f1b", setting, limits, backwards_per_update=1)
+
+
+def paci(setting: SimulationSetup) -> Schedule:
+    """Update after `a` local backwards; stage i admits a forward while `q_i < N + 1 - i` are unresolved.
+
+    Bounds the drift by `ceil((N - i) / a)` (PACI equation 10, algorithm 1).
+    """
+    limits = [setting.num_devices - device for device in range(setting.num_devices)]
+    accumulate = setting.accumulate or setting.num_micro_batches
+    return _continuous("paci", setting, limits, accumulate)
+
+
+def _continuous(
+    name: str, setting: SimulationSetup, limits: Sequence[int | None], backwards_per_update: int
+) -> Schedule:
+    stages = bound_stages(setting, 1)
+
+    def tasks(steps: int) -> list[Task]:
+        micro_batches = range(steps * setting.num_micro_batches)
+        orders = [
+            alternate(
+                actions(FORWARD, [device], micro_batches),
+                actions(BACKWARD, [device], micro_batches),
+                setting.num_devices - device,
+            )
+            for device in range(setting.num_devices)
+        ]
+        return _admitted(bound_tasks(setting, stages, orders), orders, limits)
+
+    return Schedule(
+        name=name,
+        num_devices=setting.num_devices,
+        partition=[len(stage.layers) for stage in stages],
+        tasks=tasks,
+        continuous=True,
+        ready_first=True,
+        tail_steps=1 + setting.num_devices // setting.num_micro_batches,
+        backwards_per_update=backwards_per_update,
+    )
+
+
+def _admitted(
+    tasks: Sequence[Task], orders: Sequence[Sequence[Action]], limits: Sequence[int | None]
+) -> list[Task]:
+    """Fewer than `limits[i]` unresolved forwards before the next: it waits for the backward that many back."""
+    flat = [action for order in orders for action in order]
+    index_of = {action: index for index, action in enumerate(flat)}
+    admitted = []
+    for action, task in zip(flat, tasks, strict=True):
+        limit = limits[task.device]
+        if action.kind is FORWARD and limit is not None and action.micro_batch >= limit:
+            backward = index_of[Action(BACKWARD, action.stage, action.micro_batch - limit)]
+            task = replace(task, after=(*task.after, (backward, 0.0)))
+        admitted.append(task)
+    return admitted

@@ -1,0 +1,220 @@
+"""The shortest honest answer when nothing fits: which layer, how many GiB are short, which keys would help."""
+
+from collections.abc import Iterable, Sequence
+
+from torchround.pipeline.costs import Costs, stage_seconds
+from torchround.pipeline.host_buffers import boundary_pool_bytes
+from torchround.pipeline.memory import (
+    GIB,
+    DeviceMemory,
+    MemoryLimits,
+    device_memory,
+    host_activation_bytes,
+    stage_compute_bytes,
+    stage_gradient_bytes,
+    stage_weight_bytes,
+)
+from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.plan import Plan, PlannedStage
+from torchround.pipeline.search.lower_bound import lower_bound_s
+from torchround.pipeline.search.partition_batch import Candidate
+from torchround.pipeline.search.planning_problem import PlanningProblem
+from torchround.pipeline.search.random_search import find_plan, is_small
+from torchround.pipeline.search.systematic_search import greedy_partition
+
+DEVICE_KEYS = {
+    "weights_bytes": ("engine.device_memory_gib", "model.flavor"),
+    "gradients_bytes": ("engine.accumulate_dtype", "lora.rank"),
+    "staging_bytes": ("training.micro_batch_size", "training.seq_len"),
+    "integers_bytes": ("engine.rounds",),
+    "compute_bytes": ("training.micro_batch_size", "training.seq_len"),
+}
+HOST_KEYS = ("training.global_batch_size", "engine.rounds", "training.seq_len")
+
+
+UPDATES = ("sync", "async")
+
+
+class InfeasiblePlanError(ValueError):
+    """No partition fits, or the given one does not.
+
+    `layer`: the one that needs most. `missing_gib`: how much is short. `keys`: config keys that would help.
+    """
+
+    def __init__(self, message: str, layer: str, missing_gib: float, keys: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.layer, self.missing_gib, self.keys = layer, missing_gib, keys
+
+
+def make_plan(
+    costs: Costs,
+    num_devices: int,
+    num_micro_batches: int,
+    update: str = "sync",
+    rounds: int | str = "auto",
+    limits: MemoryLimits | None = None,
+) -> Plan:
+    """The fastest plan within `limits`. Raises `InfeasiblePlanError`, or `PlanError` for bad arguments."""
+    problem = _problem(costs, num_devices, num_micro_batches, update, limits)
+    choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
+    found = find_plan(problem, choices)
+    if found is None:
+        raise why_infeasible(problem, choices)
+    step_s = problem.exact_s(found.candidate)
+    bound_s = step_s if found.proven else lower_bound_s(problem, choices, step_s)
+    return _plan(problem, found.candidate, bound_s)
+
+
+def evaluate_plan(
+    partition: Partition,
+    rounds: int,
+    costs: Costs,
+    num_devices: int,
+    num_micro_batches: int,
+    update: str = "sync",
+    limits: MemoryLimits | None = None,
+) -> Plan:
+    """A given partition as a plan, whatever it costs. Raises as `make_plan` does, if it does not fit."""
+    problem = _problem(costs, num_devices, num_micro_batches, update, limits)
+    choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
+    if partition.num_layers != costs.num_layers:
+        raise PlanError(f"the plan covers {partition.num_layers} layers, the model has {costs.num_layers}")
+    candidate = Candidate(partition, rounds)
+    if not problem.fits_limits(candidate):
+        raise why_infeasible(problem, choices, partition)
+    return _plan(problem, candidate, lower_bound_s(problem, choices, problem.exact_s(candidate)))
+
+
+def _problem(
+    costs: Costs, num_devices: int, num_micro_batches: int, update: str, limits: MemoryLimits | None
+) -> PlanningProblem:
+    if num_devices < 1 or num_micro_batches < 1:
+        raise PlanError(
+            f"{num_devices} devices and {num_micro_batches} micro-batches must both be at least 1"
+        )
+    if update not in UPDATES:
+        raise PlanError(f"update = {update!r} must be one of {UPDATES}")
+    return PlanningProblem(costs, num_devices, num_micro_batches, update, limits or MemoryLimits())
+
+
+def _rounds_choices(
+    num_layers: int, num_devices: int, num_micro_batches: int, rounds: int | str
+) -> tuple[int, ...]:
+    """All numbers of rounds for a small model, else few rounds and multiples of the devices."""
+    if rounds != "auto":
+        if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= num_micro_batches:
+            raise PlanError(f'rounds = {rounds!r} must be "auto" or 1 to {num_micro_batches} (micro-batches)')
+        return (rounds,)
+    if is_small(num_layers, num_micro_batches):
+        return tuple(range(1, num_micro_batches + 1))
+    useful = {1, 2, 3, 4, num_devices // 2, num_devices, 2 * num_devices, num_micro_batches}
+    return tuple(sorted(count for count in useful if 1 <= count <= num_micro_batches))
+
+
+def _plan(problem: PlanningProblem, candidate: Candidate, bound_s: float) -> Plan:
+    costs, limits, partition = problem.costs, problem.limits, candidate.partition
+    devices, micro_batches, rounds = problem.num_devices, problem.num_micro_batches, candidate.rounds
+    step_s = problem.exact_s(candidate)
+    stages = tuple(
+        PlannedStage(
+            kind=stage.kind.value,
+            first_layer=costs.layers[stage.start].name,
+            last_layer=costs.layers[stage.stop - 1].name,
+            num_layers=stage.stop - stage.start,
+            seconds=sum(stage_seconds(costs, stage, limits.recompute)),
+            weight_bytes=stage_weight_bytes(stage, costs),
+            gradient_bytes=stage_gradient_bytes(stage, costs),
+            compute_bytes=stage_compute_bytes(stage, costs, limits.recompute),
+        )
+        for stage in partition.stages()
+    )
+    busy_s = micro_batches * sum(stage.seconds for stage in stages)
+    return Plan(
+        partition=partition,
+        rounds=rounds,
+        num_devices=devices,
+        num_micro_batches=micro_batches,
+        update=problem.update,
+        step_s=step_s,
+        bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
+        lower_bound_s=bound_s,
+        device_bytes=device_memory(partition, costs, -(-micro_batches // rounds), limits).total_bytes,
+        host_activation_bytes=boundary_pool_bytes(
+            partition, costs, devices, micro_batches, rounds, problem.update
+        ),
+        stages=stages,
+    )
+
+
+def why_infeasible(
+    problem: PlanningProblem, rounds_choices: Sequence[int], partition: Partition | None = None
+) -> InfeasiblePlanError:
+    """The error for `partition`, or for the finest one, which needs least of a device."""
+    ones = (1,) * (problem.num_layers - 1)
+    finest = Partition(ones, 1, ones)
+    chosen = partition or finest
+    size = -(-problem.num_micro_batches // max(rounds_choices))
+    needed = device_memory(chosen, problem.costs, size, problem.limits)
+    limit = problem.limits.device_bytes
+    if limit is not None and needed.total_bytes > limit:
+        return _device_error(problem.costs, needed, limit, given=partition is not None)
+    # Few stages need few boundaries, if a device has room for them.
+    fullest = greedy_partition(problem, float("inf"))
+    coarse = [fullest] if problem.fits_device(fullest, max(rounds_choices)) else []
+    return _host_error(problem, rounds_choices, [partition] if partition else [finest, *coarse])
+
+
+def _device_error(costs: Costs, needed: DeviceMemory, limit: int, given: bool) -> InfeasiblePlanError:
+    missing_gib = (needed.total_bytes - limit) / GIB
+    largest = max(
+        costs.layers,
+        key=lambda layer: (
+            2 * (layer.weight_bytes + layer.gradient_bytes) + layer.activation_bytes + layer.workspace_bytes
+        ),
+    )
+    parts = {
+        "weights_bytes": f"{needed.weights_bytes / GIB:.3g} for two slots of weights",
+        "gradients_bytes": f"{needed.gradients_bytes / GIB:.3g} for two of gradients",
+        "staging_bytes": f"{needed.staging_bytes / GIB:.3g} for activations on their way",
+        "integers_bytes": f"{needed.integers_bytes / GIB:.3g} for tokens and labels",
+        "compute_bytes": f"{needed.compute_bytes / GIB:.3g} for activations and workspace",
+    }
+    by_size = sorted(parts, key=lambda kind: -getattr(needed, kind))
+    keys = ("engine.plan",) if given else _keys(key for kind in by_size[:2] for key in DEVICE_KEYS[kind])
+    subject = "the given plan" if given else f"layer {largest.name}, a stage of its own,"
+    message = (
+        f"{subject} needs {needed.total_bytes / GIB:.3g} GiB of a device that may use {limit / GIB:.3g} GiB: "
+        f"{missing_gib:.3g} GiB are missing ({', '.join(parts[kind] for kind in by_size)}). "
+        f"What would help: {', '.join(keys)}"
+    )
+    return InfeasiblePlanError(message, largest.name, missing_gib, keys)
+
+
+def _host_error(
+    problem: PlanningProblem, rounds_choices: Sequence[int], candidates: Sequence[Partition]
+) -> InfeasiblePlanError:
+    limit = problem.limits.host_bytes
+    assert limit is not None, "what fits every limit is not infeasible"
+    costs, devices, micro_batches = problem.costs, problem.num_devices, problem.num_micro_batches
+    needed, stages = min(
+        (
+            host_activation_bytes(chosen, costs, devices, micro_batches, rounds, problem.update),
+            chosen.num_stages,
+        )
+        for chosen in candidates
+        for rounds in rounds_choices
+    )
+    largest = max(costs.layers, key=lambda layer: layer.boundary_bytes)
+    missing_gib = (needed - limit) / GIB
+    message = (
+        f"the activations between {stages} stages need {needed / GIB:.3g} GiB of host memory and "
+        f"{limit / GIB:.3g} GiB are left for them: {missing_gib:.3g} GiB are missing (the output of layer "
+        f"{largest.name} is the largest, {largest.boundary_bytes / GIB:.3g} GiB per micro-batch). "
+        f"What would help: {', '.join(HOST_KEYS)}"
+    )
+    return InfeasiblePlanError(message, largest.name, missing_gib, HOST_KEYS)
+
+
+def _keys(names: Iterable[str]) -> tuple[str, ...]:
+    """Each once, in order."""
+    return tuple(dict.fromkeys(names))

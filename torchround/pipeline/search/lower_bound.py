@@ -1,0 +1,112 @@
+"""A step time that no plan within the limits can beat, to judge what the search found.
+
+Two reasons, for every number of rounds, fused size and number of stages: the devices' work with the idle
+time that filling and draining cannot avoid, and the way of one round's micro-batches through all stages.
+
+N devices, M micro-batches, S stages.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.search.partition_batch import Candidate, Floats
+from torchround.pipeline.search.planning_problem import SAME_STEP, PlanningProblem
+
+
+def lower_bound_s(problem: PlanningProblem, rounds_choices: Sequence[int], found_s: float) -> float:
+    """Seconds; at most `found_s`, the step time of some plan within the limits."""
+    largest = largest_fused(problem)
+    least_s = least_work_s(problem, largest) / problem.num_devices
+    if found_s <= least_s * (1 + SAME_STEP):
+        return found_s
+    bound_s = found_s
+    for rounds in rounds_choices:
+        for fused in range(1, largest + 1):
+            bound_s = min(bound_s, max(_bound_s(problem, rounds, fused), problem.sums.updated_s[-1]))
+    return max(bound_s, least_s)
+
+
+def largest_fused(problem: PlanningProblem) -> int:
+    """Most layers that memory allows in the fused stage."""
+    return problem.num_layers - problem.first_layers[problem.num_layers]
+
+
+def least_work_s(problem: PlanningProblem, largest: int) -> float:
+    """Device seconds of a step in any plan whose fused stage holds up to `largest` layers."""
+    return problem.num_micro_batches * min(problem.sums.work_s(fused) for fused in range(1, largest + 1))
+
+
+def _bound_s(problem: PlanningProblem, rounds: int, fused: int) -> float:
+    """The bound for one number of rounds and one fused stage."""
+    if fused == problem.num_layers:
+        return problem.exact_s(Candidate(Partition((), fused, ()), rounds))
+    fewest_forward, fewest_backward = _fewest_stages(problem, problem.num_layers - fused)
+    limit = _stage_limit(problem, fused)
+    allowed = np.s_[min(fewest_forward, limit) - 1 :, min(fewest_backward, limit) - 1 :]
+    alone_s = _alone_s(problem, rounds, fused)[allowed]
+    work_s = problem.num_micro_batches * problem.sums.work_s(fused)
+    devices = problem.num_devices
+    if problem.update == "async":
+        # A step may last two step times from its first stage to its last gradient.
+        return max(work_s / devices, float(alone_s.min()) / 2)
+    stages = np.arange(1, limit + 1)
+    used = np.minimum(devices, rounds * (stages[:, None] + 1 + stages))[allowed]
+    return float(np.maximum(alone_s, (work_s + _idle_s(problem, limit)[allowed]) / used).min())
+
+
+def _fewest_stages(problem: PlanningProblem, split: int) -> tuple[int, int]:
+    """Forward and backward stages that memory asks for at least."""
+    forward, start = 0, 0
+    while start < split:
+        start = problem.last_ends[start]
+        forward += 1
+    backward, stop = 0, split
+    while stop > 0:
+        stop = problem.first_layers[stop]
+        backward += 1
+    return forward, backward
+
+
+def _stage_limit(problem: PlanningProblem, fused: int) -> int:
+    """Numbers of forward or backward stages to tell apart: beyond N the idle time stays the same."""
+    return min(problem.num_devices, problem.num_layers - fused)
+
+
+def _alone_s(problem: PlanningProblem, rounds: int, fused: int) -> Floats:
+    """Seconds of a round on its own by numbers of forward and of backward stages.
+
+    The first micro-batch passes every stage; each further one leaves at least the slowest stage's time later.
+    The last row and column stand for that many stages or more.
+    """
+    split, limit = problem.num_layers - fused, _stage_limit(problem, fused)
+    stages = np.arange(1, limit + 1)
+    parts = np.where(stages < limit, stages, split)
+    forward_s, backward_s = problem.forward_s, problem.backward_s
+    fused_s = forward_s[-1] - forward_s[split] + backward_s[-1] - backward_s[split]
+    longest_layer_s = float(np.diff(forward_s + backward_s).max())
+    slowest_s = np.maximum(
+        np.maximum(forward_s[split] / parts[:, None], (forward_s[split] + backward_s[split]) / parts),
+        max(fused_s, longest_layer_s),
+    )
+    first_s = forward_s[split] + fused_s + backward_s[split]
+    hops_s = (stages[:, None] + stages) * problem.sums.hop_s
+    size = -(-problem.num_micro_batches // rounds)
+    return np.asarray(first_s + hops_s + (size - 1) * slowest_s)
+
+
+def _idle_s(problem: PlanningProblem, limit: int) -> Floats:
+    """Idle device seconds of filling and draining, by numbers of forward and of backward stages.
+
+    The device of slot k waits for k stages of at least a layer each, if all of them are forward ones, and
+    the device of the k-th last slot is done before k backward stages, whose recomputation may be over.
+    """
+    waiting = np.arange(1, limit + 1)
+    waiting = waiting[waiting < problem.num_devices]
+    fill_s = np.cumsum(problem.forward_s[waiting] + waiting * problem.sums.hop_s)
+    drain_s = np.cumsum(problem.backward_s[waiting] + waiting * problem.sums.hop_s)
+    last = np.minimum(np.arange(limit), len(waiting) - 1)
+    if not len(waiting):
+        return np.zeros((limit, limit))
+    return np.asarray(fill_s[last][:, None] + drain_s[last])

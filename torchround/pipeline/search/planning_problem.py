@@ -1,0 +1,263 @@
+"""One planning problem: what many partitions take, for ranking, and what one takes, exactly."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from torchround.pipeline.costs import Costs
+from torchround.pipeline.memory import STAGING_BUFFERS, MemoryLimits, device_memory, rounds_in_flight
+from torchround.pipeline.partition import Partition, split_evenly
+from torchround.pipeline.search.batch_time import BatchTimes, batch_async_seconds, batch_sync_seconds
+from torchround.pipeline.search.partition_batch import (
+    Booleans,
+    Candidate,
+    Floats,
+    Integers,
+    PartitionBatch,
+    rows_of,
+)
+from torchround.pipeline.simulation.step_time import LayerSums, step_seconds
+
+# Adding a round on the host moves 10 bytes per trained parameter (a 2-byte gradient, a float32 sum read and
+# written), an update 28 (FIGURES section 4).
+ADDING_SHARE = 10 / 28
+# Partitions timed in one go: few enough for their lines to stay in the processor's cache.
+CHUNK = 1024
+# Step times closer than this share are equal; of equal plans the one with fewer rounds and stages is taken.
+SAME_STEP = 1e-9
+
+
+class PlanningProblem:
+    """Costs, devices, micro-batches, update mode and limits."""
+
+    def __init__(
+        self, costs: Costs, num_devices: int, num_micro_batches: int, update: str, limits: MemoryLimits
+    ) -> None:
+        self.costs, self.limits, self.update = costs, limits, update
+        self.num_devices, self.num_micro_batches = num_devices, num_micro_batches
+        self.num_layers = costs.num_layers
+        self.sums = LayerSums(costs, limits.recompute)
+        self.forward_s = np.array(self.sums.forward_s)
+        self.backward_s = np.array(self.sums.backward_s)
+        self.updated_s = np.array(self.sums.updated_s)
+        self.both_s: list[float] = (self.forward_s + self.backward_s).tolist()
+        self.memory = MemoryTable(costs, limits)
+        self.first_layers, self.last_ends = self.memory.first_layers(), self.memory.last_ends()
+        self.idle_weight = 0.0
+        self._exact: dict[Candidate, float] = {}
+
+    def sizes(self, rounds: int) -> list[int]:
+        """Micro-batches of each round."""
+        return [len(part) for part in split_evenly(self.num_micro_batches, rounds)]
+
+    def exact_s(self, candidate: Candidate) -> float:
+        """The step time by the exact recurrence, computed once for each candidate."""
+        if candidate not in self._exact:
+            partition, devices = candidate.partition, self.num_devices
+            times = self.sums.times(partition.forward, partition.fused, partition.backward)
+            step_s = step_seconds(times, devices, self.num_micro_batches, candidate.rounds, self.update)
+            self._exact[candidate] = max(step_s, self.host_s(candidate.rounds))
+        return self._exact[candidate]
+
+    def rank_s(self, candidate: Candidate) -> float:
+        """What the search makes small: the step time, and `idle_weight` of a device's idle time in it."""
+        step_s = self.exact_s(candidate)
+        if not self.idle_weight:
+            return step_s
+        partition = candidate.partition
+        times = self.sums.times(partition.forward, partition.fused, partition.backward)
+        return self._with_idle(step_s, sum(times.total_s))
+
+    def _with_idle(self, step_s: Any, micro_batch_s: Any) -> Any:
+        busy_s = micro_batch_s * self.num_micro_batches / self.num_devices
+        return step_s + self.idle_weight * (step_s - busy_s)
+
+    def host_s(self, rounds: int) -> float:
+        """Seconds of host memory traffic per step, if its rounds are added up there (DESIGN section 4)."""
+        return self.sums.updated_s[-1] * (1 + rounds * ADDING_SHARE) if rounds > 1 else 0.0
+
+    def better(self, one: Candidate | None, other: Candidate) -> Candidate:
+        """The one of lower rank; of equals the one with fewer rounds, then fewer stages, then the first."""
+        if one is None:
+            return other
+        one_s, other_s = self.rank_s(one), self.rank_s(other)
+        if abs(one_s - other_s) > SAME_STEP * max(one_s, other_s):
+            return one if one_s < other_s else other
+        simple = [(c.rounds, c.partition.num_stages) for c in (one, other)]
+        return other if simple[1] < simple[0] else one
+
+    def fits_limits(self, candidate: Candidate) -> bool:
+        """Whether this candidate keeps within the memory limits."""
+        return bool(self.fits(rows_of([candidate.partition]), candidate.rounds)[0])
+
+    def fits_device(self, partition: Partition, rounds: int) -> bool:
+        """Whether the device limit alone would allow this partition."""
+        limit, size = self.limits.device_bytes, -(-self.num_micro_batches // rounds)
+        needed = device_memory(partition, self.costs, size, self.limits).total_bytes
+        return limit is None or needed <= limit
+
+    def fits(self, rows: PartitionBatch, rounds: int) -> Booleans:
+        """Which rows [K] keep within the memory limits."""
+        return self.memory.fits(rows, self.num_devices, self.num_micro_batches, rounds, self.update)
+
+    def estimate_s(self, rows: PartitionBatch, rounds: int) -> Floats:
+        """Ranks [K], never above the exact ones."""
+        batch_seconds = batch_sync_seconds if self.update == "sync" else batch_async_seconds
+        sizes, host_s = self.sizes(rounds), self.host_s(rounds)
+
+        def rank_s(times: BatchTimes) -> Floats:
+            step_s = np.maximum(batch_seconds(times, sizes, self.num_devices), host_s)
+            return np.asarray(self._with_idle(step_s, times.total_s.sum(axis=0)))
+
+        return self._in_order_of_stages(rows, rank_s)
+
+    def _in_order_of_stages(self, rows: PartitionBatch, seconds: Callable[[BatchTimes], Floats]) -> Floats:
+        """`seconds` with the partitions of most stages first, as `batch_time.py` wants them."""
+        num_stages = rows.num_stages
+        order = np.argsort(-num_stages, kind="stable")
+        result = np.empty(len(rows))
+        for first in range(0, len(rows), CHUNK):
+            part = order[first : first + CHUNK]
+            result[part] = seconds(self._times(rows.take(part), num_stages[part]))
+        return result
+
+    def _times(self, rows: PartitionBatch, num_stages: Integers) -> BatchTimes:
+        """Stage times of all rows; equal to `LayerSums.times` row by row."""
+        starts, stops = rows.ranges(self.num_layers)
+        forward_s = self.forward_s[stops] - self.forward_s[starts]
+        after_s = self.backward_s[stops] - self.backward_s[starts]
+        if self.limits.recompute == "layer":
+            after_s = after_s + self.forward_s[stops - 1] - self.forward_s[starts]
+        total_s = forward_s + np.where(rows.has_gradients(), after_s, 0.0)
+        entry_s = np.where(rows.is_backward(), after_s, total_s) + self.sums.hop_s
+        return BatchTimes(
+            np.ascontiguousarray(entry_s.T),
+            np.ascontiguousarray(total_s.T),
+            np.ascontiguousarray(self.updated_s[stops].T),
+            num_stages,
+        )
+
+
+# Which of many partitions keep within the memory limits: `memory.py`'s counts as arrays.
+#
+# Shapes: K partitions, S stages, L layers.
+
+
+class MemoryTable:
+    """Running sums over the layers and, if devices are limited, the compute peak of every possible stage."""
+
+    def __init__(self, costs: Costs, limits: MemoryLimits) -> None:
+        layers = costs.layers
+        self.limits = limits
+        self.num_layers = len(layers)
+        self.weights = _running([layer.weight_bytes for layer in layers])
+        self.gradients = _running([layer.gradient_bytes for layer in layers])
+        self.outputs = np.array([layer.boundary_bytes for layer in layers], dtype=np.int64)
+        self.inputs = np.concatenate([np.zeros(1, dtype=np.int64), self.outputs[:-1]])
+        self.staging_bytes = STAGING_BUFFERS * int(self.outputs.max())
+        if limits.device_bytes is not None:
+            self.compute = _compute_table(costs, limits.recompute)
+            single = np.arange(self.num_layers)
+            self.largest = (
+                max(layer.weight_bytes for layer in layers),
+                max(layer.gradient_bytes for layer in layers),
+                int(self.compute[single, single + 1].max()),
+            )
+
+    def fits(
+        self, rows: PartitionBatch, num_devices: int, num_micro_batches: int, rounds: int, update: str
+    ) -> Booleans:
+        """Which rows [K] keep within the device limit and the host limit."""
+        fits = np.ones(len(rows), dtype=np.bool_)
+        if self.limits.device_bytes is None and self.limits.host_bytes is None:
+            return fits
+        starts, stops = rows.ranges(self.num_layers)
+        size = -(-num_micro_batches // rounds)
+        if self.limits.device_bytes is not None:
+            needed = self._device_bytes(rows, starts, stops) + self.limits.integer_bytes * size
+            fits &= needed <= self.limits.device_bytes
+        if self.limits.host_bytes is not None:
+            in_flight = [
+                rounds_in_flight(num_devices, stages, rounds, update) for stages in rows.num_stages.tolist()
+            ]
+            alive = np.array(in_flight, dtype=np.int64) * size
+            fits &= self._host_bytes(starts) * alive <= self.limits.host_bytes
+        return fits
+
+    def first_layers(self) -> list[int]:
+        """By a stage's end (1 to L, 0 unused): its first layer at the earliest, if it has gradients.
+
+        The other stages may be of one layer each. A stage of one layer is always allowed.
+        """
+        first = np.zeros(self.num_layers + 1, dtype=np.int64)
+        if self.limits.device_bytes is not None:
+            start, stop = np.arange(self.num_layers)[:, None], np.arange(self.num_layers + 1)
+            needed = self._needed(
+                self.weights[stop] - self.weights[start],
+                self.gradients[stop] - self.gradients[start],
+                self.compute,
+            )
+            first = np.argmax((needed <= self.limits.device_bytes) | (start >= stop - 1), axis=0)
+        return [int(layer) for layer in first]
+
+    def last_ends(self) -> list[int]:
+        """By a forward stage's first layer: its end at the latest."""
+        ends = np.full(self.num_layers, self.num_layers)
+        if self.limits.device_bytes is not None:
+            zero = np.zeros(1, dtype=np.int64)
+            room = (self.limits.device_bytes - int(self._needed(zero, zero, zero)[0])) // 2 + self.largest[0]
+            ends = np.searchsorted(self.weights, self.weights[:-1] + room, side="right") - 1
+            ends = np.maximum(ends, np.arange(self.num_layers) + 1)
+        return [int(end) for end in ends]
+
+    def _needed(self, weights: Integers, gradients: Integers, compute: Integers) -> Integers:
+        """Bytes of a device with this stage and otherwise stages of one layer."""
+        weights = np.maximum(weights, self.largest[0])
+        gradients = np.maximum(gradients, self.largest[1])
+        return np.asarray(
+            2 * weights
+            + self._gradient_bytes(gradients)
+            + np.maximum(compute, self.largest[2])
+            + self.staging_bytes
+        )
+
+    def _gradient_bytes(self, slots: Integers) -> Integers:
+        """Two slots, and the buffer to round them in."""
+        rounded = (self.limits.rounding_share * slots).astype(np.int64)
+        return np.asarray(2 * slots + np.minimum(rounded, self.limits.rounding_bytes))
+
+    def _device_bytes(self, rows: PartitionBatch, starts: Integers, stops: Integers) -> Integers:
+        """What each device allocates [K], without the round's integers (`memory.device_memory`)."""
+        weights = (self.weights[stops] - self.weights[starts]).max(axis=1)
+        has_gradients = rows.has_gradients()
+        gradients = np.where(has_gradients, self.gradients[stops] - self.gradients[starts], 0).max(axis=1)
+        # Every layer is in a fused or backward stage too, so forward stages never need the most.
+        compute = np.where(has_gradients, self.compute[starts, stops], 0).max(axis=1)
+        return np.asarray(2 * weights + self._gradient_bytes(gradients) + compute + self.staging_bytes)
+
+    def _host_bytes(self, starts: Integers) -> Integers:
+        """Boundaries [K] of one micro-batch (`memory.host_activation_bytes`): each stage's first layer once."""
+        cut = np.zeros((len(starts), self.num_layers), dtype=np.bool_)
+        cut[np.arange(len(starts))[:, None], starts] = True
+        return np.asarray(cut @ self.inputs + int(self.outputs.max()))
+
+
+def _running(values: list[int]) -> Integers:
+    return np.concatenate([[0], np.cumsum(values, dtype=np.int64)]).astype(np.int64)
+
+
+def _compute_table(costs: Costs, recompute: str) -> Integers:
+    """Compute peak [L, L + 1] of a fused or backward stage by its first layer and its end."""
+    layers = costs.layers
+    kept = _running([layer.activation_bytes for layer in layers])
+    boundary = _running([layer.boundary_bytes for layer in layers])
+    scratch = np.array([layer.workspace_bytes for layer in layers], dtype=np.int64)
+    if recompute == "layer":
+        scratch = scratch + np.array([layer.activation_bytes for layer in layers], dtype=np.int64)
+        kept = boundary
+    table = np.zeros((len(layers), len(layers) + 1), dtype=np.int64)
+    for start in range(len(layers)):
+        table[start, start + 1 :] = kept[start + 1 :] - kept[start]
+        table[start, start + 1 :] += np.maximum.accumulate(scratch[start:])
+    return table

@@ -1,0 +1,132 @@
+"""The dispatch schedule as timed tasks for the simulator: RoundPipe section 3.2, over one or several steps.
+
+The stage tasks are `schedule.step_tasks`, the ones the engine runs; this module adds durations, bytes, and
+what waits for what.
+"""
+
+from typing import Any
+
+from torchround.pipeline.costs import Costs, stage_seconds
+from torchround.pipeline.partition import Partition, StageKind, StageTask, step_tasks
+from torchround.pipeline.timeline import HOST, Dependency, Task, TaskKind
+
+# Steps between a gradient and the first step that reads the weights it made (DESIGN section 7).
+STEPS_UNTIL_READ = {"sync": 1, "async": 2}
+
+
+def dispatch_tasks(
+    partition: Partition,
+    costs: Costs,
+    num_devices: int,
+    num_micro_batches: int,
+    rounds: int,
+    *,
+    recompute: str = "stage",
+    update: str = "sync",
+    steps: int = 1,
+) -> list[Task]:
+    """The tasks of `steps` consecutive steps, slot by slot and micro-batch by micro-batch.
+
+    With several steps each is followed by its update: once its last gradient is in, the host updates layer
+    by layer in forward order, and every stage of step t+1 (`sync`) or t+2 (`async`) waits for its own layers.
+    """
+    if partition.num_layers != len(costs.layers):
+        raise ValueError(f"the partition holds {partition.num_layers} layers, the costs {len(costs.layers)}")
+    builder = _Builder(costs, recompute)
+    slots_per_step = rounds * partition.num_stages
+    updates: list[list[int]] = []
+    for step in range(steps):
+        source = step - STEPS_UNTIL_READ[update]
+        builder.begin_step(step, updates[source] if source >= 0 else [])
+        for stage_task in step_tasks(
+            partition, num_micro_batches, rounds, num_devices, step * slots_per_step
+        ):
+            builder.add(stage_task)
+        if steps > 1:
+            updates.append(builder.add_updates())
+    return builder.tasks
+
+
+class _Builder:
+    """Turns stage tasks into timed tasks, remembering who makes what each later one needs."""
+
+    def __init__(self, costs: Costs, recompute: str) -> None:
+        self.costs = costs
+        self.recompute = recompute
+        self.tasks: list[Task] = []
+
+    def begin_step(self, step: int, updates: list[int]) -> None:
+        """`updates[layer]`: the task that makes the weights this step reads; empty if they are there."""
+        self.step = step
+        self.updates = updates
+        self.previous: dict[int, int] = {}  # micro-batch -> its task in the slot before
+        self.producer: dict[tuple[int, int], int] = {}  # (layer, micro-batch) -> the forward task that ran it
+        self.last_gradients: list[int] = []  # the last task of each slot that makes gradients
+
+    def add(self, stage_task: StageTask) -> None:
+        stage, layers = stage_task.stage, self.costs.layers[stage_task.stage.start : stage_task.stage.stop]
+        early_s, late_s = stage_seconds(self.costs, stage, self.recompute)
+        kept = [layer.activation_bytes for layer in layers]
+        peak = sum(kept) if self.recompute == "stage" and stage.kind is not StageKind.FORWARD else max(kept)
+        weights_ready: tuple[Dependency, ...] = ((self.updates[stage.stop - 1], 0.0),) if self.updates else ()
+        for micro_batch in stage_task.micro_batches:
+            arrived = self._arrival(self.previous.get(micro_batch))
+            if stage.kind is StageKind.BACKWARD:
+                boundary = self._arrival(self.producer.get((stage.start - 1, micro_batch)))
+                early = {"after": boundary + weights_ready, "holds_bytes": peak}
+                self._append(stage_task, TaskKind.RECOMPUTE, micro_batch, early_s, **early)
+                late: dict[str, Any] = {"after": arrived, "frees_bytes": peak}
+            else:
+                late = {"after": arrived + weights_ready, "scratch_bytes": peak}
+            moves_bytes = self._moved_bytes(stage_task, micro_batch)
+            kind = TaskKind(stage.kind.value)
+            self.previous[micro_batch] = self._append(
+                stage_task, kind, micro_batch, late_s, moves_bytes=moves_bytes, **late
+            )
+            if stage.kind is StageKind.FORWARD:
+                self.producer.update(
+                    ((layer, micro_batch), self.previous[micro_batch])
+                    for layer in range(stage.start, stage.stop)
+                )
+        if stage.kind is not StageKind.FORWARD:
+            self.last_gradients.append(len(self.tasks) - 1)
+
+    def add_updates(self) -> list[int]:
+        """One host task per layer; the first waits for all gradients, as a norm over all of them needs."""
+        first = len(self.tasks)
+        for layer, cost in enumerate(self.costs.layers):
+            after = tuple((index, 0.0) for index in self.last_gradients) if layer == 0 else ()
+            layers = range(layer, layer + 1)
+            self.tasks.append(
+                Task(HOST, TaskKind.UPDATE, cost.optimizer_s, layers, -1, after, step=self.step)
+            )
+        return list(range(first, len(self.tasks)))
+
+    def _arrival(self, index: int | None) -> tuple[Dependency, ...]:
+        return () if index is None else ((index, self.costs.hop_s),)
+
+    def _append(
+        self, stage_task: StageTask, kind: TaskKind, micro_batch: int, duration_s: float, **fields: Any
+    ) -> int:
+        layers = range(stage_task.stage.start, stage_task.stage.stop)
+        self.tasks.append(
+            Task(stage_task.device, kind, duration_s, layers, micro_batch, step=self.step, **fields)
+        )
+        return len(self.tasks) - 1
+
+    def _moved_bytes(self, stage_task: StageTask, micro_batch: int) -> int:
+        """Weights up with the first micro-batch, gradients down with the last, activations with each."""
+        stage, layers = stage_task.stage, self.costs.layers
+        mine = layers[stage.start : stage.stop]
+        moved = layers[stage.start - 1].boundary_bytes if stage.start > 0 else 0  # in, or its boundary
+        if stage.kind is StageKind.FORWARD:
+            moved += mine[-1].boundary_bytes
+        else:
+            moved += layers[stage.start - 1].boundary_bytes if stage.start > 0 else 0  # gradient out
+        if stage.kind is StageKind.BACKWARD:
+            moved += mine[-1].boundary_bytes  # gradient in
+        if micro_batch == stage_task.micro_batches[0]:
+            moved += sum(layer.weight_bytes for layer in mine)
+        if micro_batch == stage_task.micro_batches[-1] and stage.kind is not StageKind.FORWARD:
+            moved += sum(layer.gradient_bytes for layer in mine)
+        return moved

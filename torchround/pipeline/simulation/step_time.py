@@ -1,0 +1,277 @@
+"""Exact time of one training step of a partition: the dispatch sequence timed in O(1) per stage slot.
+
+Within a round, micro-batch `m` leaves a stage at `max over lines (base + slope x m)`. A stage of duration d
+that a device may start at r adds the line (r + d, d) and turns every slope below d into d, because a tandem
+line of constant servers is held up by its slowest one. So a slot costs the same for 1 or 1000 micro-batches,
+and the result equals an event by event simulation (a test compares the two).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torchround.pipeline.costs import Costs
+from torchround.pipeline.partition import Partition, split_evenly
+
+NEVER = float("-inf")
+# Steps simulated before the steady state is computed from the transition matrix instead of waited for.
+MAX_WARM_UP_STEPS = 24
+
+Lines = tuple[list[float], list[float]]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """The stages of a partition in dispatch order. Seconds.
+
+    `entry_s`: from the previous stage's output of a micro-batch (hop included) to this stage's, if the
+    device is free. `total_s`: busy time per micro-batch. `updated_after_s`: when the optimizer has updated
+    all layers the stage reads, counted from the start of the update. `boundary_from`: the forward stage
+    whose output a recomputation may have to wait for, -1 where the gradient always comes later anyway.
+    """
+
+    entry_s: Sequence[float]
+    total_s: Sequence[float]
+    updated_after_s: Sequence[float]
+    boundary_from: Sequence[int]
+    hop_s: float
+
+    @property
+    def update_s(self) -> float:
+        """One update of all layers."""
+        return max(self.updated_after_s)
+
+
+class LayerSums:
+    """Running sums over the layers: any stage's seconds by two look-ups. The same figures as `stage_seconds`."""
+
+    def __init__(self, costs: Costs, recompute: str = "stage") -> None:
+        self.hop_s = costs.hop_s
+        self.forward_s = [0.0, *accumulate(layer.forward_s for layer in costs.layers)]
+        self.backward_s = [0.0, *accumulate(layer.backward_s for layer in costs.layers)]
+        self.updated_s = [0.0, *accumulate(layer.optimizer_s for layer in costs.layers)]
+        self.recompute = recompute
+        self.updates_take_time = self.updated_s[-1] > 0
+
+    def times(self, forward: Sequence[int], fused: int, backward: Sequence[int]) -> StageTimes:
+        """Stage times of the partition with these layer counts."""
+        starts = [0, *accumulate(forward)]
+        split, num_layers = starts[-1], starts[-1] + fused
+        cuts = [split]
+        for count in backward:
+            cuts.append(cuts[-1] - count)
+        sums, hop_s = self.forward_s, self.hop_s
+        total = [sums[stop] - sums[start] for start, stop in pairwise(starts)]
+        entry = [seconds + hop_s for seconds in total]
+        fused_s = self._recompute_s(split, num_layers) + self._after_recompute_s(split, num_layers)
+        total.append(fused_s)
+        entry.append(fused_s + hop_s)
+        before = []
+        for stop, start in pairwise(cuts):
+            before.append(self._recompute_s(start, stop))
+            after_s = self._after_recompute_s(start, stop)
+            total.append(before[-1] + after_s)
+            entry.append(after_s + hop_s)
+        updated = [0.0] * len(total)
+        if self.updates_take_time:
+            updated = [self.updated_s[stop] for stop in (*starts[1:], num_layers, *cuts[:-1])]
+        return StageTimes(entry, total, updated, _boundary_waits(starts, cuts, before, entry), hop_s)
+
+    def work_s(self, fused: int) -> float:
+        """Least busy seconds of one micro-batch in any partition with this fused stage.
+
+        With `recompute = "layer"` a layer of the fused stage is computed twice too, except the last.
+        """
+        num_layers = len(self.forward_s) - 1
+        once = num_layers - fused if self.recompute == "stage" else num_layers - 1
+        return self.forward_s[-1] + self.backward_s[-1] + self.forward_s[once]
+
+    def _recompute_s(self, start: int, stop: int) -> float:
+        return self.forward_s[stop] - self.forward_s[start]
+
+    def _after_recompute_s(self, start: int, stop: int) -> float:
+        seconds = self.backward_s[stop] - self.backward_s[start]
+        if self.recompute == "layer":
+            seconds += self.forward_s[stop - 1] - self.forward_s[start]
+        return seconds
+
+
+def stage_times(partition: Partition, costs: Costs, recompute: str = "stage") -> StageTimes:
+    """Times of each stage of `partition`."""
+    return LayerSums(costs, recompute).times(partition.forward, partition.fused, partition.backward)
+
+
+def _boundary_waits(
+    starts: Sequence[int], cuts: Sequence[int], before_s: Sequence[float], entry_s: Sequence[float]
+) -> list[int]:
+    """A recomputation of e seconds need not wait for its boundary if the gradient takes e longer to arrive.
+
+    `starts`: first layers of the forward stages and of the fused one; `cuts`: of the fused and backward ones.
+    """
+    num_forward = len(starts) - 1
+    waits = [-1] * (num_forward + 1)
+    if not before_s or max(before_s) <= entry_s[num_forward]:
+        return waits + [-1] * len(before_s)  # each gradient has been through the fused stage
+    arrival = [0.0, *accumulate(entry_s)]
+    producer = num_forward - 1
+    for index, start in enumerate(cuts[1:]):
+        while producer > 0 and starts[producer] >= start:
+            producer -= 1
+        chain_s = arrival[num_forward + 1 + index] - arrival[producer + 1]
+        waits.append(producer if start > 0 and chain_s < before_s[index] else -1)
+    return waits
+
+
+def step_seconds(
+    times: StageTimes, num_devices: int, num_micro_batches: int, rounds: int, update: str
+) -> float:
+    """Seconds per training step in the steady state.
+
+    `"sync"`: the makespan, from one step's last gradient to the next one's; each stage waits for the update
+    of its layers, which starts at the former. `"async"`: step t+2 waits for the update with step t's
+    gradient, and the next step's slots follow without a flush.
+    """
+    sizes = [len(part) for part in split_evenly(num_micro_batches, rounds)]
+    if update == "sync":
+        return max(run_step(times, sizes, [0.0] * num_devices, 0.0))
+    return _steady_state_seconds(times, sizes, num_devices)
+
+
+def busy_seconds(times: StageTimes, num_micro_batches: int) -> float:
+    """Device seconds of one step's work as this partition does it, recomputation included."""
+    return num_micro_batches * sum(times.total_s)
+
+
+def run_step(
+    times: StageTimes, round_sizes: Sequence[int], free: list[float], update_start_s: float
+) -> list[float]:
+    """Run one step's slots; `free[k]` is when the device of the k-th next slot becomes free.
+
+    Stages start no earlier than `update_start_s + updated_after_s`. Updates `free` in place and returns it
+    in the order of the slots that follow the step.
+    """
+    stages = list(zip(times.entry_s, times.total_s, times.updated_after_s, times.boundary_from, strict=True))
+    slot = 0
+    for size in round_sizes:
+        slot = run_stages(stages, size, free, slot, Front(), times.hop_s, update_start_s)
+    free[:] = free[slot:] + free[:slot]
+    return free
+
+
+class Front:
+    """What the last stage of a round hands on: lines whose slopes fall and whose bases rise towards the end.
+
+    Micro-batch m leaves at `shift + max(base + slope x m)`. `outputs`: the same of each stage so far.
+    """
+
+    def __init__(self) -> None:
+        self.slopes: list[float] = []
+        self.bases: list[float] = []
+        self.shift = 0.0
+        self.outputs: list[Lines] = []
+
+
+def run_stages(
+    stages: Sequence[tuple[float, float, float, int]],
+    size: int,
+    free: list[float],
+    slot: int,
+    front: Front,
+    hop_s: float,
+    update_start_s: float,
+) -> int:
+    """Run the next stages of a round of `size` micro-batches; the first takes the device of `free[slot]`.
+
+    Updates `free` and `front`; returns the position of the slot after the last. A stage is its entry, total,
+    updated-after seconds and boundary stage.
+    """
+    num_devices, last, shift = len(free), size - 1, front.shift
+    slopes, bases = front.slopes, front.bases
+    keeps_outputs = any(stage[3] >= 0 for stage in stages)
+    for entry_s, total_s, updated_s, producer in stages:
+        if slopes:
+            shift += entry_s
+        start = max(free[slot], update_start_s + updated_s)
+        base = start + total_s - shift
+        if producer >= 0:
+            _wait_for_boundary(front.outputs[producer], hop_s + total_s - shift, slopes, bases)
+        while slopes and slopes[-1] <= total_s:
+            slopes.pop()
+            base = max(base, bases.pop())
+        if not slopes or base > bases[-1]:
+            slopes.append(total_s)
+            bases.append(base)
+        end = bases[0] + slopes[0] * last
+        for other in range(1, len(slopes)):
+            end = max(end, bases[other] + slopes[other] * last)
+        free[slot] = end + shift
+        slot = slot + 1 if slot + 1 < num_devices else 0
+        if keeps_outputs:
+            front.outputs.append((list(slopes), [base + shift for base in bases]))
+    front.shift = shift
+    return slot
+
+
+def _wait_for_boundary(boundary: Lines, delay_s: float, slopes: list[float], bases: list[float]) -> None:
+    """Add the lines of a recomputation's boundary to `slopes` and `bases`."""
+    lines = list(zip(slopes, bases, strict=True))
+    lines += [(slope, arrival + delay_s) for slope, arrival in zip(*boundary, strict=True)]
+    slopes.clear()
+    bases.clear()
+    for slope, base in sorted(lines, reverse=True):
+        if not slopes or base > bases[-1]:
+            slopes.append(slope)
+            bases.append(base)
+
+
+def _steady_state_seconds(times: StageTimes, sizes: Sequence[int], num_devices: int) -> float:
+    """Growth of the state per step once it repeats; from the transition matrix if that takes long.
+
+    The state is when each device becomes free and when the last two updates started.
+    """
+    state = [0.0] * (num_devices + 2)
+    seen: list[list[float]] = []
+    for _ in range(MAX_WARM_UP_STEPS):
+        state = _next_state(times, sizes, state)
+        for back, earlier in enumerate(reversed(seen), start=1):
+            if _same_shape(earlier, state):
+                return (state[-2] - earlier[-2]) / back
+        seen.append(list(state))
+    return _largest_cycle_mean(_transition(times, sizes, num_devices))
+
+
+def _next_state(times: StageTimes, sizes: Sequence[int], state: Sequence[float]) -> list[float]:
+    *free, last_update, update_before = state
+    free = run_step(times, sizes, free, update_before)
+    return [*free, max(*free, last_update + times.update_s), last_update]
+
+
+def _same_shape(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Equal up to a constant, to 1e-12 of the times themselves."""
+    shift, tolerance = other[-2] - one[-2], 1e-12 * abs(other[-2])
+    return all(abs(b - a - shift) <= tolerance for a, b in zip(one, other, strict=True))
+
+
+def _transition(times: StageTimes, sizes: Sequence[int], num_devices: int) -> list[list[float]]:
+    """The step as a (max, +) matrix: row j is the state after a step that only entry j delays."""
+    dimension = num_devices + 2
+    units = ([NEVER] * j + [0.0] + [NEVER] * (dimension - j - 1) for j in range(dimension))
+    return [_next_state(times, sizes, unit) for unit in units]
+
+
+def _largest_cycle_mean(weights: Sequence[Sequence[float]]) -> float:
+    """Karp's theorem: the rate at which a (max, +) linear system grows.
+
+    `weights[j][i]` is the weight of the edge from j to i. With F_k(i) the heaviest k-edge walk that ends in
+    i, started anywhere: max over i of min over k < n of (F_n(i) - F_k(i)) / (n - k).
+    """
+    n = len(weights)
+    heaviest = [[0.0] * n]
+    for _ in range(n):
+        before = heaviest[-1]
+        heaviest.append([max(before[j] + weights[j][i] for j in range(n)) for i in range(n)])
+    return max(
+        min((heaviest[n][i] - heaviest[k][i]) / (n - k) for k in range(n) if heaviest[k][i] > NEVER)
+        for i in range(n)
+        if heaviest[n][i] > NEVER
+    )
