@@ -298,7 +298,7 @@ def test_training_goes_on_with_a_new_engine_from_the_state_a_fault_left(monkeypa
 
 def test_a_device_that_is_too_small_is_named_before_anything_runs():
     model = toy_model()
-    with pytest.raises(DeviceMemoryError, match=r"cpu:0 has 0\.000 GiB"):
+    with pytest.raises(DeviceMemoryError, match=r"cpu:0 cannot allocate 0\.000 GiB: it has 0\.000 GiB"):
         toy_engine(
             model, toy_store(model), PARTITION, 1, wrap=lambda _: CpuDevice(0, memory_limit_bytes=1000)
         )

@@ -49,7 +49,7 @@ class SaveSource:
                 self._bundle_of |= dict.fromkeys(views, bundle.index)
         self._unread = Counter(self._bundle_of.values())
 
-    def may_go_on(self) -> None:
+    def raise_if_abandoned(self) -> None:
         """Report progress between two pieces of work. Raises `Stopped` if the engine has ended."""
         self._board.note_progress()
         self._board.raise_if_stopped()

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchround.config import TrainingTable
-from torchround.engine.build import DTYPES, DeviceChoice
 from torchround.engine.device import GIB, Device
 from torchround.engine.results import DeviceTimes, StepResult
 from torchround.layer import LayeredModel, LayerWork
 from torchround.observe import EngineRecord, StepRecord, host_gib, host_peak_gib
+from torchround.run.hardware import Hardware
+from torchround.run.numbers import DTYPES
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class StepReports:
         self,
         model: LayeredModel,
         training: TrainingTable,
-        choice: DeviceChoice,
+        choice: Hardware,
         devices: Sequence[Device],
         skipped_steps: int,
     ) -> None:
