@@ -12,6 +12,8 @@ from torchround.config import DataTable, SourceTable
 from torchround.data import Tokenizer
 from torchround.data.survey import survey
 
+pytestmark = pytest.mark.whole_run
+
 REPOSITORY = Path(__file__).parents[2]
 
 
