@@ -36,17 +36,17 @@ from torchround.engine.worker.transfers import ActivationTransfers
 from torchround.observe import MetricsLogger, StepRecord
 from torchround.pipeline.timeline import TaskKind
 from torchround.run.measured_plan import PlanByMeasuring
-from torchround.run.step_meter import StepReports
+from torchround.run.step_meter import StepMeter
 
 CONFIG = Path(__file__).parents[1] / "configs" / "debug.toml"
 MARK_TURNS = 20000
 # By kind of cost: who is watched, and which of its functions.
 WATCHED: dict[str, list[tuple[Any, str]]] = {
     "planning": [(train, "plan_run"), (PlanByMeasuring, "__init__"), (PlanByMeasuring, "settle")],
-    "metrics": [(StepReports, "add"), (StepReports, "record"), (MetricsLogger, "log")],
+    "metrics": [(StepMeter, "add"), (StepMeter, "record"), (MetricsLogger, "log")],
     "slot reports": [(DeviceWorker, "_report")],
     "buffers": [(BufferReservation, "reserve_for"), (ActivationTransfers, "prepare")],
-    "tracing, off": [(StepTraces, "wants")],
+    "tracing, off": [(StepTraces, "before_dispatch"), (StepTraces, "add")],
     "position in the data": [(Loader, "state_dict")],
 }
 

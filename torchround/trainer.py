@@ -14,7 +14,7 @@ from torchround.checkpoint import CheckpointError
 from torchround.config import Config
 from torchround.data import DataError, cut
 from torchround.data.loader import Loader
-from torchround.engine.build import DeviceChoice, build_engine, build_store, layer_compiler
+from torchround.engine.build import DTYPES, DeviceChoice, build_engine, build_store, layer_compiler
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
@@ -35,7 +35,7 @@ from torchround.run.folder import RunFolder
 from torchround.run.mapped_base import Mapped
 from torchround.run.measured_plan import PlanByMeasuring
 from torchround.run.signals import StopRequest
-from torchround.run.step_meter import StepReports
+from torchround.run.step_meter import StepMeter, flops_per_token
 from torchround.run.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -100,12 +100,12 @@ class Trainer:
 
     @cached_property
     def _traces(self) -> StepTraces:
-        folder, devices = self._folder.path / "trace", self._choice.make()
-        return StepTraces(self.config.trace, folder, devices, self.config.training.steps)
+        folder = self._folder.path / "trace"
+        return StepTraces(self.config.trace, folder, self._devices, self.config.training.steps)
 
-    @property
+    @cached_property
     def _devices(self) -> Sequence[Device]:
-        return self._traces.devices
+        return self._choice.make()
 
     @cached_property
     def _links(self) -> LinkUse:
@@ -113,10 +113,13 @@ class Trainer:
         return find_link_use(self.config.engine.share_links, self._devices, self.store)
 
     @cached_property
-    def _reports(self) -> StepReports:
-        """The first interval begins when this is first asked for: at the first batch."""
-        return StepReports(
-            self._model, self.config.training, self._choice, self._devices, self._checkpoints.skipped_steps
+    def _meter(self) -> StepMeter:
+        training, spec = self.config.training, self._choice.spec
+        return StepMeter(
+            self._devices,
+            flops_per_token(self._model, training.seq_len, DTYPES[training.dtype].itemsize),
+            None if spec is None else spec.peak_flops.get(training.dtype),
+            self._checkpoints.skipped_steps,
         )
 
     def run(self) -> int:
@@ -151,6 +154,7 @@ class Trainer:
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
         """Steps that measure, the plan that stays, all other steps. Returns as `_train`."""
         kept = self._folder.kept_plan() if self._position.step else None
+        self._meter.start()
         planning = PlanByMeasuring(
             self.config, self._model, self._choice, self._plan, kept, self._position.step
         )
@@ -163,7 +167,7 @@ class Trainer:
                 end = self._train(engine, stop, planning.until, measured_by=planning)
             if end is not None or planning.until == self.config.training.steps:
                 return end or COMPLETE
-            with self._reports.throughput.excluded():
+            with self._meter.excluded():
                 planning.settle()
             say(f"planned again from {self.config.engine.measure_steps} measured steps:\n{planning.settled}")
             self._folder.describe(self.config, planning.settled)
@@ -209,7 +213,7 @@ class Trainer:
     def _next_batch(self, engine: Engine) -> MicroBatch | None:
         """The next batch, None at the end of the data."""
         try:
-            with self._reports.throughput.waiting_for_data():
+            with self._meter.waiting_for_data():
                 return next(self._loader, None)
         except DataError:
             # The fault is in what comes next: the steps before it are finished, and saved on the way out.
@@ -218,11 +222,8 @@ class Trainer:
             raise
 
     def _dispatch(self, engine: Engine, batch: MicroBatch) -> StepResult:
-        lr, traced = self._schedule(self._position.step), self._traces.wants(self._position.step + 1)
-        if traced:
-            self._report_steps(leave=0)
-            engine.drain()
-            self._traces.start()
+        lr = self._schedule(self._position.step)
+        self._traces.before_dispatch(self._position.step + 1)
         parts = cut(batch, self.config.training.micro_batch_size)
         result = engine.forward_backward(with_dropout_seeds(parts, self.config.run.seed, self._position.step))
         engine.step(lr)
@@ -231,27 +232,26 @@ class Trainer:
         )
         self._checkpoints.positions.append(position)
         self._under_way.append(Dispatched(result, position, lr, self._loader.num_tokens(batch)))
-        if traced:
-            self._traces.finish(position.step, result)
         return result
 
     def _report_steps(self, leave: int, validation_loss: float | None = None) -> None:
         """Wait for all but the newest `leave` steps, and log those that are due."""
         while len(self._under_way) > leave:
             done = self._under_way[0]
-            self._reports.add(done.position.step, done.result, done.num_tokens)
+            self._meter.add(done.result, done.num_tokens)
+            self._traces.add(done.result)
             tokens_before = done.position.tokens - done.result.num_labels
             self._bad_steps.add(done.position.step, tokens_before, done.result)
             if self._should_log(done.position.step) or validation_loss is not None:
                 self._metrics.log(
-                    self._reports.record(done.position.step, done.position.tokens, done.lr, validation_loss)
+                    self._meter.record(done.position.step, done.position.tokens, done.lr, validation_loss)
                 )
             self._under_way.popleft()
             self._checkpoints.reported(done.position.step)
 
     def _validate(self, engine: Engine) -> float | None:
         engine.drain()  # the step under way counts as training time
-        with self._reports.throughput.excluded():
+        with self._meter.excluded():
             return self._validation.loss(engine)
 
     def _is_due(self, interval_steps: int) -> bool:
@@ -296,7 +296,7 @@ class Trainer:
     def _running_engine(self, plan: Plan) -> Iterator[Engine]:
         """An engine for the block. After a fault, the state that it left is saved."""
         config = self.config
-        with self._reports.throughput.excluded():
+        with self._meter.excluded():
             engine = build_engine(
                 self._model,
                 self.store,
@@ -308,9 +308,11 @@ class Trainer:
                 self._compiler,
                 self._links.turns,
             )
+        self._traces.start()
         try:
             with engine:
                 yield engine
+            self._traces.finish()
         except CheckpointError:
             raise
         except Exception:
@@ -331,5 +333,5 @@ class Trainer:
         """Save where the run is now, and wait for it. Raises `CheckpointError`."""
         self._report_steps(leave=0)
         engine.drain()  # what is under way counts as training time
-        with self._reports.throughput.excluded():
+        with self._meter.excluded():
             self._checkpoints.save_now(engine)

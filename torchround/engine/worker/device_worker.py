@@ -77,7 +77,7 @@ class DeviceWorker:
         self._upload: WeightUpload | None = None
         self._download: GradientDownload | None = None
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
-        self._pieces: list[DeviceSpan] = []
+        self._spans: list[DeviceSpan] = []
         self._idle_since: Mark | None = None
         self._reported_bytes = (device.uploaded_bytes, device.downloaded_bytes)
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
@@ -118,6 +118,9 @@ class DeviceWorker:
     def _run(self, job: StageJob) -> None:
         """One stage slot: weights in, every micro-batch, gradients out."""
         self._job = job
+        self._device.begin_step(
+            job.work.step, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD
+        )
         self._activations.prepare(job.work.sizes)
         upload = self._upload or self._start_upload(job)
         self._upload = None
@@ -146,6 +149,7 @@ class DeviceWorker:
         self._activations.end_stage()
         self._flush()
         if gradients is not None:
+            self._device.begin_step(job.work.step, Stream.GRADIENT_DOWNLOAD)
             self._download = GradientDownload(
                 self._device,
                 self._store,
@@ -165,12 +169,12 @@ class DeviceWorker:
             step=job.work.step,
             idle_since=self._idle_since,
             weights_ready=weights_ready,
-            optimizer_wait_s=upload.waited_s,
-            pieces=tuple(self._pieces),
+            update_wait_s=upload.waited_s,
+            spans=tuple(self._spans),
             uploaded_bytes=moved[0] - self._reported_bytes[0],
             downloaded_bytes=moved[1] - self._reported_bytes[1],
         )
-        self._reported_bytes, self._idle_since, self._pieces = moved, self._pieces[-1].end, []
+        self._reported_bytes, self._idle_since, self._spans = moved, self._spans[-1].end, []
         self._setup.board.post(Fact("done", job.task.slot), report)
 
     # Stages, one micro-batch each.
@@ -251,7 +255,8 @@ class DeviceWorker:
         assert self._micro_batch is not None, "computation outside a stage"
         start = self._device.mark(Stream.COMPUTE)
         result = self._device.run(Stream.COMPUTE, work, reads, writes)
-        self._pieces.append(DeviceSpan(kind, self._micro_batch, start, self._device.mark(Stream.COMPUTE)))
+        end = self._device.mark(Stream.COMPUTE)
+        self._spans.append(DeviceSpan(kind, start, end, micro_batch=self._micro_batch))
         return result
 
     def _bring_hidden(self, work: Pass, stage: Stage, m: int) -> tuple[Hidden | None, RingEntry | None]:
@@ -271,6 +276,7 @@ class DeviceWorker:
     def _start_upload(self, job: StageJob) -> WeightUpload:
         layout = self._layout(range(job.task.stage.start, job.task.stage.stop))
         version, use = job.work.version, job.task.slot
+        self._device.begin_step(job.work.step, Stream.WEIGHT_UPLOAD)
         return WeightUpload(
             self._device, self._store, self._setup.ordering, self._weights.next(), layout, version, use
         )
