@@ -19,11 +19,14 @@ import torch
 
 from benchmarks.step import LR, MAX_NORM, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
+from torchround.pipeline.plan_report import plan_for
+from torchround.run.engine_parts import build_engine, build_store
+from torchround.run.hardware import find_hardware
+from torchround.run.numbers import RunNumbers, run_question
 
 
 def step_s(engine: Engine, micro_batches: list[MicroBatch]) -> tuple[float, float]:
@@ -56,14 +59,15 @@ def main() -> None:
     )
     table = EngineTable(devices="cpu", num_devices=1, compile=False)
     config = FAMILIES[options.family].config_from_flavor(options.flavor)
-    model, choice = FAMILIES[options.family].build(config), choose_devices(table)
-    plan = plan_run(model, training, table, choice)
+    model, hardware = FAMILIES[options.family].build(config), find_hardware(table)
+    numbers = RunNumbers(training, table)
+    plan = plan_for(run_question(model, numbers, hardware))
     engines = []
     for compiler in (None, LayerCompiler(model)):
-        store = build_store(model, training, table, choice)
+        store = build_store(model, numbers, hardware)
         store.initialize(model, seed=0)
         engines.append(
-            build_engine(model, store, choice.make(), plan, table, OptimizerTable(), MAX_NORM, compiler)
+            build_engine(model, store, hardware.make_devices(), plan, numbers, OptimizerTable(), compiler)
         )
     generator = torch.Generator().manual_seed(0)
     measured: list[list[tuple[float, float]]] = []

@@ -30,15 +30,6 @@ import torch
 from benchmarks.gpu_figures import copy_rates, figures_table, machine, test_results
 from benchmarks.plain_loops import ResidentLoop
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.engine.build import (
-    DTYPES,
-    DeviceChoice,
-    build_engine,
-    build_store,
-    choose_devices,
-    model_costs,
-    plan_run,
-)
 from torchround.engine.device import GIB, Device
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
@@ -48,7 +39,11 @@ from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.plan import Plan
+from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import evaluate_plan
+from torchround.run.engine_parts import build_engine, build_store
+from torchround.run.hardware import Hardware, find_hardware
+from torchround.run.numbers import DTYPES, RunNumbers, run_question
 from torchround.run.step_meter import mfu, train_flops_per_token
 
 LR = 1e-4
@@ -112,7 +107,7 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         """Everything that goes to the JSON file."""
-        one = choose_devices(self._table("sync", 1))
+        one = find_hardware(self._table("sync", 1))
         training = self.shape.training
         report: dict[str, Any] = {
             "machine": machine(one),
@@ -124,7 +119,7 @@ class Bench:
         }
         if self.options.tests_xml is not None:
             report["tests"] = test_results(Path(self.options.tests_xml))
-        everything = choose_devices(EngineTable(devices=self.options.devices)).make()
+        everything = find_hardware(EngineTable(devices=self.options.devices)).make_devices()
         report["copies"] = copy_rates(everything, self.options.copy_mib * 2**20)
         report["runs"] = list(self._runs(report))
         return report
@@ -132,7 +127,7 @@ class Bench:
     def _runs(self, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for update in self.options.updates:
             table = self._table(update, 1)
-            store = build_store(self.shape.model, self.shape.training, table, choose_devices(table))
+            store = build_store(self.shape.model, self._numbers(table), find_hardware(table))
             try:
                 store.initialize(self.shape.model, seed=0)
                 report["parameters"] = store.num_parameters()
@@ -147,9 +142,12 @@ class Bench:
                 del store
                 gc.collect()
 
+    def _numbers(self, table: EngineTable) -> RunNumbers:
+        return RunNumbers(self.shape.training, table)
+
     def _table(self, update: str, workers: int) -> EngineTable:
         table = EngineTable(devices=self.options.devices, num_devices=workers, update=update)  # type: ignore[arg-type]
-        share_gib = choose_devices(table).memory_bytes / GIB
+        share_gib = find_hardware(table).device_bytes / GIB
         return table.model_copy(
             update={
                 "device_memory_gib": min(self.options.device_memory_gib, share_gib),
@@ -162,22 +160,22 @@ class Bench:
         if time.perf_counter() > self.deadline_s:
             return {**figures, "left_out": "the time was up"}
         table = self._table(update, workers)
-        choice = choose_devices(table)
-        plan = plan_run(self.shape.model, self.shape.training, table, choice)
-        devices = choice.make()
+        hardware, numbers = find_hardware(table), self._numbers(table)
+        plan = plan_for(run_question(self.shape.model, numbers, hardware))
+        devices = hardware.make_devices()
         links = find_link_use(table.share_links, devices, store)
         baseline_bytes = start_peak(devices)
         with build_engine(
-            self.shape.model, store, devices, plan, table, OPTIMIZER, 1.0, turns=links.turns
+            self.shape.model, store, devices, plan, numbers, OPTIMIZER, turns=links.turns
         ) as engine:
             results, ends_s, allocations = self._steps(engine)
             allocations = [count - allocations[WARM_UP_STEPS - 1] for count in allocations]
             peak_bytes = peak(devices) - baseline_bytes
-        figures |= self._speed(results, ends_s, choice, workers)
+        figures |= self._speed(results, ends_s, hardware, workers)
         figures |= {
             "plan": json.loads(plan.to_json()),
             "links": links.text,
-            "predicted_step_s": plan.step_s if choice.spec is not None else None,
+            "predicted_step_s": plan.step_s if hardware.spec is not None else None,
             "predicted_from_measured_layers_s": self._predicted_s(plan, measured),
             # Several workers may share a card, whose peak is theirs together.
             "device_peak_gib": peak_bytes / GIB,
@@ -207,37 +205,39 @@ class Bench:
         return results, ends_s, allocations
 
     def _speed(
-        self, results: Sequence[StepResult], ends_s: Sequence[float], choice: DeviceChoice, workers: int
+        self, results: Sequence[StepResult], ends_s: Sequence[float], hardware: Hardware, workers: int
     ) -> dict[str, Any]:
         steps_s = [later - earlier for earlier, later in itertools.pairwise(ends_s)]
         step_s = statistics.median(steps_s[WARM_UP_STEPS - 1 :])
         tokens_per_s = results[-1].num_labels / step_s
         times = [sum_times(result) for result in results[WARM_UP_STEPS:]]
-        cards = num_cards(choice.make())
+        cards = num_cards(hardware.make_devices())
         return {
             "losses": [result.loss() for result in results],
             "steps_s": steps_s,
             "step_s": step_s,
             "tokens_per_s": tokens_per_s,
-            "mfu": mfu(tokens_per_s, self.shape.flops_per_token(), self._peak_flops(choice), cards),
+            "mfu": mfu(tokens_per_s, self.shape.flops_per_token(), self._peak_flops(hardware), cards),
             "optimizer_s": statistics.median(result.update().seconds for result in results[WARM_UP_STEPS:]),
             "per_device_and_step": {
                 key: statistics.median(time[key] for time in times) / workers for key in times[0]
             },
         }
 
-    def _peak_flops(self, choice: DeviceChoice) -> float | None:
-        return None if choice.spec is None else choice.spec.flops_per_s(self.shape.training.dtype)
+    def _peak_flops(self, hardware: Hardware) -> float | None:
+        return None if hardware.spec is None else hardware.spec.flops_per_s(self.shape.training.dtype)
 
     def _measure_layers(self, store: HostStore) -> tuple[list[dict[str, Any]], float, Costs]:
         """Each layer's own times, from the first steps, with one layer a stage; and the first loss."""
         table = self._table("sync", 1).model_copy(update={"update": store.policy.name})
-        choice = choose_devices(table)
-        counted = model_costs(self.shape.model, self.shape.training, table, choice)
+        hardware, numbers = find_hardware(table), self._numbers(table)
+        counted = run_question(self.shape.model, numbers, hardware).costs()
         partition = one_layer_a_stage(counted.num_layers)
         plan = evaluate_plan(partition, 1, counted, 1, self.options.micro_batches, store.policy.name)
         results = []
-        with build_engine(self.shape.model, store, choice.make(), plan, table, OPTIMIZER, 1.0) as engine:
+        with build_engine(
+            self.shape.model, store, hardware.make_devices(), plan, numbers, OPTIMIZER
+        ) as engine:
             for step in range(WARM_UP_STEPS):
                 results.append(engine.forward_backward(self.shape.micro_batches(seed=step)))
                 engine.step(LR)
@@ -263,9 +263,9 @@ class Bench:
 
     def _resident(self, store: HostStore) -> dict[str, Any]:
         """The rival, from the same weights and on the same tokens."""
-        choice = choose_devices(self._table("sync", 1))
-        device = choice.make()[0].torch_device
-        start_peak(choice.make())
+        hardware = find_hardware(self._table("sync", 1))
+        device = hardware.make_devices()[0].torch_device
+        start_peak(hardware.make_devices())
         try:
             loop = ResidentLoop(
                 self.shape.model, store.weights(), device, DTYPES[self.shape.training.dtype], LR
@@ -288,8 +288,8 @@ class Bench:
             "losses": losses,
             "step_s": step_s,
             "tokens_per_s": tokens_per_s,
-            "mfu": mfu(tokens_per_s, self.shape.flops_per_token(), self._peak_flops(choice), 1),
-            "device_peak_gib": peak(choice.make()) / GIB,
+            "mfu": mfu(tokens_per_s, self.shape.flops_per_token(), self._peak_flops(hardware), 1),
+            "device_peak_gib": peak(hardware.make_devices()) / GIB,
         }
 
 

@@ -10,22 +10,22 @@ from xml.etree import ElementTree
 import psutil
 import torch
 
-from torchround.engine.build import DeviceChoice
 from torchround.engine.device import GIB, Device, Stream
 from torchround.engine.store.host_memory import HostAllocator
+from torchround.run.hardware import Hardware
 
 REPEATS = 4
 
 
-def machine(choice: DeviceChoice) -> dict[str, Any]:
+def machine(hardware: Hardware) -> dict[str, Any]:
     """What the figures were measured on."""
-    cuda = choice.kind == "cuda"
+    cuda = hardware.kind == "cuda"
     return {
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         if cuda
         else ["cpu"],
         "device_gib": torch.cuda.get_device_properties(0).total_memory / GIB if cuda else None,
-        "known_card": None if choice.spec is None else choice.spec.name,
+        "known_card": None if hardware.spec is None else hardware.spec.name,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),

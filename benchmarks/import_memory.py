@@ -25,19 +25,19 @@ from safetensors.torch import save_file
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.models import FAMILIES
-from torchround.models.llama3.config import Llama3Config
+from torchround.models.common.config import TransformerConfig
 
 FAMILY = FAMILIES["llama3"]
 SHARD_BYTES = 200_000_000
 
 
-def model_config(num_layers: int) -> Llama3Config:
+def model_config(num_layers: int) -> TransformerConfig:
     """About 16.8 M parameters a block."""
     config = FAMILY.config_from_flavor("debug", num_layers=num_layers, vocab_size=8000)
     return replace(config, hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=64, ffn_size=4437)
 
 
-def write_folder(folder: Path, config: Llama3Config) -> None:
+def write_folder(folder: Path, config: TransformerConfig) -> None:
     """Random weights, in files of `SHARD_BYTES`."""
     shapes = FAMILY.build(config).stored_shapes()
     where: dict[str, str] = {}
@@ -67,7 +67,7 @@ def resident_bytes(peak: bool) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def measure(folder: Path, config: Llama3Config) -> dict[str, float]:
+def measure(folder: Path, config: TransformerConfig) -> dict[str, float]:
     """In a fresh process: read the folder into a store."""
     torch.zeros(1).to(torch.bfloat16)  # what torch allocates once is not the import's
     model = FAMILY.build(config)

@@ -26,6 +26,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
+from torchround.commands import train_model
 from torchround.data.loader import Loader
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.passes import BufferReservation
@@ -35,14 +36,14 @@ from torchround.engine.worker.device_worker import DeviceWorker
 from torchround.engine.worker.transfers import ActivationTransfers
 from torchround.observe import MetricsLogger, StepRecord
 from torchround.pipeline.timeline import TaskKind
-from torchround.run.measured_plan import PlanByMeasuring
+from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.step_meter import StepMeter
 
 CONFIG = Path(__file__).parents[1] / "configs" / "debug.toml"
 MARK_TURNS = 20000
 # By kind of cost: who is watched, and which of its functions.
 WATCHED: dict[str, list[tuple[Any, str]]] = {
-    "planning": [(train, "plan_run"), (PlanByMeasuring, "__init__"), (PlanByMeasuring, "settle")],
+    "planning": [(train_model, "plan_for"), (PlanByMeasuring, "__init__"), (PlanByMeasuring, "settle")],
     "metrics": [(StepMeter, "add"), (StepMeter, "record"), (MetricsLogger, "log")],
     "slot reports": [(DeviceWorker, "_report")],
     "buffers": [(BufferReservation, "reserve_for"), (ActivationTransfers, "prepare")],

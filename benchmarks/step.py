@@ -21,12 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
+from torchround.pipeline.plan_report import plan_for
+from torchround.run.engine_parts import build_engine, build_store
+from torchround.run.hardware import find_hardware
+from torchround.run.numbers import RunNumbers, run_question
 
 LR = 1e-4
 MAX_NORM = 1.0
@@ -141,14 +144,15 @@ def main() -> int:
     engine_table, optimizer = EngineTable(devices="cpu", num_devices=1), OptimizerTable()
     family = FAMILIES["llama3"]
     model_config = family.config_from_flavor(options.flavor)
-    model, devices = family.build(model_config), choose_devices(engine_table)
-    store = build_store(model, training, engine_table, devices)
+    model, hardware = family.build(model_config), find_hardware(engine_table)
+    numbers = RunNumbers(training, engine_table)
+    store = build_store(model, numbers, hardware)
     store.initialize(model, seed=0)
     plain = PlainLoop(family.build(model_config), store, optimizer)
-    plan = plan_run(model, training, engine_table, devices)
+    plan = plan_for(run_question(model, numbers, hardware))
     generator = torch.Generator().manual_seed(0)
     plain_s, engine_s, losses_differ = [], [], 0
-    with build_engine(model, store, devices.make(), plan, engine_table, optimizer, MAX_NORM) as engine:
+    with build_engine(model, store, hardware.make_devices(), plan, numbers, optimizer) as engine:
         for step in range(options.steps + 1):
             micro_batches = random_step(training, model_config.vocab_size, generator)
             start = time.perf_counter()

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.fork_server import Child, ForkServer, fork_server_in
 from tests.support.small_run import SmallRuns
 from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
-from torchround.run.signals import STOP_SIGNALS
+from torchround.run.early_end import STOP_SIGNALS
 
 STEPS = 12
 HUNG_AFTER_S = 300.0  # a start takes a second

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchround.config import Config, load_config
-from torchround.config.legal import Slot
+from torchround.config.key_types import KeyType
 from torchround.config.validate import all_keys
 
 if sys.version_info >= (3, 11):
@@ -157,7 +157,7 @@ def test_a_config_is_legal_headed_by_its_hardware_and_holds_only_what_differs_fr
     assert text.startswith("# ")
     for name, table in tomllib.loads(text).items():
         for key, value in table.items() if isinstance(table, dict) else ():
-            default = Slot.of_field(Config.model_fields[name]).table().model_fields[key].default
+            default = KeyType.of_field(Config.model_fields[name]).table().model_fields[key].default
             assert value != default, f"{name}.{key} = {value} is the default"
 
 

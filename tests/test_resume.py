@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import torchround.engine.build
 import torchround.engine.optimizer_worker
+import torchround.pipeline.plan_report
 import torchround.trainer
 from tests.support.small_run import (
     ASYNC,
@@ -157,13 +157,13 @@ def test_a_run_that_goes_on_keeps_the_rounds_that_were_once_planned_for_it(
 ) -> None:
     """Other devices would be planned with other rounds, which add gradients up in another order."""
     auto = ["--engine.plan=none", "--engine.rounds=auto"]
-    make_plan = torchround.engine.build.make_plan
+    make_plan = torchround.pipeline.plan_report.make_plan
 
     def as_many_as_devices(costs, num_devices, num_micro_batches, update, rounds, limits):
         rounds = num_devices if rounds == "auto" else rounds
         return make_plan(costs, num_devices, num_micro_batches, update, rounds, limits)
 
-    monkeypatch.setattr(torchround.engine.build, "make_plan", as_many_as_devices)
+    monkeypatch.setattr(torchround.pipeline.plan_report, "make_plan", as_many_as_devices)
     assert small_runs("whole", *auto) == 0
     with monkeypatch.context() as patch:
         before_step(patch, 2, interrupt)

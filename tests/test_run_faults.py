@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
 from tests.support.planted_hangs import over, planted
 from tests.support.small_run import (
     STEPS,
@@ -23,6 +22,7 @@ from tests.support.small_run import (
 from torchround.engine import lifecycle
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.layer import LayeredModel
+from torchround.run import hardware
 
 __all__ = ["over", "planted", "small_runs"]
 
@@ -206,7 +206,7 @@ def test_a_mistake_is_exit_code_2_and_one_message(
 def test_a_model_too_large_for_the_host_is_refused_before_it_is_allocated(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "available_host_bytes", lambda: 2**17)
+    monkeypatch.setattr(hardware, "available_host_bytes", lambda: 2**17)
     assert small_runs("run") == 2
     message = capsys.readouterr().err
     assert "MiB are missing" in message and "training.dtype" in message

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.support.small_run import SmallRuns, small_runs
-from torchround.run.signals import SAME_REQUEST_S
+from torchround.run.early_end import SAME_REQUEST_S
 
 __all__ = ["small_runs"]
 

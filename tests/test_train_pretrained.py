@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import train
-from scripts import export_hf
-from scripts import plan as plan_script
+from torchround.commands import export_hf
+from torchround.commands import plan_run as plan_script
 
 CONFIG = """
 model = { family = "llama3", hf_path = "release" }

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 import torch
 
-import train
 from tests.support.small_run import (
     ASYNC,
     STEPS,
@@ -25,12 +24,13 @@ from tests.support.small_run import (
     with_model,
     write_text,
 )
+from torchround.commands import train_model
 from torchround.config import load_config
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.plan import Plan
-from torchround.run.signals import STOP_SIGNALS
+from torchround.run.early_end import STOP_SIGNALS
 
 __all__ = ["small_runs"]
 
@@ -370,9 +370,9 @@ def test_the_validation_loss_is_that_of_the_newest_weights(
     models: list[LayeredModel] = []
     with_model(monkeypatch, models.append)
     batches: list = []
-    build = train.build_validation_loader
+    build = train_model.build_validation_loader
     monkeypatch.setattr(
-        train,
+        train_model,
         "build_validation_loader",
         lambda *arguments: batches.append(list(build(*arguments))) or build(*arguments),
     )

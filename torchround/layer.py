@@ -1,8 +1,7 @@
 """The layer protocol: all that a model needs to know of torchround, and all that torchround knows of a model.
 
-A model is an ordered list of layers (embedding, blocks, head). Each is an `nn.Module` built on the `meta`
-device that holds parameters but no buffers; the engine binds the parameters to memory it owns. Weight decay is for
-matrices: a module lists in `undecayed` the names of those parameters of its own that are stacks of vectors.
+A model is an ordered list of layers (embedding, blocks, head). Each layer is an `nn.Module` built on the `meta`
+device. It holds parameters but no buffers; the engine binds the parameters to memory that the engine owns.
 
 Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
 """
@@ -18,21 +17,31 @@ IGNORED_LABEL = -100
 
 Hidden = Tensor | tuple[Tensor, ...]
 
+# The tensor of a Hugging Face file that holds a parameter, or several tensors that are stacked along a new first
+# dimension (one for each expert).
+HFTensors = str | tuple[str, ...]
+# From `"<layer>.<parameter>"`, as the host store names a parameter, to its tensors.
+HFNames = dict[str, HFTensors]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The integers of one micro-batch, uploaded once per device and round. All `[B, T]` int64.
+    """The integers of one micro-batch, uploaded once per device and round. All tensors are `[B, T]` int64.
 
-    `labels[b, t]` is the token that position `t` is to predict (already shifted), or `IGNORED_LABEL`.
-    `positions` restart at 0 with each document. `document_ids` are equal exactly where two tokens of a
-    sequence belong to the same document; attention never crosses them.
+    `labels[b, t]` is the token that position `t` must predict (already shifted), or `IGNORED_LABEL`.
+    `positions` restart at 0 with each document. `document_ids` are equal exactly when two tokens of a
+    sequence belong to the same document; attention never crosses documents.
 
-    What the host knows besides goes along as plain numbers, so that no layer has to ask a device for it:
-    `dropout_seed` is the one number that masks are made from, equal whenever the same layer runs on the same micro-batch
-    of a step again; None is no dropout. `max_documents` bounds the documents of a sequence, each in one piece; it is a
-    fact of the whole batch (`most_documents`), so that what a layer chooses by it does not depend on how the batch was
-    cut. None: nobody counted. A layer that is being compiled gets 0-dimensional tensors in host memory in the place of
-    a seed and of a bound above 1, so that its code serves all of them.
+    Two facts travel as plain numbers, so that no layer has to ask a device for them:
+
+    - `dropout_seed` seeds the dropout masks. It is the same whenever the same layer sees the same micro-batch
+      of a step again. None means no dropout.
+    - `max_documents` bounds the number of documents in a sequence, each of them contiguous. It is a fact of the
+      whole batch (see `most_documents`), so a choice made from it does not depend on how the batch was cut. None
+      means that the documents were not counted.
+
+    While a layer is being compiled, a seed and a bound above 1 are 0-dimensional tensors in host memory, so that
+    one piece of code serves all values.
     """
 
     tokens: Tensor
@@ -43,86 +52,111 @@ class MicroBatch:
     max_documents: int | Tensor | None = field(default=None, kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors in field order, as the engine packs and uploads them."""
+        """Return the tensors in field order, as the engine packs and uploads them."""
         return (self.tokens, self.labels, self.positions, self.document_ids)
 
     def facts(self) -> dict[str, Any]:
-        """What goes along with the tensors, by field name."""
+        """Return the plain numbers that travel beside the tensors, by field name."""
         return {"dropout_seed": self.dropout_seed, "max_documents": self.max_documents}
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> "MicroBatch":
-        """The same facts with other tensors, in field order: elsewhere, or some of the sequences."""
+        """Return the same facts with other tensors, in field order: on another device, or fewer sequences."""
         return MicroBatch(*tensors, **self.facts())
 
     def for_layer(self, index: int) -> "MicroBatch":
-        """As layer `index` gets it: with a 63-bit dropout seed of its own."""
+        """Return the micro-batch that layer `index` gets: the same, with a 63-bit dropout seed of its own."""
         if self.dropout_seed is None:
             return self
-        assert isinstance(self.dropout_seed, int), "only what is compiled has tensors for facts"
+        assert isinstance(self.dropout_seed, int), "only a layer being compiled gets tensors for facts"
+        # Odd constants spread neighbouring seeds and layers over all 63 bits.
         own = (self.dropout_seed * 0xD1342543DE82EF95 + index * 0xAF251AF3B0F025B5) % 2**63
         return replace(self, dropout_seed=own)
 
     def num_labels(self) -> int:
-        """Labels that count towards the loss; summed over a step they are the loss divisor."""
+        """Count the labels that enter the loss; summed over a step they are the loss divisor."""
         return int((self.labels != IGNORED_LABEL).sum())
 
 
 def most_documents(document_ids: Tensor) -> int | None:
-    """Documents of the sequence that has most, `MicroBatch.max_documents`; None where a document comes back.
+    """Count the documents of each sequence of `[B, T]` and return the largest count, for `max_documents`.
 
-    Reads the tensor, so it is for the host.
+    Return None if a document appears in two pieces. Reads the tensor, so it is for host memory.
     """
     changes = document_ids[:, 1:] - document_ids[:, :-1]
+    # Ids grow along a sequence; a smaller id after a larger one is a document that comes back.
     return None if (changes < 0).any() else 1 + int((changes != 0).sum(dim=1).max())
 
 
 def with_dropout_seeds(micro_batches: Sequence[MicroBatch], seed: int, step: int) -> list[MicroBatch]:
-    """The micro-batches of a training step, each with the number that its dropout masks are made from."""
-    first = (seed * 2**40 + step) * 2**20  # no two steps of a run share a number
+    """Give each micro-batch of a training step the number that its dropout masks are made from."""
+    first = (seed * 2**40 + step) * 2**20  # room for 2^20 micro-batches: no two steps of a run share a number
     return [replace(part, dropout_seed=first + index) for index, part in enumerate(micro_batches)]
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What one layer costs for one micro-batch, counted from shapes.
+    """The cost of one layer, or of a part of one, for one micro-batch, counted from shapes.
 
-    `forward_flops` counts matrix products only (a multiply-add is 2), once per token that is computed.
-    `activation_bytes` are kept between this layer's forward and its backward. `boundary_bytes` is the size
-    of the layer's output. `workspace_bytes` is scratch alive only inside one call (a chunk of logits).
-    `frozen_flops` are those of `forward_flops` that are products with frozen weights.
+    - `forward_flops`: matrix products only (a multiply-add is 2), once per token that is computed.
+    - `activation_bytes`: memory kept between the layer's forward and its backward.
+    - `boundary_bytes`: size of the layer's output; 0 for a part whose output stays inside the layer.
+    - `workspace_bytes`: scratch that is alive only inside one call, such as a chunk of logits.
+    - `frozen_flops`: the part of `forward_flops` spent on products with frozen weights.
     """
 
-    forward_flops: float
-    activation_bytes: int
-    boundary_bytes: int
+    forward_flops: float = 0.0
+    activation_bytes: int = 0
+    boundary_bytes: int = 0
     workspace_bytes: int = 0
     frozen_flops: float = 0.0
 
+    def __add__(self, other: "LayerWork") -> "LayerWork":
+        """Combine parts of one layer that run one after the other.
+
+        FLOPs and kept memory add up. Scratch is free again when the next part runs, and only one part's output
+        leaves the layer, so of these two the larger counts.
+        """
+        return LayerWork(
+            self.forward_flops + other.forward_flops,
+            self.activation_bytes + other.activation_bytes,
+            max(self.boundary_bytes, other.boundary_bytes),
+            max(self.workspace_bytes, other.workspace_bytes),
+            self.frozen_flops + other.frozen_flops,
+        )
+
     @property
     def backward_flops(self) -> float:
-        """Without recomputation: a product's two gradients cost a forward each; a frozen weight has none."""
+        """FLOPs of the backward without recomputation.
+
+        A product's two gradients cost a forward each; a frozen weight needs no gradient of its own.
+        """
         return 2 * self.forward_flops - self.frozen_flops
 
 
 class Layer(Protocol):
-    """What the engine asks of each layer. The object is also an `nn.Module`."""
+    """The interface that the engine needs from each layer. The object is also an `nn.Module`.
+
+    Weight decay is for matrices. A module lists in an attribute `undecayed` the names of its own parameters that have
+    two or more dimensions only because they are stacks of vectors.
+    """
 
     def __call__(self, hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
-        """`[B, T, D]` (or a flat tuple) in and out; the first layer gets `None`.
+        """Map `[B, T, D]` (or a flat tuple of tensors) to the same; the first layer gets `None`.
 
-        The last layer returns the fp32 **sum** of its token losses, shape `[]`; it may leave out what is for training
-        alone where gradients are disabled. All others compute the same either way.
+        The last layer returns the fp32 **sum** of its token losses, shape `[]`. While gradients are disabled it may
+        leave out terms that only training needs. Every other layer computes the same either way.
         """
         ...
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Fill the layer's own parameters in place from `generator`. Tied ones are filled by their first user."""
+        """Fill the layer's own parameters in place from `generator`. The first layer that has a tied one fills it."""
         ...
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
-        """Cost for a micro-batch of `batch` sequences of `tokens` tokens in a dtype of `element_bytes`.
+        """Count the cost of `batch` sequences of `tokens` tokens in a dtype of `element_bytes`.
 
-        `device` is the kind that it runs on, `cuda` or `cpu`: what a layer keeps may depend on the kernels there.
+        `device` is the kind of device, `cuda` or `cpu`: the memory that a layer keeps may depend on the kernels
+        there.
         """
         ...
 
@@ -132,7 +166,7 @@ class LayeredModel:
     """An ordered list of layers with a name for each, built on `meta`.
 
     A parameter that several layers share (the same `nn.Parameter` object) is tied: stored once, and each
-    layer's gradient is added to it.
+    layer's gradient is added to it. Raises `ValueError` for names that repeat and for layers that hold buffers.
     """
 
     names: tuple[str, ...]
@@ -149,7 +183,7 @@ class LayeredModel:
                 raise ValueError(f"layer {name} holds buffers {buffers}; a layer may only hold parameters")
 
     def stored_shapes(self) -> dict[str, torch.Size]:
-        """Shape of each stored parameter, `<layer>.<path>`; a tied one under its first layer only."""
+        """Return the shape of each stored parameter, `<layer>.<path>`; a tied one under its first layer only."""
         shapes: dict[str, torch.Size] = {}
         seen: set[int] = set()
         for name, layer in zip(self.names, self.layers, strict=True):
@@ -160,15 +194,12 @@ class LayeredModel:
         return shapes
 
 
-# Which parameters weight decay applies to.
-
-
 def decayed_names(model: LayeredModel) -> frozenset[str]:
-    """Names, as in `LayeredModel.stored_shapes`, of the parameters that decay.
+    """Return the names, as in `LayeredModel.stored_shapes`, of the parameters that weight decay applies to.
 
-    Those are matrices (projections, embeddings, experts). What only shifts or scales does not shrink what a layer can
-    express, so the custom since GPT-2 is to leave it alone: vectors, and what a module lists in its attribute
-    `undecayed` because it is a stack of them (one bias for each expert).
+    These are the matrices: projections, embeddings, experts. Vectors only shift or scale, so shrinking them would not
+    simplify the model; leaving them alone is the custom since GPT-2. A module's `undecayed` parameters count as
+    vectors.
     """
     return frozenset(
         f"{name}.{path}"

@@ -5,16 +5,17 @@ A step is dispatched before the one before it is reported, so that reporting nev
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+
+from torch import Tensor
 
 from torchround.checkpoint import CheckpointError
 from torchround.config import Config
 from torchround.data import DataError, cut
 from torchround.data.loader import Loader
-from torchround.engine.build import DTYPES, DeviceChoice, build_engine, build_store, layer_compiler
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
@@ -25,18 +26,21 @@ from torchround.engine.worker.link_turns import find_link_use
 from torchround.hf import PretrainedWeights, WithAdapters
 from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
+from torchround.observe.loss_curve import draw_run
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
+from torchround.pipeline.plan_report import RunQuestion
 from torchround.pipeline.shared_links import LinkUse
-from torchround.run.bad_steps import BadSteps
-from torchround.run.checkpoints import Position, RunCheckpoints
-from torchround.run.console import say
-from torchround.run.folder import RunFolder
-from torchround.run.mapped_base import Mapped
-from torchround.run.measured_plan import PlanByMeasuring
-from torchround.run.signals import StopRequest
+from torchround.run.checkpoints import RunCheckpoints, RunPosition
+from torchround.run.early_end import BadSteps, StopRequest
+from torchround.run.engine_parts import build_engine, build_store, layer_compiler
+from torchround.run.hardware import Hardware
+from torchround.run.numbers import RunNumbers
+from torchround.run.run_folder import RunFolder
+from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.step_meter import StepMeter, flops_per_token
 from torchround.run.validation import Validation
+from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
 
@@ -48,39 +52,45 @@ class Dispatched:
     """A step under way: its result to come, and where the run is after it."""
 
     result: StepResult
-    position: Position
+    position: RunPosition
     lr: float
     num_tokens: int
 
 
-class Trainer:
-    """One run in its folder, from its start or from its newest checkpoint.
+@dataclass(frozen=True)
+class RunParts:
+    """All that a trainer needs, checked against each other; nothing large is allocated yet.
 
-    `loader` is at the start of the data. `validation` gives the same batches each time. Nothing large is
-    allocated before `run`.
+    `loader` is at the start of the data. `validation` gives the same batches each time it is iterated over. `plan` is the
+    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        folder: RunFolder,
-        model: LayeredModel,
-        loader: Loader,
-        validation: Iterable[MicroBatch],
-        devices: DeviceChoice,
-        plan: Plan,
-        pretrained: PretrainedWeights | WithAdapters | None = None,
-        mapped: Mapped | None = None,
-    ) -> None:
+    config: Config
+    folder: RunFolder
+    model: LayeredModel
+    loader: Loader
+    validation: Iterable[MicroBatch]
+    numbers: RunNumbers
+    hardware: Hardware
+    question: RunQuestion
+    plan: Plan
+    pretrained: PretrainedWeights | WithAdapters | None
+    mapped: Mapping[str, Sequence[Tensor]]
+
+
+class Trainer:
+    """One run in its folder, from its start or from its newest checkpoint. Nothing large is allocated before `run`."""
+
+    def __init__(self, parts: RunParts) -> None:
+        config, folder = parts.config, parts.folder
         self.config = config
+        self._parts = parts
+        self._numbers = parts.numbers
         self._folder = folder
-        self._model = model
-        self._loader = loader
-        self._validation = Validation(validation, config.training.micro_batch_size)
-        self._choice = devices
-        self._plan = plan
-        self._pretrained = pretrained
-        self._mapped = mapped
+        self._model = parts.model
+        self._loader = parts.loader
+        self._validation = Validation(parts.validation, config.training.micro_batch_size)
+        self._choice = parts.hardware
         self._checkpoints = RunCheckpoints(config, folder)
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
         self._bad_steps = BadSteps(config.training)
@@ -90,8 +100,7 @@ class Trainer:
     @cached_property
     def store(self) -> HostStore:
         """All weights, gradients and optimizer state, allocated when first asked for."""
-        tables = self.config.training, self.config.engine
-        return build_store(self._model, *tables, self._choice, self._mapped)
+        return build_store(self._model, self._numbers, self._choice, self._parts.mapped)
 
     @cached_property
     def _compiler(self) -> LayerCompiler | None:
@@ -105,7 +114,7 @@ class Trainer:
 
     @cached_property
     def _devices(self) -> Sequence[Device]:
-        return self._choice.make()
+        return self._choice.make_devices()
 
     @cached_property
     def _links(self) -> LinkUse:
@@ -117,7 +126,7 @@ class Trainer:
         training, spec = self.config.training, self._choice.spec
         return StepMeter(
             self._devices,
-            flops_per_token(self._model, training.seq_len, DTYPES[training.dtype].itemsize),
+            flops_per_token(self._model, training.seq_len, self._numbers.dtype.itemsize),
             None if spec is None else spec.peak_flops.get(training.dtype),
             self._checkpoints.skipped_steps,
         )
@@ -146,6 +155,7 @@ class Trainer:
                 self._metrics.close()
                 self._loader.close()
                 self.store.close()
+            draw_run(self._folder.path)
             self._say_what_was_left_out()
             saved, steps = self._checkpoints.saved_step, self.config.training.steps
             say(f"{self._folder.path}: saved after step {saved} of {steps}; {ended_by}")
@@ -156,7 +166,12 @@ class Trainer:
         kept = self._folder.kept_plan() if self._position.step else None
         self._meter.start()
         planning = PlanByMeasuring(
-            self.config, self._model, self._choice, self._plan, kept, self._position.step
+            self._parts.question,
+            self._parts.plan,
+            kept,
+            self._position.step,
+            self.config.engine.measure_steps,
+            self.config.training.steps,
         )
         say(planning.text())
         if self._links.text:
@@ -207,7 +222,7 @@ class Trainer:
     # One step.
 
     @property
-    def _position(self) -> Position:
+    def _position(self) -> RunPosition:
         return self._checkpoints.position
 
     def _next_batch(self, engine: Engine) -> MicroBatch | None:
@@ -227,7 +242,7 @@ class Trainer:
         parts = cut(batch, self.config.training.micro_batch_size)
         result = engine.forward_backward(with_dropout_seeds(parts, self.config.run.seed, self._position.step))
         engine.step(lr)
-        position = Position(
+        position = RunPosition(
             self._position.step + 1, self._position.tokens + result.num_labels, self._loader.state_dict()
         )
         self._checkpoints.positions.append(position)
@@ -271,7 +286,10 @@ class Trainer:
     # Start, checkpoints, end.
 
     def _initialize(self) -> None:
-        seed, pretrained = self.config.run.seed, self._checkpoints.starting_weights() or self._pretrained
+        seed, pretrained = (
+            self.config.run.seed,
+            self._checkpoints.starting_weights() or self._parts.pretrained,
+        )
         if pretrained is None:
             say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
             self.store.initialize(self._model, seed)
@@ -302,9 +320,8 @@ class Trainer:
                 self.store,
                 self._devices,
                 plan,
-                config.engine,
+                self._numbers,
                 config.optimizer,
-                config.training.max_norm,
                 self._compiler,
                 self._links.turns,
             )

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from benchmarks.step import LR, MAX_NORM, PlainLoop, random_step
+from benchmarks.step import LR, PlainLoop, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
 from torchround.models import FAMILIES
+from torchround.pipeline.plan_report import plan_for
+from torchround.run.engine_parts import build_engine, build_store
+from torchround.run.hardware import find_hardware
+from torchround.run.numbers import RunNumbers, run_question
 
 TRAINING = TrainingTable(seq_len=12, global_batch_size=4, micro_batch_size=2, dtype="float32")
 
@@ -15,13 +18,14 @@ TRAINING = TrainingTable(seq_len=12, global_batch_size=4, micro_batch_size=2, dt
 def test_engine_and_plain_loop_reach_the_same_losses(tied):
     family, engine_table, optimizer = FAMILIES["llama3"], EngineTable(devices="cpu"), OptimizerTable()
     config = family.config_from_flavor("debug", vocab_size=50, num_layers=2, tied_embeddings=tied)
-    model, devices = family.build(config), choose_devices(engine_table)
-    store = build_store(model, TRAINING, engine_table, devices)
+    model, hardware = family.build(config), find_hardware(engine_table)
+    numbers = RunNumbers(TRAINING, engine_table)
+    store = build_store(model, numbers, hardware)
     store.initialize(model, seed=0)
     plain = PlainLoop(family.build(config), store, optimizer)
-    plan = plan_run(model, TRAINING, engine_table, devices)
+    plan = plan_for(run_question(model, numbers, hardware))
     generator = torch.Generator().manual_seed(0)
-    with build_engine(model, store, devices.make(), plan, engine_table, optimizer, MAX_NORM) as engine:
+    with build_engine(model, store, hardware.make_devices(), plan, numbers, optimizer) as engine:
         for _ in range(3):
             step = random_step(TRAINING, 50, generator)
             result = engine.forward_backward(step)

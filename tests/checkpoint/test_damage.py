@@ -246,7 +246,7 @@ def test_a_whole_checkpoint_that_is_not_ours_is_refused_and_not_passed_over(
 
 
 def in_format_1(path: Path) -> None:
-    """Turn a checkpoint into one as earlier versions wrote them: CRC-32 in the place of XXH3."""
+    """Turn a checkpoint into one of format 1, which had CRC-32 in place of XXH3."""
     content = json.loads((path / "manifest.json").read_text())
     files = {
         name: {"size_bytes": record["size_bytes"], "crc32": zlib.crc32((path / name).read_bytes())}
@@ -257,16 +257,14 @@ def in_format_1(path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(old, indent=1))
 
 
-def test_a_checkpoint_with_the_checksums_of_earlier_versions_is_read_and_checked(tmp_path: Path) -> None:
+def test_a_checkpoint_of_format_1_is_refused_with_one_clear_message(tmp_path: Path) -> None:
     checkpointer = two_checkpoints(tmp_path)
     in_format_1(tmp_path / "step-2")
-    target = state_of(0)
-    loaded = checkpointer.load_latest(target)
-    assert loaded is not None and loaded.step == 2 and loaded.state == {"step": 2}
-    assert all(torch.equal(target[name], tensor) for name, tensor in state_of(2).items())
-    flip_last_byte(tmp_path / "step-2" / TENSORS)
-    with pytest.raises(DamagedCheckpointError, match=f"{TENSORS} has checksum"):
+    words = "format 1, which only versions before the first release wrote; legal: format 2"
+    with pytest.raises(ForeignCheckpointError, match=words):
         verify_checkpoint(tmp_path / "step-2")
+    with pytest.raises(ForeignCheckpointError, match=words):
+        checkpointer.load_latest(state_of(0))
 
 
 def test_what_is_optional_may_be_missing_on_either_side_and_all_of_the_rest_is_filled(tmp_path: Path) -> None:

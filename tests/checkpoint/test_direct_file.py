@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchround.checkpoint import Checkpointer, direct_file
-from torchround.checkpoint.direct_file import SMALLEST_BLOCK_BYTES, DirectFile
+from torchround.checkpoint import Checkpointer, uncached_io
 from torchround.checkpoint.tensor_file import plan_files
+from torchround.checkpoint.uncached_io import SMALLEST_BLOCK_BYTES, DirectFile
 from torchround.engine.store.bundles import ASYNC, SYNC, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES
@@ -77,7 +77,7 @@ class Disk:
         place = os.lseek(descriptor, 0, os.SEEK_CUR)
         if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             self.cached_bytes += len(memory)
-        elif (direct_file._address(memory) | len(memory) | place) % self.block_bytes:
+        elif (uncached_io._address(memory) | len(memory) | place) % self.block_bytes:
             self.refused += 1
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         elif self.cut_bytes is not None and len(memory) > self.cut_bytes:
@@ -103,8 +103,8 @@ class Disk:
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a buffer is filled, and what is no smaller goes directly."""
-    monkeypatch.setattr(direct_file, "_BUFFER_BYTES", 8192)
-    monkeypatch.setattr(direct_file, "_DIRECT_BYTES", 4096)
+    monkeypatch.setattr(uncached_io, "_BUFFER_BYTES", 8192)
+    monkeypatch.setattr(uncached_io, "_DIRECT_BYTES", 4096)
 
 
 @settings(max_examples=200, deadline=None)
@@ -167,7 +167,7 @@ def test_where_nothing_can_be_direct_files_are_ordinary(
 def test_a_disk_without_direct_transfers_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    direct_file._warn_once.cache_clear()
+    uncached_io._warn_once.cache_clear()
     Disk(monkeypatch, 2**16)
     for _ in range(2):
         written(tmp_path, [(0, 100)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchround.checkpoint import Checkpointer, verify_checkpoint
-from torchround.checkpoint.one_pass import PIECE_BYTES
+from torchround.checkpoint.uncached_io import PIECE_BYTES
 
 FILE_BYTES = 5 * PIECE_BYTES
 PAGES = FILE_BYTES // mmap.PAGESIZE

@@ -9,16 +9,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from torchround.checkpoint.checksum import Xxh3
-from torchround.checkpoint.direct_file import DirectFile
 from torchround.checkpoint.tensor_file import (
     DTYPE_NAMES,
+    Unwatched,
     plan_files,
     read_header,
     read_tensor_file,
     write_tensor_file,
 )
-from torchround.checkpoint.watch import Alone
+from torchround.checkpoint.uncached_io import DirectFile
 from torchround.engine.store.bundles import ASYNC, SYNC, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES
@@ -37,7 +36,7 @@ def one_of_each_dtype() -> dict[str, torch.Tensor]:
 def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
     tensors = one_of_each_dtype()
     (file,) = plan_files(tensors)
-    write_tensor_file(tmp_path / file.name, file, Alone())
+    write_tensor_file(tmp_path / file.name, file, Unwatched())
     theirs = safetensors.torch.load_file(tmp_path / file.name)
     assert theirs.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -51,7 +50,7 @@ def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     assert read_header(tmp_path / "theirs") == layout
-    read_tensor_file(tmp_path / "theirs", target, Xxh3())
+    read_tensor_file(tmp_path / "theirs", target)
     assert all(torch.equal(target[name].float(), tensor.float()) for name, tensor in tensors.items())
 
 
@@ -66,10 +65,8 @@ def test_tensors_are_spread_over_files_in_order() -> None:
 def test_tensors_of_nothing_that_nobody_asks_for_are_passed_by(tmp_path: Path) -> None:
     tensors = one_of_each_dtype()
     (file,) = plan_files(tensors)
-    checksum = Xxh3()
-    written = write_tensor_file(tmp_path / file.name, file, Alone())
-    read_tensor_file(tmp_path / file.name, {}, checksum)
-    assert checksum.value() == written
+    written = write_tensor_file(tmp_path / file.name, file, Unwatched())
+    assert read_tensor_file(tmp_path / file.name, {}) == written
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
@@ -81,7 +78,7 @@ def test_each_bundle_is_done_with_when_its_share_of_the_file_is_written(
 ) -> None:
     """Tensors that are last in the file for their size, biases and norms, keep no update waiting for the whole file."""
 
-    class Watch(Alone):
+    class Watch(Unwatched):
         """How much is written when a bundle is read."""
 
         def __init__(self) -> None:
@@ -110,10 +107,10 @@ def test_each_bundle_is_done_with_when_its_share_of_the_file_is_written(
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
     (file,) = plan_files({"w": torch.zeros(100)})
-    write_tensor_file(tmp_path / "file", file, Alone())
+    write_tensor_file(tmp_path / "file", file, Unwatched())
     os.truncate(tmp_path / "file", file.size_bytes - 3)
     with pytest.raises(ValueError, match="ends 3 bytes before"):
-        read_tensor_file(tmp_path / "file", {"w": torch.zeros(100)}, Xxh3())
+        read_tensor_file(tmp_path / "file", {"w": torch.zeros(100)})
 
 
 def test_saving_and_loading_take_no_second_copy_of_the_state(tmp_path: Path) -> None:

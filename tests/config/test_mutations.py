@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchround.config import Config, ConfigError, load_config
-from torchround.config.table import UNSET
+from torchround.config.key_types import UNSET
 from torchround.config.toml_writer import toml_value
 
 VALID: dict[str, Any] = {

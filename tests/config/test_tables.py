@@ -6,9 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from torchround import config
-from torchround.config.legal import Slot
+from torchround.config.key_types import KeyType, Table
 from torchround.config.reference import documentation
-from torchround.config.table import Table
 
 TABLES = [value for value in vars(config).values() if isinstance(value, type) and issubclass(value, Table)]
 KEYS = [(table, key) for table in TABLES for key in table.model_fields if table is not config.Config]
@@ -121,7 +120,7 @@ def test_the_tables_and_keys_that_users_and_scripts_rely_on_are_there() -> None:
         "metrics": {"log_every_steps", "wandb", "wandb_project"},
         "trace": {"steps", "memory"},
     }
-    tables = {name: Slot.of_field(info).table() for name, info in config.Config.model_fields.items()}
+    tables = {name: KeyType.of_field(info).table() for name, info in config.Config.model_fields.items()}
     assert list(tables) == list(promised)
     missing = {name: promised[name] - set(table.model_fields) for name, table in tables.items() if table}
     assert not any(missing.values()), missing

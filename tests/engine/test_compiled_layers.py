@@ -24,13 +24,13 @@ from tests.support.toy import (
     train,
 )
 from torchround.config import EngineTable
-from torchround.engine import build
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import PipelineError
 from torchround.layer import with_dropout_seeds
 from torchround.models import FAMILIES
 from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
+from torchround.run import engine_parts
 
 BATCHES = toy_batches(4, micro_batches=4)
 # fp32: the same operations in another order, through four updates of Adam.
@@ -309,6 +309,6 @@ def test_threads_that_wait_for_a_compiler_end_with_the_engine():
 
 def test_auto_compiles_no_layers():
     model = toy_model()
-    assert build.layer_compiler(model, EngineTable()) is None
-    assert build.layer_compiler(model, EngineTable(compile=False)) is None
-    assert build.layer_compiler(model, EngineTable(compile=True)) is not None
+    assert engine_parts.layer_compiler(model, EngineTable()) is None
+    assert engine_parts.layer_compiler(model, EngineTable(compile=False)) is None
+    assert engine_parts.layer_compiler(model, EngineTable(compile=True)) is not None

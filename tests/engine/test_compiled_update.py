@@ -16,11 +16,11 @@ from tests.support.toy import (
     train,
 )
 from torchround.config import EngineTable
-from torchround.engine import build
 from torchround.engine.errors import PipelineError
 from torchround.engine.optimizer_worker import update_threads
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim.kernel import AdamWKernel, KernelError
+from torchround.run import engine_parts
 
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
@@ -120,13 +120,13 @@ def test_a_fault_while_the_update_compiles_ends_every_thread(monkeypatch):
 def test_auto_compiles_for_models_that_win_the_time_back(monkeypatch):
     store = toy_store(toy_model())
     trained = sum(bundle.numel for bundle in store.trained)
-    assert not build.compiles_update(EngineTable(), store)
-    monkeypatch.setattr(build, "COMPILE_FROM_PARAMETERS", trained)
-    assert build.compiles_update(EngineTable(), store)
-    assert not build.compiles_update(EngineTable(compile=False), store)
-    monkeypatch.setattr(build, "COMPILE_FROM_PARAMETERS", trained + 1)
-    assert not build.compiles_update(EngineTable(), store)
-    assert build.compiles_update(EngineTable(compile=True), store)
+    assert not engine_parts.compiles_update(EngineTable(), store)
+    monkeypatch.setattr(engine_parts, "COMPILE_FROM_PARAMETERS", trained)
+    assert engine_parts.compiles_update(EngineTable(), store)
+    assert not engine_parts.compiles_update(EngineTable(compile=False), store)
+    monkeypatch.setattr(engine_parts, "COMPILE_FROM_PARAMETERS", trained + 1)
+    assert not engine_parts.compiles_update(EngineTable(), store)
+    assert engine_parts.compiles_update(EngineTable(compile=True), store)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ import torch
 from tests.support.cuda_toy import cuda_engine
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, train
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.config.tables_engine import PlanTable
-from torchround.engine.build import build_engine, build_store, choose_devices, plan_run
+from torchround.config.config import PlanTable
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.store.host_memory import CudaPageLocker, HostAllocator
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
+from torchround.pipeline.plan_report import plan_for
+from torchround.run.engine_parts import build_engine, build_store
+from torchround.run.hardware import find_hardware
+from torchround.run.numbers import RunNumbers, run_question
 
 pytestmark = pytest.mark.gpu
 
@@ -112,16 +115,16 @@ def test_a_device_uses_as_much_memory_as_was_planned(workers, recompute, record_
         recompute=recompute,
         plan=PlanTable(forward=(4, 4), fused=4, backward=(4, 4)),
     )
-    choice = choose_devices(table)
-    plan = plan_run(model, training, table, choice)
+    hardware, numbers = find_hardware(table), RunNumbers(training, table)
+    plan = plan_for(run_question(model, numbers, hardware))
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     baseline_bytes = torch.cuda.memory_allocated()
-    store = build_store(model, training, table, choice)
+    store = build_store(model, numbers, hardware)
     store.initialize(model, seed=0)
-    devices = [*choice.make()]
-    with build_engine(model, store, devices, plan, table, OptimizerTable(), 1.0) as engine:
+    devices = [*hardware.make_devices()]
+    with build_engine(model, store, devices, plan, numbers, OptimizerTable()) as engine:
         train(engine, [random_micro_batches() for _ in range(3)], lr=1e-4)
         peak_bytes = devices[0].peak_bytes() - baseline_bytes
     store.close()

@@ -5,8 +5,10 @@ import torch
 
 from tests.support.toy import PARTITIONS, toy_batches, toy_model, train
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.engine.build import build_engine, build_store, choose_devices
 from torchround.pipeline.plan import Plan
+from torchround.run.engine_parts import build_engine, build_store
+from torchround.run.hardware import find_hardware
+from torchround.run.numbers import RunNumbers
 
 BATCHES = toy_batches(2, micro_batches=32)
 PLAN = Plan(PARTITIONS["forward coarser"], 1, 2, 32, "sync", 1.0, 0.0, 1.0)
@@ -16,10 +18,10 @@ def trained_store(dtype, **engine_keys):
     """The host store after two steps of a run built from tables."""
     model = toy_model()
     table = EngineTable(devices="cpu", num_devices=2, **engine_keys)
-    devices = choose_devices(table)
-    store = build_store(model, TrainingTable(dtype=dtype), table, devices)
+    hardware, numbers = find_hardware(table), RunNumbers(TrainingTable(dtype=dtype), table)
+    store = build_store(model, numbers, hardware)
     store.initialize(model, seed=0)
-    with build_engine(model, store, devices.make(), PLAN, table, OptimizerTable(), max_norm=1.0) as engine:
+    with build_engine(model, store, hardware.make_devices(), PLAN, numbers, OptimizerTable()) as engine:
         train(engine, BATCHES)
     assert store.applied_updates == 2
     return store

@@ -182,7 +182,7 @@ def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(p
             source.finished_reading(name)
         assert failed.wait(60)
         (tmp_path / "step-1.tmp").mkdir()
-        source.may_go_on()
+        source.raise_if_abandoned()
         raise AssertionError("the engine has ended, and the save goes on")
 
     engine = build(policy=policy)

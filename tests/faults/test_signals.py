@@ -11,7 +11,7 @@ import pytest
 from tests.support.fork_server import ForkServer
 from tests.support.small_run import ASYNC, SmallRuns
 from torchround.checkpoint import verify_checkpoint
-from torchround.run.signals import SAME_REQUEST_S, STOP_SIGNALS
+from torchround.run.early_end import SAME_REQUEST_S, STOP_SIGNALS
 
 SIGNALS = 12  # for each way to train
 STEPS = 25

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from scripts import export_hf
 from torchround.checkpoint import Checkpointer
+from torchround.commands import export_hf
 from torchround.engine.store.host_store import HostStore
 from torchround.models import FAMILIES, LoraShape, add_adapters
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from scripts import export_hf
 from torchround.checkpoint import Checkpointer
+from torchround.commands import export_hf
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
 from torchround.models import FAMILIES

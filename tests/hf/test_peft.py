@@ -12,8 +12,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 
-from scripts import export_hf
 from torchround.checkpoint import Checkpointer
+from torchround.commands import export_hf
 from torchround.config import LoraTable
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights, WithAdapters, read_adapters

@@ -68,7 +68,7 @@ def test_a_spike_leaves_all_state_as_it_was_and_the_run_goes_on(
 ) -> None:
     change_loss(monkeypatch, SPIKING[kind])
     assert small_runs("run", *SPIKES, *mode) == 0
-    [warning] = [record.getMessage() for record in caplog.records if "bad_steps" in record.name]
+    [warning] = [record.getMessage() for record in caplog.records if "early_end" in record.name]
     assert warning.startswith(f"step {SPIKE}: the {kind} ") and "its update is skipped" in warning
     before, after = (small_runs.state("run", step) for step in (SPIKE - 1, SPIKE))
     for name in (name for name in before if not name.startswith("master_1_old/")):

@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-import torchround.run.host_budget
+import torchround.run.hardware
 from torchround.config import EngineTable, TrainingTable
-from torchround.engine.build import DeviceChoice, build_store
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.run.host_budget import HostMemoryError, available_host_bytes, check_host_memory, host_budget
+from torchround.pipeline.memory import HostMemory
+from torchround.pipeline.plan_report import plan_for
+from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.run.engine_parts import build_store
+from torchround.run.hardware import Hardware, available_host_bytes
+from torchround.run.numbers import RunNumbers, run_question
 
-CPU = DeviceChoice("cpu", 1, 2**30, None)
+CPU = Hardware("cpu", 1, 2**30)
 
 
 def model(tied: bool = False, frozen: bool = False, adapters: bool = False) -> LayeredModel:
@@ -27,6 +31,10 @@ def model(tied: bool = False, frozen: bool = False, adapters: bool = False) -> L
     return built
 
 
+def budget_of(built: LayeredModel, numbers: RunNumbers, mapped: tuple[str, ...] = ()) -> HostMemory:
+    return run_question(built, numbers, CPU, mapped).state()
+
+
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("update", ["sync", "async"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -36,9 +44,9 @@ def model(tied: bool = False, frozen: bool = False, adapters: bool = False) -> L
 def test_the_budget_is_what_the_host_store_allocates(
     shape: dict[str, bool], dtype: str, update: str, rounds: int
 ) -> None:
-    training, engine = TrainingTable(dtype=dtype), EngineTable(update=update)
-    budget = host_budget(model(**shape), training, engine, rounds)
-    store = build_store(model(**shape), training, engine, CPU)
+    numbers = RunNumbers(TrainingTable(dtype=dtype), EngineTable(update=update, rounds=rounds))
+    budget = budget_of(model(**shape), numbers)
+    store = build_store(model(**shape), numbers, CPU)
     store.allocate_gradients(rounds)
     about = partial(pytest.approx, rel=0.01)  # padding between parameters
     landing = sum(bundle.numel * len(bundle.layers) for bundle in store.trained if bundle.adds_up)
@@ -52,32 +60,35 @@ def test_the_budget_is_what_the_host_store_allocates(
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_base_in_its_files_is_no_memory_of_the_host_store(tied: bool) -> None:
-    training, engine = TrainingTable(dtype="bfloat16"), EngineTable()
+    numbers = RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable())
     built = model(tied=tied, adapters=True)
     base = {name: shape for name, shape in built.stored_shapes().items() if "lora_" not in name}
     mapped = {name: (torch.zeros(shape.numel(), dtype=torch.bfloat16),) for name, shape in base.items()}
-    budget = host_budget(built, training, engine, 1, mapped)
-    store = build_store(built, training, engine, CPU, mapped)
+    budget = budget_of(built, numbers, tuple(mapped))
+    store = build_store(built, numbers, CPU, mapped)
     store.allocate_gradients(1)
     assert budget.state_bytes == pytest.approx(store.nbytes(), rel=0.01)
-    copied = host_budget(built, training, engine, 1)
+    copied = budget_of(built, numbers)
     assert budget.mapped_bytes == sum(tensor.nbytes for (tensor,) in mapped.values())
     assert copied.state_bytes == budget.state_bytes + budget.mapped_bytes and copied.mapped_bytes == 0
     assert budget.total_bytes == budget.state_bytes
 
 
 def test_too_little_memory_is_an_error_with_what_is_missing() -> None:
-    budget = host_budget(model(), TrainingTable(), EngineTable(), 1)
-    check_host_memory(budget, budget.state_bytes)
-    with pytest.raises(HostMemoryError, match=r"1\.00 MiB are missing\. What helps: .*model\.flavor"):
-        check_host_memory(budget, budget.state_bytes - 2**20)
+    numbers = RunNumbers(TrainingTable(), EngineTable())
+    needed = budget_of(model(), numbers).state_bytes
+    scarce = Hardware("cpu", 1, 2**30, host_bytes=needed - 2**20)
+    with pytest.raises(
+        InfeasiblePlanError, match=r"1\.00 MiB are missing\. What would help: .*model\.flavor"
+    ):
+        plan_for(run_question(model(), numbers, scarce))
 
 
 def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     none, limit, unlimited = tmp_path / "none", tmp_path / "limit", tmp_path / "unlimited"
     limit.write_text("12345\n")
     unlimited.write_text("max\n")
-    monkeypatch.setattr(torchround.run.host_budget, "CGROUP_LIMITS", (none, unlimited))
+    monkeypatch.setattr(torchround.run.hardware, "CGROUP_LIMITS", (none, unlimited))
     assert available_host_bytes() > 2**20
-    monkeypatch.setattr(torchround.run.host_budget, "CGROUP_LIMITS", (none, unlimited, limit))
+    monkeypatch.setattr(torchround.run.hardware, "CGROUP_LIMITS", (none, unlimited, limit))
     assert available_host_bytes() == 12345

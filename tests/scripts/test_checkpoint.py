@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.checkpoint import main
 from torchround.checkpoint import Checkpointer
+from torchround.commands.manage_checkpoints import main
 from torchround.config import RunTable
-from torchround.run.folder import RunFolder
+from torchround.run.run_folder import RunFolder
 
 TENSORS = "tensors-00000.safetensors"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts import schedule_tables
-from scripts.simulate import main
+from torchround.commands.simulate_schedules import main
 
 PAGE = schedule_tables.PAGE.read_text(encoding="utf-8")
 PICTURES = re.findall(r"^python scripts/simulate\.py (.*--plot (\S+))$", PAGE, flags=re.MULTILINE)

@@ -18,6 +18,7 @@ from tests.support.disks import Disk
 from tests.support.hostile_cases import be_limited, be_watched
 from tests.support.small_run import SMALL, awaiting_saves, before_step, small_family, write_text
 from torchround.checkpoint import Checkpointer, verify_checkpoint
+from torchround.commands import configured_model
 from torchround.engine.device import CpuDevice
 from torchround.models import FAMILIES
 from torchround.observe import MetricsLogger
@@ -29,7 +30,7 @@ CHECKPOINT_EVENTS = {
 
 def warm_up() -> None:
     """One run, so that no child has to import or compile anything."""
-    train.FAMILIES = {**FAMILIES, "small": small_family()}  # type: ignore[assignment]
+    configured_model.FAMILIES = {**FAMILIES, "small": small_family()}  # type: ignore[assignment]
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 import torchround.trainer
 import train
+from torchround.commands import configured_model, train_model
 from torchround.engine.engine import Engine
 from torchround.engine.saver import PendingSave
 from torchround.layer import LayeredModel
@@ -143,7 +144,7 @@ def small_family() -> Family[Any]:
 @pytest.fixture
 def small_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Runs in `tmp_path`, with the model family `small`."""
-    monkeypatch.setattr(train, "FAMILIES", {**FAMILIES, "small": small_family()})
+    monkeypatch.setattr(configured_model, "FAMILIES", {**FAMILIES, "small": small_family()})
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     yield SmallRuns(tmp_path)
@@ -197,14 +198,14 @@ def interrupt(number: int = signal.SIGTERM) -> None:
 
 def with_model(monkeypatch: pytest.MonkeyPatch, action: Callable[[LayeredModel], None]) -> None:
     """Look at or change the model that `train.py` builds."""
-    build = train.build_model
+    build = train_model.build_model
 
     def built(*arguments):
         model = build(*arguments)
         action(model)
         return model
 
-    monkeypatch.setattr(train, "build_model", built)
+    monkeypatch.setattr(train_model, "build_model", built)
 
 
 def before_forward(monkeypatch: pytest.MonkeyPatch, layer: int, action: Callable[[int], None]) -> None:

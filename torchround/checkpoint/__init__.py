@@ -1,4 +1,4 @@
-"""Checkpoints: written straight from the training state and read back into it, never half there."""
+"""Checkpoints: written straight from the training state and read back into it, whole or not at all."""
 
 from torchround.checkpoint.checkpointer import Checkpointer, Loaded, load_checkpoint, verify_checkpoint
 from torchround.checkpoint.errors import (
@@ -7,7 +7,7 @@ from torchround.checkpoint.errors import (
     ForeignCheckpointError,
     NoCheckpointError,
 )
-from torchround.checkpoint.watch import SaveWatch
+from torchround.checkpoint.tensor_file import SaveWatch
 
 __all__ = [
     "CheckpointError",

@@ -1,13 +1,13 @@
-"""The checkpoints of one run: `step-N` folders that appear whole or not at all.
+"""Keeps the checkpoints of one run: `step-N` folders that appear whole or not at all.
 
-A save writes `step-N.tmp`, syncs every file and the folder, renames it to `step-N` and syncs the parent; only
-a renamed folder is a checkpoint. Old ones are renamed to `.trash` before they are deleted, so a kill at any
-moment leaves complete checkpoints and leftovers, which the next save removes. Names of folders:
+A save writes `step-N.tmp`, syncs every file and the folder, renames it to `step-N` and syncs the parent. Only a renamed
+folder is a checkpoint. An old checkpoint is renamed to `.trash` before it is deleted. A kill at any moment therefore
+leaves complete checkpoints and leftovers, and the next save removes the leftovers. Names of folders:
 
     step-N            complete
     step-N.tmp        being written, or left by a killed save
     step-N.trash      being deleted, or left by a killed deletion
-    step-N.replaced   the former step-N while another takes its place; counts as step-N if a kill came between
+    step-N.replaced   the former step-N while a new one is renamed; counts as step-N if a kill prevented that
 """
 
 import logging
@@ -26,11 +26,10 @@ from torchround.checkpoint.errors import (
     ForeignCheckpointError,
     NoCheckpointError,
 )
-from torchround.checkpoint.folder import check_contents, check_structure, read_into, write_folder
+from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import MANIFEST_FILE, Manifest, encode_state, read_manifest
-from torchround.checkpoint.sync import make_folder, sync_entry
-from torchround.checkpoint.tensor_file import plan_files
-from torchround.checkpoint.watch import Alone, SaveWatch
+from torchround.checkpoint.step_folder import check_contents, check_structure, read_into, write_folder
+from torchround.checkpoint.tensor_file import SaveWatch, Unwatched, plan_files
 from torchround.pipeline.memory import size_text
 
 logger = logging.getLogger(__name__)
@@ -38,15 +37,15 @@ logger = logging.getLogger(__name__)
 _FOLDER_NAME = re.compile(r"step-(0|[1-9]\d*)(\.tmp|\.trash|\.replaced)?")
 
 
-def _none_is_optional(name: str) -> bool:
+def _nothing_is_optional(name: str) -> bool:
     return False
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load found besides the tensors: the step, and the state as it was given to `save`.
+    """The result of a load besides the tensors: the step, and the state as it was given to `save`.
 
-    `filled` are the names of the tensors that it holds; optional ones may not be among them.
+    `filled` are the names of the tensors that the checkpoint holds. Optional ones may be missing there.
     """
 
     step: int
@@ -56,9 +55,9 @@ class Loaded:
 
 
 class Checkpointer:
-    """Saves to and loads from `folder`, keeping the newest `keep_latest_k` complete checkpoints (0: all).
+    """The checkpoints in `folder`. Saves, loads, and keeps the newest `keep_latest_k` complete ones (0: all).
 
-    Those whose step `keep_every_n_steps` divides are kept besides (0: none).
+    Checkpoints whose step `keep_every_n_steps` divides are kept too (0: none).
     """
 
     def __init__(self, folder: Path | str, keep_latest_k: int = 0, keep_every_n_steps: int = 0) -> None:
@@ -77,14 +76,14 @@ class Checkpointer:
         state: Mapping[str, Any],
         watch: SaveWatch | None = None,
     ) -> Path:
-        """Write `tensors` and the JSON-able `state` as `step-N`, then delete the ones too many.
+        """Write `tensors` and the JSON-able `state` as `step-N`, then delete checkpoints that are not kept.
 
-        Tensors are contiguous CPU tensors of any dtype; their bytes go from where they are to the file, so
-        nothing may write to one before `watch` is told that it was read. Raises `ValueError` before anything is
-        written if a tensor or the state cannot be stored, `CheckpointError` if the disk fails; the checkpoints that
-        were there are then still there. What `watch` raises leaves the unfinished folder to the next save.
+        Tensors are contiguous CPU tensors of any dtype. Their bytes go straight from their memory to the file, so
+        nothing may write to a tensor before `watch.finished_reading` is called for it. Raises `ValueError` before
+        anything is written if a tensor or the state cannot be stored, and `CheckpointError` if the disk fails; earlier
+        checkpoints are then untouched. An exception raised by `watch` leaves the unfinished folder to the next save.
         """
-        watch = watch or Alone()
+        watch = watch or Unwatched()
         files = plan_files(tensors)
         state_json = encode_state(state)
         try:
@@ -104,15 +103,14 @@ class Checkpointer:
         return path
 
     def load_latest(
-        self, tensors: Mapping[str, Tensor], optional: Callable[[str], bool] = _none_is_optional
+        self, tensors: Mapping[str, Tensor], optional: Callable[[str], bool] = _nothing_is_optional
     ) -> Loaded | None:
-        """Fill `tensors` in place from the newest checkpoint that can be used; `None` if there is none.
+        """Fill `tensors` in place from the newest usable checkpoint. Returns None if there are no checkpoints.
 
-        Tensors of a name that is `optional` may be missing in the checkpoint, or be left out of it. A damaged
-        checkpoint is named in a warning and the one before it is tried, which overwrites every tensor. Raises
-        `ForeignCheckpointError` where the newest whole one is of another model or a newer version, and
-        `CheckpointError` if there are checkpoints and none can be used; the tensors may then hold parts of several
-        and must not be trained on.
+        Tensors of an `optional` name may be missing in the checkpoint, or in `tensors`. A warning names a damaged
+        checkpoint, and the one before it is tried, which overwrites every tensor. Raises `ForeignCheckpointError` if
+        the newest intact one is of another model or version, and `CheckpointError` if there are checkpoints but none
+        can be used. The tensors may then hold parts of several checkpoints and must not be trained on.
         """
         failures: list[str] = []
         for step, path in reversed(self.checkpoints().items()):
@@ -126,17 +124,17 @@ class Checkpointer:
         return None
 
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint's step."""
+        """Return the newest complete checkpoint's step, or None."""
         return max(self.complete_steps(), default=None)
 
     def complete_steps(self) -> list[int]:
-        """Steps of the checkpoints whose files are all there at full size, rising. Contents are not read."""
+        """Return the steps of the checkpoints whose files are all there at full size, rising. Contents are not read."""
         return [step for step, path in self.checkpoints().items() if _is_complete(path, step)]
 
     def superfluous(self, newest: int | None = None) -> list[Path]:
-        """What is older than the k-th newest complete checkpoint and not kept for its step.
+        """Return the checkpoints older than the k-th newest complete one and not kept for their step.
 
-        `newest` counts as the newest whatever others there are, and is never among them.
+        `newest` counts as the newest even if others have a higher step, and is never returned.
         """
         if self.keep_latest_k == 0:
             return []
@@ -149,31 +147,30 @@ class Checkpointer:
         return [path for step, path in self.checkpoints().items() if step < oldest and step not in kept]
 
     def leftovers(self) -> list[Path]:
-        """What killed saves and deletions left, all of it to be deleted."""
+        """Return the folders that killed saves and deletions left. All of them can be deleted."""
         return [
-            path for path, step, suffix in self._entries() if suffix and not self._stands_for(step, suffix)
+            path for path, step, suffix in self._entries() if suffix and not self._is_all_of(step, suffix)
         ]
 
     def checkpoints(self) -> dict[int, Path]:
-        """Step -> folder of everything that is listed as a checkpoint, complete or damaged; steps rising."""
+        """Return step -> folder of every checkpoint, complete or damaged, steps rising."""
         found = {
             step: path
             for path, step, suffix in self._entries()
-            if suffix is None or self._stands_for(step, suffix)
+            if suffix is None or self._is_all_of(step, suffix)
         }
         return dict(sorted(found.items()))
 
     def delete(self, paths: Iterable[Path]) -> None:
-        """A folder that cannot be deleted costs space, not the run: it is left with a warning."""
+        """Delete folders. One that cannot be deleted costs space, not the run: it stays, with a warning."""
         for path in list(paths):
             try:
+                # Renamed first: a half-deleted folder must never be listed as a checkpoint.
                 if path.suffix not in (".tmp", ".trash"):
                     path = path.rename(path.with_name(path.name.removesuffix(".replaced") + ".trash"))
                 shutil.rmtree(path)
             except OSError as error:
-                logger.warning(
-                    "could not delete the old checkpoint %s: %s; it goes on using space", path, error
-                )
+                logger.warning("could not delete the old checkpoint %s: %s; it still uses space", path, error)
 
     def _publish(self, step: int, written: Path) -> Path:
         path = self._named(step)
@@ -187,9 +184,9 @@ class Checkpointer:
         return path
 
     def _clear_leftovers(self) -> None:
-        """Remove what a killed save or deletion left; put a checkpoint back whose replacement never came."""
+        """Remove what a killed save or deletion left, and put back a checkpoint whose replacement never came."""
         for entry, step, suffix in self._entries():
-            if self._stands_for(step, suffix):
+            if self._is_all_of(step, suffix):
                 entry.rename(self._named(step))
         self.delete(self.leftovers())
 
@@ -198,12 +195,12 @@ class Checkpointer:
         if size_bytes > free_bytes:
             raise OSError(f"it needs {size_text(size_bytes)} and {size_text(free_bytes)} are free")
 
-    def _stands_for(self, step: int, suffix: str | None) -> bool:
-        """Whether a folder of this suffix is all that is left of step `step`."""
+    def _is_all_of(self, step: int, suffix: str | None) -> bool:
+        """Return whether a folder of this suffix is all that is left of step `step`."""
         return suffix == ".replaced" and not self._named(step).exists()
 
     def _entries(self) -> list[tuple[Path, int, str | None]]:
-        """(path, step, suffix) of the folders in `folder` that are ours; others are left alone."""
+        """Return (path, step, suffix) of the folders named as this class names them. All others are left alone."""
         if not self.folder.is_dir():
             return []
         entries = []
@@ -218,14 +215,13 @@ class Checkpointer:
 
 
 def load_checkpoint(
-    path: Path | str, tensors: Mapping[str, Tensor], optional: Callable[[str], bool] = _none_is_optional
+    path: Path | str, tensors: Mapping[str, Tensor], optional: Callable[[str], bool] = _nothing_is_optional
 ) -> Loaded:
-    """Fill `tensors` in place from the one checkpoint at `path`, but for `optional` ones that it does not hold.
+    """Fill `tensors` in place from the one checkpoint at `path`, except `optional` ones that it does not hold.
 
-    Everything but the tensors' bytes is checked before the first one is written: files, sizes, state, and the
-    name, dtype and shape of every tensor. The bytes are checked as they are read, so that they are read once:
-    after an error about a checksum, and only then, `tensors` are partly overwritten. Raises
-    `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`.
+    Files, sizes, state, and the name, dtype and shape of every tensor are checked before the first byte is written.
+    The tensors' bytes are checked as they are read, so that they are read once. Only after an error about a checksum
+    are `tensors` partly overwritten. Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`.
     """
     path = Path(path)
     _refuse_other_folders(path)
@@ -236,7 +232,7 @@ def verify_checkpoint(path: Path | str, advance: Callable[[int], object] = lambd
     """Check every byte of the checkpoint at `path` against its checksums. Returns its step.
 
     Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`. Reads the whole folder once and
-    needs no model and no memory for one; `advance` is told how many bytes were read, step by step.
+    needs no model and no memory for one. `advance` receives the number of bytes of each step.
     """
     path = Path(path)
     _refuse_other_folders(path)
@@ -246,8 +242,11 @@ def verify_checkpoint(path: Path | str, advance: Callable[[int], object] = lambd
 
 
 def _refuse_other_folders(path: Path) -> None:
-    """Raise `NoCheckpointError` for what is not there, a run's folder, its checkpoints, or anything else of another
-    name than ours that has no manifest. A folder of one of our names without a manifest is a damaged checkpoint."""
+    """Raise `NoCheckpointError` if `path` has no manifest and is not named as a checkpoint is.
+
+    That is the case for a missing path, a run's folder and its folder of checkpoints. A folder that is named as a
+    checkpoint and has no manifest is a damaged checkpoint.
+    """
     try:
         (path / MANIFEST_FILE).lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -257,7 +256,7 @@ def _refuse_other_folders(path: Path) -> None:
             newest = [found.checkpoints()[step] for found in nearby for step in found.complete_steps()]
             raise NoCheckpointError(path, newest[-1] if newest else None) from None
     except OSError:
-        pass  # reading it tells why not
+        pass  # reading the manifest reports the reason
 
 
 def _load(
@@ -274,5 +273,5 @@ def _is_complete(path: Path, step: int) -> bool:
     except DamagedCheckpointError:
         return False
     except ForeignCheckpointError:
-        return True  # whole, as far as this version can tell
+        return True  # intact, as far as this version can tell
     return True

@@ -1,10 +1,10 @@
-"""`manifest.json`: what a checkpoint folder must contain, so that a missing or altered part is found by name.
+"""The manifest of a checkpoint folder lists what it must contain, so that a missing or altered part is found by name.
 
     {"format": 2, "step": 120, "files": {"state.json": {"size_bytes": 812, "xxh3_128": "5e0f.."}, ...}, "xxh3_128": ".."}
 
-The checksum at the end is that of the manifest without it, in every format from 2 on: a newer format is told from an
-altered byte by that. The file is accepted only if it is, byte for byte, what we would write, so no altered byte goes
-unseen.
+The checksum at the end covers the manifest without it, in every format from 2 on. It tells a newer format from an
+altered byte. The file is accepted only if it is, byte for byte, what this program would write, so every altered byte
+is noticed.
 """
 
 import json
@@ -15,17 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchround.checkpoint.checksum import Crc32, Xxh3, checksum_of
+import xxhash
+
 from torchround.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
-from torchround.checkpoint.sync import read_regular
+from torchround.untrusted.regular_file import read_regular
+from torchround.untrusted.strict_json import parse_json
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 FORMAT = 2
-# Format 1, of earlier versions, is read and no longer written.
-CHECKSUMS: Mapping[int, type[Crc32] | type[Xxh3]] = {1: Crc32, FORMAT: Xxh3}
+CHECKSUM = "xxh3_128"
+"""Key of a checksum in the manifest: XXH3 with 128 bits, as 32 hexadecimal digits."""
 
-# JSON takes several times its size in memory once it is read; ours takes kilobytes, a data position up to megabytes.
+# Parsed JSON takes several times its size in memory. Real manifests take kilobytes, data positions up to megabytes.
 MOST_MANIFEST_BYTES = 2**24
 MOST_STATE_BYTES = 2**28
 
@@ -37,39 +39,37 @@ class FileRecord:
     """Size and checksum of one file of the checkpoint."""
 
     size_bytes: int
-    checksum: int | str
+    checksum: str
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The step and every other file of the folder."""
+    """The step of a checkpoint, and every other file of its folder."""
 
     step: int
     files: dict[str, FileRecord]
-    format: int = FORMAT
-
-    @property
-    def checksum_kind(self) -> type[Crc32] | type[Xxh3]:
-        """What the files' checksums are."""
-        return CHECKSUMS[self.format]
 
     def encode(self) -> bytes:
-        """The bytes of `manifest.json`."""
-        kind = self.checksum_kind
+        """Return the bytes of `manifest.json`."""
         files = {
-            name: {"size_bytes": record.size_bytes, kind.name: record.checksum}
+            name: {"size_bytes": record.size_bytes, CHECKSUM: record.checksum}
             for name, record in self.files.items()
         }
-        content: dict[str, Any] = {"format": self.format, "step": self.step, "files": files}
-        content[kind.name] = checksum_of(kind, json.dumps(content).encode())
+        content: dict[str, Any] = {"format": FORMAT, "step": self.step, "files": files}
+        content[CHECKSUM] = checksum_of(json.dumps(content).encode())
         return json.dumps(content, indent=1).encode()
 
 
-def read_manifest(folder: Path, step: int | None = None) -> Manifest:
-    """The folder's manifest, once every file it lists is found there with its size. Contents are not read.
+def checksum_of(content: bytes) -> str:
+    """Return the checksum of bytes as the manifest writes it."""
+    return xxhash.xxh3_128_hexdigest(content)
 
-    Raises `DamagedCheckpointError` naming the folder and the part, also if it is not of `step` where given, and
-    `ForeignCheckpointError` for a format that this version does not know.
+
+def read_manifest(folder: Path, step: int | None = None) -> Manifest:
+    """Read the folder's manifest, and check that every file it lists is there with its size. Contents are not read.
+
+    Raises `DamagedCheckpointError` naming the folder and the part, also if the manifest is not of the given `step`, and
+    `ForeignCheckpointError` for a format that this version does not read.
     """
     try:
         written = read_regular(folder / MANIFEST_FILE, MOST_MANIFEST_BYTES)
@@ -84,7 +84,7 @@ def read_manifest(folder: Path, step: int | None = None) -> Manifest:
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
-    """`state` as JSON; tuples come back as lists. Raises `ValueError` for what JSON cannot give back."""
+    """Encode `state` as JSON; tuples come back as lists. Raises `ValueError` for values that JSON cannot give back."""
     try:
         _require_text_keys(state)
         encoded = json.dumps(dict(state)).encode()
@@ -96,19 +96,19 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
 
 def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """The state given to `save`, checked against its checksum before it is parsed."""
+    """Read the state given to `save`. Its checksum is compared before it is parsed."""
     try:
         encoded = read_regular(folder / STATE_FILE, MOST_STATE_BYTES)
     except OSError as error:
         raise DamagedCheckpointError(folder, f"{STATE_FILE} cannot be read: {error}") from error
-    check_file(folder, STATE_FILE, manifest, checksum_of(manifest.checksum_kind, encoded))
+    check_file(folder, STATE_FILE, manifest, checksum_of(encoded))
     state = _parse_json(folder, STATE_FILE, encoded)
     if not isinstance(state, dict):
         raise DamagedCheckpointError(folder, f"{STATE_FILE} is not a JSON object")
     return state
 
 
-def check_file(folder: Path, name: str, manifest: Manifest, found: int | str) -> None:
+def check_file(folder: Path, name: str, manifest: Manifest, found: str) -> None:
     """Raise `DamagedCheckpointError` unless `found` is the checksum of file `name`."""
     expected = manifest.files[name].checksum
     if found != expected:
@@ -120,16 +120,16 @@ def _parse(folder: Path, written: bytes) -> Manifest:
     if not isinstance(content, dict):
         raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} is not a JSON object")
     try:
-        _refuse_newer(folder, content)
-        kind = CHECKSUMS[content["format"]]
+        _refuse_other_formats(folder, content)
         files = {
-            str(name): FileRecord(record["size_bytes"], record[kind.name])
+            str(name): FileRecord(record["size_bytes"], record[CHECKSUM])
             for name, record in content["files"].items()
         }
-        manifest = Manifest(content["step"], files, content["format"])
-        numbers = [manifest.format, manifest.step, *(record.size_bytes for record in files.values())]
+        manifest = Manifest(content["step"], files)
+        numbers = [manifest.step, *(record.size_bytes for record in files.values())]
         checksums = [record.checksum for record in files.values()]
-        is_plain = all(map(_is_count, numbers)) and all(map(kind.can_be, checksums))
+        # The values end up in messages, so each must be plain before they are compared as text.
+        is_plain = all(map(_is_count, numbers)) and all(map(_is_checksum, checksums))
         unaltered = is_plain and manifest.encode() == written
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         unaltered = False
@@ -138,12 +138,20 @@ def _parse(folder: Path, written: bytes) -> Manifest:
     return manifest
 
 
-def _refuse_newer(folder: Path, content: dict[str, Any]) -> None:
-    """A later version's manifest, known by its number and by the checksum that ends it as it ends ours."""
-    found, given = content.get("format", 0), content.get(Xxh3.name)
-    rest = {key: value for key, value in content.items() if key != Xxh3.name}
-    newer = _is_count(found) and found > FORMAT
-    if newer and checksum_of(Xxh3, json.dumps(rest).encode()) == given:
+def _refuse_other_formats(folder: Path, content: dict[str, Any]) -> None:
+    """Raise `ForeignCheckpointError` for the manifest of a later version, or of the format before the first release.
+
+    A later version's manifest has a higher number, and the checksum at its end fits.
+    """
+    found, given = content.get("format", 0), content.get(CHECKSUM)
+    if found == 1 and "crc32" in content:
+        raise ForeignCheckpointError(
+            folder,
+            f"it has format 1, which only versions before the first release wrote; legal: format {FORMAT}",
+        )
+    rest = {key: value for key, value in content.items() if key != CHECKSUM}
+    is_newer = _is_count(found) and found > FORMAT
+    if is_newer and checksum_of(json.dumps(rest).encode()) == given:
         raise ForeignCheckpointError(
             folder,
             f"it has format {found}, and this version reads up to format {FORMAT}; use a newer version",
@@ -154,10 +162,14 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
+def _is_checksum(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
+
+
 def _parse_json(folder: Path, name: str, encoded: bytes) -> Any:
     try:
-        return json.loads(encoded)
-    except (ValueError, RecursionError) as error:
+        return parse_json(encoded)
+    except ValueError as error:
         raise DamagedCheckpointError(folder, f"{name} is not JSON: {error}") from error
 
 
@@ -177,7 +189,7 @@ def _check_size(folder: Path, name: str, record: FileRecord) -> None:
 
 
 def _require_text_keys(value: Any) -> None:
-    """JSON would silently turn a number that is a key into text."""
+    """Raise `TypeError` for a key that is not text: JSON would silently turn a number into text."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):

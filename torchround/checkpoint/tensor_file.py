@@ -1,8 +1,8 @@
-"""Safetensors files written from, and read into, tensors where they lie: no second copy in memory.
+"""Writes safetensors files from tensors in place, and reads files into tensors in place: no second copy in memory.
 
-The safetensors library serialises to a second copy in memory; its format needs none: 8 bytes header length
-(little endian), a JSON header with dtype, shape and offsets by name, then the tensors' bytes. Files written
-here open with the library, and nothing in them is ever executed, unlike a pickle.
+The safetensors library serialises to a second copy in memory. The format needs none: 8 bytes header length (little
+endian), a JSON header with dtype, shape and offsets by name, then the tensors' bytes. The library reads the files
+written here. Unlike a pickle, nothing in them is ever executed.
 """
 
 import json
@@ -12,16 +12,20 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, Protocol
 
 import torch
 from torch import Tensor
 
-from torchround.checkpoint.checksum import Checksum, Xxh3
-from torchround.checkpoint.direct_file import LARGEST_BLOCK_BYTES, SMALLEST_BLOCK_BYTES, DirectFile
-from torchround.checkpoint.one_pass import ReadPass, WritePass
-from torchround.checkpoint.sync import open_regular
-from torchround.checkpoint.watch import SaveWatch
+from torchround.checkpoint.uncached_io import (
+    LARGEST_BLOCK_BYTES,
+    PIECE_BYTES,
+    SMALLEST_BLOCK_BYTES,
+    DirectFile,
+    UncachedPass,
+)
+from torchround.untrusted.regular_file import open_regular
+from torchround.untrusted.strict_json import parse_json
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -38,15 +42,16 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 
-# A file takes no further tensor once it holds this much: small enough to copy and check file by file.
+# A file takes no further tensor once it holds this much. Files stay small enough to copy and check one by one.
 FILE_BYTES = 2**30
 
-# Of norms, biases and sinks in one file; no second copy of anything large.
+# Norms, biases and sinks of one file may be copied up to this size; nothing large has a second copy.
 _MOST_COPIED_BYTES = 2**24
-# Between two reports of how far a file is verified.
+# Bytes between two reports of progress while a file is verified.
 _VERIFIED_BYTES = 2**25
 _LENGTH_BYTES = 8
-# Some 80,000 tensors; the safetensors library reads up to 100 MB. JSON takes several times its size in memory.
+# Enough for about 80,000 tensors. The safetensors library reads up to 100 MB, but parsed JSON takes several times its
+# size in memory.
 _MAX_HEADER_BYTES = 2**24
 
 
@@ -60,8 +65,43 @@ class TensorFile:
 
     @property
     def size_bytes(self) -> int:
-        """Length of the whole file."""
+        """Return the length of the whole file."""
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class SaveWatch(Protocol):
+    """What a save reports to the code that changes the same memory, so that training can continue during the save.
+
+    The saving thread calls these methods for every tensor, in this order, and then `before_publishing` once.
+    """
+
+    def raise_if_abandoned(self) -> None:
+        """Raise to abandon the save, which then leaves its unfinished folder. Called between pieces."""
+
+    def reading(self, tensor: Tensor) -> None:
+        """Take note that the tensor's bytes are about to be read. May wait."""
+
+    def finished_reading(self, name: str) -> None:
+        """Take note that the named tensor is not read again. It may not be on the disk yet."""
+
+    def before_publishing(self) -> None:
+        """Return once the checkpoint, which is on the disk, may count as one. Raises to abandon it."""
+
+
+class Unwatched:
+    """The watch of a save whose memory does not change meanwhile. Every method returns at once."""
+
+    def raise_if_abandoned(self) -> None:
+        pass
+
+    def reading(self, tensor: Tensor) -> None:
+        pass
+
+    def finished_reading(self, name: str) -> None:
+        pass
+
+    def before_publishing(self) -> None:
+        pass
 
 
 def plan_files(tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> list[TensorFile]:
@@ -69,8 +109,8 @@ def plan_files(tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> l
 
     Within a file, tensors that are whole blocks of a disk come first, in that order, and the others last.
 
-    Raises `ValueError` naming a tensor that cannot be written where it lies (not on the CPU, not contiguous,
-    a dtype safetensors has no name for).
+    Raises `ValueError` naming a tensor that cannot be written in place: it is not on the CPU, not contiguous, or
+    of a dtype that safetensors has no name for.
     """
     groups: list[dict[str, Tensor]] = []
     filled_bytes = file_bytes
@@ -84,33 +124,39 @@ def plan_files(tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> l
     return [_plan_file(f"tensors-{index:05d}.safetensors", group) for index, group in enumerate(groups)]
 
 
-def write_tensor_file(path: Path, file: TensorFile, watch: SaveWatch) -> int | str:
+def write_tensor_file(path: Path, file: TensorFile, watch: SaveWatch) -> str:
     """Write `file` as the new file `path`, synced to the disk. Returns its checksum."""
-    checksum = Xxh3()
-    with closing(DirectFile(path)) as out, closing(WritePass(out, checksum)) as one_pass:
+    with closing(DirectFile(path)) as out, closing(UncachedPass(out.fileno())) as one_pass:
+
+        def write(memory: memoryview) -> None:
+            for piece in one_pass.pieces(memory):
+                watch.raise_if_abandoned()
+                out.write(piece)
+
         copies = _copy_odd(file, watch)
-        one_pass.write(memoryview(file.header), watch.may_go_on)
+        write(memoryview(file.header))
         for name, tensor in file.tensors.items():
             if name in copies:
-                one_pass.write(copies.pop(name), watch.may_go_on)
+                write(copies.pop(name))
                 continue
             watch.reading(tensor)
-            one_pass.write(memory_of(tensor), watch.may_go_on)
+            write(memory_of(tensor))
             watch.finished_reading(name)
+        # The pages can only be dropped once they are on the disk.
         out.sync()
-        one_pass.end()
-    watch.may_go_on()
-    return checksum.value()
+        checksum = one_pass.end()
+    watch.raise_if_abandoned()
+    return checksum
 
 
 def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Name -> (dtype, shape) in file order. Raises `ValueError` if they do not fill the file exactly."""
+    """Read name -> (dtype, shape), in file order. Raises `ValueError` if the tensors do not fill the file exactly."""
     with open_regular(path) as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         left_bytes = os.fstat(file.fileno()).st_size - _LENGTH_BYTES
         if not 0 < header_bytes <= min(left_bytes, _MAX_HEADER_BYTES):
             raise ValueError(f"its header would take {header_bytes} of {left_bytes} bytes")
-        header = json.loads(file.read(header_bytes), object_pairs_hook=no_name_twice)
+        header = parse_json(file.read(header_bytes))
     header.pop("__metadata__", None)
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     found = {}
@@ -126,64 +172,70 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return found
 
 
-def read_tensor_file(path: Path, tensors: Mapping[str, Tensor], checksum: Checksum) -> None:
-    """Read the file's bytes into the tensors that its header names; all of the file goes into `checksum`.
+def read_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Read the file's bytes into the tensors that its header names. Returns the checksum of the whole file.
 
-    The header has been checked against `tensors`, which may leave some out. Raises `ValueError` if the file ends
-    early.
+    The caller has checked the header against `tensors`, which may leave some out. Raises `ValueError` if the file
+    ends early.
     """
-    with open_regular(path) as file, closing(ReadPass(file, checksum)) as one_pass:
+    with open_regular(path) as file, closing(UncachedPass(file.fileno())) as one_pass:
         length = file.read(_LENGTH_BYTES)
         header = file.read(int.from_bytes(length, "little"))
-        checksum.update(length + header)
-        entries = json.loads(header)
+        one_pass.update(length + header)
+        entries = parse_json(header)
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
             if name in tensors:
-                one_pass.read_into(memory_of(tensors[name]))
+                _read_into(file, one_pass, memory_of(tensors[name]))
             else:
                 begin, end = entry["data_offsets"]
-                one_pass.pass_by(end - begin)
-        one_pass.end()
+                _read_past(file, one_pass, end - begin)
+        return one_pass.end()
 
 
-def checksum_file(
-    path: Path, checksum: Checksum, advance: Callable[[int], object] = lambda nbytes: None
-) -> None:
-    """Put a file of any size into `checksum`, step by step; `advance` is told of each step's bytes."""
-    with open_regular(path) as file, closing(ReadPass(file, checksum)) as one_pass:
+def checksum_file(path: Path, advance: Callable[[int], object] = lambda nbytes: None) -> str:
+    """Return the checksum of a file of any size. `advance` receives the number of bytes of each step."""
+    with open_regular(path) as file, closing(UncachedPass(file.fileno())) as one_pass:
         left_bytes = os.fstat(file.fileno()).st_size
         while left_bytes:
             step_bytes = min(left_bytes, _VERIFIED_BYTES)
-            one_pass.pass_by(step_bytes)
+            _read_past(file, one_pass, step_bytes)
             advance(step_bytes)
             left_bytes -= step_bytes
-        one_pass.end()
+        return one_pass.end()
+
+
+def _read_into(file: BinaryIO, one_pass: UncachedPass, memory: memoryview) -> None:
+    """Fill `memory` from the unbuffered `file`. Raises `ValueError` if the file ends first."""
+    for piece in one_pass.pieces(memory):
+        rest = piece
+        while rest:
+            num_read = file.readinto(rest)  # type: ignore[attr-defined]
+            if not num_read:
+                raise ValueError(f"it ends {len(rest)} bytes before a tensor does")
+            rest = rest[num_read:]
+
+
+def _read_past(file: BinaryIO, one_pass: UncachedPass, nbytes: int) -> None:
+    """Read `nbytes` for their checksum alone. Raises `ValueError` if the file ends first."""
+    # Two pieces: one to read into while the other one is hashed.
+    scratch = memoryview(bytearray(min(nbytes, 2 * PIECE_BYTES)))
+    for start in range(0, nbytes, 2 * PIECE_BYTES):
+        _read_into(file, one_pass, scratch[: nbytes - start])
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, where they are."""
+    """Return the bytes of a contiguous CPU tensor, in place."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
-def no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON as a dict: of two entries with one name another reader might take the other one.
-
-    Raises `ValueError`.
-    """
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        raise ValueError("a name is there twice")
-    return entries
-
-
 def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
-    # Whole blocks of the disk first: what is behind a tensor that is none could no longer be written as it lies. Of
-    # those that are none wide elements first: each is aligned to its element, as safetensors' own writer has it.
-    def place(item: tuple[str, Tensor]) -> tuple[bool, int]:
+    # Whole blocks of the disk come first: behind a tensor of another size nothing could be written in place. Among the
+    # others, wide elements come first, so that each is aligned to its element, as safetensors' own writer has it.
+    def sort_key(item: tuple[str, Tensor]) -> tuple[bool, int]:
         return _is_odd(item[1]), -item[1].element_size() if _is_odd(item[1]) else 0
 
-    ordered = dict(sorted(tensors.items(), key=place))
+    ordered = dict(sorted(tensors.items(), key=sort_key))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, tensor in ordered.items():
@@ -194,7 +246,7 @@ def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
             "data_offsets": [begin, end],
         }
     text = json.dumps(entries).encode()
-    # The tensors begin where a block of the disk does.
+    # Spaces, which JSON ignores, let the tensors begin at a block of the disk.
     text += b" " * (-(_LENGTH_BYTES + len(text)) % LARGEST_BLOCK_BYTES)
     return TensorFile(name, ordered, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
 
@@ -204,9 +256,9 @@ def _is_odd(tensor: Tensor) -> bool:
 
 
 def _copy_odd(file: TensorFile, watch: SaveWatch) -> dict[str, memoryview]:
-    """Copies of the tensors that are last in the file for their size, as far as they are small.
+    """Copy the tensors that come last in the file because of their size, as far as they are small.
 
-    They are done with at once: whoever waits to change a layer does not wait for the end of the file.
+    Their reading is finished at once, so that no update of a layer waits until the end of the file is written.
     """
     copies: dict[str, memoryview] = {}
     left_bytes = _MOST_COPIED_BYTES
@@ -221,13 +273,13 @@ def _copy_odd(file: TensorFile, watch: SaveWatch) -> dict[str, memoryview]:
 
 def _shape(sizes: list[object]) -> tuple[int, ...]:
     if not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError(f"{sizes} is no shape")
+        raise ValueError(f"{sizes} is not a shape")
     return tuple(sizes)  # type: ignore[arg-type]
 
 
 def _require_plain(name: str, tensor: Tensor) -> None:
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in DTYPE_NAMES:
         raise ValueError(
-            f"{name} cannot be stored where it lies: {tensor.dtype} on {tensor.device} with shape "
+            f"{name} cannot be stored in place: {tensor.dtype} on {tensor.device} with shape "
             f"{tuple(tensor.shape)} and stride {tensor.stride()}; it must be contiguous and on the CPU"
         )

@@ -1,8 +1,8 @@
-"""What a run is configured by: one table per component, loading, overrides, messages."""
+"""The configuration of a run: one table per component, loading, overrides, messages."""
 
 from torchround.config.command_line import Options, parse_command_line
-from torchround.config.config import Config
-from torchround.config.errors import MODEL_FOLDER, ConfigError, Problem, show
+from torchround.config.config import Config, EngineTable, PlanTable
+from torchround.config.errors import MODEL_FOLDER, ConfigError, show
 from torchround.config.load import load_config
 from torchround.config.tables import (
     CheckpointTable,
@@ -19,7 +19,6 @@ from torchround.config.tables import (
     TrainingTable,
     ValidationTable,
 )
-from torchround.config.tables_engine import EngineTable, PlanTable
 from torchround.config.toml_writer import to_toml
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "OptimizerTable",
     "Options",
     "PlanTable",
-    "Problem",
     "RunTable",
     "SourceTable",
     "TokenizerTable",

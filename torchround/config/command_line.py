@@ -1,12 +1,11 @@
-"""The command line of `train.py`: which file, which overrides, and whether to run at all."""
+"""The command line of `train.py`: the file, the overrides, and the switches that print instead of training."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchround.config.config import Config
-from torchround.config.errors import ConfigError, config_error, nearest, show
-from torchround.config.load import read_config
-from torchround.config.overrides import COMMAND_LINE, take_flag
+from torchround.config.errors import COMMAND_LINE, ConfigError, config_error, nearest, show
+from torchround.config.load import read_config, take_flag
 from torchround.config.reference import usage
 from torchround.config.validate import RawConfig, all_keys, validate
 
@@ -16,7 +15,7 @@ FLAGS = ("--config", *SWITCHES)
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asked for."""
+    """The parsed command line."""
 
     config: Config
     print_config: bool
@@ -28,18 +27,18 @@ class Options:
     raw: RawConfig
 
     def error(self, key: str, message: str) -> ConfigError:
-        """A mistake found after loading (an unknown family, a folder that is not there), said like all others."""
+        """Make the error of a mistake found after loading, such as a missing folder, in the form of all others."""
         return config_error(self.raw.source_of(key), key, message)
 
     def unknown_name(self, key: str, given: str, known: Iterable[str]) -> ConfigError:
-        """`error` for a name that is not among the known ones."""
+        """Make the error of a name that is not among the known ones."""
         names = sorted(known)
         legal = " or ".join(show(name) for name in names)
         return self.error(key, f"given {show(given)}; legal: {legal}{nearest(given, names)}")
 
 
 def parse_command_line(arguments: Sequence[str]) -> Options:
-    """`sys.argv[1:]` -> options. Raises `ConfigError`; `--help` prints the usage and exits with code 0."""
+    """Parse `sys.argv[1:]`. Raises `ConfigError`. `--help` prints the usage and exits with code 0."""
     path: str | None = None
     switches: set[str] = set()
     overrides: list[str] = []

@@ -1,20 +1,20 @@
-"""TOML file + the files it is based on + overrides -> `Config`.
+"""Loads a configuration: a TOML file, the files it is based on, and overrides from the command line.
 
-`base = "other.toml"` at the top of a file takes that file's keys, looked up beside the file itself and then in
-`configs/`, as a config is; a key that the file gives replaces the base's whole value, arrays and inline tables included. `run.name` is not taken from a base, so
-that two files never share a run's folder by accident. Overrides come last.
+`base = "other.toml"` at the top of a file takes that file's keys. The base is looked up beside the file itself and then
+in `configs/`. A key that the file gives replaces the base's whole value, including arrays and inline tables. `run.name`
+is not taken from a base, so that two files never share a run's folder by accident. Overrides come last.
 """
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchround.config.config import Config
-from torchround.config.errors import config_error, show
-from torchround.config.overrides import COMMAND_LINE, Override, parse_overrides
+from torchround.config.errors import COMMAND_LINE, config_error, show
 from torchround.config.validate import RawConfig, validate
+from torchround.untrusted.strict_json import is_nested_deeper
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,33 +26,36 @@ BASE = "base"
 
 MOST_BASES = 20
 DEEPEST = 20
-"""Nested tables and arrays of a file. The deepest key that there is, is at 4."""
+"""Legal nesting of tables and arrays in a file. The most deeply nested key there is, is at 4."""
+
+Override = tuple[tuple[str, ...], Any]
+"""A key path of a table and at least one key, and its value."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Load, merge and check a run's configuration.
 
-    `overrides` as on the command line: `["--training.steps", "20", "--engine.update=sync"]`. `path` is looked up as
-    `find_config` says. Raises `ConfigError` with everything that is wrong.
+    `overrides` are written as on the command line: `["--training.steps", "20", "--engine.update=sync"]`.
+    `find_config` looks `path` up. Raises `ConfigError` with every mistake.
     """
     return validate(read_config(path, overrides))
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
-    """The merged tables before they are checked, with the source of each key."""
+    """Read and merge the tables without checking them, with the source of each key."""
     file = find_config(path)
     raw = RawConfig(main_source=str(file))
     _merge_file(raw, file, chain=[])
     run = raw.tables.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", _run_name(file))
-    for override in parse_overrides(overrides):
-        _apply(raw, override)
+    for key_path, value in parse_overrides(overrides):
+        _apply(raw, key_path, value)
     return raw
 
 
 def find_config(path: str | Path) -> Path:
-    """The file as given, else in `configs/` of the working directory, else in `configs/` beside `torchround/`."""
+    """Find the file as given, otherwise in `configs/` of the working directory, otherwise in the clone's `configs/`."""
     found, looked_up = _look_up(Path(path), path)
     if found is None:
         raise config_error(str(path), "", f"no such file; looked for {looked_up}")
@@ -60,7 +63,7 @@ def find_config(path: str | Path) -> Path:
 
 
 def _look_up(first: Path, name: str | Path) -> tuple[Path | None, str]:
-    """`first`, else `name` in `configs/`; and where was looked."""
+    """Try `first`, then `name` in each `configs/`. Returns the file, and every path tried as a text."""
     repository = Path(__file__).parents[2]
     candidates = [first, Path("configs") / name, repository / "configs" / name]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
@@ -72,6 +75,7 @@ def _run_name(file: Path) -> str:
 
 
 def _merge_file(raw: RawConfig, file: Path, chain: list[Path]) -> None:
+    """Merge the file's base, then the file. `chain` holds the files that led here, for messages about cycles."""
     data = _read_toml(file)
     if BASE in data:
         _merge_file(raw, _base_file(file, data.pop(BASE), [*chain, file]), [*chain, file])
@@ -80,6 +84,7 @@ def _merge_file(raw: RawConfig, file: Path, chain: list[Path]) -> None:
     for name, table in data.items():
         raw.sources[name] = str(file)
         merged = raw.tables.get(name)
+        # A table that is no table at all is kept as given: `validate` says what is wrong with it.
         if not (isinstance(table, dict) and isinstance(merged, dict)):
             raw.tables[name] = table
         else:
@@ -109,7 +114,7 @@ def _base_file(file: Path, base: Any, chain: list[Path]) -> Path:
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
-        if _is_deeper(data, DEEPEST):
+        if is_nested_deeper(data, DEEPEST):
             raise RecursionError
         return data
     except UnicodeDecodeError as error:
@@ -122,20 +127,53 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise config_error(str(file), "", f"not valid TOML: {error}") from None
 
 
-def _is_deeper(data: Any, most: int) -> bool:
-    """Whether tables and arrays are nested more than `most` deep; what is deeper is read by nobody."""
-    level = [data]
-    for _ in range(most):
-        inner = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
-    return bool(level)
-
-
-def _apply(raw: RawConfig, override: Override) -> None:
+def _apply(raw: RawConfig, key_path: tuple[str, ...], value: Any) -> None:
     target = raw.tables
-    for length, part in enumerate(override.path[:-1], start=1):
+    for length, part in enumerate(key_path[:-1], start=1):
         inner = target.get(part)
         target[part] = target = inner if isinstance(inner, dict) else {}
-        raw.sources.setdefault(".".join(override.path[:length]), COMMAND_LINE)
-    target[override.path[-1]] = override.value
-    raw.sources[".".join(override.path)] = COMMAND_LINE
+        raw.sources.setdefault(".".join(key_path[:length]), COMMAND_LINE)
+    target[key_path[-1]] = value
+    raw.sources[".".join(key_path)] = COMMAND_LINE
+
+
+# Overrides: `--table.key value` and `--table.key=value`. A value is read as TOML (`20`, `true`, `[1, 2]`,
+# `'[{path = "x"}]'`); a bare word that is not TOML is a string.
+
+
+def parse_overrides(arguments: Sequence[str]) -> Iterator[Override]:
+    """Parse arguments into key paths and values.
+
+    Raises `ConfigError` for an argument that is not an override, has no value, or holds broken TOML.
+    """
+    rest = list(arguments)
+    while rest:
+        flag, value = take_flag(rest)
+        path = tuple(flag.removeprefix("--").split("."))
+        if not flag.startswith("--") or len(path) < 2 or not all(path):
+            raise config_error(COMMAND_LINE, "", f"given {flag}; a key is written --table.key VALUE")
+        if value is None:
+            raise config_error(COMMAND_LINE, flag.removeprefix("--"), f"no value; write {flag} VALUE")
+        yield path, parse_value(flag.removeprefix("--"), value)
+
+
+def take_flag(rest: list[str]) -> tuple[str, str | None]:
+    """Remove a flag and its value from the front. An argument that begins with `--` is a value only after `=`."""
+    flag, equals, value = rest.pop(0).partition("=")
+    if equals:
+        return flag, value
+    if rest and not rest[0].startswith("--"):
+        return flag, rest.pop(0)
+    return flag, None
+
+
+def parse_value(key: str, text: str) -> Any:
+    """Read the text as a TOML value, otherwise as a string. Broken arrays, tables and quoted strings are refused."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError) as error:
+        if text.lstrip().startswith(("[", "{", '"', "'")):
+            raise config_error(COMMAND_LINE, key, f"given {text}, which is not valid TOML: {error}") from None
+        return text
+    # A line break in the text could add keys beside the value, or even a table.
+    return parsed["value"] if parsed.keys() == {"value"} else text

@@ -1,4 +1,4 @@
-"""The tables' documentation as text: the usage of `train.py` and docs/configuration.md.
+"""Writes the tables' documentation as text: the usage of `train.py` and docs/configuration.md.
 
 `python -m torchround.config` prints the page; a test keeps the file equal to it.
 """
@@ -9,12 +9,10 @@ from textwrap import dedent, indent, wrap
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from torchround.config.config import Config
+from torchround.config.config import Config, PlanTable
 from torchround.config.errors import show
-from torchround.config.legal import Slot, describe
-from torchround.config.table import Table
+from torchround.config.key_types import KeyType, Table, describe
 from torchround.config.tables import SourceTable
-from torchround.config.tables_engine import PlanTable
 
 USAGE = """\
 usage: torchrun train.py --config NAME.toml [--table.key VALUE ...]
@@ -29,29 +27,30 @@ usage: torchrun train.py --config NAME.toml [--table.key VALUE ...]
 PAGE_HEAD = """\
 # Configuration
 
-Written by `python -m torchround.config`, from the docstrings of `torchround/config/`. Do not edit.
+Reference: every key of a run's TOML file. `python -m torchround.config` writes this page from the docstrings of
+`torchround/config/`. Do not edit it.
 
 A run is one TOML file: `torchrun train.py --config NAME.toml`. The name is looked up as given, then in `configs/`
-of the working directory and of the repository. What is wrong with it (file, key, type, range, combination) is said
-in one message before any work, and the exit code is 2.
+of the working directory and of the repository. One message names every mistake (file, key, type, range, combination)
+before any work begins, and the exit code is 2.
 
-**Inheritance.** `base = "other.toml"`, the first line of a file, takes all keys of the other file, which is
-looked up beside the file that names it, then in `configs/`. A key that is given again replaces the base's whole value. `run.name` is not
-inherited. `"none"` takes back a key that may be left out: `flavor = "none"`.
+**Inheritance.** `base = "other.toml"`, the first line of a file, takes all keys of the other file. That file is
+looked up beside the file that names it, then in `configs/`. A key that is given again replaces the base's whole value.
+`run.name` is not inherited. `"none"` clears an optional key: `flavor = "none"`.
 
-**Command line.** Any key, after the files: `--training.steps 20`, `--engine.update=sync`,
+**Command line.** Any key can be given after the files: `--training.steps 20`, `--engine.update=sync`,
 `--data.sources '[{path = "corpus/*.txt"}]'`, `--engine.plan.fused 2`. The value is read as TOML and checked like a
-file's; a bare word that is not TOML is a string. `--print-config` prints what comes out.
+file's. A bare word that is not TOML is a string. `--print-config` prints the result.
 """
 
 
 def usage() -> str:
-    """Flags, then each key with what is legal, its default and its documentation."""
+    """Write the flags, then each key with what is legal, its default and its documentation."""
     return USAGE + "".join(_usage_table(f"[{name}]", table) for name, table in _tables())
 
 
 def page() -> str:
-    """docs/configuration.md."""
+    """Write the content of docs/configuration.md."""
     inner: list[tuple[str, type[Table]]] = [
         ("Elements of `data.sources` and `validation.sources`", SourceTable),
         ("`engine.plan`", PlanTable),
@@ -62,7 +61,7 @@ def page() -> str:
 
 def _tables() -> Iterator[tuple[str, type[Table]]]:
     for name, info in Config.model_fields.items():
-        table = Slot.of_field(info).table()
+        table = KeyType.of_field(info).table()
         assert table is not None, f"{name} is a table"
         yield name, table
 
@@ -70,7 +69,7 @@ def _tables() -> Iterator[tuple[str, type[Table]]]:
 def _usage_table(title: str, table: type[Table]) -> str:
     lines = [f"\n{title}  {_first_line(table)}\n"]
     for key, info in table.model_fields.items():
-        lines.append(f"  {key}: {describe(Slot.of_field(info))}{_default(info)}\n")
+        lines.append(f"  {key}: {describe(KeyType.of_field(info))}{_default(info)}\n")
         text = " ".join(documentation(info).split())
         lines.append(indent("\n".join(wrap(text, 100)), "      ") + "\n")
     return "".join(lines)
@@ -79,13 +78,13 @@ def _usage_table(title: str, table: type[Table]) -> str:
 def _page_table(title: str, table: type[Table]) -> str:
     blocks = [f"\n## {title}\n\n{documentation(table)}\n"]
     for key, info in table.model_fields.items():
-        legal = f"{describe(Slot.of_field(info))}{_default(info)}"
+        legal = f"{describe(KeyType.of_field(info))}{_default(info)}"
         blocks.append(f"\n**`{key}`**: {legal}\n\n{documentation(info)}\n")
     return "".join(blocks)
 
 
 def documentation(documented: FieldInfo | type[Table]) -> str:
-    """The docstring of a key or table, without indentation."""
+    """Return the docstring of a key or table, without indentation."""
     text = documented.description if isinstance(documented, FieldInfo) else documented.__doc__
     assert text, f"{documented} has a docstring"
     first, _, rest = text.strip().partition("\n")

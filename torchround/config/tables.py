@@ -8,10 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from torchround.config.table import Legal, Many, Pair, Table
-
-MAX_INT = 2**63 - 1
-"""The largest integer that every TOML reader keeps exactly."""
+from torchround.config.key_types import MAX_INT, Legal, Many, Pair, Table
 
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]

@@ -1,18 +1,19 @@
 """Writes a config as TOML that can be run again: one section per table, every key, in the tables' order.
 
-Keys without a value are left out (TOML has no null), tables inside tables are written inline.
+Keys without a value are left out, because TOML has no null. Tables inside tables are written inline.
 """
 
 import json
 from collections.abc import Mapping
 from datetime import date, time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchround.config.config import Config
+if TYPE_CHECKING:
+    from torchround.config.config import Config
 
 
-def to_toml(config: Config) -> str:
-    """The resolved config; loading it gives an equal `Config`."""
+def to_toml(config: "Config") -> str:
+    """Write the resolved config. Loading the text gives an equal `Config`."""
     sections = (_section(name, table) for name, table in config.model_dump(exclude_none=True).items())
     return "\n".join(sections)
 
@@ -23,8 +24,8 @@ def _section(name: str, table: Mapping[str, Any]) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """One value on one line, as it stands to the right of `=`."""
-    if isinstance(value, bool):
+    """Write one value on one line, as it appears to the right of `=`. Raises `TypeError` if TOML has no such type."""
+    if isinstance(value, bool):  # before int, which bool is too
         return "true" if value else "false"
     if isinstance(value, str):
         return _string(value)

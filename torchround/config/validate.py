@@ -1,4 +1,8 @@
-"""Raw tables -> `Config`, or one `ConfigError` that lists all that is wrong with them."""
+"""Turns raw tables into a `Config`, or into one `ConfigError` that lists every mistake in them.
+
+The second half checks what tables demand of each other. It opens no files and needs no devices and no model; the code
+that opens a file, a device or a model checks what that demands.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -7,27 +11,28 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchround.config.checks import find_conflicts
-from torchround.config.config import Config
-from torchround.config.errors import ConfigError, Problem, nearest, show
-from torchround.config.legal import Slot, describe, locate
-from torchround.config.overrides import COMMAND_LINE
+from torchround.config.config import Config, PlanTable
+from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest, show
+from torchround.config.key_types import KeyType, describe, locate
+
+Conflict = tuple[tuple[str, ...], str]
+"""The keys that cannot be used together, and a message with their values."""
 
 
 @dataclass
 class RawConfig:
-    """Tables as they were given, after inheritance and overrides, with the source of each key."""
+    """Unchecked tables, after inheritance and overrides, with the source of each key."""
 
     main_source: str
-    """The file that was asked for; it is named for a key that nobody gave."""
+    """The file given with `--config`. Messages name it for a missing key."""
 
     tables: dict[str, Any] = field(default_factory=dict)
 
     sources: dict[str, str] = field(default_factory=dict)
-    """`table.key` -> the file, or `COMMAND_LINE`, that gave it last."""
+    """`table.key` -> the file, or `COMMAND_LINE`, that gave its value."""
 
     def source_of(self, key: str) -> str:
-        """Source of a key such as `data.sources[0].path`, or of the nearest key around it."""
+        """Return the source of a key such as `data.sources[0].path`, or of the nearest key around it."""
         parts = key.replace("[", ".[").split(".")
         for length in range(len(parts), 0, -1):
             source = self.sources.get(".".join(parts[:length]))
@@ -37,32 +42,33 @@ class RawConfig:
 
 
 def validate(raw: RawConfig) -> Config:
-    """Check types, ranges and unknown keys, then what the tables demand of each other."""
+    """Check types, ranges and unknown keys, then what the tables demand of each other. Raises `ConfigError`."""
     empty: dict[str, Any] = {name: {} for name in Config.model_fields}
     try:
         config = Config.model_validate({**empty, **raw.tables})
     except ValidationError as error:
-        raise ConfigError(_problems(raw, error)) from None
+        raise ConfigError(_mistakes(raw, error)) from None
     conflicts = [_conflict(raw, keys, message) for keys, message in find_conflicts(config)]
     if conflicts:
         raise ConfigError(conflicts)
     return config
 
 
-def _conflict(raw: RawConfig, keys: tuple[str, ...], message: str) -> Problem:
+def _conflict(raw: RawConfig, keys: tuple[str, ...], message: str) -> str:
     given = {raw.source_of(key): None for key in keys if key in raw.sources}
-    return Problem(" and ".join(given) or raw.main_source, ", ".join(keys), message)
+    return mistake(" and ".join(given) or raw.main_source, ", ".join(keys), message)
 
 
-def _problems(raw: RawConfig, error: ValidationError) -> Iterator[Problem]:
-    located = [(*locate(Slot(Config), _path(details)), details) for details in error.errors()]
+def _mistakes(raw: RawConfig, error: ValidationError) -> Iterator[str]:
+    located = [(*locate(KeyType(Config), _path(details)), details) for details in error.errors()]
+    # Pydantic also reports the table around a wrong key, and a union once per member: one line per key is enough.
     inside = {key for key, _, _ in located}
     seen = set()
-    for key, slot, details in located:
+    for key, key_type, details in located:
         is_outer = any(other.startswith(f"{key}.") for other in inside)
         if key not in seen and not is_outer:
             seen.add(key)
-            yield Problem(raw.source_of(key), key, _message(raw, key, slot, details))
+            yield mistake(raw.source_of(key), key, _message(raw, key, key_type, details))
 
 
 def _path(details: ErrorDetails) -> tuple[int | str, ...]:
@@ -70,36 +76,36 @@ def _path(details: ErrorDetails) -> tuple[int | str, ...]:
 
 
 def _is_too_short(details: ErrorDetails) -> bool:
-    """Of an array of fixed size, pydantic reports the element that is missing."""
+    """Return whether an array of fixed size is too short: pydantic reports its missing element."""
     return details["type"] == "missing" and isinstance(details["loc"][-1], int)
 
 
-def _message(raw: RawConfig, key: str, slot: Slot, details: ErrorDetails) -> str:
+def _message(raw: RawConfig, key: str, key_type: KeyType, details: ErrorDetails) -> str:
     given = details["input"]
     if details["type"] == "extra_forbidden":
-        return _unknown(key, slot, given)
+        return _unknown(key, key_type, given)
     if details["type"] == "missing" and not _is_too_short(details):
-        return f"missing; legal: {describe(slot)}"
+        return f"missing; legal: {describe(key_type)}"
     shown = show(list(given) if isinstance(given, tuple) else given)
-    text = f"given {shown}; legal: {_legal(key, slot, details)}"
+    text = f"given {shown}; legal: {_legal(key, key_type, details)}"
     if isinstance(given, str):
-        return text + nearest(given, slot.choices())
-    if slot.annotation is str and raw.source_of(key) == COMMAND_LINE:
+        return text + nearest(given, key_type.choices())
+    if key_type.annotation is str and raw.source_of(key) == COMMAND_LINE:
         text += f"; as a string: --{key} '\"{shown}\"'"
     return text
 
 
-def _legal(key: str, slot: Slot, details: ErrorDetails) -> str:
-    if slot.table() is not None and "." not in key:
+def _legal(key: str, key_type: KeyType, details: ErrorDetails) -> str:
+    if key_type.table() is not None and "." not in key:
         return f"a table, written [{key}]"
     if details["type"] == "less_than_equal":
-        return f"{describe(slot)} and at most {details['ctx']['le']}"
-    return describe(slot)
+        return f"{describe(key_type)} and at most {details['ctx']['le']}"
+    return describe(key_type)
 
 
-def _unknown(key: str, around: Slot, given: Any) -> str:
+def _unknown(key: str, around: KeyType, given: Any) -> str:
     table = around.table()
-    assert table is not None, f"{key} was refused by a table"
+    assert table is not None, f"only a table refuses the unknown key {key}"
     outer, _, name = key.rpartition(".")
     known = table.model_fields
     hint = nearest(name, known)
@@ -112,6 +118,139 @@ def _unknown(key: str, around: Slot, given: Any) -> str:
 
 
 def all_keys() -> dict[str, tuple[str, ...]]:
-    """Keys of each table, in the order of the documentation."""
-    tables = {name: Slot.of_field(info).table() for name, info in Config.model_fields.items()}
+    """Return the keys of each table, in the order of the documentation."""
+    tables = {name: KeyType.of_field(info).table() for name, info in Config.model_fields.items()}
     return {name: tuple(table.model_fields) for name, table in tables.items() if table is not None}
+
+
+# Conflicts: each check yields the keys that cannot be used together and a message with their values.
+
+
+def find_conflicts(config: Config) -> Iterator[Conflict]:
+    """Find what keeps tables, each legal by itself, from being used together."""
+    for check in (
+        _model,
+        _tokenizer,
+        _batch,
+        _rounds,
+        _lr_schedule,
+        _validation,
+        _checkpoint,
+        _engine,
+        _lora,
+    ):
+        yield from check(config)
+
+
+def _model(config: Config) -> Iterator[Conflict]:
+    flavor, hf_path = config.model.flavor, config.model.hf_path
+    keys = ("model.flavor", "model.hf_path")
+    if flavor is None and hf_path is None:
+        yield keys, 'neither is given; legal: one of them, for example flavor = "debug"'
+    if flavor is not None and hf_path is not None:
+        yield (
+            keys,
+            f'given "{flavor}" and "{hf_path}"; legal: one of them ("none" clears a key that a base file set)',
+        )
+
+
+def _tokenizer(config: Config) -> Iterator[Conflict]:
+    path, name = config.tokenizer.path, config.tokenizer.name
+    if path is not None and name is not None:
+        message = (
+            f'given "{path}" and "{name}"; legal: one of them ("none" clears a key that a base file set)'
+        )
+        yield ("tokenizer.path", "tokenizer.name"), message
+    if path is None and name is None and config.model.hf_path is None:
+        message = 'no tokenizer is given; legal: path, or name = "bytes", or model.hf_path'
+        yield ("tokenizer.path", "tokenizer.name", "model.hf_path"), message
+
+
+def _batch(config: Config) -> Iterator[Conflict]:
+    micro, whole = config.training.micro_batch_size, config.training.global_batch_size
+    if micro > whole:
+        message = f"given {micro} and {whole}; legal: a micro-batch of at most global_batch_size sequences"
+        yield ("training.micro_batch_size", "training.global_batch_size"), message
+
+
+def _rounds(config: Config) -> Iterator[Conflict]:
+    rounds, plan = config.engine.rounds, config.engine.plan
+    batch_keys = ("training.global_batch_size", "training.micro_batch_size")
+    legal = f"legal: 1 to {config.num_micro_batches}, the number of micro-batches of a step"
+    if isinstance(rounds, int) and rounds > config.num_micro_batches:
+        yield ("engine.rounds", *batch_keys), f"given {rounds} rounds; {legal}"
+    if not isinstance(plan, PlanTable) or plan.rounds is None:
+        return
+    if plan.rounds > config.num_micro_batches:
+        yield ("engine.plan", *batch_keys), f"given {plan.rounds} rounds; {legal}"
+    if rounds not in (None, "auto", plan.rounds):
+        yield (
+            ("engine.rounds", "engine.plan"),
+            f'given {rounds} and {plan.rounds}; legal: the same, or rounds = "auto"',
+        )
+
+
+def _lr_schedule(config: Config) -> Iterator[Conflict]:
+    warmup, steps = config.lr_schedule.warmup_steps, config.training.steps
+    if warmup >= steps:
+        message = (
+            f"given {warmup} and {steps}; legal: a warm-up of at most steps - 1 = {steps - 1}; "
+            f"for example --lr_schedule.warmup_steps {min(steps - 1, steps // 10)}"
+        )
+        yield ("lr_schedule.warmup_steps", "training.steps"), message
+
+
+def _validation(config: Config) -> Iterator[Conflict]:
+    is_on = config.validation.interval_steps > 0
+    if is_on and not config.validation.sources and not config.data.validation_fraction:
+        message = (
+            f"given {config.validation.interval_steps}, no sources and 0; legal: at least one source, "
+            "or a data.validation_fraction above 0, or an interval of 0 for off"
+        )
+        yield ("validation.interval_steps", "validation.sources", "data.validation_fraction"), message
+
+
+def _checkpoint(config: Config) -> Iterator[Conflict]:
+    if config.checkpoint.load == "weights" and config.checkpoint.load_path is None:
+        yield (
+            ("checkpoint.load", "checkpoint.load_path"),
+            'given "weights" and no folder; legal: the folder of the checkpoint that holds them',
+        )
+
+
+def _engine(config: Config) -> Iterator[Conflict]:
+    plan = config.engine.plan
+    if isinstance(plan, PlanTable) and sum(plan.forward) != sum(plan.backward):
+        message = (
+            f"forward stages hold {sum(plan.forward)} layers, backward stages {sum(plan.backward)}; "
+            "legal: the same number in both, all layers except the fused ones"
+        )
+        yield ("engine.plan",), message
+
+
+def _lora(config: Config) -> Iterator[Conflict]:
+    if config.checkpoint.export == "adapters" and config.lora.rank == 0:
+        yield (
+            ("checkpoint.export", "lora.rank"),
+            'given "adapters" and 0; legal: "weights" if no adapters are trained',
+        )
+    if config.lora.map_base and config.lora.rank == 0:
+        yield (
+            ("lora.map_base", "lora.rank"),
+            "given true and 0; legal: true with adapters (a rank above 0), which freeze the base",
+        )
+    if config.lora.map_base and config.model.hf_path is None:
+        yield (
+            ("lora.map_base", "model.hf_path"),
+            "given true and no folder; legal: a folder with the base's files",
+        )
+    if config.lora.path is None:
+        return
+    if config.lora.rank == 0:
+        yield (
+            ("lora.path", "lora.rank"),
+            f'given "{config.lora.path}" and 0; legal: the rank of those adapters',
+        )
+    elif config.model.hf_path is None:
+        message = f'given "{config.lora.path}" and no folder; legal: the weights that the adapters belong to'
+        yield ("lora.path", "model.hf_path"), message

@@ -50,7 +50,7 @@ class SaveSource:
                 self._bundle_of |= dict.fromkeys(views, bundle.index)
         self._unread = Counter(self._bundle_of.values())
 
-    def may_go_on(self) -> None:
+    def raise_if_abandoned(self) -> None:
         """Between pieces. Raises `Stopped` where the engine has ended."""
         self._board.note_progress()
         self._board.raise_if_stopped()

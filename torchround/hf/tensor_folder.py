@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from torchround.checkpoint.tensor_file import DTYPE_NAMES, no_name_twice
+from torchround.checkpoint.tensor_file import DTYPE_NAMES
+from torchround.untrusted.strict_json import parse_json
 from torchround.untrusted.terminal import terminal_safe
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -77,7 +78,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise HFError(f"{path}: truncated: its header takes {header_bytes} bytes, the file has {size_bytes}")
     start = _LENGTH_BYTES + header_bytes
     try:
-        entries = json.loads(text, object_pairs_hook=no_name_twice)
+        entries = parse_json(text)
         entries.pop("__metadata__", None)
         tensors = {name: _parse(path, name, entry, start) for name, entry in entries.items()}
         _refuse_overlaps(list(tensors.values()))

@@ -30,6 +30,13 @@ from torchround.pipeline.search.systematic_search import greedy_partition
 INTEGER_BYTES = 32
 # Sequence lengths are tried in multiples of this, up to the limit.
 LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22
+# Config keys that make a run's weights, gradients and optimizer state smaller.
+STATE_KEYS = (
+    "a smaller model.flavor",
+    'training.dtype = "bfloat16"',
+    'engine.update = "sync"',
+    "engine.rounds = 1",
+)
 # A gain in step time that is worth being told.
 CLEARLY_FASTER = 0.03
 
@@ -58,6 +65,7 @@ class RunQuestion:
     element_bytes: int = 2
     gradient_bytes: int = 2
     accumulate_bytes: int = 4
+    float16_gradients: bool = False
     given: tuple[Partition, int] | None = None
 
     @property
@@ -83,8 +91,8 @@ class RunQuestion:
         if host_bytes is not None:
             host_bytes -= self.state().state_bytes + self.num_micro_batches * integer_bytes
             host_bytes = max(0, host_bytes)
-        # Two formats of the same size are not told apart here: bfloat16 sums that travel as float16.
-        rounded = self.gradient_bytes != self.accumulate_bytes
+        # Devices never add up in float16, so sums that travel as float16 are always converted.
+        rounded = self.gradient_bytes != self.accumulate_bytes or self.float16_gradients
         return MemoryLimits(
             self.device_bytes,
             host_bytes,
@@ -136,14 +144,13 @@ class PlanReport:
         return self.question.global_batch_size * self.question.seq_len / self.plan.step_s
 
 
-def report_plan(question: RunQuestion, made: Plan | None = None) -> PlanReport:
-    """The answers. `made` is the run's plan where there is one already; otherwise one is made here."""
-    costs, plan, problem = question.costs(), None, _state_problem(question)
-    if not problem:
-        try:
-            plan = made or _plan(question, costs)
-        except InfeasiblePlanError as error:
-            problem = str(error)
+def report_plan(question: RunQuestion) -> PlanReport:
+    """Answer the question."""
+    costs, plan, problem = question.costs(), None, ""
+    try:
+        plan = plan_for(question, costs)
+    except InfeasiblePlanError as error:
+        problem = str(error)
     return PlanReport(
         question=question,
         plan=plan,
@@ -158,7 +165,15 @@ def report_plan(question: RunQuestion, made: Plan | None = None) -> PlanReport:
     )
 
 
-def _plan(question: RunQuestion, costs: Costs) -> Plan:
+def plan_for(question: RunQuestion, costs: Costs | None = None) -> Plan:
+    """Return the plan of the run: `given` evaluated, otherwise the best one. Raises `InfeasiblePlanError`.
+
+    A run, its measuring steps, a dry run and the `plan` command all get their plans here, under the same limits.
+    `costs` are measured ones; without them they are counted.
+    """
+    if (problem := _state_problem(question)) is not None:
+        raise problem
+    costs = costs or question.costs()
     devices, micro_batches, limits = question.num_devices, question.num_micro_batches, question.limits()
     if question.given is not None:
         partition, rounds = question.given
@@ -166,15 +181,18 @@ def _plan(question: RunQuestion, costs: Costs) -> Plan:
     return make_plan(costs, devices, micro_batches, question.update, question.rounds, limits)
 
 
-def _state_problem(question: RunQuestion) -> str:
-    """Why the state alone does not fit on the host, or nothing."""
-    missing_gib = question.state().short_by(question.host_bytes)
+def _state_problem(question: RunQuestion) -> InfeasiblePlanError | None:
+    """Return the error of a run whose weights, gradients and optimizer state alone exceed host memory."""
+    state = question.state()
+    missing_gib = state.short_by(question.host_bytes)
     if not missing_gib or question.host_bytes is None:
-        return ""
-    return (
-        f"weights, gradients and optimizer state need {size_text(question.state().state_bytes)} of "
-        f"{size_text(question.host_bytes)} of host memory: {size_text(round(missing_gib * GIB))} are missing"
+        return None
+    message = (
+        f"weights, gradients and optimizer state need {size_text(state.state_bytes)} of host memory, and "
+        f"{size_text(question.host_bytes)} are available: {size_text(round(missing_gib * GIB))} are missing. "
+        f"What would help: {', '.join(STATE_KEYS)}"
     )
+    return InfeasiblePlanError(message, "", missing_gib, STATE_KEYS)
 
 
 def _host(question: RunQuestion, plan: Plan | None) -> HostMemory:
@@ -219,7 +237,7 @@ def _faster(question: RunQuestion, plan: Plan) -> Iterator[Faster]:
     for setting, changed in alternatives:
         if changed == question or not fits(changed):
             continue
-        gain = 1 - _plan(changed, changed.costs()).step_s / plan.step_s if plan.step_s else 0.0
+        gain = 1 - plan_for(changed).step_s / plan.step_s if plan.step_s else 0.0
         if gain > CLEARLY_FASTER:
             yield Faster(setting, gain)
 
@@ -254,7 +272,7 @@ def fits(question: RunQuestion) -> bool:
     if limits.host_bytes is None or not problem.fits_device(candidates[0], rounds):
         return False
     try:
-        _plan(replace(question, given=None), costs)
+        plan_for(replace(question, given=None), costs)
     except InfeasiblePlanError:
         return False
     return True

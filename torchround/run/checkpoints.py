@@ -24,15 +24,15 @@ from torchround.data.loader import Loader
 from torchround.engine.engine import Engine
 from torchround.engine.saver import PendingSave, SaveSource
 from torchround.engine.store.host_store import OLDER_WEIGHTS, HostStore
-from torchround.run.console import say
-from torchround.run.folder import RunFolder
 from torchround.run.resume import ResumeError, StartingWeights, find_checkpoint
+from torchround.run.run_folder import RunFolder
+from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Position:
+class RunPosition:
     """Where a run is after `step` steps; with the host store's state, enough to go on from there."""
 
     step: int
@@ -52,7 +52,7 @@ class Saved:
 class SaveUnderWay:
     """A save beside training, of what the run was at `position`."""
 
-    position: Position
+    position: RunPosition
     pending: PendingSave[Saved]
 
 
@@ -69,7 +69,7 @@ class RunCheckpoints:
         self._folder = folder
         table = config.checkpoint
         self._checkpointer = Checkpointer(folder.checkpoints, table.keep_latest_k, table.keep_every_n_steps)
-        self.positions: deque[Position] = deque(maxlen=4)
+        self.positions: deque[RunPosition] = deque(maxlen=4)
         self.wandb_run_id: str | None = None
         self.skipped_steps = 0
         self.saved_step = -1
@@ -78,7 +78,7 @@ class RunCheckpoints:
         self._under_way: deque[SaveUnderWay] = deque()
 
     @property
-    def position(self) -> Position:
+    def position(self) -> RunPosition:
         """After the newest step that was dispatched."""
         return self.positions[-1]
 
@@ -107,7 +107,7 @@ class RunCheckpoints:
         views = store.named_views()
         loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_master)
         if loaded is None:
-            self.positions.append(Position(0, 0, loader.state_dict()))
+            self.positions.append(RunPosition(0, 0, loader.state_dict()))
             return False
         state = loaded.state
         try:
@@ -130,7 +130,7 @@ class RunCheckpoints:
             raise ResumeError(f"{loaded.path}: its state is not that of a run: {error!r}") from error
         self.skipped_steps = state["skipped_steps"]
         self.wandb_run_id = state.get("wandb_run_id")
-        self.positions.append(Position(loaded.step, state["tokens"], state["data"]))
+        self.positions.append(RunPosition(loaded.step, state["tokens"], state["data"]))
         self._first_step = self._reported_step = loaded.step
         if loaded.path.parent == self._folder.checkpoints:
             self.saved_step = loaded.step
@@ -205,7 +205,7 @@ class RunCheckpoints:
 
     def _write(
         self,
-        position: Position,
+        position: RunPosition,
         resume_state: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
         watch: SaveWatch | None = None,
@@ -237,7 +237,7 @@ class RunCheckpoints:
     def _conclude(self, save: SaveUnderWay) -> None:
         self._note(save.position, save.pending.result())
 
-    def _note(self, position: Position, saved: Saved) -> None:
+    def _note(self, position: RunPosition, saved: Saved) -> None:
         self.saved_step = position.step
         say(f"saved {saved.path} ({saved.seconds:.1f} s)")
 

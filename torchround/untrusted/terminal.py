@@ -1,5 +1,7 @@
 """Makes text from untrusted files safe to print. Every error that quotes such a file passes its message through here."""
 
+from contextlib import suppress
+
 MOST_CHARACTERS = 2000  # of each part of a message
 
 
@@ -23,3 +25,12 @@ def _shortened(text: str) -> str:
     if len(text) <= MOST_CHARACTERS:
         return text
     return f"{text[: MOST_CHARACTERS // 2]} .. {text[-MOST_CHARACTERS // 2 :]}"
+
+
+def say(line: str) -> None:
+    """Print one line to standard output, safe for a terminal.
+
+    A reader that has gone away, as after `| head`, does not end the run: the line is dropped.
+    """
+    with suppress(OSError):
+        print(escape_unprintable(line), flush=True)

@@ -9,24 +9,22 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from torchround.models import FAMILIES, ModelConfigError
-from torchround.models.common.feed_forward import SwiGLUExperts, grouped_product
-from torchround.models.common.moe import (
-    MoE,
-    MoEShape,
-    balance_penalty,
+from torchround.models.common.experts import (
+    GatedExperts,
     combine,
     dispatch,
-    expert_load,
+    grouped_product,
     make_routes,
     sort_pairs,
 )
+from torchround.models.common.feed_forward import MoE, MoEShape, balance_penalty, expert_load
 
 D, EXPERTS, F_EXPERT = 6, 5, 4
 
 
 def make_moe(num_chosen=2, normalised=True):
     shape = MoEShape(EXPERTS, num_chosen, F_EXPERT, normalised)
-    moe = MoE(D, shape, SwiGLUExperts(D, EXPERTS, F_EXPERT))
+    moe = MoE(D, shape, GatedExperts)
     generator = torch.Generator().manual_seed(0)
     for module in moe.modules():
         for name, parameter in list(module._parameters.items()):

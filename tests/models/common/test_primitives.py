@@ -1,11 +1,10 @@
-"""RMS norm and SwiGLU: values and gradients against torch's own, and what they keep for the backward."""
+"""RMS norm and gated product: values and gradients against torch's own, and what they keep for the backward."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from torchround.models.common.feed_forward import swiglu
-from torchround.models.common.primitives import RMSNorm
+from torchround.models.common.primitives import RMSNorm, gated_product
 
 
 def real_norm(size, dtype=torch.float32):
@@ -58,7 +57,7 @@ def test_norm_keeps_its_input_and_one_number_per_token():
 def test_swiglu_and_its_gradients_equal_silu_times_up(dtype, tolerance):
     gate, up, upstream = (torch.randn(4, 17).to(dtype) for _ in range(3))
     gate.requires_grad_(), up.requires_grad_()
-    product = swiglu(gate, up)
+    product = gated_product(gate, up)
     product.backward(upstream)
     wide_gate, wide_up = (tensor.detach().double().requires_grad_() for tensor in (gate, up))
     expected = F.silu(wide_gate) * wide_up
@@ -69,4 +68,4 @@ def test_swiglu_and_its_gradients_equal_silu_times_up(dtype, tolerance):
 
 def test_swiglu_keeps_its_two_inputs_only():
     gate, up = (torch.randn(4, 16, requires_grad=True) for _ in range(2))
-    assert saved_bytes(lambda: swiglu(gate, up)) == 4 * (gate.numel() + up.numel())
+    assert saved_bytes(lambda: gated_product(gate, up)) == 4 * (gate.numel() + up.numel())

@@ -8,7 +8,7 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from torchround.models import FAMILIES, ModelConfigError
-from torchround.models.common.moe import MoEShape
+from torchround.models.common.feed_forward import MoEShape
 from torchround.models.common.rope import inverse_frequencies
 
 GPT_OSS = FAMILIES["gpt_oss"]

@@ -4,7 +4,7 @@ import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from torchround.models import FAMILIES, ModelConfigError
-from torchround.models.common.moe import MoEShape
+from torchround.models.common.feed_forward import MoEShape
 from torchround.models.common.rope import Rope
 
 QWEN3 = FAMILIES["qwen3"]

@@ -1,7 +1,4 @@
-"""The shape of a decoder-only transformer: what all families share.
-
-A family's config adds only what differs.
-"""
+"""The sizes that every decoder-only transformer has, and the error for a model that cannot be built."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,12 +8,24 @@ from torchround.models.common.rope import Rope
 SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size")
 
 
+class ModelConfigError(ValueError):
+    """A model setting that is missing, unsupported or contradicts another; the message holds the values."""
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> ModelConfigError:
+    """Make the error for a name that is not among the known ones, which the message lists."""
+    return ModelConfigError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
+
+
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Numbers that fix every parameter's shape.
+    """Sizes and settings that the families share, as a `config.json` gives them for all blocks together.
 
-    `head_dim` need not be `hidden_size / num_heads`. `max_positions` is the longest document the model was
-    trained for; nothing is allocated for it. `tied_embeddings`: the head's projection is the embedding.
+    A family's own config adds only what differs, and the family turns it into the settings of each block
+    (`decoder.BlockSettings`).
+
+    `head_dim` need not be `hidden_size / num_heads`. `max_positions` is the longest document that the model was
+    trained for; nothing is allocated for it. With `tied_embeddings` the head's projection is the embedding.
     """
 
     num_layers: int
@@ -41,14 +50,3 @@ class TransformerConfig:
             )
         if self.head_dim % 2:
             raise ModelConfigError(f"head_dim = {self.head_dim}, must be even: RoPE rotates pairs")
-
-
-# The one error of the model room: a configuration that these layers cannot build.
-
-
-class ModelConfigError(ValueError):
-    """A model setting that is missing, unsupported or contradicts another; the message holds the values."""
-
-
-def unknown_name(what: str, name: str, known: Iterable[str]) -> ModelConfigError:
-    return ModelConfigError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")

@@ -1,41 +1,84 @@
-"""The three kinds of layer that every family is made of: embedding, block, head with the loss.
+"""The layers of a decoder (embedding, blocks, head with the loss), put together from the settings of each block.
 
-Shapes: B sequences, T tokens, D model width, V vocabulary.
+A model is a list of `BlockSettings`: the blocks of one model may differ in kind of attention, kind of feed-forward,
+rotary base, norm, activation and the Hugging Face names of their parameters.
+
+Shapes: B sequences, T tokens, D model width, V vocabulary, E experts, L layers.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.layer import IGNORED_LABEL, Hidden, LayeredModel, LayerWork, MicroBatch
+from torchround.layer import IGNORED_LABEL, HFNames, HFTensors, Hidden, LayeredModel, LayerWork, MicroBatch
 from torchround.models.common.attention import Attention
-from torchround.models.common.config import TransformerConfig
-from torchround.models.common.family import HFNames, HFTensors
-from torchround.models.common.lora import Adapter
+from torchround.models.common.config import ModelConfigError, TransformerConfig
+from torchround.models.common.feed_forward import GatedMLP, MoE, balance_penalty
+from torchround.models.common.lora import Adaptable
 from torchround.models.common.loss import loss_workspace_bytes, token_loss_sum
-from torchround.models.common.moe import MoE, MoEShape, balance_penalty
 from torchround.models.common.primitives import RMSNorm, init_embedding_, init_linear_, lookup
 
+# Our parameter of a block to the tensor below `model.layers.<i>.`: the names that all families share.
+ATTENTION_NAMES: Mapping[str, HFTensors] = MappingProxyType(
+    {
+        "attention_norm.weight": "input_layernorm.weight",
+        "attention.query.weight": "self_attn.q_proj.weight",
+        "attention.key.weight": "self_attn.k_proj.weight",
+        "attention.value.weight": "self_attn.v_proj.weight",
+        "attention.output.weight": "self_attn.o_proj.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+    }
+)
+GATED_MLP_NAMES: Mapping[str, HFTensors] = MappingProxyType(
+    {
+        "mlp.gate.weight": "mlp.gate_proj.weight",
+        "mlp.up.weight": "mlp.up_proj.weight",
+        "mlp.down.weight": "mlp.down_proj.weight",
+    }
+)
 
-class FeedForward(Protocol):
-    """What a block asks of its feed-forward part, dense or of experts. The object is also an `nn.Module`."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+@dataclass(frozen=True)
+class BlockSettings:
+    """One block: how its parts are made, and the names of its parameters in Hugging Face files.
 
-    def init_weights(self, generator: torch.Generator, output_scale: float) -> None: ...
+    Each maker takes the width that it works on and returns a part on `meta`; `functools.partial` of the part's class
+    with its settings is one: `partial(Attention, num_heads=8, ..., rope=Rope(10000.0), window=128)`.
 
-    def forward_flops(self, num_tokens: int) -> float: ...
+    `hf_names`: each parameter of the block to the tensor, or tensors, below `model.layers.<i>.`.
+    """
 
-    def frozen_flops(self, num_tokens: int) -> float: ...
+    attention: Callable[[int], Attention]
+    feed_forward: Callable[[int], GatedMLP | MoE]
+    norm: Callable[[int], RMSNorm]
+    hf_names: Mapping[str, HFTensors]
 
-    def activation_bytes(self, num_tokens: int, element_bytes: int) -> int: ...
 
-    def workspace_bytes(self, num_tokens: int, element_bytes: int) -> int: ...
+def attention_maker(
+    config: TransformerConfig,
+    *,
+    bias: bool = False,
+    qk_norm_eps: float | None = None,
+    sinks: bool = False,
+    window: int | None = None,
+) -> Callable[[int], Attention]:
+    """Return a maker of attention with the config's heads and rotations, for `BlockSettings`."""
+    return partial(
+        Attention,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rope=config.rope,
+        bias=bias,
+        qk_norm_eps=qk_norm_eps,
+        sinks=sinks,
+        window=window,
+    )
 
 
 class Embedding(nn.Module):
@@ -52,29 +95,44 @@ class Embedding(nn.Module):
         init_embedding_(self.weight, generator)
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
-        elements = batch * tokens * self.weight.shape[1]
-        # Scratch: fp32 gradients of the output and of the table, before that is added to the layer's own.
-        scratch = 4 * (elements + self.weight.numel()) if self.weight.requires_grad else 0
-        return LayerWork(0.0, 0, elements * element_bytes, elements * element_bytes + scratch)
+        output_bytes = batch * tokens * self.weight.shape[1] * element_bytes
+        scratch = 0
+        if self.weight.requires_grad:
+            # fp32 gradients of the output and of the table, before the latter is added to the layer's own.
+            scratch = 4 * (batch * tokens * self.weight.shape[1] + self.weight.numel())
+        return LayerWork(boundary_bytes=output_bytes, workspace_bytes=output_bytes + scratch)
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: attention, then feed-forward; `[B, T, D]` in and out."""
+    """Pre-norm residual block: attention, then feed-forward; `[B, T, D]` in and out.
 
-    def __init__(self, config: TransformerConfig, attention: Attention, mlp: FeedForward) -> None:
+    From the first block with a balance penalty on, the load `[B, 2, E]` fp32, summed over blocks so far, travels
+    beside the hidden state. `load_experts` is E, or 0 if no load leaves this block.
+    """
+
+    def __init__(self, settings: BlockSettings, hidden_size: int, num_layers: int) -> None:
         super().__init__()
-        self.output_scale = (2 * config.num_layers) ** -0.5
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = attention
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = mlp
+        self.hidden_size = hidden_size
+        # Each block adds twice to the residual stream; see `init_linear_`.
+        self.output_scale = (2 * num_layers) ** -0.5
+        self.attention_norm = settings.norm(hidden_size)
+        self.attention = settings.attention(hidden_size)
+        self.mlp_norm = settings.norm(hidden_size)
+        self.mlp = settings.feed_forward(hidden_size)
+        self.load_experts = 0
 
-    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Hidden:
-        hidden = hidden + self.attention(self.attention_norm(hidden), micro_batch)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+    def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Hidden:
+        stream, *loads = (hidden,) if isinstance(hidden, Tensor) else hidden
+        stream = stream + self.attention(self.attention_norm(stream), micro_batch)
+        x = self.mlp_norm(stream)
+        if isinstance(self.mlp, MoE) and self.mlp.shape.balance_coefficient:
+            mixed, load = self.mlp.forward_with_load(x)
+            return stream + mixed, sum(loads, start=load)
+        stream = stream + self.mlp(x)
+        return (stream, *loads) if loads else stream
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Norms 1, linear layers as in `torchround.models.common.primitives`, residual outputs scaled by 1/sqrt(2 L)."""
+        """Fill all parts in order; projections into the residual stream are scaled by `1 / sqrt(2 L)`."""
         self.attention_norm.init_weights()
         self.attention.init_weights(generator, self.output_scale)
         self.mlp_norm.init_weights()
@@ -82,173 +140,129 @@ class Block(nn.Module):
         self.init_adapters(generator)
 
     def init_adapters(self, generator: torch.Generator) -> None:
-        """Fill low-rank adapters alone, where there are any."""
-        for adapter in self._adapters():
-            adapter.init_adapter(generator)
-
-    def _adapters(self) -> list[Adapter]:
-        return [module for module in self.modules() if isinstance(module, Adapter)]
+        """Fill the low-rank adapters alone, if there are any."""
+        for module in self.modules():
+            if isinstance(module, Adaptable):
+                module.init_adapters(generator)
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
-        """RoundPipe appendix B: FLOPs of equation 2, kept activations of equation 1 and small fp32 tables."""
-        num_tokens, width = batch * tokens, self.attention_norm.weight.numel()
-        flops = self.attention.forward_flops(batch, tokens) + self.mlp.forward_flops(num_tokens)
-        frozen_flops = self.attention.frozen_flops(num_tokens) + self.mlp.frozen_flops(num_tokens)
-        # Inputs of two norms and of the two sets of linear layers behind them; two fp32 scales per token.
-        kept = 4 * num_tokens * width * element_bytes + 2 * 4 * num_tokens
-        kept += self.attention.activation_bytes(batch, tokens, element_bytes, device)
-        kept += self.mlp.activation_bytes(num_tokens, element_bytes)
-        for adapter in self._adapters():
-            flops += adapter.adapter_flops(num_tokens)
-            kept += adapter.adapter_bytes(num_tokens, element_bytes)
-        scratch = self._workspace(batch, tokens, element_bytes, device)
-        return LayerWork(flops, kept, num_tokens * width * element_bytes, scratch, frozen_flops)
+        """Add up the parts: FLOPs of RoundPipe's equation 2, activations of equation 1 and small fp32 tables.
 
-    def _workspace(self, batch: int, tokens: int, element_bytes: int, device: str) -> int:
-        """Scratch of the hungriest part, and one weight's gradient on its way into an fp32 one.
-
-        An estimate from above: with the kept activations, 1 to 1.5 times the measured peak on small models.
+        The scratch is an estimate from above: with the kept activations, 1 to 1.5 times the measured peak on small
+        models.
         """
-        num_tokens, width = batch * tokens, self.attention_norm.weight.numel()
-        norm_bytes = 4 * 4 * num_tokens * width  # input, gradient, normed, inner, all fp32
-        attention_bytes = self.attention.workspace_bytes(batch, tokens, element_bytes, device)
-        mlp_bytes = self.mlp.workspace_bytes(num_tokens, element_bytes)
+        num_tokens = batch * tokens
+        parts = (
+            self.attention_norm.work(num_tokens, element_bytes),
+            self.attention.work(batch, tokens, element_bytes, device),
+            self.mlp_norm.work(num_tokens, element_bytes),
+            self.mlp.work(num_tokens, element_bytes),
+        )
+        load_bytes = batch * 2 * self.load_experts * 4
+        work = sum(
+            parts, start=LayerWork(boundary_bytes=num_tokens * self.hidden_size * element_bytes + load_bytes)
+        )
+        # One weight's gradient exists twice while it is added to its fp32 sum; the largest weight decides.
         trained = (parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
-        largest = max(trained, default=0)
-        gradient_bytes = largest * (4 if element_bytes == 4 else 4 + element_bytes)
-        return max(norm_bytes, attention_bytes, mlp_bytes) + gradient_bytes
+        gradient_bytes = max(trained, default=0) * (4 if element_bytes == 4 else 4 + element_bytes)
+        return replace(work, workspace_bytes=work.workspace_bytes + gradient_bytes)
 
 
 class Head(nn.Module):
-    """Last layer: norm, projection to the vocabulary, and the fp32 sum of token losses."""
+    """Last layer: norm, projection to the vocabulary, and the fp32 sum of token losses.
 
-    def __init__(self, config: TransformerConfig, embedding: Embedding) -> None:
+    While training it adds the balance penalty of `num_loads` blocks, weighted by each sequence's number of labels.
+    Divided by the step's labels like the rest of the loss, that is `balance_coefficient` times the mean penalty.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        embedding: Embedding,
+        balance_coefficient: float = 0.0,
+        num_loads: int = 0,
+    ) -> None:
         super().__init__()
         self.tied = config.tied_embeddings
+        self.balance_coefficient, self.num_loads = balance_coefficient, num_loads
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         shape = (config.vocab_size, config.hidden_size)
         self.weight = embedding.weight if self.tied else nn.Parameter(torch.empty(shape, device="meta"))
 
-    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-        flat = self.norm(hidden).flatten(0, 1)  # [B T, D]
-        return token_loss_sum(flat, self.weight, micro_batch.labels.flatten())
+    def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Tensor:
+        stream, *loads = (hidden,) if isinstance(hidden, Tensor) else hidden
+        flat = self.norm(stream).flatten(0, 1)  # [B, T, D] -> [B T, D]
+        loss = token_loss_sum(flat, self.weight, micro_batch.labels.flatten())
+        if not loads or not torch.is_grad_enabled():  # an evaluation measures the model alone
+            return loss
+        labels = micro_batch.labels
+        penalties = balance_penalty(loads[0], self.num_loads * labels.shape[1])  # [B]
+        return loss + self.balance_coefficient * (penalties * (labels != IGNORED_LABEL).sum(dim=1)).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[B, T, V]`: all logits at once, for checks and generation, never for training."""
+        """Return all logits at once, `[B, T, V]`: for checks and generation, never for training."""
         return F.linear(self.norm(hidden), self.weight)
 
     def init_weights(self, generator: torch.Generator) -> None:
+        """Fill the norm, and the projection unless the embedding has filled it."""
         self.norm.init_weights()
         if not self.tied:
             init_linear_(self.weight, generator)
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
         num_tokens, (vocab, width) = batch * tokens, self.weight.shape
-        # Norm input, normed input, and the gradient that the loss keeps for it.
-        kept = 3 * num_tokens * width * element_bytes + 4 * num_tokens
-        norm_bytes, flops = 4 * 4 * num_tokens * width, 2.0 * num_tokens * vocab * width
         trained = self.weight.requires_grad
-        loss_bytes = loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained)
-        return LayerWork(flops, kept, 4, max(norm_bytes, loss_bytes), 0.0 if trained else flops)
+        flops = 2.0 * num_tokens * vocab * width
+        projection = LayerWork(
+            forward_flops=flops,
+            activation_bytes=num_tokens
+            * width
+            * element_bytes,  # the gradient that the loss keeps for its input
+            boundary_bytes=4,
+            workspace_bytes=loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained),
+            frozen_flops=0.0 if trained else flops,
+        )
+        return self.norm.work(num_tokens, element_bytes) + projection
 
 
-# Block and head of models with experts. With a balance coefficient the load travels beside the hidden state.
-#
-# Shapes: B sequences, T tokens, D model width, E experts.
+def assemble(config: TransformerConfig, blocks: Sequence[BlockSettings]) -> LayeredModel:
+    """Build the layers `embedding`, `block.0` .., `head`, on `meta`: no memory.
 
-
-class MoEBlock(Block):
-    """As `Block`; with a balance coefficient it gives `(hidden, load [B, 2, E])`, the load summed up so far."""
-
-    def __init__(self, config: TransformerConfig, attention: Attention, moe: MoE) -> None:
-        super().__init__(config, attention, moe)
-        self.moe = moe.shape
-
-    def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Hidden:
-        stream, *loads = (hidden,) if isinstance(hidden, Tensor) else hidden
-        stream = stream + self.attention(self.attention_norm(stream), micro_batch)
-        x = self.mlp_norm(stream)
-        if not self.moe.balance_coefficient:
-            return stream + self.mlp(x)
-        mixed, load = cast(MoE, self.mlp).forward_with_load(x)
-        return stream + mixed, sum(loads, start=load)
-
-    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
-        work = super().work(batch, tokens, element_bytes, device)
-        load_bytes = batch * 2 * self.moe.num_experts * 4 if self.moe.balance_coefficient else 0
-        return replace(work, boundary_bytes=work.boundary_bytes + load_bytes)
-
-
-class MoEHead(Head):
-    """As `Head`; while training it adds the balance penalty, weighted by each sequence's number of labels.
-
-    Divided by the step's labels like the rest of the loss, that is `coefficient` times the mean penalty.
+    The config gives the residual stream's width, the vocabulary, the tie and the last norm; everything else is each
+    block's own. Raises `ModelConfigError` for blocks with balance penalties that cannot be added up.
     """
-
-    def __init__(self, config: TransformerConfig, embedding: Embedding, moe: MoEShape) -> None:
-        super().__init__(config, embedding)
-        self.moe, self.num_layers = moe, config.num_layers
-
-    def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Tensor:
-        stream, *loads = (hidden,) if isinstance(hidden, Tensor) else hidden
-        loss = super().forward(stream, micro_batch)
-        if not loads or not torch.is_grad_enabled():  # an evaluation measures the model alone
-            return loss
-        labels = micro_batch.labels
-        penalties = balance_penalty(loads[0], self.num_layers * labels.shape[1])
-        return loss + self.moe.balance_coefficient * (penalties * (labels != IGNORED_LABEL).sum(dim=1)).sum()
-
-
-# Putting a decoder together: embedding, blocks, head; and their Hugging Face names.
-
-
-# Our parameter of a block to the tensor below `model.layers.<i>.`: what all families name alike.
-ATTENTION_NAMES: Mapping[str, HFTensors] = MappingProxyType(
-    {
-        "attention_norm.weight": "input_layernorm.weight",
-        "attention.query.weight": "self_attn.q_proj.weight",
-        "attention.key.weight": "self_attn.k_proj.weight",
-        "attention.value.weight": "self_attn.v_proj.weight",
-        "attention.output.weight": "self_attn.o_proj.weight",
-        "mlp_norm.weight": "post_attention_layernorm.weight",
-    }
-)
-SWIGLU_NAMES: Mapping[str, HFTensors] = MappingProxyType(
-    {
-        "mlp.gate.weight": "mlp.gate_proj.weight",
-        "mlp.up.weight": "mlp.up_proj.weight",
-        "mlp.down.weight": "mlp.down_proj.weight",
-    }
-)
-
-
-def assemble(
-    config: TransformerConfig,
-    make_block: Callable[[int], Block],
-    make_head: Callable[[TransformerConfig, Embedding], Head] = Head,
-) -> LayeredModel:
-    """Layers `embedding`, `block.0` .., `head`. `make_block(index)` gives the family's block."""
     embedding = Embedding(config)
-    blocks = [make_block(index) for index in range(config.num_layers)]
-    layers: tuple[nn.Module, ...] = (embedding, *blocks, make_head(config, embedding))
-    names = ("embedding", *(f"block.{index}" for index in range(config.num_layers)), "head")
-    return LayeredModel(names, layers)
+    layers = [Block(settings, config.hidden_size, len(blocks)) for settings in blocks]
+    mixtures = [block.mlp.shape for block in layers if isinstance(block.mlp, MoE)]
+    penalties = {
+        (shape.num_experts, shape.balance_coefficient) for shape in mixtures if shape.balance_coefficient
+    }
+    if len(penalties) > 1:
+        raise ModelConfigError(
+            "blocks with a balance penalty must agree on (num_experts, balance_coefficient), "
+            f"got {', '.join(map(str, sorted(penalties)))}"
+        )
+    num_experts, coefficient = penalties.pop() if penalties else (0, 0.0)
+    num_loads = 0
+    for block in layers:
+        num_loads += isinstance(block.mlp, MoE) and block.mlp.shape.balance_coefficient > 0
+        block.load_experts = num_experts if num_loads else 0
+    head = Head(config, embedding, coefficient, num_loads)
+    names = ("embedding", *(f"block.{index}" for index in range(len(blocks))), "head")
+    return LayeredModel(names, (embedding, *layers, head))
 
 
-def decoder_names(config: TransformerConfig, block_names: Mapping[str, HFTensors]) -> HFNames:
-    """Names for every stored parameter. A tied head has no entry: the embedding stores it.
-
-    `block_names`: our parameter of a block to the tensor, or tensors, below `model.layers.<i>.`.
-    """
+def decoder_names(config: TransformerConfig, blocks: Sequence[BlockSettings]) -> HFNames:
+    """Map every stored parameter to its tensors. A tied head has no entry: the embedding stores it."""
     names: HFNames = {
         "embedding.weight": "model.embed_tokens.weight",
         "head.norm.weight": "model.norm.weight",
     }
     if not config.tied_embeddings:
         names["head.weight"] = "lm_head.weight"
-    for index in range(config.num_layers):
-        for ours, theirs in block_names.items():
-            prefix = f"model.layers.{index}."
+    for index, settings in enumerate(blocks):
+        prefix = f"model.layers.{index}."
+        for ours, theirs in settings.hf_names.items():
             names[f"block.{index}.{ours}"] = (
                 prefix + theirs if isinstance(theirs, str) else tuple(prefix + name for name in theirs)
             )

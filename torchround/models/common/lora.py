@@ -1,24 +1,25 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on frozen weights.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on frozen weights, and their names in PEFT's files.
 
-A frozen `W x` becomes `W x + (alpha / rank) B (A drop(x))`. The wrapped module keeps its place and its parameters'
-names, so that everything that knows those (Hugging Face names, costs) stays as it is. A begins random, B at zero.
+A frozen `W x` becomes `W x + (alpha / rank) B (A drop(x))`; A begins random, B at zero. The adapted module keeps its
+place and its parameters' names, so that Hugging Face names and costs stay as they are.
 
-Linear layers get theirs here, stacks of experts where they are defined. Shapes: A inputs, Z outputs, r rank.
+This file adapts linear layers. Stacks of experts compute their adapters' products themselves (`experts.py`).
+
+Shapes: A inputs, Z outputs, r rank.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.layer import LayeredModel, MicroBatch
+from torchround.layer import HFNames, HFTensors, LayeredModel, LayerWork, MicroBatch
 from torchround.models.common.config import ModelConfigError
-from torchround.models.common.family import HFNames, HFTensors
 
 PEFT_PREFIX = "base_model.model."
 _WEIGHT = ".weight"
@@ -26,7 +27,10 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class LoraShape:
-    """`targets` are the last parts of Hugging Face module names, as in PEFT's `target_modules`."""
+    """The settings of all adapters of a run.
+
+    `targets` are the last parts of Hugging Face module names, as in PEFT's `target_modules`.
+    """
 
     rank: int
     alpha: float
@@ -35,22 +39,39 @@ class LoraShape:
 
     @property
     def scale(self) -> float:
+        """The factor on an adapter's product."""
         return self.alpha / self.rank
 
 
-class Adapter(nn.Module):
-    """What all adapters share. `place` is unique in the layer; `seed` is set before each forward, None: no dropout.
+class Adaptable(nn.Module):
+    """A module whose matrices may have low-rank adapters; `lora` is None as long as it has none.
 
-    Each mask comes from a generator of its own, made from the seed of layer and micro-batch, place and `use`: the
+    `adaptable` names the module's stacked matrices that could get adapters, `adapted` those that have. `place` is
+    unique in the layer. `seed` is set before each forward; None means no dropout.
+
+    Each mask comes from a generator of its own, made from the seed of layer and micro-batch, `place` and `use`. So the
     recomputation in a backward stage sees the same mask, and threads share nothing.
     """
 
-    lora: LoraShape
-    place: int
-    seed: int | Tensor | None
+    adaptable: tuple[str, ...] = ()
+    adapted: tuple[str, ...] = ()
+    lora: LoraShape | None = None
+    place: int = 0
+    seed: int | Tensor | None = None
 
-    def init_adapter(self, generator: torch.Generator) -> None:
-        """A uniform within `1 / sqrt(inputs)`, B zero."""
+    def adapter_shapes(self, name: str, lora: LoraShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of `<name>_lora_a` and `<name>_lora_b` for the stack `name`."""
+        raise TypeError(f"{type(self).__name__} has no stacked matrices")
+
+    def add_adapters(self, lora: LoraShape, place: int, adapted: tuple[str, ...]) -> None:
+        """Put adapters on the stacks `adapted`."""
+        self.lora, self.place, self.adapted = lora, place, adapted
+        for name in adapted:
+            for suffix, shape in zip("ab", self.adapter_shapes(name, lora), strict=True):
+                setattr(self, f"{name}_lora_{suffix}", nn.Parameter(torch.empty(shape, device="meta")))
+
+    def init_adapters(self, generator: torch.Generator) -> None:
+        """Fill each A uniformly within `1 / sqrt(inputs)` and each B with zeros."""
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
                 if name.endswith("lora_a"):
@@ -59,17 +80,9 @@ class Adapter(nn.Module):
                 elif name.endswith("lora_b"):
                     parameter.zero_()
 
-    def adapter_flops(self, num_tokens: int) -> float:
-        """Matrix products of the forward, where the module it adapts does not count them itself."""
-        return 0.0
-
-    def adapter_bytes(self, num_tokens: int, element_bytes: int) -> int:
-        """Kept for the backward, likewise."""
-        return 0
-
     def drop(self, x: Tensor, use: int = 0) -> Tensor:
-        """`x` with a share `dropout` of its elements zeroed and the others scaled up."""
-        if self.seed is None or not self.lora.dropout:
+        """Zero a share `dropout` of the elements of `x` and scale the others up."""
+        if self.seed is None or self.lora is None or not self.lora.dropout:
             return x
         of_this_use = self.place, use, 1 - self.lora.dropout
         if isinstance(self.seed, int):
@@ -80,14 +93,14 @@ class Adapter(nn.Module):
 
 
 def draw_mask(x: Tensor, seed: int, place: int, use: int, share: float) -> Tensor:
-    """Bool of the shape of `x`, each True with probability `share`."""
+    """Return a bool tensor of the shape of `x`, each element True with probability `share`."""
     generator = torch.Generator(x.device).manual_seed(mask_seed(seed, place, use))
     return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(share, generator=generator)
 
 
 @torch.library.custom_op("torchround::draw_mask", mutates_args=())
 def _opaque_mask(x: Tensor, seed: Tensor, place: int, use: int, share: float) -> Tensor:
-    """The same for a compiler: the seed is data, a 0-dimensional tensor in host memory."""
+    """Draw the same mask for a compiler, to which the seed is data: a 0-dimensional tensor in host memory."""
     return draw_mask(x, int(seed), place, use, share)
 
 
@@ -97,43 +110,40 @@ def _opaque_mask_shape(x: Tensor, seed: Tensor, place: int, use: int, share: flo
 
 
 def mask_seed(seed: int, place: int, use: int) -> int:
-    """A 63-bit number in which all three are mixed (multiplication by odd constants)."""
+    """Mix all three into a 63-bit number (multiplication by odd constants)."""
     return (seed * 0x9E3779B97F4A7C15 + place * 0xC2B2AE3D27D4EB4F + use * 0x165667B19E3779F9) % 2**63
 
 
-class LoraLinear(nn.Linear, Adapter):
-    """A linear layer, frozen, with an adapter `lora_a [r, A]`, `lora_b [Z, r]`."""
+class LoraLinear(nn.Linear, Adaptable):
+    """A frozen linear layer with an adapter `lora_a [r, A]`, `lora_b [Z, r]`."""
+
+    lora: LoraShape
 
     def __init__(self, base: nn.Linear, lora: LoraShape, place: int) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
-        self.lora, self.place, self.seed = lora, place, None
+        self.lora, self.place = lora, place
         self.lora_a = nn.Parameter(torch.empty(lora.rank, base.in_features, device="meta"))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, lora.rank, device="meta"))
 
-    def adapter_flops(self, num_tokens: int) -> float:
-        return 2.0 * num_tokens * (self.lora_a.numel() + self.lora_b.numel())
-
-    def adapter_bytes(self, num_tokens: int, element_bytes: int) -> int:
-        """What A gives; with dropout, its input and the mask."""
-        dropped = self.in_features * (element_bytes + 1) if self.lora.dropout else 0
-        return num_tokens * (self.lora.rank * element_bytes + dropped)
-
     def forward(self, x: Tensor) -> Tensor:
-        low = F.linear(self.drop(x), self.lora_a)
+        low = F.linear(self.drop(x), self.lora_a)  # [..., A] -> [..., r]
         return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_b) * self.lora.scale
 
 
-@runtime_checkable
-class AdaptableExperts(Protocol):
-    """A stack of experts whose parameters `adaptable` may get adapters."""
+def linear_work(linear: nn.Linear, num_tokens: int, element_bytes: int) -> LayerWork:
+    """Count the product of a linear layer and of its adapter, if it has one.
 
-    @property
-    def adaptable(self) -> tuple[str, ...]: ...
-
-    def with_adapters(self, lora: LoraShape, place: int, adapted: tuple[str, ...]) -> nn.Module:
-        """The same experts, their parameters included, with adapters on `adapted`; an `Adapter`."""
-        ...
+    The layer keeps nothing itself: its input is counted where it is made. An adapter keeps the output of A, and
+    with dropout its input and the mask (one byte an element).
+    """
+    flops = 2.0 * num_tokens * linear.weight.numel()
+    work = LayerWork(flops, frozen_flops=0.0 if linear.weight.requires_grad else flops)
+    if not isinstance(linear, LoraLinear):
+        return work
+    dropped_bytes = linear.in_features * (element_bytes + 1) if linear.lora.dropout else 0
+    adapter_flops = 2.0 * num_tokens * (linear.lora_a.numel() + linear.lora_b.numel())
+    return work + LayerWork(adapter_flops, num_tokens * (linear.lora.rank * element_bytes + dropped_bytes))
 
 
 def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
@@ -142,6 +152,7 @@ def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
     Raises `ModelConfigError` for a target that no module has.
     """
     places = adapted_modules(model, names, lora)
+    # Frozen first: the adapters added below must stay trained.
     for layer in model.layers:
         layer.requires_grad_(False)
     used: Counter[int] = Counter()
@@ -151,9 +162,9 @@ def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
         base = layer.get_submodule(path)
         if isinstance(base, nn.Linear):
             layer.set_submodule(path, LoraLinear(base, lora, number))
-            continue
-        assert isinstance(base, AdaptableExperts), f"{path} was found to be a module that takes adapters"
-        layer.set_submodule(path, base.with_adapters(lora, number, parts))
+        else:
+            assert isinstance(base, Adaptable), f"{path} was found to be a module that takes adapters"
+            base.add_adapters(lora, number, parts)
     if lora.dropout:
         for layer_index in {index for index, _, _ in places}:
             model.layers[layer_index].register_forward_pre_hook(_hand_out_seed)
@@ -162,12 +173,12 @@ def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:
 def adapted_modules(
     model: LayeredModel, names: HFNames, lora: LoraShape
 ) -> list[tuple[int, str, tuple[str, ...]]]:
-    """Layer, path of the module, and which of its weights (experts have several) the targets name."""
+    """List the modules that the targets name: layer, path, and which of its weights (experts have several)."""
     found: dict[tuple[int, str], list[str]] = {}
     known: set[str] = set()
     for index, (layer_name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
         for path, module in layer.named_modules():
-            for part in _adaptable(module):
+            for part in _adaptable_parts(module):
                 tensors = names[f"{layer_name}.{path}.{part}"]
                 target = _module_name(tensors if isinstance(tensors, str) else tensors[0]).rpartition(".")[2]
                 known.add(target)
@@ -182,18 +193,21 @@ def adapted_modules(
 
 
 def adapter_names(model: LayeredModel, names: HFNames) -> HFNames:
-    """Each adapter's parameters and the tensors that PEFT's files hold them in."""
+    """Map each adapter's parameters to the tensors that hold them in PEFT's files."""
     adapters: HFNames = {}
     for layer_name, layer in zip(model.names, model.layers, strict=True):
         for path, module in layer.named_modules():
-            if isinstance(module, Adapter):
+            if isinstance(module, Adaptable):
                 adapters |= _module_names(module, f"{layer_name}.{path}.", names)
     return adapters
 
 
-def _module_names(module: Adapter, prefix: str, names: HFNames) -> HFNames:
-    """PEFT wraps a linear layer once; a module of stacked parameters once for each that has an adapter, the first
-    one innermost, and an inner wrapper is its outer one's `base_layer`."""
+def _module_names(module: Adaptable, prefix: str, names: HFNames) -> HFNames:
+    """Map one module's adapter parameters to PEFT's names.
+
+    PEFT wraps a linear layer once. It wraps a module of stacked parameters once for each that has an adapter, the
+    first one innermost, and an inner wrapper is its outer one's `base_layer`.
+    """
     found: HFNames = {}
     own = [name for name, _ in module.named_parameters(recurse=False)]
     stems = [name.removesuffix("lora_a") for name in own if name.endswith("lora_a")]
@@ -206,22 +220,26 @@ def _module_names(module: Adapter, prefix: str, names: HFNames) -> HFNames:
 
 
 def adapter_pairs(adapters: HFNames) -> dict[str, tuple[str, str]]:
-    """Each adapted parameter and its A and B, from the keys of `adapter_names`."""
+    """Map each adapted parameter to the names of its A and B, from the keys of `adapter_names`."""
     stems = [name.removesuffix("lora_a") for name in adapters if name.endswith("lora_a")]
     return {_adapted_name(stem): (f"{stem}lora_a", f"{stem}lora_b") for stem in stems}
 
 
 def _adapted_name(stem: str) -> str:
-    """`<path>.lora_a` belongs to `<path>.weight`, `<path>.gate_lora_a` to `<path>.gate`."""
+    """Return the adapted parameter: `<path>.lora_a` is of `<path>.weight`, `<path>.gate_lora_a` of `<path>.gate`."""
     return stem.removesuffix("_") if stem.endswith("_") else f"{stem}weight"
 
 
 def peft_config(
     lora: Mapping[str, Any], adapters: HFNames, names: HFNames, base: str | None
 ) -> dict[str, Any]:
-    """The content of `adapter_config.json`. PEFT names linear layers by their last part, and stacked parameters by
-    their path in a block; on experts it refuses dropout, which is for training alone."""
+    """Return the content of `adapter_config.json`.
+
+    PEFT names linear layers by their last part, and stacked parameters by their path in a block. It refuses dropout
+    on experts, so the value is 0 there; dropout is for training alone.
+    """
     bases = [names[adapted] for adapted in adapter_pairs(adapters)]
+    # "model.layers.<i>.mlp.experts.down_proj" -> "mlp.experts.down_proj"
     parameters = sorted({str(base).split(".", 3)[3] for base in bases if _is_stacked(base)})
     has_experts = bool(parameters) or any(isinstance(base, tuple) for base in bases)
     modules = [
@@ -242,14 +260,14 @@ def peft_config(
 
 
 def _is_stacked(tensors: HFTensors) -> bool:
-    """Whether a file holds all experts in one tensor, which is then no linear layer's."""
+    """Return whether a file holds all experts in one tensor, which is then no linear layer's weight."""
     return isinstance(tensors, str) and not tensors.endswith(_WEIGHT)
 
 
-def _adaptable(module: nn.Module) -> Iterator[str]:
+def _adaptable_parts(module: nn.Module) -> Iterator[str]:
     if isinstance(module, nn.Linear):
         yield "weight"
-    elif isinstance(module, AdaptableExperts):
+    elif isinstance(module, Adaptable):
         yield from module.adaptable
 
 
@@ -269,5 +287,5 @@ def _hand_out_seed(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
     micro_batch = arguments[1]
     assert isinstance(micro_batch, MicroBatch), "a layer is called with its input and the micro-batch"
     for module in layer.modules():
-        if isinstance(module, Adapter):
+        if isinstance(module, Adaptable) and module.lora is not None:
             module.seed = micro_batch.dropout_seed

@@ -1,7 +1,9 @@
-"""RMS norm in fp32 that keeps only its 16-bit input for the backward.
+"""The small operations that several layers share: RMS norm, gated product, table lookup, initial weights.
 
-`torch.nn.functional.rms_norm` on the CPU keeps two fp32 copies of a bf16 input; this keeps the input, which
-the residual stream holds anyway, and one number per token (RoundPipe appendix B.1 counts just that).
+Each has a backward of its own that keeps less than autograd would, or adds up in fp32, so that the memory kept is
+what RoundPipe's appendix B.1 counts.
+
+Shapes: N tokens, D model width, F feed-forward width, V rows of a table.
 """
 
 import math
@@ -12,9 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchround.layer import LayerWork
+
+STANDARD_DEVIATION = 0.02
+CUT = 3.0  # truncated normals end at this many standard deviations
+BLOCK_ELEMENTS = 1 << 22  # numbers drawn at once: 16 MiB of fp32 scratch
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
 
 class RMSNorm(nn.Module):
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in fp32, cast to `x`'s dtype."""
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in fp32, cast to `x`'s dtype.
+
+    `torch.nn.functional.rms_norm` on the CPU keeps two fp32 copies of a bf16 input. This keeps the input, which the
+    residual stream holds anyway, and one number per token.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -25,15 +39,28 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x, self.weight, self.eps)
 
     def init_weights(self) -> None:
+        """Set the weight to 1."""
         with torch.no_grad():
             self.weight.fill_(1.0)
+
+    def work(self, num_tokens: int, element_bytes: int) -> LayerWork:
+        """Count what a norm on the residual stream costs.
+
+        Kept: its input, its output (the input of the linear layers behind it) and one fp32 scale per token. Scratch:
+        input, gradient, normed input and their product, all in fp32.
+        """
+        elements = num_tokens * self.weight.numel()
+        return LayerWork(
+            activation_bytes=2 * elements * element_bytes + 4 * num_tokens,
+            workspace_bytes=4 * 4 * elements,
+        )
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        scale = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+        scale = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()  # [..., 1]
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale * weight.float()).to(x.dtype)
 
@@ -44,28 +71,70 @@ class _RMSNorm(torch.autograd.Function):
         normed = x.float() * scale
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            # Summed over tokens in fp32 and left so: autograd casts to what the leaf's gradient wants.
-            grad_weight = (grad * normed).flatten(0, -2).sum(dim=0)
+            # Summed over tokens in fp32 and left in fp32: autograd casts to the dtype of the leaf's gradient.
+            grad_weight = (grad * normed).flatten(0, -2).sum(dim=0)  # [..., D] -> [N, D] -> [D]
         inner = grad * weight.float()
         # d/dx of x * scale(x): the part along x is removed, because scaling x changes nothing.
         grad_x = scale * (inner - normed * (inner * normed).mean(dim=-1, keepdim=True))
         return grad_x.to(x.dtype), grad_weight, None
 
 
-# Table lookup whose gradient adds up in fp32: in bf16, a row met 256 times would stop counting.
-#
-# `embedding_dense_backward` sorts on CUDA instead of adding atomically, so equal runs give equal bits. It is an
-# operation of its own so that a compiler does not take it apart: Inductor would make atomic additions of it.
+def gated_product(
+    gate: Tensor, up: Tensor, weights: Tensor | None = None, activation: str = "silu"
+) -> Tensor:
+    """Return `activation(gate) * up`, elementwise, times `weights [N]` if given (one fp32 number per row of `[N, F]`).
+
+    With `silu` this is SwiGLU, with `gelu_tanh` GeGLU (Shazeer, arXiv 2002.05202). The backward keeps the inputs and
+    recomputes the activation: `6 B T F` bytes of a 16-bit block (RoundPipe appendix B.1) instead of `8 B T F`.
+    """
+    return _GatedProduct.apply(gate, up, weights, activation)
 
 
-def lookup(table: Tensor, index: Tensor) -> Tensor:
-    """`[..., D]`: rows of `table [V, D]` at `index [...]`."""
-    return _Lookup.apply(table, index)
+class _GatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weights: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, up, weights)
+        ctx.activation = activation
+        product = _activate(gate, activation).mul_(up)
+        return product if weights is None else product.mul_(weights[:, None])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        gate, up, weights = ctx.saved_tensors
+        grad, active, grad_weights = grads[0], _activate(gate, ctx.activation), None
+        if weights is not None:
+            grad_weights = (grad * active * up).sum(dim=-1, dtype=torch.float32)  # [N, F] -> [N]
+            grad = grad * weights[:, None].to(gate.dtype)
+        grad_gate = _activate_backward(grad * up, gate, ctx.activation)
+        return grad_gate, active.mul_(grad), grad_weights, None
 
 
+def _activate(gate: Tensor, activation: str) -> Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def _activate_backward(grad: Tensor, gate: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(grad, gate)
+    return torch.ops.aten.gelu_backward(grad, gate, approximate="tanh")
+
+
+def lookup(table: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the rows of `table [V, D]` at `index [...]`, `[..., D]`, with a gradient that adds up in fp32.
+
+    In bf16 the sum for a row that is met 256 times would stop growing. `weights [N]` fp32, for an index `[N]`,
+    multiply the rows; neither the rows nor the products are kept for the backward.
+    """
+    return _Lookup.apply(table, index, weights)
+
+
+# An operation of its own, so that a compiler leaves it whole: Inductor would make atomic additions of it.
 @torch.library.custom_op("torchround::lookup_gradient", mutates_args=())
 def lookup_gradient(grad: Tensor, index: Tensor, num_rows: int) -> Tensor:
-    """`[V, D]` fp32: the gradients of looked-up rows, added up row by row."""
+    """Add up the gradients of looked-up rows, row by row, to `[V, D]` fp32.
+
+    `embedding_dense_backward` sorts on CUDA instead of adding atomically, so equal runs give equal bits.
+    """
     return torch.ops.aten.embedding_dense_backward(grad.float(), index, num_rows, -1, False)
 
 
@@ -76,36 +145,35 @@ def _lookup_gradient_shape(grad: Tensor, index: Tensor, num_rows: int) -> Tensor
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
+    def forward(ctx: Any, table: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
         ctx.num_rows = table.shape[0]
-        return F.embedding(index, table)
+        ctx.save_for_backward(index, weights, None if weights is None else table)
+        rows = F.embedding(index, table)
+        return rows if weights is None else rows.mul_(weights[:, None])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        return lookup_gradient(grads[0], index, ctx.num_rows), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        index, weights, table = ctx.saved_tensors
+        if weights is None:
+            return lookup_gradient(grads[0], index, ctx.num_rows), None, None
+        grad_weights = (grads[0] * table[index]).sum(dim=-1, dtype=torch.float32)  # [N, D] -> [N]
+        weighted = grads[0].float() * weights[:, None]
+        return lookup_gradient(weighted, index, ctx.num_rows), None, grad_weights
 
 
-# Initial weights, the same for fp32 and (rounded once) for 16-bit storage.
-#
-# Numbers are drawn in fp32 in blocks of a fixed size, so a model of any size needs one block of scratch, and a
-# layer's weights depend on its generator and its shapes only.
-
-
-STANDARD_DEVIATION = 0.02
-CUT = 3.0  # truncated normals end at this many standard deviations
-BLOCK_ELEMENTS = 1 << 22
+def frozen_elements(*parameters: Tensor) -> int:
+    """Count the elements of the parameters that get no gradient."""
+    return sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
 
 
 def init_linear_(weight: Tensor, generator: torch.Generator, scale: float = 1.0) -> None:
-    """Truncated normal of width `0.02 * scale`, cut at three widths.
+    """Fill with a truncated normal of standard deviation `0.02 * scale`, cut at three of them.
 
     Projections that write to the residual stream pass `scale = 1 / sqrt(2 L)` (GPT-2), so that the stream's
     variance does not grow with the number of layers L.
     """
     width = STANDARD_DEVIATION * scale
-    # Inverse of the distribution function. torch.nn.init.trunc_normal_ redraws what falls outside: measured
+    # Inverse of the distribution function. torch.nn.init.trunc_normal_ redraws numbers outside the cut: measured
     # 20 M numbers a second on 2 cores against 120 M here, and other numbers with every torch version.
     edge = math.erf(CUT / math.sqrt(2.0))
 
@@ -117,12 +185,17 @@ def init_linear_(weight: Tensor, generator: torch.Generator, scale: float = 1.0)
 
 
 def init_embedding_(weight: Tensor, generator: torch.Generator) -> None:
-    """Normal with standard deviation 0.02."""
+    """Fill with a normal of standard deviation 0.02."""
     _fill_blocks_(weight, generator, lambda block: block.normal_(std=STANDARD_DEVIATION, generator=generator))
 
 
 @torch.no_grad()
 def _fill_blocks_(weight: Tensor, generator: torch.Generator, draw: Callable[[Tensor], object]) -> None:
+    """Draw fp32 numbers block by block and cast each block into `weight`.
+
+    Blocks have a fixed size, so a model of any size needs one block of scratch, and the weights depend on generator
+    and shape alone: 16-bit storage gets the fp32 numbers, rounded once.
+    """
     if not weight.is_contiguous():
         raise ValueError(f"initial weights need contiguous storage, got strides {weight.stride()}")
     scratch = torch.empty(min(weight.numel(), BLOCK_ELEMENTS), dtype=torch.float32, device=generator.device)
@@ -130,11 +203,3 @@ def _fill_blocks_(weight: Tensor, generator: torch.Generator, draw: Callable[[Te
         numbers = scratch[: len(block)]
         draw(numbers)
         block.copy_(numbers)
-
-
-# Counting what frozen weights save: a product with one costs its input's gradient in the backward and no weight's.
-
-
-def frozen_elements(*parameters: Tensor) -> int:
-    """Of those that get no gradient."""
-    return sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchround.models.common.config import ModelConfigError, TransformerConfig
 from torchround.models.common.family import HFConfig, balance_content, transformer_content
-from torchround.models.common.moe import MoEShape
+from torchround.models.common.feed_forward import MoEShape
 from torchround.models.common.rope import Rope, YarnScaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -45,7 +45,7 @@ class GptOssConfig(TransformerConfig):
 
 
 def config_from_hf(content: Mapping[str, Any]) -> GptOssConfig:
-    """From the content of a `config.json` with `model_type` gpt_oss."""
+    """Read the content of a `config.json` with `model_type` gpt_oss."""
     hf = HFConfig(content)
     hf.expect("model_type", *MODEL_TYPES)
     hf.expect("hidden_act", "silu")
@@ -68,7 +68,7 @@ def config_from_hf(content: Mapping[str, Any]) -> GptOssConfig:
 
 
 def config_to_hf(config: GptOssConfig) -> dict[str, Any]:
-    """A `config.json` of this shape."""
+    """Return a `config.json` of this shape."""
     windows = [config.window_of(index) for index in range(config.num_layers)]
     rope: dict[str, Any] = {"rope_type": "yarn", "rope_theta": config.rope.theta}
     if isinstance(config.rope.scaling, YarnScaling):

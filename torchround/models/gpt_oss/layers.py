@@ -1,26 +1,30 @@
-"""GPT-OSS as an ordered list of layers, and the Hugging Face names of its parameters."""
+"""GPT-OSS's blocks: attention with sinks and biases, every other one within a window; and its kind of experts.
 
+The experts have biases, and a SwiGLU whose inputs are clamped and whose gates alternate with its values. Parameters
+have the shapes and order of the released 16-bit files.
+
+Shapes: R rows sorted by expert, E experts, D model width, F expert width; of an adapter A inputs, Z outputs, r rank.
+"""
+
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchround.layer import LayeredModel
-from torchround.models.common.attention import Attention
-from torchround.models.common.decoder import (
-    ATTENTION_NAMES,
-    Block,
-    MoEBlock,
-    MoEHead,
-    assemble,
-    decoder_names,
-)
-from torchround.models.common.family import HFNames
-from torchround.models.common.feed_forward import ExpertAdapter, grouped_product
+from torchround.models.common.decoder import ATTENTION_NAMES, BlockSettings, attention_maker
+from torchround.models.common.experts import ExpertStack, Routes
+from torchround.models.common.family import Family
+from torchround.models.common.feed_forward import MoE
 from torchround.models.common.lora import LoraShape
-from torchround.models.common.moe import MoE, Routes
-from torchround.models.common.primitives import frozen_elements, init_linear_, lookup, lookup_gradient
-from torchround.models.gpt_oss.config import GptOssConfig
+from torchround.models.common.primitives import RMSNorm, init_linear_, lookup
+from torchround.models.gpt_oss.config import (
+    FLAVORS,
+    MODEL_TYPES,
+    GptOssConfig,
+    config_from_hf,
+    config_to_hf,
+)
 
 OWN_NAMES = {
     "attention.query.bias": "self_attn.q_proj.bias",
@@ -37,42 +41,38 @@ OWN_NAMES = {
 }
 
 
-def build(config: GptOssConfig) -> LayeredModel:
-    """Embedding, blocks, head, on `meta`: no memory."""
-    return assemble(
-        config,
-        lambda index: _block(config, index),
-        lambda shape, embedding: MoEHead(shape, embedding, config.moe),
-    )
+def block_settings(config: GptOssConfig) -> list[BlockSettings]:
+    """Return the settings of each block: they differ in the window."""
+    experts = partial(GptOssExperts, limit=config.swiglu_limit, alpha=config.swiglu_alpha)
+    return [
+        BlockSettings(
+            attention=attention_maker(config, bias=True, sinks=True, window=config.window_of(index)),
+            feed_forward=partial(MoE, shape=config.moe, make_experts=experts, router_bias=True),
+            norm=partial(RMSNorm, eps=config.norm_eps),
+            hf_names={**ATTENTION_NAMES, **OWN_NAMES},
+        )
+        for index in range(config.num_layers)
+    ]
 
 
-def _block(config: GptOssConfig, index: int) -> Block:
-    moe, width = config.moe, config.hidden_size
-    attention = Attention(config, bias=True, sinks=True, window=config.window_of(index))
-    experts = GptOssExperts(width, moe.num_experts, moe.ffn_size, config.swiglu_limit, config.swiglu_alpha)
-    return MoEBlock(config, attention, MoE(width, moe, experts, router_bias=True))
+GPT_OSS: Family[GptOssConfig] = Family(
+    "gpt_oss", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES
+)
 
 
-def hf_names(config: GptOssConfig) -> HFNames:
-    """Where 16-bit Hugging Face files hold each stored parameter (MXFP4 files: once dequantised)."""
-    return decoder_names(config, {**ATTENTION_NAMES, **OWN_NAMES})
+class GptOssExperts(ExpertStack):
+    """`weight * (down_e(act(gate_up_e(row) + bias_e)) + bias_e)` for each row of expert e.
 
+    Stacks have inputs first, `[E, A, Z]`. Adapters have PEFT's shapes: `<name>_lora_a [E r, A]` with rows expert by
+    expert, `<name>_lora_b [Z, r E]` with columns rank by rank. Biases have none.
+    """
 
-# GPT-OSS experts: biases, and a SwiGLU whose inputs are cut and whose gates alternate with its values.
-#
-# Parameters have the shapes and order of the released 16-bit files. Shapes: R rows sorted by expert, E experts,
-# D model width, F expert width.
-
-
-class GptOssExperts(nn.Module):
-    """`weight * (down_e(act(gate_up_e(row) + bias_e)) + bias_e)` for each row of expert e."""
-
-    adaptable: tuple[str, ...] = ("gate_up", "down")
+    adaptable = ("gate_up", "down")
     undecayed = ("gate_up_bias", "down_bias")
 
     def __init__(self, hidden_size: int, num_experts: int, ffn_size: int, limit: float, alpha: float) -> None:
         super().__init__()
-        self.limit, self.alpha = limit, alpha
+        self.ffn_size, self.limit, self.alpha = ffn_size, limit, alpha
         inward, outward = (num_experts, hidden_size, 2 * ffn_size), (num_experts, ffn_size, hidden_size)
         self.gate_up = nn.Parameter(torch.empty(inward, device="meta"))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * ffn_size, device="meta"))
@@ -83,57 +83,30 @@ class GptOssExperts(nn.Module):
         gate_up = self.product("gate_up", rows, routes)  # [R, 2 F]
         gate_up = gate_up + lookup(self.gate_up_bias, routes.experts)
         product = _ClampedSwiGLU.apply(gate_up, weights, self.limit, self.alpha)  # [R, F]
-        mixed = self.product("down", product, routes)
-        return mixed + _WeightedLookup.apply(self.down_bias, routes.experts, weights)
-
-    def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
-        """Rows times their expert's `gate_up` or `down`."""
-        return grouped_product(rows, getattr(self, name), routes.ends)
+        mixed = self.product("down", product, routes)  # [R, D]
+        # The product holds the routing weight already; the bias still needs it.
+        return mixed + lookup(self.down_bias, routes.experts, weights)
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
+        """Fill the stacks as every `ExpertStack`; biases begin at 0."""
         init_linear_(self.gate_up, generator)
         init_linear_(self.down, generator, output_scale)
         with torch.no_grad():
             self.gate_up_bias.zero_()
             self.down_bias.zero_()
 
-    def row_flops(self) -> float:
-        return 2.0 * (self.gate_up[0].numel() + self.down[0].numel())
-
-    def frozen_row_flops(self) -> float:
-        return 2.0 * frozen_elements(self.gate_up, self.down) / len(self.down)
-
-    def row_elements(self) -> int:
-        """Gates and values together, and their product."""
-        return 3 * self.down.shape[1]
-
-    def with_adapters(self, lora: LoraShape, place: int, adapted: tuple[str, ...]) -> "LoraGptOssExperts":
-        return LoraGptOssExperts(self, lora, place, adapted)
-
-
-class LoraGptOssExperts(ExpertAdapter, GptOssExperts):
-    """The experts, frozen, with adapters of PEFT's shapes: `<name>_lora_a [E r, A]`, `<name>_lora_b [Z, r E]`.
-
-    A's rows go expert by expert, B's columns rank by rank. Biases have none.
-    """
-
-    def __init__(self, base: GptOssExperts, lora: LoraShape, place: int, adapted: tuple[str, ...]) -> None:
-        num_experts, ffn_size, hidden_size = base.down.shape
-        super().__init__(hidden_size, num_experts, ffn_size, base.limit, base.alpha)
-        for name, parameter in base.named_parameters():
-            setattr(self, name, parameter)
-        self.lora, self.place, self.seed, self.adapted = lora, place, None, adapted
-        for name in adapted:
-            _, inputs, outputs = getattr(base, name).shape
-            a = torch.empty(num_experts * lora.rank, inputs, device="meta")
-            b = torch.empty(outputs, lora.rank * num_experts, device="meta")
-            setattr(self, f"{name}_lora_a", nn.Parameter(a))
-            setattr(self, f"{name}_lora_b", nn.Parameter(b))
+    def matrix(self, name: str) -> Tensor:
+        return getattr(self, name)
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        a = getattr(self, f"{name}_lora_a").unflatten(0, (-1, self.lora.rank))  # [E, r, A]
-        b = getattr(self, f"{name}_lora_b").unflatten(1, (self.lora.rank, -1))  # [Z, r, E]
-        return a.transpose(1, 2), b.permute(2, 1, 0).contiguous()
+        assert self.lora is not None, "only an adapted stack has factors"
+        a = getattr(self, f"{name}_lora_a").unflatten(0, (-1, self.lora.rank))  # [E r, A] -> [E, r, A]
+        b = getattr(self, f"{name}_lora_b").unflatten(1, (self.lora.rank, -1))  # [Z, r E] -> [Z, r, E]
+        return a.transpose(1, 2), b.permute(2, 1, 0).contiguous()  # [E, A, r], [E, r, Z]
+
+    def adapter_shapes(self, name: str, lora: LoraShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        num_experts, inputs, outputs = getattr(self, name).shape
+        return (num_experts * lora.rank, inputs), (outputs, lora.rank * num_experts)
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
@@ -146,44 +119,29 @@ class _ClampedSwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, weights: Tensor, limit: float, alpha: float) -> Tensor:
         ctx.save_for_backward(gate_up, weights)
         ctx.limit, ctx.alpha = limit, alpha
-        gate, up = _cut(gate_up, limit)
+        gate, up = _clamp(gate_up, limit)
         return (gate * torch.sigmoid(alpha * gate)).mul_(up + 1).mul_(weights[:, None])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gate_up, weights = ctx.saved_tensors
-        gate, up = _cut(gate_up, ctx.limit)
+        gate, up = _clamp(gate_up, ctx.limit)
         open_share = torch.sigmoid(ctx.alpha * gate)
         active = gate * open_share
-        grad_weights = (grads[0] * active * (up + 1)).sum(dim=-1, dtype=torch.float32)
+        grad_weights = (grads[0] * active * (up + 1)).sum(dim=-1, dtype=torch.float32)  # [R, F] -> [R]
         grad = grads[0] * weights[:, None].to(gate_up.dtype)
         grad_gate = grad * (up + 1) * (open_share + ctx.alpha * active * (1 - open_share))
-        grad_gate_up = torch.stack((grad_gate, grad * active), dim=-1).flatten(-2)
-        return grad_gate_up.mul_(_within(gate_up, ctx.limit)), grad_weights, None, None
+        grad_gate_up = torch.stack((grad_gate, grad * active), dim=-1).flatten(-2)  # [R, F, 2] -> [R, 2 F]
+        return grad_gate_up.mul_(_inside_clamp(gate_up, ctx.limit)), grad_weights, None, None
 
 
-def _cut(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+def _clamp(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]  # [R, F] each
     return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
 
 
-def _within(gate_up: Tensor, limit: float) -> Tensor:
-    """Where the cut passes gradients."""
+def _inside_clamp(gate_up: Tensor, limit: float) -> Tensor:
+    """Return where the clamp passes gradients, bool `[R, 2 F]`; gates have no lower limit."""
     within = gate_up <= limit
     within[..., 1::2] &= gate_up[..., 1::2] >= -limit
     return within
-
-
-class _WeightedLookup(torch.autograd.Function):
-    """`table[index] * weight`, keeping neither the rows nor their product."""
-
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(table, index, weights)
-        return table[index].mul_(weights[:, None])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
-        table, index, weights = ctx.saved_tensors
-        grad_weights = (grads[0] * table[index]).sum(dim=-1, dtype=torch.float32)
-        return lookup_gradient(grads[0].float() * weights[:, None], index, len(table)), None, grad_weights

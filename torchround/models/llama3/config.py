@@ -1,7 +1,7 @@
 """Llama 3 sizes, and the reading of their `config.json`."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,23 +12,18 @@ from torchround.models.common.rope import Llama3Scaling, Rope
 MODEL_TYPES = ("llama",)
 
 
-@dataclass(frozen=True)
-class Llama3Config(TransformerConfig):
-    """Nothing beyond the common shape: dense, no biases, RMS norms, SwiGLU."""
-
-
-def config_from_hf(content: Mapping[str, Any]) -> Llama3Config:
-    """From the content of a `config.json` with `model_type` llama."""
+def config_from_hf(content: Mapping[str, Any]) -> TransformerConfig:
+    """Read the content of a `config.json` with `model_type` llama."""
     hf = HFConfig(content)
     hf.expect("model_type", *MODEL_TYPES)
     hf.expect("hidden_act", "silu")
     hf.expect("attention_bias", False)
     hf.expect("mlp_bias", False)
-    return Llama3Config(rope=_rope(hf), **hf.transformer_fields())
+    return TransformerConfig(rope=_rope(hf), **hf.transformer_fields())
 
 
-def config_to_hf(config: Llama3Config) -> dict[str, Any]:
-    """A `config.json` of this shape."""
+def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
+    """Return a `config.json` of this shape."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope.theta}
     if isinstance(config.rope.scaling, Llama3Scaling):
         scaling = asdict(config.rope.scaling)
@@ -54,9 +49,9 @@ def _rope(hf: HFConfig) -> Rope:
 
 def _released(
     layers: int, hidden: int, heads: int, head_dim: int, ffn: int, stretch: float = 0.0
-) -> Llama3Config:
+) -> TransformerConfig:
     # All released sizes: 8 kv heads, a vocabulary of 128256, theta 500000; a stretch (RoPE factor) since 3.1.
-    return Llama3Config(
+    return TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,
         num_heads=heads,
@@ -69,9 +64,9 @@ def _released(
     )
 
 
-def _debug(layers: int, hidden: int, heads: int, ffn: int) -> Llama3Config:
+def _debug(layers: int, hidden: int, heads: int, ffn: int) -> TransformerConfig:
     # 260: 256 bytes and 4 special tokens; the tokenizer's own size takes its place.
-    return Llama3Config(
+    return TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,
         num_heads=heads,
@@ -84,7 +79,7 @@ def _debug(layers: int, hidden: int, heads: int, ffn: int) -> Llama3Config:
     )
 
 
-FLAVORS: Mapping[str, Llama3Config] = MappingProxyType(
+FLAVORS: Mapping[str, TransformerConfig] = MappingProxyType(
     {
         "debug": _debug(6, 128, 4, 320),  # 1.1 M parameters
         "debug_25m": _debug(8, 512, 8, 1408),

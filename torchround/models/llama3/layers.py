@@ -1,21 +1,26 @@
-"""Llama 3 as an ordered list of layers, and the Hugging Face names of its parameters."""
+"""Llama 3's blocks: grouped-query attention and SwiGLU, no biases."""
 
-from torchround.layer import LayeredModel
-from torchround.models.common.attention import Attention
-from torchround.models.common.decoder import ATTENTION_NAMES, SWIGLU_NAMES, Block, assemble, decoder_names
-from torchround.models.common.family import HFNames
-from torchround.models.common.feed_forward import SwiGLU
-from torchround.models.llama3.config import Llama3Config
+from functools import partial
+
+from torchround.models.common.config import TransformerConfig
+from torchround.models.common.decoder import ATTENTION_NAMES, GATED_MLP_NAMES, BlockSettings, attention_maker
+from torchround.models.common.family import Family
+from torchround.models.common.feed_forward import GatedMLP
+from torchround.models.common.primitives import RMSNorm
+from torchround.models.llama3.config import FLAVORS, MODEL_TYPES, config_from_hf, config_to_hf
 
 
-def build(config: Llama3Config) -> LayeredModel:
-    """Embedding, blocks, head, on `meta`: no memory."""
-    return assemble(
-        config,
-        lambda index: Block(config, Attention(config), SwiGLU(config.hidden_size, config.ffn_size)),
+def block_settings(config: TransformerConfig) -> list[BlockSettings]:
+    """Return the settings of each block; all are alike."""
+    block = BlockSettings(
+        attention=attention_maker(config),
+        feed_forward=partial(GatedMLP, ffn_size=config.ffn_size),
+        norm=partial(RMSNorm, eps=config.norm_eps),
+        hf_names={**ATTENTION_NAMES, **GATED_MLP_NAMES},
     )
+    return [block] * config.num_layers
 
 
-def hf_names(config: Llama3Config) -> HFNames:
-    """Where Hugging Face files hold each stored parameter."""
-    return decoder_names(config, {**ATTENTION_NAMES, **SWIGLU_NAMES})
+LLAMA3: Family[TransformerConfig] = Family(
+    "llama3", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES
+)

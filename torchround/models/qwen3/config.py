@@ -7,7 +7,7 @@ from typing import Any
 
 from torchround.models.common.config import TransformerConfig
 from torchround.models.common.family import HFConfig, balance_content, transformer_content
-from torchround.models.common.moe import MoEShape
+from torchround.models.common.feed_forward import MoEShape
 from torchround.models.common.rope import Rope
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")
@@ -21,7 +21,7 @@ class Qwen3Config(TransformerConfig):
 
 
 def config_from_hf(content: Mapping[str, Any]) -> Qwen3Config:
-    """From the content of a `config.json` with `model_type` qwen3 or qwen3_moe."""
+    """Read the content of a `config.json` with `model_type` qwen3 or qwen3_moe."""
     hf = HFConfig(content)
     hf.expect("model_type", *MODEL_TYPES)
     hf.expect("hidden_act", "silu")
@@ -34,7 +34,7 @@ def config_from_hf(content: Mapping[str, Any]) -> Qwen3Config:
 
 
 def config_to_hf(config: Qwen3Config) -> dict[str, Any]:
-    """A `config.json` of this shape."""
+    """Return a `config.json` of this shape."""
     rope = {"rope_type": "default", "rope_theta": config.rope.theta}
     own: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     if config.moe is not None:

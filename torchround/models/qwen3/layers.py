@@ -1,20 +1,15 @@
-"""Qwen3 as an ordered list of layers: Llama's block with normed queries and keys, dense or with experts."""
+"""Qwen3's blocks: Llama's with normed queries and keys, dense or with experts."""
 
-from torchround.layer import LayeredModel
-from torchround.models.common.attention import Attention
-from torchround.models.common.decoder import (
-    ATTENTION_NAMES,
-    SWIGLU_NAMES,
-    Block,
-    MoEBlock,
-    MoEHead,
-    assemble,
-    decoder_names,
-)
-from torchround.models.common.family import HFNames, HFTensors
-from torchround.models.common.feed_forward import SwiGLU, SwiGLUExperts
-from torchround.models.common.moe import MoE, MoEShape
-from torchround.models.qwen3.config import Qwen3Config
+from collections.abc import Callable
+from functools import partial
+
+from torchround.layer import HFTensors
+from torchround.models.common.decoder import ATTENTION_NAMES, GATED_MLP_NAMES, BlockSettings, attention_maker
+from torchround.models.common.experts import GatedExperts
+from torchround.models.common.family import Family
+from torchround.models.common.feed_forward import GatedMLP, MoE
+from torchround.models.common.primitives import RMSNorm
+from torchround.models.qwen3.config import FLAVORS, MODEL_TYPES, Qwen3Config, config_from_hf, config_to_hf
 
 QK_NORM_NAMES = {
     "attention.query_norm.weight": "self_attn.q_norm.weight",
@@ -22,34 +17,25 @@ QK_NORM_NAMES = {
 }
 
 
-def build(config: Qwen3Config) -> LayeredModel:
-    """Embedding, blocks, head, on `meta`: no memory."""
-    moe = config.moe
-    if moe is None:
-        return assemble(config, lambda index: _dense_block(config))
-    return assemble(
-        config,
-        lambda index: _moe_block(config, moe),
-        lambda shape, embedding: MoEHead(shape, embedding, moe),
+def block_settings(config: Qwen3Config) -> list[BlockSettings]:
+    """Return the settings of each block; all are alike."""
+    feed_forward: Callable[[int], GatedMLP | MoE]
+    if config.moe is None:
+        feed_forward, names = partial(GatedMLP, ffn_size=config.ffn_size), dict(GATED_MLP_NAMES)
+    else:
+        feed_forward = partial(MoE, shape=config.moe, make_experts=GatedExperts)
+        names = expert_names(config.moe.num_experts)
+    block = BlockSettings(
+        attention=attention_maker(config, qk_norm_eps=config.norm_eps),
+        feed_forward=feed_forward,
+        norm=partial(RMSNorm, eps=config.norm_eps),
+        hf_names={**ATTENTION_NAMES, **QK_NORM_NAMES, **names},
     )
+    return [block] * config.num_layers
 
 
-def _dense_block(config: Qwen3Config) -> Block:
-    return Block(config, Attention(config, qk_norm=True), SwiGLU(config.hidden_size, config.ffn_size))
-
-
-def _moe_block(config: Qwen3Config, moe: MoEShape) -> Block:
-    experts = SwiGLUExperts(config.hidden_size, moe.num_experts, moe.ffn_size)
-    return MoEBlock(config, Attention(config, qk_norm=True), MoE(config.hidden_size, moe, experts))
-
-
-def hf_names(config: Qwen3Config) -> HFNames:
-    """Where Hugging Face files hold each stored parameter."""
-    mlp = SWIGLU_NAMES if config.moe is None else _expert_names(config.moe.num_experts)
-    return decoder_names(config, {**ATTENTION_NAMES, **QK_NORM_NAMES, **mlp})
-
-
-def _expert_names(num_experts: int) -> dict[str, HFTensors]:
+def expert_names(num_experts: int) -> dict[str, HFTensors]:
+    """Name router and experts of a block. Released files hold the experts one by one, so a stack has E tensors."""
     stacked: dict[str, HFTensors] = {
         f"mlp.experts.{name}": tuple(
             f"mlp.experts.{expert}.{name}_proj.weight" for expert in range(num_experts)
@@ -57,3 +43,8 @@ def _expert_names(num_experts: int) -> dict[str, HFTensors]:
         for name in ("gate", "up", "down")
     }
     return {"mlp.router.weight": "mlp.gate.weight", **stacked}
+
+
+QWEN3: Family[Qwen3Config] = Family(
+    "qwen3", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES
+)

@@ -1,10 +1,11 @@
 """Pictures of simulated schedules: one row per device, colours by layer, idle time hatched, transfers below.
 
-Used by `simulate.py --plot`; needs matplotlib (`pip install 'torchround[plot]'`).
+Used by `simulate.py --plot`; needs matplotlib.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -33,7 +34,7 @@ NAMES = {
     TaskKind.WEIGHT_GRADIENT: "weight gradient",
 }
 COLOURS = colormaps["turbo"]
-IDLE = {"facecolor": "#f4f4f4", "edgecolor": "#cccccc", "hatch": "/////", "linewidth": 0}
+IDLE: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#cccccc", "hatch": "/////", "linewidth": 0}
 WIDTH_INCHES, ROW_INCHES, NUMBER_INCHES = 11.0, 0.24, 0.1
 STRIP = 0.22  # of a row's height of 1, for a device's transfers
 
@@ -52,7 +53,7 @@ def plot_reports(reports: Sequence[ScheduleReport], num_layers: int, path: Path,
         _draw(panel, report, num_layers, start_s, stop_s, numbered_s)
     panels[-1].set_xlim(0, span_s * 1e3)
     panels[-1].set_xlabel("ms", fontsize=8, loc="right", labelpad=0)
-    _legend(figure, panels, reports, num_layers)
+    _legend(figure, list(panels), reports, num_layers)
     figure.savefig(path, dpi=dpi)
 
 

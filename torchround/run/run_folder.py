@@ -13,9 +13,9 @@ import os
 import socket
 from pathlib import Path
 
-from torchround.checkpoint.sync import read_regular
 from torchround.config import Config, RunTable, to_toml
 from torchround.pipeline.plan import Plan
+from torchround.untrusted.regular_file import read_regular
 from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)

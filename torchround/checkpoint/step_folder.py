@@ -1,7 +1,7 @@
-"""The files of one checkpoint folder: written in an order that makes the manifest the last, and read back.
+"""Writes and reads the files of one checkpoint folder. The manifest is written last, so that it vouches for the rest.
 
 step-N/tensors-00000.safetensors ..   the tensors, file by file in the order given to `save`
-step-N/state.json                     all that is not a tensor
+step-N/state.json                     everything that is not a tensor
 step-N/manifest.json                  sizes and checksums of the files above
 """
 
@@ -12,37 +12,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchround.checkpoint.checksum import Xxh3, checksum_of
 from torchround.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
+from torchround.checkpoint.fsync import sync_entry, write_synced
 from torchround.checkpoint.manifest import (
     MANIFEST_FILE,
     STATE_FILE,
     FileRecord,
     Manifest,
     check_file,
+    checksum_of,
     read_state,
 )
-from torchround.checkpoint.sync import sync_entry, write_synced
 from torchround.checkpoint.tensor_file import (
+    SaveWatch,
     TensorFile,
     checksum_file,
     read_header,
     read_tensor_file,
     write_tensor_file,
 )
-from torchround.checkpoint.watch import SaveWatch
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def write_folder(path: Path, step: int, files: list[TensorFile], state_json: bytes, watch: SaveWatch) -> Path:
-    """Create the folder `path` with everything in it on the disk. After an `OSError` a part may be there."""
+    """Create the folder `path` and put everything in it on the disk. An `OSError` may leave a part of it behind."""
     path.mkdir()
     records = {}
     for file in files:
         records[file.name] = FileRecord(file.size_bytes, write_tensor_file(path / file.name, file, watch))
     write_synced(path / STATE_FILE, state_json)
-    records[STATE_FILE] = FileRecord(len(state_json), checksum_of(Xxh3, state_json))
+    records[STATE_FILE] = FileRecord(len(state_json), checksum_of(state_json))
     write_synced(path / MANIFEST_FILE, Manifest(step, records).encode())
     sync_entry(path)
     return path
@@ -51,11 +51,13 @@ def write_folder(path: Path, step: int, files: list[TensorFile], state_json: byt
 def check_structure(
     path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], optional: Callable[[str], bool]
 ) -> tuple[dict[str, Any], set[str]]:
-    """Check state and headers, and that the folder holds `tensors` and nothing else; `optional` ones may be missing
-    on either side. Returns the state and the names that are stored.
+    """Check state and headers, and that the folder holds `tensors` and nothing else.
 
-    Raises `DamagedCheckpointError`, and `ForeignCheckpointError` with the tensors that are missing, too many, or of
-    another dtype or shape where every byte is as it was written.
+    Tensors of an `optional` name may be missing on either side. Returns the state, and the names of the stored tensors
+    that are wanted.
+
+    Raises `DamagedCheckpointError`. Raises `ForeignCheckpointError` if every byte is as it was written but tensors are
+    missing, superfluous, or of another dtype or shape; the message lists them.
     """
     state = read_state(path, manifest)
     stored: Layout = {}
@@ -70,7 +72,8 @@ def check_structure(
     wanted: Layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     differences = _differences(stored, wanted, optional)
     if differences:
-        check_contents(path, manifest)  # an altered byte of a header is not another model
+        # An altered byte of a header must not look like another model, so the checksums decide first.
+        check_contents(path, manifest)
         shown = "; ".join(differences[:5]) + ("; .." if len(differences) > 5 else "")
         raise ForeignCheckpointError(path, f"{len(differences)} tensors are not this model's: {shown}", state)
     return state, stored.keys() & tensors.keys()
@@ -79,25 +82,23 @@ def check_structure(
 def check_contents(
     path: Path, manifest: Manifest, advance: Callable[[int], object] = lambda nbytes: None
 ) -> None:
-    """Compare every file's checksum, reading the files and nothing into tensors."""
+    """Read every file and compare its checksum, without filling any tensor. `advance` receives the bytes of each step."""
     for name in manifest.files:
-        checksum = manifest.checksum_kind()
         try:
-            checksum_file(path / name, checksum, advance)
+            found = checksum_file(path / name, advance)
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from error
-        check_file(path, name, manifest, checksum.value())
+        check_file(path, name, manifest, found)
 
 
 def read_into(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Read every tensor's bytes into place, each file's checksum compared once it is read."""
+    """Read every tensor's bytes into place, and compare each file's checksum once the file is read."""
     for name in _tensor_files(manifest):
-        checksum = manifest.checksum_kind()
         try:
-            read_tensor_file(path / name, tensors, checksum)
+            found = read_tensor_file(path / name, tensors)
         except (OSError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from error
-        check_file(path, name, manifest, checksum.value())
+        check_file(path, name, manifest, found)
 
 
 def _tensor_files(manifest: Manifest) -> list[str]:

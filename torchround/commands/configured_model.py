@@ -1,0 +1,140 @@
+"""The model that a config asks for, and its pretrained weights: every command builds them here."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchround.config import MODEL_FOLDER, Config, LoraTable, Options, show
+from torchround.hf import PretrainedWeights, WithAdapters, read_adapters
+from torchround.layer import LayeredModel
+from torchround.models import (
+    FAMILIES,
+    Family,
+    LoraShape,
+    TransformerConfig,
+    adapter_names,
+    add_adapters,
+)
+from torchround.pipeline.memory import size_text
+from torchround.run.numbers import DTYPES
+
+Mapped = Mapping[str, Sequence[Tensor]]
+"""Frozen weights that stay in the files they were released in (`lora.map_base`), by parameter name."""
+
+
+def build_model(options: Options, vocab_size: int | None = None) -> LayeredModel:
+    """Build the configured model on `meta`; with `lora.rank`, frozen and with adapters.
+
+    `vocab_size` is the tokenizer's. Without one, the model keeps the vocabulary of its flavor or folder.
+    Raises `ConfigError` or `ModelConfigError`.
+    """
+    family, config = model_config(options, vocab_size)
+    model, lora = family.build(config), options.config.lora
+    if lora.rank:
+        add_adapters(model, family.hf_names(config), lora_shape(lora))
+    return model
+
+
+def lora_shape(table: LoraTable) -> LoraShape:
+    """Return the adapters that `[lora]` asks for."""
+    return LoraShape(table.rank, table.alpha, table.dropout, tuple(table.targets))
+
+
+def model_config(options: Options, vocab_size: int | None) -> tuple[Family[Any], TransformerConfig]:
+    """Return the family and its config, from a flavor or from the config.json of a Hugging Face folder."""
+    table = options.config.model
+    if table.family not in FAMILIES:
+        raise options.unknown_name("model.family", table.family, FAMILIES)
+    family = FAMILIES[table.family]
+    if table.flavor is not None:
+        if table.flavor not in family.flavors:
+            raise options.unknown_name("model.flavor", table.flavor, family.flavors)
+        return family, family.config_from_flavor(table.flavor, vocab_size=vocab_size)
+    path, content = _read_config_json(options)
+    _refuse_another_family(options, path, content.get("model_type"))
+    config = family.config_from_hf(content)
+    if vocab_size is not None and config.vocab_size < vocab_size:
+        raise options.error(
+            "tokenizer",
+            f"it has {vocab_size} tokens, and the model of {path} only {config.vocab_size}; "
+            "legal: a tokenizer with at most as many",
+        )
+    return family, config
+
+
+def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
+    """Read the config.json of `model.hf_path`. Raises `ConfigError` if there is none or it is not an object."""
+    folder = options.config.model.hf_path
+    assert folder is not None, "the config checks let neither flavor nor hf_path through"
+    path = Path(os.path.expanduser(folder)) / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        lacks = f"no {path}" if path.parent.is_dir() else "no such folder"
+        raise options.error(
+            "model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise options.error("model.hf_path", f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise options.error("model.hf_path", f"{path} does not hold a JSON object")
+    return path, content
+
+
+def _refuse_another_family(options: Options, path: Path, model_type: Any) -> None:
+    """Raise `ConfigError` if another family reads this type. A type that no family reads gets the family's own error."""
+    given = options.config.model.family
+    fitting = [family.name for family in FAMILIES.values() if model_type in family.hf_model_types]
+    if fitting and given not in fitting:
+        raise options.error(
+            "model.family",
+            f"given {show(given)}, but {path} has model_type {show(model_type)}; "
+            f"legal for it: {' or '.join(show(name) for name in fitting)}",
+        )
+
+
+def find_weights(
+    options: Options, model: LayeredModel
+) -> tuple[PretrainedWeights | WithAdapters | None, Mapped]:
+    """Return the weights in the Hugging Face folder, None for a flavor, and those of them that stay in its files.
+
+    The folder's headers are checked against the model. Raises `HFError`.
+    """
+    config = options.config
+    if config.model.hf_path is None:
+        return None, {}
+    family, shape = model_config(options, None)
+    folder = Path(os.path.expanduser(config.model.hf_path))
+    names, shapes = family.hf_names(shape), model.stored_shapes()
+    weights: PretrainedWeights | WithAdapters
+    weights = PretrainedWeights(folder, names, shapes, family.hf_redundant(shape))
+    if config.lora.path is not None:
+        weights = WithAdapters(weights, read_adapters(config.lora, adapter_names(model, names), shapes))
+    return weights, map_base(weights, model, config)
+
+
+def map_base(weights: PretrainedWeights | WithAdapters, model: LayeredModel, config: Config) -> Mapped:
+    """Map the frozen weights that the files hold in the run's type, without reading them; none without `lora.map_base`."""
+    if not config.lora.map_base:
+        return {}
+    frozen = {
+        f"{name}.{path}"
+        for name, layer in zip(model.names, model.layers, strict=True)
+        for path, parameter in layer.named_parameters()
+        if not parameter.requires_grad
+    }
+    return weights.map_tensors(sorted(frozen & model.stored_shapes().keys()), DTYPES[config.training.dtype])
+
+
+def mapped_text(mapped: Mapped, model: LayeredModel, dtype: torch.dtype) -> str:
+    """Say on one line how much of the frozen weights stays in files."""
+    frozen = {p: p.numel() for layer in model.layers for p in layer.parameters() if not p.requires_grad}
+    all_bytes = sum(frozen.values()) * dtype.itemsize
+    mapped_bytes = sum(tensor.nbytes for tensors in mapped.values() for tensor in tensors)
+    rest = "" if mapped_bytes == all_bytes else "; what files hold in another type is copied"
+    return f"{size_text(mapped_bytes)} of {size_text(all_bytes)} of frozen weights stay in their files{rest}"

@@ -1,0 +1,235 @@
+"""A checkpoint as a Hugging Face folder that `transformers` loads: config, safetensors with index, tokenizer files.
+
+    python scripts/export_hf.py outputs/my-run/checkpoints/step-1000 my-model
+
+Adapters (`[lora]`) are merged into the weights; `--adapters` writes them alone, as a folder that PEFT loads.
+
+Streams from file to file, so it needs a few MiB of memory for a model of any size. Every tensor gets the type that
+it has in `model.hf_path`, and without one (or where that is MXFP4) the training dtype; `--dtype` sets one for all.
+The folder appears once it is complete. Exit code 2: something given cannot be used.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchround.checkpoint import CheckpointError, verify_checkpoint
+from torchround.checkpoint.fsync import make_folder, sync_entry
+from torchround.checkpoint.manifest import read_manifest, read_state
+from torchround.hf import HFError, PretrainedWeights
+from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
+from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
+from torchround.hf.tensor_folder import StoredTensor, read_header
+from torchround.layer import HFNames
+from torchround.models import (
+    FAMILIES,
+    Family,
+    LoraShape,
+    ModelConfigError,
+    adapter_names,
+    adapter_pairs,
+    add_adapters,
+    peft_config,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What a tokenizer, or a generation, is made of, where it is there.
+COPIED = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
+)
+
+
+@dataclass(frozen=True)
+class Export:
+    """What to write, and where. `base` and `tokenizer` are folders that have moved since the run; `dtype` is a name in
+    `DTYPES`, None for the type that each tensor has in the base."""
+
+    checkpoint: Path
+    output: Path
+    base: Path | None = None
+    adapters: bool = False
+    tokenizer: Path | None = None
+    dtype: str | None = None
+    max_shard_gb: float = SHARD_BYTES / 1e9
+
+
+def main(arguments: list[str]) -> int:
+    """Export, and return the exit code."""
+    request = Export(**vars(parser().parse_args(arguments)))
+    try:
+        print(export(request))
+    except (HFError, CheckpointError, ModelConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options are the fields of `Export`."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = result.add_argument
+    add("checkpoint", type=Path, help="folder step-N of a run's checkpoints")
+    add("output", type=Path, help="new folder")
+    add("--base", type=Path, help="model.hf_path, if it has moved since")
+    add("--adapters", action="store_true", help="LoRA adapters alone, in PEFT's format")
+    add("--tokenizer", type=Path, help="folder of the tokenizer files (default: the run's)")
+    add("--dtype", choices=DTYPES, help="type of every tensor")
+    add("--max-shard-gb", type=float, default=SHARD_BYTES / 1e9, help="10^9 bytes per file")
+    return result
+
+
+def export(request: Export) -> str:
+    """Write the folder. Returns a line that tells what is in it.
+
+    Raises `HFError`, `CheckpointError`, `ModelConfigError` or `OSError`, and then leaves no folder of that name.
+    """
+    if request.output.exists():
+        raise HFError(f"{request.output} is there already; legal: a new folder")
+    verify_checkpoint(request.checkpoint)
+    run = read_state(request.checkpoint, read_manifest(request.checkpoint))["config"]
+    trained = Trained(request, run)
+    if request.adapters:
+        if not trained.adapters:
+            raise HFError(f"{request.checkpoint} has no adapters: its run had lora.rank = 0")
+        return write_adapters(request.output, trained)
+    content = trained.content
+    content["dtype"] = request.dtype or content.get(
+        "dtype", content.get("torch_dtype", run["training"]["dtype"])
+    )
+    content.pop("torch_dtype", None)
+    with new_folder(request.output) as folder:
+        files = write_tensors(folder, trained.tensors(), int(request.max_shard_gb * 1e9))
+        write_json(folder / "config.json", content)
+        tokenizer = request.tokenizer or run["tokenizer"]["path"] or trained.base
+        copied = copy_files(Path(tokenizer).expanduser(), folder) if tokenizer else []
+    return f"{request.output}: {', '.join(['config.json', *files, *copied])}"
+
+
+class Trained:
+    """A checkpoint's weights as Hugging Face tensors, and the `config.json` that is theirs.
+
+    Weights that the run mapped from its base are not in the checkpoint and come from there.
+    """
+
+    def __init__(self, request: Export, run: dict[str, Any]) -> None:
+        base = request.base or run["model"]["hf_path"]
+        self.base = None if base is None else Path(base).expanduser()
+        self.lora = run["lora"]
+        self.stored = checkpoint_weights(request.checkpoint)
+        family = FAMILIES[run["model"]["family"]]
+        self.content = config_content(family, run["model"], self.base, self.stored)
+        config = family.config_from_hf(self.content)
+        self.names = family.hf_names(config)
+        model = family.build(config)
+        shapes, redundant = model.stored_shapes(), family.hf_redundant(config)
+        self.adapters: HFNames = {}
+        if self.lora["rank"]:
+            rank, alpha, dropout = (self.lora[key] for key in ("rank", "alpha", "dropout"))
+            add_adapters(model, self.names, LoraShape(rank, alpha, dropout, tuple(self.lora["targets"])))
+            self.adapters = adapter_names(model, self.names)
+        self._dtype = request.dtype or run["training"]["dtype"]
+        self._released: PretrainedWeights | None = None
+        asks_base = request.dtype is None or not self.names.keys() <= self.stored.keys()
+        if self.base is not None and asks_base and not request.adapters:
+            self._released = PretrainedWeights(self.base, self.names, shapes, redundant)
+        keeps_types = request.dtype is None and self._released is not None
+        self._dtypes = self._released.dtypes() if keeps_types and self._released else {}
+
+    def tensors(self) -> Iterator[ExportedTensor]:
+        """All weights, with adapters merged."""
+        tensors = self._unstacked(self.names)
+        if not self.adapters:
+            return iter(tensors)
+        return merge_adapters(tensors, self._pairs(), self.lora["alpha"] / self.lora["rank"])
+
+    def adapter_tensors(self) -> Iterable[ExportedTensor]:
+        """The adapters alone, in fp32."""
+        return unstack(self.adapters, self.stored, lambda name: torch.float32)
+
+    def _unstacked(self, names: HFNames) -> Iterable[ExportedTensor]:
+        in_base = self._released.stored_tensors() if self._released else None
+        return unstack(names, self.stored, lambda name: self._dtypes.get(name, DTYPES[self._dtype]), in_base)
+
+    def _pairs(self) -> dict[str, tuple[ExportedTensor, ExportedTensor]]:
+        """Hugging Face tensor to the A and B that are added to it."""
+        pairs: dict[str, tuple[ExportedTensor, ExportedTensor]] = {}
+        for adapted, halves in adapter_pairs(self.adapters).items():
+            theirs = self._unstacked({adapted: self.names[adapted]})
+            a, b = (self._unstacked({half: self.adapters[half]}) for half in halves)
+            pairs |= {tensor.name: pair for tensor, pair in zip(theirs, zip(a, b, strict=True), strict=True)}
+        return pairs
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name once the block is done and everything in it is on the disk."""
+    unfinished = path.with_name(path.name + ".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    make_folder(unfinished)
+    yield unfinished
+    for written in (*unfinished.rglob("*"), unfinished):
+        sync_entry(written)
+    unfinished.rename(path)
+    sync_entry(path.parent)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_adapters(output: Path, trained: Trained) -> str:
+    """A PEFT folder. Returns a line that tells what is in it."""
+    base = None if trained.base is None else str(trained.base)
+    with new_folder(output) as folder:
+        write_tensors(folder, trained.adapter_tensors(), sys.maxsize, ADAPTER_TENSOR_FILE)
+        write_json(
+            folder / ADAPTER_CONFIG_FILE, peft_config(trained.lora, trained.adapters, trained.names, base)
+        )
+    return f"{output}: {ADAPTER_CONFIG_FILE}, {ADAPTER_TENSOR_FILE}"
+
+
+def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
+    """The authoritative weights by parameter name."""
+    found = {}
+    for path in sorted(checkpoint.glob("tensors-*.safetensors")):
+        for name, tensor in read_header(path).items():
+            if name.startswith("weights/"):
+                found[name.removeprefix("weights/")] = tensor
+    return found
+
+
+def config_content(
+    family: Family[Any], table: dict[str, Any], base: Path | None, stored: dict[str, StoredTensor]
+) -> dict[str, Any]:
+    """What `config.json` is to hold: that of the base, without its quantisation, or that of the flavor."""
+    if base is None:
+        vocab_size = stored["embedding.weight"].shape[0]
+        return family.config_to_hf(family.config_from_flavor(table["flavor"], vocab_size=vocab_size))
+    try:
+        content: dict[str, Any] = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise HFError(
+            f"{base / 'config.json'} cannot be read: {error}; --base says where the folder is now"
+        ) from error
+    content.pop("quantization_config", None)
+    return content
+
+
+def copy_files(source: Path, target: Path) -> list[str]:
+    """Copy the tokenizer's files. Their names."""
+    folder = source if source.is_dir() else source.parent
+    names = [name for name in COPIED if (folder / name).is_file()]
+    for name in names:
+        shutil.copyfile(folder / name, target / name)
+    return names

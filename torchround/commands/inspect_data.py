@@ -1,0 +1,142 @@
+"""What a run would read: its first batches as text, how well they are packed, and what each source gives.
+
+    python scripts/inspect_data.py --config debug.toml --batches 2 --data.shuffle false
+
+Takes the overrides that `train.py` takes. Text between « and » is not learnt: no label that counts is one of its tokens.
+A line is one document of a sequence. Nothing in the line predicts its first token; where a document goes on from the
+sequence before, that is the last label there.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from torchround.config import Config, ConfigError, load_config
+from torchround.data import DataError, Tokenizer, build_loader, build_tokenizer, num_tokens
+from torchround.data.loader import packs_whole_documents
+from torchround.data.survey import survey
+from torchround.layer import IGNORED_LABEL, MicroBatch
+
+CHARACTERS_SHOWN = 160
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print all of it. Returns the exit code: 2 for a mistake in the config or in the data."""
+    options, overrides = parse(arguments)
+    try:
+        config = load_config(options.config, overrides)
+        tokenizer = build_tokenizer(config.tokenizer, config.model.hf_path)
+        print_batches(config, tokenizer, options.batches, options.sequences)
+        print_survey(config, tokenizer, options.documents)
+    except (ConfigError, DataError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own flags, and the rest: overrides of the configuration."""
+    parser = argparse.ArgumentParser(description="Show what a run would read.", allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="the run's TOML file")
+    parser.add_argument("--batches", type=at_least_one, default=1, help="global batches to read (default 1)")
+    parser.add_argument(
+        "--sequences", type=at_least_one, default=2, help="sequences of each to print (default 2)"
+    )
+    parser.add_argument(
+        "--documents", type=at_least_one, default=1000, help="documents to count by source (default 1000)"
+    )
+    return parser.parse_known_args(arguments)
+
+
+def at_least_one(text: str) -> int:
+    """A count from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"given {text}; legal: an integer of at least 1")
+    return int(text)
+
+
+def print_batches(config: Config, tokenizer: Tokenizer, batches: int, sequences: int) -> None:
+    """The first batches as text, and what share of their positions are tokens and are learnt from."""
+    training = config.training
+    loader = build_loader(
+        config.data, tokenizer, training.seq_len, training.global_batch_size, config.run.seed
+    )
+    positions, tokens, labels, read_s = 0, 0, 0, 0.0
+    for number in range(batches):
+        begun_s = time.perf_counter()
+        batch = next(loader, None)
+        read_s += time.perf_counter() - begun_s
+        if batch is None:
+            print(f"--- the data ends after {number} batches")
+            break
+        positions += batch.tokens.numel()
+        tokens += num_tokens(batch, tokenizer.pad_id)
+        labels += batch.num_labels()
+        print_rows(batch, number, min(sequences, len(batch.tokens)), tokenizer)
+    loader.close()
+    if not positions:
+        return
+    counts = loader.counts()
+    print(
+        f"--- {positions} positions: {tokens / positions:.2%} tokens, {labels / positions:.2%} with a label"
+    )
+    if packs_whole_documents(config.data):
+        print(f"--- {counts.long_documents} documents longer than a sequence: {config.data.long_documents}")
+    print(f"--- read at {tokens / read_s:,.0f} tokens/s, start of the pipeline included")
+
+
+def print_rows(batch: MicroBatch, number: int, rows: int, tokenizer: Tokenizer) -> None:
+    """The first `rows` sequences of batch `number`."""
+    for row in range(rows):
+        print(f"--- batch {number}, sequence {row}")
+        print_sequence(batch, row, tokenizer)
+
+
+def print_sequence(batch: MicroBatch, row: int, tokenizer: Tokenizer) -> None:
+    """One line per document: its number in the sequence, its tokens, its text."""
+    for document in batch.document_ids[row].unique().tolist():
+        inside = batch.document_ids[row] == document
+        text = marked(batch.tokens[row][inside], batch.labels[row][inside], tokenizer)
+        print(f"{document:4} {int(inside.sum()):7} tokens  {shortened(text)}")
+
+
+def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> str:
+    """Text of `tokens` `[n]` of a document with its `labels` `[n]`, with « and » around runs that are not learnt.
+
+    `labels[i]` is token `i + 1`, so it tells of that one.
+    """
+    ignored = [True, *(labels == IGNORED_LABEL).tolist()[:-1]]
+    edges = [
+        0,
+        *(index for index in range(1, len(ignored)) if ignored[index] != ignored[index - 1]),
+        len(ignored),
+    ]
+    runs = [(tokens[start:end].tolist(), ignored[start]) for start, end in pairwise(edges)]
+    return "".join(f"«{tokenizer.decode(run)}»" if masked else tokenizer.decode(run) for run, masked in runs)
+
+
+def shortened(text: str) -> str:
+    """The beginning and the end of a long text, on one line."""
+    text = text.replace("\n", "⏎")
+    half = CHARACTERS_SHOWN // 2
+    return text if len(text) <= CHARACTERS_SHOWN else f"{text[:half]} … {text[-half:]}"
+
+
+def print_survey(config: Config, tokenizer: Tokenizer, max_documents: int) -> None:
+    """Documents and tokens by source, the longest documents, and the bad records by file and line."""
+    found = survey(config.data, tokenizer, config.run.seed, max_documents)
+    all_tokens = max(1, sum(source.num_tokens for source in found.sources))
+    for source in found.sources:
+        share = source.num_tokens / all_tokens
+        print(
+            f"--- {source.name}: {source.num_documents} documents, {source.num_tokens} tokens ({share:.1%})"
+        )
+        for tokens, document in source.longest:
+            print(f"{tokens:12} tokens  {document}")
+    print(f"--- {found.num_bad} bad records")
+    for record in found.bad_records:
+        print(f"     {record}")

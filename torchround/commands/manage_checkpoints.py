@@ -1,0 +1,210 @@
+"""The checkpoints of a run: what is there, whether it is sound, and what may be deleted.
+
+    python scripts/checkpoint.py list outputs/my-run
+    python scripts/checkpoint.py verify outputs/my-run
+    python scripts/checkpoint.py prune outputs/my-run --dry-run
+
+Takes a run's folder or its `checkpoints`; `verify` also one `step-N`. `verify` reads every byte and compares checksums.
+`prune` deletes what the run's own `[checkpoint]` keys (or `--keep-latest-k`, `--keep-every-n-steps`) do not keep, and
+what killed saves left, but never the newest checkpoint that is sound, and nothing while a process works in the run's
+folder. Exit codes: 0, 1 something is damaged, 2 something given cannot be used.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchround.checkpoint import Checkpointer, CheckpointError, ForeignCheckpointError, verify_checkpoint
+from torchround.checkpoint.manifest import read_manifest, read_state
+from torchround.commands import CommandError
+from torchround.config import CheckpointTable, ConfigError, RunTable, load_config
+from torchround.pipeline.memory import size_text
+from torchround.run.run_folder import RunFolder, RunFolderError
+
+CHECKPOINTS = "checkpoints"
+AGE_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One folder of a run's checkpoints."""
+
+    name: str
+    size_bytes: int
+    age_s: float
+    condition: str
+    run_name: str
+
+
+def main(arguments: list[str]) -> int:
+    """Do what is asked, and return the exit code."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    options = parse(arguments)
+    try:
+        return {"list": list_all, "verify": verify, "prune": prune}[options.command](options)
+    except (CommandError, CheckpointError, ConfigError, RunFolderError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, told in (
+        ("list", "what is there"),
+        ("verify", "compare every checksum"),
+        ("prune", "delete what is not kept"),
+    ):
+        command = commands.add_parser(name, help=told)
+        command.add_argument("folder", type=Path, help="a run's folder, or its checkpoints")
+        if name == "prune":
+            command.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+            command.add_argument("--keep-latest-k", type=int, help="in the place of the run's own")
+            command.add_argument("--keep-every-n-steps", type=int, help="in the place of the run's own")
+    return parser.parse_args(arguments)
+
+
+def list_all(options: argparse.Namespace) -> int:
+    """A table of everything in the folder that is ours. Contents are not read, so `complete` is not yet sound."""
+    from rich.console import Console  # importing rich draws random numbers, which an import must not
+    from rich.table import Table
+
+    rows = list(rows_of(Checkpointer(checkpoints_of(options.folder))))
+    table = Table("folder", "size", "age", "condition", "run", box=None)
+    for row in rows:
+        table.add_row(row.name, size_text(row.size_bytes), age(row.age_s), row.condition, row.run_name)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    return int(any(row.condition.startswith("damaged") for row in rows))
+
+
+def rows_of(checkpointer: Checkpointer) -> Iterator[Row]:
+    """Checkpoints by rising step, then what killed saves left."""
+    for step, path in checkpointer.checkpoints().items():
+        condition, run_name = "complete", ""
+        try:
+            run_name = name_in(read_state(path, read_manifest(path, step)))
+        except ForeignCheckpointError as error:
+            condition = reason(error, path)
+        except CheckpointError as error:
+            condition = f"damaged: {reason(error, path)}"
+        with suppress(FileNotFoundError):  # deleted by a running process meanwhile
+            yield row(path, condition, run_name)
+    for path in checkpointer.leftovers():
+        doing = "being written, or left by a killed save" if path.suffix == ".tmp" else "being deleted"
+        with suppress(FileNotFoundError):
+            yield row(path, doing)
+
+
+def name_in(state: dict[str, Any]) -> str:
+    """The run's, where the state is that of a run."""
+    try:
+        return str(state["config"]["run"]["name"])
+    except (KeyError, TypeError):
+        return ""
+
+
+def row(path: Path, condition: str, run_name: str = "") -> Row:
+    size_bytes = sum(file.lstat().st_size for file in path.iterdir())
+    return Row(path.name, size_bytes, time.time() - path.stat().st_mtime, condition, run_name)
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Read everything; 1 if something is damaged."""
+    folder = options.folder
+    if (folder / "manifest.json").exists() or folder.name.startswith("step-"):
+        paths = [folder]
+    else:
+        paths = list(Checkpointer(checkpoints_of(folder)).checkpoints().values())
+    if not paths:
+        raise CommandError(f"{folder}: there are no checkpoints")
+    damaged = sum(not is_sound(path, told=True) for path in paths)
+    print(f"{len(paths) - damaged} of {len(paths)} are sound")
+    return int(damaged > 0)
+
+
+def is_sound(path: Path, told: bool = False) -> bool:
+    """Whether every byte is as it was written; a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        try:
+            total = sum(record.size_bytes for record in read_manifest(path).files.values())
+            task = bar.add_task(f"reading {path}", total=total)
+            verify_checkpoint(path, lambda nbytes: bar.advance(task, nbytes))
+        except CheckpointError as error:
+            print(error, file=sys.stderr)
+            return False
+    if told:
+        print(f"checkpoint {path}: sound")
+    return True
+
+
+def prune(options: argparse.Namespace) -> int:
+    """Delete by the rules, under the lock that a running process holds."""
+    run = checkpoints_of(options.folder).parent
+    with RunFolder(RunTable(name=run.name, folder=str(run.parent))) as folder:
+        latest, every = keep_rules(options, run)
+        checkpointer = Checkpointer(folder.checkpoints, latest, every)
+        doomed = checkpointer.superfluous()
+        if doomed:
+            newest = newest_sound(checkpointer)
+            doomed = [path for path in doomed if path != newest]
+        if not (doomed := [*checkpointer.leftovers(), *doomed]):
+            print("nothing to delete")
+        for path in doomed:
+            print(f"{'would delete' if options.dry_run else 'deleting'} {path}")
+        if not options.dry_run:
+            checkpointer.delete(doomed)
+    return 0
+
+
+def keep_rules(options: argparse.Namespace, run: Path) -> tuple[int, int]:
+    """`keep_latest_k` and `keep_every_n_steps`: given, or those of the run."""
+    own = CheckpointTable()
+    if options.keep_latest_k is None or options.keep_every_n_steps is None:
+        if (run / "config.toml").exists():
+            own = load_config(run / "config.toml").checkpoint
+        elif options.keep_latest_k is None:
+            raise CommandError(f"{run / 'config.toml'} is not there; --keep-latest-k says how many to keep")
+    latest = own.keep_latest_k if options.keep_latest_k is None else options.keep_latest_k
+    every = own.keep_every_n_steps if options.keep_every_n_steps is None else options.keep_every_n_steps
+    if latest < 0 or every < 0:
+        raise CommandError(
+            f"--keep-latest-k and --keep-every-n-steps are at least 0, got {latest} and {every}"
+        )
+    return latest, every
+
+
+def newest_sound(checkpointer: Checkpointer) -> Path | None:
+    """By their contents, which sizes say nothing of."""
+    return next((path for path in reversed(checkpointer.checkpoints().values()) if is_sound(path)), None)
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """The folder `checkpoints` of a run that is given by itself or by that."""
+    folder = folder.absolute()
+    found = folder if folder.name == CHECKPOINTS else folder / CHECKPOINTS
+    if not found.is_dir():
+        raise CommandError(f"{found} is not there; legal: a run's folder, or its folder {CHECKPOINTS}")
+    return found
+
+
+def reason(error: CheckpointError, path: Path) -> str:
+    return str(error).removeprefix(f"checkpoint {path}: ")
+
+
+def age(seconds: float) -> str:
+    """In the largest unit that gives at least 1."""
+    unit_s, unit = next((pair for pair in AGE_UNITS if seconds >= pair[0]), AGE_UNITS[-1])
+    return f"{seconds / unit_s:.0f} {unit}"

@@ -1,0 +1,271 @@
+"""Plan a run without running it: does it fit, where the memory goes, how fast, and what to change.
+
+    python scripts/plan.py --config qwen3_32b.toml --device rtx4090 --num-devices 8 --host-memory-gib 800
+
+Any key of the config can follow, as for train.py: `--training.seq_len 8192`. A card that is not in the table is
+given by numbers: `--device-memory-gib 24 --device-tflops 165 --pcie-gb-per-s 32`. Nothing is allocated.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torchround.commands import CommandError
+from torchround.commands.configured_model import build_model, find_weights
+from torchround.config import Config, ConfigError, Options, parse_command_line
+from torchround.engine.errors import EngineUsageError
+from torchround.hf import HFError
+from torchround.models import ModelConfigError
+from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_names, find_device
+from torchround.pipeline.memory import GIB, HostMemory, size_text
+from torchround.pipeline.partition import PlanError
+from torchround.pipeline.plan import Plan, PlannedStage
+from torchround.pipeline.plan_report import PlanReport, report_plan
+from torchround.run.hardware import USABLE_CUDA_FRACTION, Hardware
+from torchround.run.numbers import RunNumbers, run_question
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+WIDTH = 110  # of the tables, in characters, when the output is not a terminal
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan. Returns the exit code: 0 if the run fits, 1 if it does not, 2 for a mistake in the arguments."""
+    given, overrides = parser().parse_known_args(arguments)
+    try:
+        options = parse_command_line(["--config", given.config, *overrides])
+        if given.lora_rank:
+            options = _with_adapters(options, given.lora_rank)
+        model = build_model(options)
+        # The files are looked at only if weights stay in them: otherwise a plan needs no download.
+        mapped = find_weights(options, model)[1] if options.config.lora.map_base else {}
+        numbers = RunNumbers(options.config.training, options.config.engine)
+        answer = report_plan(run_question(model, numbers, hardware(given, options.config), mapped))
+    except (
+        *(ConfigError, ModelConfigError, CommandError, EngineUsageError),
+        *(HFError, PlanError, UnknownPeakError),
+    ) as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        return 2
+    show_plan(answer)
+    return 0 if answer.plan is not None else 1
+
+
+def _with_adapters(options: Options, rank: int) -> Options:
+    lora = options.config.lora.model_copy(update={"rank": rank})
+    return replace(options, config=options.config.model_copy(update={"lora": lora}))
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options; what it does not know is an override of the config."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = result.add_argument
+    add("--config", required=True, help="TOML file, looked up as given, then in configs/")
+    add("--device", help=f"card: {', '.join(device_names())}")
+    add("--num-devices", type=count, help="default: engine.num_devices, else 1")
+    add("--host-memory-gib", type=positive, help="host memory that the run may use; default: no limit")
+    add("--device-memory-gib", type=positive, help="of each device; default: the card's")
+    add("--device-tflops", type=positive, help="dense peak in the run's dtype, instead of the card's")
+    add("--pcie-gb-per-s", type=positive, help="nominal, one direction, instead of the card's")
+    add("--lora-rank", type=count, default=0, help="plan adapters of this rank on lora.targets")
+    return result
+
+
+def count(text: str) -> int:
+    """A number of things from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"given {text}; legal: an integer of at least 1")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """An amount from the command line."""
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = 0.0
+    if not 0 < amount < math.inf:
+        raise argparse.ArgumentTypeError(f"given {text}; legal: a number above 0")
+    return amount
+
+
+def hardware(given: argparse.Namespace, config: Config) -> Hardware:
+    """Describe the hardware: a card of the table, with the numbers that were given in place of the card's own."""
+    card = find_device(given.device) if given.device else None
+    if given.device and card is None:
+        raise CommandError(
+            f"--device {given.device} is not in the table: {', '.join(device_names())}; any other card is given "
+            "by --device-memory-gib, --device-tflops and --pcie-gb-per-s"
+        )
+    numbers = (given.device_memory_gib, given.device_tflops, given.pcie_gb_per_s)
+    if card is None and any(number is None for number in numbers):
+        raise CommandError("give --device, or --device-memory-gib, --device-tflops and --pcie-gb-per-s")
+    memory_gib, tflops, pcie = numbers
+    dtype = config.training.dtype
+    peaks: dict[str, float] = {dtype: tflops * 1e12} if tflops else (card.peak_flops if card else {})
+    spec = DeviceSpec(
+        card.name if card else "given by numbers",
+        memory_gib or (card.memory_gib if card else 0.0),
+        pcie or (card.pcie_gb_per_s if card else 0.0),
+        peaks,
+    )
+    usable = config.engine.device_memory_gib or USABLE_CUDA_FRACTION * spec.memory_gib
+    return Hardware(
+        kind="cuda",
+        num_devices=given.num_devices or config.engine.num_devices or 1,
+        spec=spec,
+        device_bytes=int(usable * GIB),
+        host_bytes=None if given.host_memory_gib is None else int(given.host_memory_gib * GIB),
+    )
+
+
+def show_plan(answer: PlanReport) -> None:
+    """Print the report. `train.py --dry-run` prints it here too."""
+    from rich.console import Console  # importing rich draws random numbers, which an import must not
+
+    is_terminal = sys.stdout.isatty()
+    console = Console(width=None if is_terminal else WIDTH)
+    console.print(rendered(answer), highlight=False, soft_wrap=not is_terminal)
+
+
+def rendered(report: PlanReport) -> "Group":
+    """The report for a console."""
+    from rich.console import Group  # draws random numbers when imported, which an import must not
+
+    timed = report.question.device is not None
+    parts: list[object] = [_host_table(report)]
+    if report.plan is not None:
+        parts += [
+            _plan_table(report.plan, timed),
+            _device_line(report),
+            report.plan.summary(timed),
+            *_speed_lines(report),
+        ]
+    else:
+        parts += [f"does not fit: {report.problem}", *_change_lines(report)]
+    parts += [*_faster_lines(report), _length_line(report)]
+    return Group(*(part for part in parts if part))  # type: ignore[arg-type]
+
+
+def _host_table(report: PlanReport) -> "Table":
+    host: HostMemory = report.host
+    rows = {
+        "weights": host.weight_bytes,
+        "gradients": host.gradient_bytes,
+        "optimizer state": host.optimizer_bytes,
+        "activations between stages": host.activation_bytes,
+        "tokens": host.integer_bytes,
+        "all": host.total_bytes,
+    }
+    if report.question.host_bytes is not None:
+        rows["allowed"] = report.question.host_bytes
+    if host.mapped_bytes:
+        rows["besides, in files: frozen weights"] = host.mapped_bytes
+    table = _table("host memory", ("kind",), ("size",))
+    for name, size in rows.items():
+        table.add_row(name, size_text(size))
+    return table
+
+
+def _plan_table(plan: Plan, timed: bool) -> "Table":
+    names = ("stages", "kind", "layers each", "layers")
+    table = _table(
+        "plan, one line for stages that are alike; weights, gradients and compute peak of a device",
+        names,
+        (*(("ms",) if timed else ()), "weights", "gradients", "compute"),
+    )
+    for first, last, stage in plan.runs():
+        table.add_row(
+            f"{first}" if first == last else f"{first} - {last}",
+            stage.kind,
+            f"{stage.num_layers}",
+            _layers(plan.stages[first], plan.stages[last]),
+            *((f"{1e3 * stage.seconds:.1f}",) if timed else ()),
+            *(size_text(size) for size in (stage.weight_bytes, stage.gradient_bytes, stage.compute_bytes)),
+        )
+    return table
+
+
+def _table(title: str, names: tuple[str, ...], numbers: tuple[str, ...]) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _layers(first: PlannedStage, last: PlannedStage) -> str:
+    """The layers of a run of stages, lowest first; backward stages are dispatched from the deepest."""
+    low, high = (last, first) if first.kind == "backward" else (first, last)
+    if low.first_layer == high.last_layer:
+        return low.first_layer
+    return f"{low.first_layer} .. {high.last_layer}"
+
+
+def _device_line(report: PlanReport) -> str:
+    memory, limit = report.device, report.question.device_bytes
+    assert memory is not None, "a plan has device memory"
+    parts = (
+        f"weights {size_text(memory.weights_bytes)}, gradients {size_text(memory.gradients_bytes)}, "
+        f"activations and workspace {size_text(memory.compute_bytes)}, staging {size_text(memory.staging_bytes)}, "
+        f"tokens {size_text(memory.integers_bytes)}"
+    )
+    of = "" if limit is None else f" of {size_text(limit)} usable"
+    return f"each device needs {size_text(memory.total_bytes)}{of}: {parts}"
+
+
+def _speed_lines(report: PlanReport) -> Iterator[str]:
+    device, transfers, plan = report.question.device, report.transfers, report.plan
+    if device is None or transfers is None or plan is None:
+        yield "the device's speed is not in the table, so there is no tokens/s and no PCIe load"
+        return
+    yield f"about {report.tokens_per_s:,.0f} tokens/s, counted from FLOPs, not measured, with transfers taken as hidden"
+    stage = plan.stages[transfers.busiest_stage]
+    yield (
+        f"PCIe at {device.pcie_gb_per_s:g} GB/s each way: {100 * transfers.up_load:.0f} % up, "
+        f"{100 * transfers.down_load:.0f} % down on average; {100 * transfers.busiest_load:.0f} % in the "
+        f"busiest stage, {transfers.busiest_stage} ({stage.kind}, {stage.first_layer} .. {stage.last_layer})"
+    )
+    if report.micro_batches_to_hide == math.inf:
+        yield "activations alone take longer than what is computed: no number of micro-batches hides the weights"
+    elif report.micro_batches_to_hide is not None:
+        size = plan.num_micro_batches / plan.rounds
+        verdict = (
+            "computation hides them" if size >= report.micro_batches_to_hide else "devices wait for them"
+        )
+        yield (
+            f"weights going up need {report.micro_batches_to_hide:.1f} micro-batches per round to be hidden, "
+            f"this run has {size:g}: {verdict}"
+        )
+
+
+def _faster_lines(report: PlanReport) -> Iterator[str]:
+    basis = "" if report.question.device is not None else ", if time went by FLOPs"
+    for change in sorted(report.faster, key=lambda change: -change.gain):
+        yield f"{change.setting} would take {100 * change.gain:.0f} % less time per step{basis}"
+
+
+def _change_lines(report: PlanReport) -> Iterator[str]:
+    for change in report.changes:
+        yield f"  with {change.setting}: {'fits' if change.fits else 'still does not fit'}"
+
+
+def _length_line(report: PlanReport) -> str:
+    if not report.longest_tokens:
+        return "no sequence length fits, not even 1024 tokens in micro-batches of one sequence"
+    question = report.question
+    return (
+        f"longest sequence that fits with a batch of {question.num_devices} sequences, one per micro-batch, one round, "
+        f'recompute = "{question.recompute}": {report.longest_tokens:,} tokens (predicted)'
+    )

@@ -1,0 +1,242 @@
+"""Simulate pipeline schedules side by side: step time, bubble by kind, memory, drift, transfers.
+
+    python scripts/simulate.py --costs docs/costs/rtx4090_qwen3_1.7b.json --devices 8 --microbatches 16
+    python scripts/simulate.py --model llama3/3.1-8B --device rtx4090 --devices 8 --microbatches 16 \\
+        --schedules 1f1b,looped_bfs,roundpipe_sync --plot timeline.png
+
+Costs come from a file (docs/schedules.md describes it) or are counted for a model and a known card.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from torchround.commands import CommandError
+from torchround.pipeline.baselines import SCHEDULES, ScheduleError, simulate_schedule
+from torchround.pipeline.baselines.device_bound import SimulationSetup
+from torchround.pipeline.baselines.schedule_report import ScheduleReport
+from torchround.pipeline.costs import Costs, CostsError, LayerParameters, costs_from_work
+from torchround.pipeline.devices import DEVICES, DeviceSpec, UnknownPeakError, find_device
+from torchround.pipeline.memory import GIB, MemoryLimits
+from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.pipeline.timeline import trace_events
+
+WIDTH = 100  # of the table where the output is no terminal
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 2 for a mistake in what was given, with one message."""
+    options = parser().parse_args(arguments)
+    try:
+        setting = setting_from(options)
+        names = schedule_names(options.schedules)
+        reports = simulate_all(names, setting)
+        show(reports, setting)
+        write_files(reports, setting, options)
+    except (CommandError, PlanError, ScheduleError) as error:
+        print(f"simulate.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = result.add_argument
+    source = result.add_mutually_exclusive_group(required=True)
+    source.add_argument("--costs", type=Path, help="JSON file with seconds and bytes per layer")
+    source.add_argument("--model", help="family/flavor, such as llama3/3.1-8B; needs --device")
+    add("--device", help="card: its memory limits RoundPipe's plan, its PCIe rate times transfers")
+    add("--device-memory-gib", type=float, help="instead of the card's memory")
+    add("--micro-batch-size", type=int, default=4, help="sequences, with --model (default 4)")
+    add("--seq-len", type=int, default=2048, help="tokens, with --model (default 2048)")
+    add("--dtype", default="bfloat16", help="with --model (default bfloat16)")
+    add("--devices", type=int, required=True, help="number of devices")
+    add("--microbatches", type=int, required=True, help="micro-batches per step")
+    add("--schedules", default="all", help=f"comma-separated: {', '.join(SCHEDULES)}")
+    add("--no-recompute", action="store_true", help="bound schedules keep their activations")
+    add("--chunks", type=int, help="virtual stages per device of looped schedules")
+    add("--group", type=int, help="GIS: micro-batches per group")
+    add("--offload-ratio", type=float, default=1.0, help="PipeOffload's k where no PCIe rate is known (1)")
+    add("--accumulate", type=int, help="PACI: backwards per update (default: all of a step)")
+    add("--partition", type=Path, help="JSON file with RoundPipe's forward, fused, backward and rounds")
+    add("--rounds", type=int, help="RoundPipe's rounds")
+    add("--json", type=Path, help="write the figures to this file")
+    add("--plot", type=Path, help="write a picture of the timelines to this file")
+    add("--trace", type=Path, help="write a trace for ui.perfetto.dev to this file")
+    return result
+
+
+def setting_from(options: argparse.Namespace) -> SimulationSetup:
+    """Everything the schedules are built from. Raises `CommandError` and what reading the files raises."""
+    card = _card(options.device)
+    if options.costs is not None:
+        costs = _costs_from(options.costs)
+    elif card is None:
+        raise CommandError("--model needs --device: seconds are counted for a card")
+    else:
+        costs = model_costs(options.model, card, options.micro_batch_size, options.seq_len, options.dtype)
+    memory_gib = options.device_memory_gib
+    if memory_gib is None and card is not None:
+        memory_gib = card.memory_gib
+    if memory_gib is not None and memory_gib <= 0:
+        raise CommandError(f"--device-memory-gib {memory_gib} must be above 0")
+    partition, rounds = _given_partition(options)
+    return SimulationSetup(
+        costs=costs,
+        num_devices=options.devices,
+        num_micro_batches=options.microbatches,
+        recompute=not options.no_recompute,
+        chunks=options.chunks,
+        group=options.group,
+        offload_ratio=options.offload_ratio,
+        pcie_bytes_per_s=card.pcie_gb_per_s * 1e9 if card else None,
+        accumulate=options.accumulate,
+        partition=partition,
+        rounds=rounds,
+        limits=MemoryLimits(device_bytes=None if memory_gib is None else int(memory_gib * GIB)),
+    )
+
+
+def schedule_names(given: str) -> list[str]:
+    """`all`, or the comma-separated names, each of which must exist."""
+    names = list(SCHEDULES) if given == "all" else [name.strip() for name in given.split(",")]
+    for name in names:
+        if name not in SCHEDULES:
+            near = get_close_matches(name, SCHEDULES, n=1)
+            hint = f"; nearest: {near[0]}" if near else ""
+            raise CommandError(f"--schedules: {name!r} is none of {', '.join(SCHEDULES)}{hint}")
+    return names
+
+
+def simulate_all(names: Sequence[str], setting: SimulationSetup) -> list[ScheduleReport]:
+    """A report per schedule. One that cannot be built here is left out with a line that says why."""
+    reports = []
+    for name in names:
+        try:
+            reports.append(simulate_schedule(name, setting))
+        except (ScheduleError, InfeasiblePlanError) as error:
+            print(f"simulate.py: {name} left out: {error}", file=sys.stderr)
+    if not reports:
+        raise CommandError("no schedule is left to show")
+    return reports
+
+
+def show(reports: Sequence[ScheduleReport], setting: SimulationSetup) -> None:
+    """The table on the console."""
+    from rich.box import SIMPLE_HEAD  # importing rich draws random numbers, which an import must not
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{setting.num_devices} devices, {setting.num_micro_batches} micro-batches"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("schedule", no_wrap=True)
+    for column in ("ms/step", "bubble", "fill", "drain", "switch", "imbal.", "GiB", "drift", "GB/step"):
+        table.add_column(column, justify="right", no_wrap=True)
+    fastest = min(result.makespan_s for result in reports)
+    for result in reports:
+        shares = [f"{100 * share:.2f}" for share in result.bubble_by_kind.values()]
+        table.add_row(
+            result.name,
+            f"{result.makespan_s * 1e3:.1f}",
+            f"{100 * result.bubble:.2f}",
+            *shares,
+            f"{max(result.peak_activation_bytes) / GIB:.2f}",
+            f"{result.drift}",
+            f"{result.moved_bytes / 1e9:.1f}",
+            style="bold" if result.makespan_s == fastest else "",
+        )
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(table)
+    console.print(
+        "Bubble and its parts in % of device time; GiB: most activations on any device; drift: most updates "
+        "between a micro-batch's forward and its backward; GB over all links; the fastest is bold.",
+        style="dim",
+    )
+
+
+def write_files(
+    reports: Sequence[ScheduleReport], setting: SimulationSetup, options: argparse.Namespace
+) -> None:
+    """Whatever of `--json`, `--trace` and `--plot` was asked for."""
+    if options.json:
+        data = {"schedules": {result.name: result.to_json() for result in reports}}
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
+    if options.trace:
+        trace = trace_events((result.name, result.timeline) for result in reports)
+        options.trace.write_text(json.dumps(trace))
+    if options.plot:
+        try:
+            from torchround.commands.plot_timeline import plot_reports
+        except ModuleNotFoundError as error:
+            raise CommandError(f"--plot needs {error.name}: pip install matplotlib") from None
+        plot_reports(reports, setting.costs.num_layers, options.plot)
+
+
+def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str) -> Costs:
+    """Costs counted from a model's shapes, every parameter trained."""
+    from torchround.models import FAMILIES, ModelConfigError
+
+    family, _, flavor = name.partition("/")
+    if family not in FAMILIES:
+        raise CommandError(f"--model: {family!r} is none of {', '.join(FAMILIES)}")
+    try:
+        model = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor))
+    except ModelConfigError as error:
+        raise CommandError(f"--model: {error}") from None
+    element_bytes = 4 if dtype == "float32" else 2
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model.layers]
+    try:
+        return costs_from_work(
+            model.names,
+            [layer.work(batch, tokens, element_bytes) for layer in model.layers],  # type: ignore[operator]
+            [LayerParameters(size, size) for size in sizes],
+            card,
+            dtype,
+            element_bytes,
+        )
+    except UnknownPeakError as error:
+        raise CommandError(f"--dtype: {error}") from None
+
+
+def _given_partition(options: argparse.Namespace) -> tuple[Partition | None, int | None]:
+    if options.partition is None:
+        return None, options.rounds
+    try:
+        data = json.loads(_read(options.partition))
+        partition = Partition.from_lists(data["forward"], data["fused"], data["backward"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CommandError(
+            f'{options.partition}: expected {{"forward": [7, 7], "fused": 1, "backward": [5, 9], "rounds": 2}}, '
+            f"rounds optional ({type(error).__name__}: {error})"
+        ) from None
+    return partition, options.rounds or data.get("rounds")
+
+
+def _card(name: str | None) -> DeviceSpec | None:
+    if name is None:
+        return None
+    if (card := find_device(name)) is None:
+        known = ", ".join(device.name for device in DEVICES)
+        raise CommandError(f"--device: {name!r} is not a known card; known: {known}")
+    return card
+
+
+def _costs_from(path: Path) -> Costs:
+    try:
+        return Costs.from_json(_read(path))
+    except CostsError as error:
+        raise CommandError(f"{path}: {error}") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror}") from None

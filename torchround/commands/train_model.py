@@ -1,0 +1,206 @@
+"""Train a model: parse the config, pick the model family, build, run.
+
+    torchrun train.py --config debug.toml --training.steps 100
+
+Exit codes: 0 the run is complete, 1 a fault, 2 a mistake in the config or in how this was launched, 128 + n
+stopped by signal n after saving.
+"""
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from torchround.checkpoint import Checkpointer, CheckpointError
+from torchround.commands.configured_model import build_model, find_weights, mapped_text
+from torchround.commands.export_hf import Export, export
+from torchround.commands.plan_run import show_plan
+from torchround.config import ConfigError, Options, parse_command_line, to_toml
+from torchround.data import (
+    DataError,
+    MissingTokenizerError,
+    Tokenizer,
+    TokenizerError,
+    build_loader,
+    build_tokenizer,
+    build_validation_loader,
+)
+from torchround.data.loader import Loader
+from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
+from torchround.hf import HFError
+from torchround.layer import MicroBatch
+from torchround.models import ModelConfigError
+from torchround.pipeline.partition import PlanError
+from torchround.pipeline.plan_report import RunQuestion, plan_for, report_plan
+from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.run.early_end import BadStepsError
+from torchround.run.hardware import find_hardware
+from torchround.run.numbers import RunNumbers, host_memory_text, run_question
+from torchround.run.resume import ResumeError
+from torchround.run.run_folder import RunFolder, RunFolderError
+from torchround.trainer import RunParts, Trainer
+from torchround.untrusted.terminal import escape_unprintable, say
+
+MISTAKES = (
+    *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
+    *(PlanError, RunFolderError, ResumeError, HFError),
+)
+FAULTS = (BadStepsError, CheckpointError, DataError, EngineError)
+
+
+def main(arguments: list[str]) -> int:
+    """Run, and return the exit code."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    try:
+        return run(arguments)
+    except MISTAKES as error:
+        print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
+        return 2
+    except FAULTS as error:
+        if isinstance(error, PipelineError) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted before the first step", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
+
+
+def run(arguments: list[str]) -> int:
+    """Do what the command line says. Raises the errors that `main` turns into messages."""
+    refuse_several_processes(os.environ)
+    options = parse_command_line(arguments)
+    if options.print_config and not options.dry_run:
+        print(to_toml(options.config), end="")
+        return 0
+    if options.dry_run:
+        return dry_run(options)
+    parts = build(options)
+    with parts.folder:
+        say(description(parts))
+        exit_code = Trainer(parts).run()
+        if exit_code == 0 and options.config.checkpoint.export != "off":
+            export_newest(parts.folder, adapters=options.config.checkpoint.export == "adapters")
+        return exit_code
+
+
+def build(options: Options) -> RunParts:
+    """Build the parts of the run and check them against each other. Nothing large is allocated."""
+    config = options.config
+    if config.engine.cpu_threads is not None:
+        torch.set_num_threads(config.engine.cpu_threads)
+    tokenizer = find_tokenizer(options)
+    model = build_model(options, tokenizer.vocab_size)
+    pretrained, mapped = find_weights(options, model)
+    numbers, hardware = RunNumbers(config.training, config.engine), find_hardware(config.engine)
+    folder = RunFolder(config.run)
+    question = with_kept_rounds(run_question(model, numbers, hardware, mapped), folder)
+    plan = plan_for(question)
+    loader, validation = build_loaders(options, tokenizer)
+    return RunParts(
+        config, folder, model, loader, validation, numbers, hardware, question, plan, pretrained, mapped
+    )
+
+
+def dry_run(options: Options) -> int:
+    """Print the config, and the run's plan with all that it needs, or what would make it fit."""
+    config = options.config
+    print(to_toml(config))
+    tokenizer = find_tokenizer(options)
+    model = build_model(options, tokenizer.vocab_size)
+    build_loaders(options, tokenizer)  # finds the mistakes that only show when the data is looked at
+    # The pretrained files need not be there yet, unless weights stay in them.
+    mapped = find_weights(options, model)[1] if config.lora.map_base else {}
+    numbers, hardware = RunNumbers(config.training, config.engine), find_hardware(config.engine)
+    question = run_question(model, numbers, hardware, mapped)
+    answer = report_plan(with_kept_rounds(question, RunFolder(config.run)))
+    show_plan(answer)
+    return 0 if answer.plan is not None else 2
+
+
+def with_kept_rounds(question: RunQuestion, folder: RunFolder) -> RunQuestion:
+    """Fix the rounds of a run that is resumed. They decide how gradients round, so they must not be planned again."""
+    is_resumed = Checkpointer(folder.checkpoints).latest_step() is not None
+    kept = folder.kept_plan() if is_resumed else None
+    if kept is None or question.rounds != "auto" or question.given is not None:
+        return question
+    return replace(question, rounds=min(kept.rounds, question.num_micro_batches))
+
+
+def description(parts: RunParts) -> str:
+    """Describe the run for its user: what is trained, on what, with how much memory."""
+    table, training = parts.config.model, parts.config.training
+    counts = parts.question.parameters
+    trained = f" ({counts.trained:,} of them trained)" if counts.frozen else ""
+    size = f"{counts.trained + counts.frozen:,} parameters{trained} in {len(parts.model.layers)} layers"
+    sources = ", ".join(source.path for source in parts.config.data.sources)
+    batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
+    lines = [
+        f"model    {table.family} {table.flavor or table.hf_path}: {size}, {training.dtype}",
+        f"data     {sources}: {batch}",
+        f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}",
+        f"host     {host_memory_text(replace(parts.question, rounds=parts.plan.rounds).state())}",
+    ]
+    if parts.config.lora.map_base:
+        lines.append(f"mapped   {mapped_text(parts.mapped, parts.model, parts.numbers.dtype)}")
+    return "\n".join(lines)
+
+
+def export_newest(folder: RunFolder, adapters: bool) -> None:
+    """Export the newest checkpoint in Hugging Face format, unless its folder exists already. Raises `HFError`."""
+    step = Checkpointer(folder.checkpoints).latest_step()
+    checkpoint, output = folder.checkpoints / f"step-{step}", folder.path / "export" / f"step-{step}"
+    if output.exists():
+        return
+    try:
+        say(export(Export(checkpoint, output, adapters=adapters)))
+    except OSError as error:
+        raise HFError(
+            f"{output} could not be written: {error}; {checkpoint} is whole, and scripts/export_hf.py exports it"
+        ) from error
+
+
+def find_tokenizer(options: Options) -> Tokenizer:
+    """The tokenizer that the config names. Raises `TokenizerError`, or `ConfigError` where nothing is at its path."""
+    config = options.config
+    try:
+        return build_tokenizer(config.tokenizer, config.model.hf_path)
+    except MissingTokenizerError as error:
+        raise options.error(error.key, error.message) from error
+
+
+def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Iterable[MicroBatch]]:
+    """The data, and what is validated on: nothing where validation is off."""
+    config, training = options.config, options.config.training
+    sizes = training.seq_len, training.global_batch_size
+    try:
+        loader = build_loader(config.data, tokenizer, *sizes, config.run.seed)
+    except DataError as error:
+        raise options.error("data.sources", str(error)) from error
+    if not config.validation.interval_steps:
+        return loader, ()
+    try:
+        return loader, build_validation_loader(config.validation, tokenizer, *sizes, config.data)
+    except DataError as error:
+        raise options.error("validation.sources", str(error)) from error
+
+
+def refuse_several_processes(environment: Mapping[str, str]) -> None:
+    """One process drives every device of a node, and there is one node."""
+    processes, world = (environment.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if processes != "1":
+        raise EngineUsageError(
+            f"torchrun started {processes} processes on this node; one process drives all its GPUs. "
+            "Launch with `torchrun train.py --config NAME.toml` (no --nproc_per_node), and choose GPUs with "
+            "--engine.num_devices"
+        )
+    if world != "1":
+        raise EngineUsageError(
+            f"torchrun started {world} processes on several nodes; several nodes are not built yet. "
+            "Launch with `torchrun train.py --config NAME.toml` on one node"
+        )

@@ -1,0 +1,274 @@
+"""Experts: rows of tokens sorted by expert, and the stacks of matrices that they are multiplied with.
+
+Sorting is a permutation of (token, choice) pairs. It happens on the tokens' device without waiting for it, and every
+backward is a gather: no atomic additions, so equal runs give equal bits.
+
+A row's routing weight is applied before the projection down, where rows are narrow, so no expert output has to be
+kept for the backward.
+
+Shapes: N tokens of the micro-batch, D model width, E experts, k experts per token, R = N k rows sorted by expert,
+F expert width; of an adapter A inputs, Z outputs, r rank.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchround.layer import LayerWork
+from torchround.models.common.lora import Adaptable, LoraShape
+from torchround.models.common.primitives import frozen_elements, gated_product, init_linear_
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The rows' order: sorted by expert. All tensors are int64 except `ends`.
+
+    - `pairs [R]`: the (token, choice) pair `token * k + choice` in each row.
+    - `rows [R]`: the row of each pair, the inverse permutation.
+    - `experts [R]`: the expert of each row.
+    - `ends [E]` int32: one past each expert's last row, as `torch.nn.functional.grouped_mm` takes its offsets. An
+      expert without rows has its predecessor's end.
+    """
+
+    pairs: Tensor
+    rows: Tensor
+    experts: Tensor
+    ends: Tensor
+    choices: int
+
+
+def make_routes(chosen: Tensor, num_experts: int) -> Routes:
+    """Sort the pairs by the experts `chosen [N, k]` for each token. Pairs of one expert stay in token order."""
+    experts, pairs = chosen.flatten().sort(stable=True)  # [N, k] -> [R]
+    rows = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+    every = torch.arange(num_experts, device=chosen.device)
+    ends = torch.searchsorted(experts, every, right=True, out_int32=True)
+    return Routes(pairs, rows, experts, ends, chosen.shape[1])
+
+
+def dispatch(tokens: Tensor, routes: Routes) -> Tensor:
+    """Copy each token of `[N, D]` to the rows of its k experts, `[R, D]`."""
+    return _Dispatch.apply(tokens, routes.pairs, routes.rows, routes.choices)
+
+
+def combine(rows: Tensor, routes: Routes) -> Tensor:
+    """Add up each token's k rows of `[R, D]` in fp32, to `[N, D]`."""
+    return _Combine.apply(rows, routes.pairs, routes.rows, routes.choices)
+
+
+def sort_pairs(values: Tensor, routes: Routes) -> Tensor:
+    """Bring one number per pair, `[N, k]`, into the order of the rows, `[R]`."""
+    return _Permute.apply(values.flatten(), routes.pairs, routes.rows)
+
+
+class ExpertStack(Adaptable, ABC):
+    """The E feed-forwards of one block, each `adaptable` matrix stored as one stack; adapters are optional.
+
+    Each expert has an adapter of its own, `<name>_lora_a` and `<name>_lora_b` beside the stack `<name>`. On CUDA a
+    rank that 8 does not divide takes the loop over experts.
+    """
+
+    ffn_size: int
+
+    @abstractmethod
+    def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+        """Map rows `[R, D]` and their routing weights `[R]` fp32 to weighted outputs `[R, D]`."""
+
+    @abstractmethod
+    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
+        """Fill the stacks as `init_linear_` does; the projection back to the stream is scaled by `output_scale`."""
+
+    @abstractmethod
+    def matrix(self, name: str) -> Tensor:
+        """Return the stack `name` as `[E, A, Z]`."""
+
+    @abstractmethod
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the adapters of `name` as `[E, A, r]` and `[E, r, Z]`."""
+
+    def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
+        """Multiply each row with its expert's matrix `name`, and add the adapter's product if there is one."""
+        plain = grouped_product(rows, self.matrix(name), routes.ends)
+        if self.lora is None or name not in self.adapted:
+            return plain
+        inward, outward = self.factors(name)
+        # Each of the module's adapters draws another mask, counted from 1.
+        dropped = self.drop(rows, use=1 + self.adapted.index(name))
+        low = grouped_product(dropped, inward, routes.ends)  # [R, r]
+        return plain + grouped_product(low, outward, routes.ends) * self.lora.scale
+
+    def work(self, num_rows: int, element_bytes: int) -> LayerWork:
+        """Count the products of `num_rows` rows, and what the backward needs besides the rows themselves.
+
+        Kept: gate, up and their product (3 F elements a row), the output of each adapter's A, and with dropout the
+        adapter's input and mask. The scratch is that of the gradients of what is kept.
+        """
+        stacks = [getattr(self, name) for name in self.adaptable]
+        row_flops = 2.0 * sum(stack[0].numel() for stack in stacks)
+        frozen_row_flops = 2.0 * frozen_elements(*stacks) / len(stacks[0])
+        row_elements = 3 * self.ffn_size
+        for name in self.adapted:
+            assert self.lora is not None, "an adapted stack knows its adapters' shape"
+            inward, outward = self.factors(name)
+            row_flops += 2.0 * (inward[0].numel() + outward[0].numel())
+            row_elements += self.lora.rank + (inward.shape[1] + 1 if self.lora.dropout else 0)
+        kept_bytes = num_rows * row_elements * element_bytes
+        return LayerWork(num_rows * row_flops, kept_bytes, 0, kept_bytes, num_rows * frozen_row_flops)
+
+
+class GatedExperts(ExpertStack):
+    """`down_e(activation(gate_e(row)) * up_e(row) * weight)` for each row of expert e; no biases.
+
+    Stacks and adapters have outputs first, `[E, Z, A]`: `<name>_lora_a [E, r, A]`, `<name>_lora_b [E, Z, r]`.
+    """
+
+    adaptable = ("gate", "up", "down")
+
+    def __init__(self, hidden_size: int, num_experts: int, ffn_size: int, activation: str = "silu") -> None:
+        super().__init__()
+        self.ffn_size, self.activation = ffn_size, activation
+        inward, outward = (num_experts, ffn_size, hidden_size), (num_experts, hidden_size, ffn_size)
+        self.gate = nn.Parameter(torch.empty(inward, device="meta"))
+        self.up = nn.Parameter(torch.empty(inward, device="meta"))
+        self.down = nn.Parameter(torch.empty(outward, device="meta"))
+
+    def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+        gate, up = self.product("gate", rows, routes), self.product("up", rows, routes)  # [R, F]
+        return self.product("down", gated_product(gate, up, weights, self.activation), routes)
+
+    def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
+        init_linear_(self.gate, generator)
+        init_linear_(self.up, generator)
+        init_linear_(self.down, generator, output_scale)
+
+    def matrix(self, name: str) -> Tensor:
+        return getattr(self, name).transpose(1, 2)  # [E, Z, A] -> [E, A, Z]
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+        return a.transpose(1, 2), b.transpose(1, 2)
+
+    def adapter_shapes(self, name: str, lora: LoraShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        num_experts, outputs, inputs = getattr(self, name).shape
+        return (num_experts, lora.rank, inputs), (num_experts, outputs, lora.rank)
+
+
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each expert's rows with its matrix, `[R, A] x [E, A, Z] -> [R, Z]`; experts may have no rows."""
+    if _has_grouped_kernel(rows, weights):
+        return F.grouped_mm(rows, weights, offs=ends)
+    if torch.compiler.is_compiling():
+        return _OpaqueLoop.apply(rows, weights, ends)
+    return _multiply_rows(rows, weights, ends)
+
+
+def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
+    # bf16 on compute capability 8.0 or later, with rows of 16 bytes or multiples (torch's documentation).
+    if rows.device.type != "cuda" or rows.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
+        return False
+    aligned = all(size % 8 == 0 for size in weights.shape[1:])
+    return aligned and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
+def _multiply_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    bounds = [0, *ends.tolist()]  # on a CUDA device this waits for it
+    # unbind, not indexing: its backward writes the matrices' gradients once instead of E times.
+    parts = zip(pairwise(bounds), weights.unbind(0), strict=True)
+    return torch.cat([rows[start:stop] @ weight for (start, stop), weight in parts])
+
+
+class _OpaqueLoop(torch.autograd.Function):
+    """The loop over experts for a compiler, as operations that it does not look into.
+
+    A compiler cannot know how many rows an expert has.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, ends)
+        return _loop_over_rows(rows, weights, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weights, ends = ctx.saved_tensors
+        wants_rows, wants_weights, _ = ctx.needs_input_grad
+        grad_rows = _loop_over_rows(grads[0], weights.transpose(1, 2), ends) if wants_rows else None
+        grad_weights = _loop_over_matrices(rows, grads[0], ends) if wants_weights else None
+        return grad_rows, grad_weights, None
+
+
+@torch.library.custom_op("torchround::loop_over_rows", mutates_args=())
+def _loop_over_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return _multiply_rows(rows, weights, ends)
+
+
+@_loop_over_rows.register_fake
+def _loop_over_rows_shape(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty((rows.shape[0], weights.shape[2]))
+
+
+@torch.library.custom_op("torchround::loop_over_matrices", mutates_args=())
+def _loop_over_matrices(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """Compute each matrix's gradient, `[R, A] x [R, Z] -> [E, A, Z]`; zero for an expert without rows."""
+    bounds = pairwise([0, *ends.tolist()])
+    return torch.stack([rows[start:stop].T @ grad[start:stop] for start, stop in bounds])
+
+
+@_loop_over_matrices.register_fake
+def _loop_over_matrices_shape(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty((ends.shape[0], rows.shape[1], grad.shape[1]))
+
+
+def _spread(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
+    return tokens[pairs // choices]  # [N, D] -> [R, D]
+
+
+def _gather_sums(sorted_rows: Tensor, rows: Tensor, choices: int) -> Tensor:
+    by_token = sorted_rows[rows].unflatten(0, (-1, choices))  # [R, D] -> [N, k, D]
+    return by_token.sum(dim=1, dtype=torch.float32).to(sorted_rows.dtype)
+
+
+# The backward of each of the three is a gather too: the inverse permutation is known, so nothing is scattered.
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, pairs: Tensor, rows: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.choices = choices
+        return _spread(tokens, pairs, choices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (rows,) = ctx.saved_tensors
+        return _gather_sums(grads[0], rows, ctx.choices), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sorted_rows: Tensor, pairs: Tensor, rows: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(pairs)
+        ctx.choices = choices
+        return _gather_sums(sorted_rows, rows, choices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (pairs,) = ctx.saved_tensors
+        return _spread(grads[0], pairs, ctx.choices), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, pairs: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return values[pairs]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return grads[0][rows], None, None

@@ -1,0 +1,160 @@
+"""Draws the loss curves of runs as a PNG, from the `metrics.jsonl` in each run folder.
+
+matplotlib is imported only when a curve is drawn: it takes half a second, and a machine may lack it.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+PICTURE_FILE = "loss.png"
+WIDTH_INCHES, HEIGHT_INCHES = 8.0, 4.5
+DOTS_PER_INCH = 120
+MOST_PLAIN_POINTS = 100  # a longer curve is drawn thinly, with its mean over a window on top
+MEAN_WINDOWS = 50
+
+
+class LossCurve(NamedTuple):
+    """The logged steps of one run, and the loss of each: training's and, if there was validation, validation's."""
+
+    name: str
+    steps: list[int]
+    losses: list[float]
+    validated_steps: list[int]
+    validation_losses: list[float]
+
+
+def draw_run(folder: Path) -> None:
+    """Draw `loss.png` in the folder of a run that has ended. Never raises: a failure is one warning.
+
+    A run with fewer than two logged steps has no curve, and gets no picture.
+    """
+    try:
+        curve = read_losses(folder)
+        if len(curve.steps) > 1:
+            draw_curves([curve], folder / PICTURE_FILE)
+    except Exception as error:  # noqa: BLE001 (a picture must not fail a run, whatever is wrong with matplotlib)
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning(
+            "%s was not drawn: %s; the figures are in %s", folder / PICTURE_FILE, reason, METRICS_FILE
+        )
+
+
+def read_losses(folder: Path) -> LossCurve:
+    """Read the losses of a run. Raises `OSError` if the folder has no metrics.
+
+    A resumed run continues the same file, so its curve has all its parts. Lines that are cut off or hold no loss
+    (it was not finite) are left out.
+    """
+    # matplotlib would take `$` for the start of a formula, and hides a legend entry that begins with `_`.
+    name = folder.resolve().name.lstrip("_").replace("$", r"\$")
+    curve = LossCurve(name, [], [], [], [])
+    with open(folder / METRICS_FILE, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            record = _parsed(line)
+            step = record.get("step")
+            if type(step) is not int:
+                continue
+            if (loss := _finite(record.get("loss"))) is not None:
+                curve.steps.append(step)
+                curve.losses.append(loss)
+            if (loss := _finite(record.get("validation_loss"))) is not None:
+                curve.validated_steps.append(step)
+                curve.validation_losses.append(loss)
+    return curve
+
+
+def draw_curves(curves: Sequence[LossCurve], picture: Path) -> None:
+    """Draw the curves of one or several runs over each other into the PNG `picture`.
+
+    Raises `ValueError` if no curve has a loss, `ImportError` without matplotlib, and `OSError` if the disk fails.
+    """
+    if not any(curve.steps for curve in curves):
+        raise ValueError(f"no loss to draw in {', '.join(curve.name for curve in curves)}")
+    # Not through pyplot, which chooses a backend by the display and keeps figures alive. A bare figure that is
+    # saved as PNG uses the backend Agg, which needs no display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
+    axes = figure.add_subplot()
+    for index, curve in enumerate(curves):
+        _draw(axes, curve, f"C{index}", len(curves) > 1)
+    axes.set_title(_title(curves), fontsize="medium")
+    axes.set_xlabel("step (optimizer updates)")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.margins(x=0.02)
+    if len(curves) > 1 or curves[0].validated_steps or len(curves[0].steps) > MOST_PLAIN_POINTS:
+        axes.legend()
+    # Replaced in one go, so that a viewer never sees half a picture.
+    unfinished = picture.with_name(picture.name + ".tmp")
+    figure.savefig(unfinished, dpi=DOTS_PER_INCH, format="png")
+    unfinished.replace(picture)
+
+
+def _draw(axes: "Axes", curve: LossCurve, colour: str, named: bool) -> None:
+    prefix = f"{curve.name}: " if named else ""
+    plain = len(curve.steps) <= MOST_PLAIN_POINTS
+    axes.plot(
+        curve.steps,
+        curve.losses,
+        color=colour,
+        linewidth=1.5 if plain else 0.8,
+        alpha=1.0 if plain else 0.35,
+        marker="o" if len(curve.steps) == 1 else None,
+        label=f"{prefix}training loss",
+    )
+    if not plain:
+        window = len(curve.losses) // MEAN_WINDOWS
+        means = _running_means(curve.losses, window)
+        axes.plot(curve.steps, means, color=colour, label=f"{prefix}mean of the last {window} logged steps")
+    if curve.validated_steps:
+        style: dict[str, Any] = {"color": colour if named else "C1", "linestyle": "--", "marker": "o"}
+        axes.plot(
+            curve.validated_steps,
+            curve.validation_losses,
+            markersize=4,
+            label=f"{prefix}validation loss",
+            **style,
+        )
+
+
+def _title(curves: Sequence[LossCurve]) -> str:
+    if len(curves) > 1:
+        return f"Loss of {len(curves)} runs"
+    (curve,) = curves
+    text = f"{curve.name}: loss {curve.losses[-1]:.3f} at step {curve.steps[-1]}"
+    if curve.validation_losses:
+        text += f", validation loss {curve.validation_losses[-1]:.3f} at step {curve.validated_steps[-1]}"
+    return text
+
+
+def _running_means(values: Sequence[float], window: int) -> list[float]:
+    """Return the mean of each value and the up to `window - 1` values before it."""
+    sums, means = 0.0, []
+    for index, value in enumerate(values):
+        sums += value - (values[index - window] if index >= window else 0.0)
+        means.append(sums / min(index + 1, window))
+    return means
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """Return the record of a line; an empty one for a line that was cut off when its process was killed."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None

@@ -1,0 +1,159 @@
+"""The numbers of a run, taken from its config and its model in this one place.
+
+Everything that counts, plans or builds takes them from here, so that the plan of a run, its measuring plan, its dry run
+and the `plan` command cannot disagree: `run_question` puts them together, and `pipeline/plan_report.py` answers.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+
+from torchround.config import EngineTable, TrainingTable
+from torchround.engine.errors import EngineUsageError
+from torchround.layer import LayeredModel, LayerWork
+from torchround.optim import SpikeBounds
+from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
+from torchround.pipeline.devices import ASSUMED_DEVICE
+from torchround.pipeline.memory import HostMemory, ParameterCounts, size_text
+from torchround.pipeline.plan_report import RunQuestion
+from torchround.run.hardware import Hardware
+from torchround.run.run_plan import given_plan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class RunNumbers:
+    """Types and sizes that `[training]` and `[engine]` ask for."""
+
+    training: TrainingTable
+    engine: EngineTable
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type that devices compute in, and that weights travel in."""
+        return DTYPES[self.training.dtype]
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Type that gradients travel to the host in."""
+        named = self.engine.grad_dtype
+        return DTYPES[self.training.dtype if named == "auto" else named]
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype:
+        """Type that devices add gradients up in."""
+        return DTYPES[self.engine.accumulate_dtype]
+
+    @property
+    def spikes(self) -> SpikeBounds:
+        """How far a step may leave the usual before it counts as a spike; a factor of 0 finds none."""
+        factor = 0.0 if self.training.on_spike == "off" else self.training.spike_factor
+        return SpikeBounds(factor, self.training.spike_window)
+
+
+def run_question(
+    model: LayeredModel, numbers: RunNumbers, hardware: Hardware, mapped: Collection[str] = ()
+) -> RunQuestion:
+    """Return what the planner has to know of the run of `model`, adapters included, on `hardware`.
+
+    `mapped` are names of frozen weights that stay in their files. Raises `EngineUsageError` if `engine.plan` is a file
+    without a plan, or a plan for another number of layers.
+    """
+    training, engine = numbers.training, numbers.engine
+    given = None if engine.plan is None else given_plan(engine)
+    if given is not None and given[0].num_layers != len(model.layers):
+        raise EngineUsageError(
+            f"engine.plan covers {given[0].num_layers} layers, the model has {len(model.layers)} "
+            "(embedding and head included)"
+        )
+    parameters = layer_parameters(model)
+
+    def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+        return costs_from_work(
+            model.names,
+            layer_works(model, numbers, hardware.kind, tokens, sequences),
+            parameters,
+            hardware.spec or ASSUMED_DEVICE,
+            dtype=training.dtype,
+            element_bytes=numbers.dtype.itemsize,
+            accumulate_bytes=accumulate_bytes,
+        )
+
+    return RunQuestion(
+        costs_for=costs_for,
+        parameters=parameter_counts(model, mapped),
+        seq_len=training.seq_len,
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+        num_devices=hardware.num_devices,
+        device=hardware.spec,
+        device_bytes=hardware.device_bytes,
+        host_bytes=hardware.host_bytes,
+        update=engine.update,
+        rounds=engine.rounds or 1,
+        recompute=engine.recompute,
+        element_bytes=numbers.dtype.itemsize,
+        gradient_bytes=numbers.gradient_dtype.itemsize,
+        accumulate_bytes=numbers.accumulate_dtype.itemsize,
+        float16_gradients=numbers.gradient_dtype is torch.float16,
+        given=given,
+    )
+
+
+def layer_works(
+    model: LayeredModel, numbers: RunNumbers, kind: str, tokens: int, sequences: int
+) -> list[LayerWork]:
+    """Count what each layer costs on devices of a kind, for a micro-batch of `sequences` of `tokens` each."""
+    element_bytes = numbers.dtype.itemsize
+    works = []
+    for layer in model.layers:
+        work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
+        if numbers.engine.compile is True:
+            # A compiled backward gives all gradients of its layer at once.
+            trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
+            work = replace(work, workspace_bytes=work.workspace_bytes + trained * element_bytes)
+        works.append(work)
+    return works
+
+
+def layer_parameters(model: LayeredModel) -> list[LayerParameters]:
+    """Count the parameters of each layer. A tied one counts in every layer that uses it."""
+    return [
+        LayerParameters(
+            sum(parameter.numel() for parameter in layer.parameters()),
+            sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad),
+        )
+        for layer in model.layers
+    ]
+
+
+def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> ParameterCounts:
+    """Count the parameters of the model, each tied one once. Those named in `mapped` are frozen and counted apart."""
+    users: dict[int, int] = {}
+    parameters = {}
+    in_files: set[int] = set()
+    for name, layer in zip(model.names, model.layers, strict=True):
+        for path, parameter in layer.named_parameters():
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+            parameters[id(parameter)] = parameter
+            if f"{name}.{path}" in mapped:
+                in_files.add(id(parameter))
+    trained = {key: parameter.numel() for key, parameter in parameters.items() if parameter.requires_grad}
+    return ParameterCounts(
+        trained=sum(trained.values()),
+        frozen=sum(
+            parameter.numel() for key, parameter in parameters.items() if key not in trained.keys() | in_files
+        ),
+        tied=sum(numel for key, numel in trained.items() if users[key] > 1),
+        mapped=sum(parameters[key].numel() for key in in_files),
+    )
+
+
+def host_memory_text(memory: HostMemory) -> str:
+    """Return the memory that any plan needs, and its parts, on one line."""
+    return (
+        f"{size_text(memory.state_bytes)} (weights {size_text(memory.weight_bytes)}, gradients "
+        f"{size_text(memory.gradient_bytes)}, optimizer state {size_text(memory.optimizer_bytes)})"
+    )

@@ -1,0 +1,111 @@
+"""The plan of a run: first counted from FLOPs and bytes, then made once more from steps that were measured.
+
+The measured plan stays for the rest of the run, also after a resume. The number of rounds is not chosen again: it
+decides how gradients round, and results must not depend on timing.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from torchround.config import EngineTable
+from torchround.engine.errors import EngineUsageError
+from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.plan import Plan, PlannedStage
+from torchround.pipeline.plan_report import RunQuestion, plan_for
+from torchround.pipeline.planner import InfeasiblePlanError
+
+
+class PlanByMeasuring:
+    """The plans of one start of a run: steps from `first_step` up to `until` measure, `settled` is the plan after them.
+
+    `counted` is the plan from FLOPs and bytes. `kept` is the plan that the run had before it was resumed, if any.
+    `measure_steps` is 0 if the run does not measure; `total_steps` is the run's last step.
+    """
+
+    def __init__(
+        self,
+        question: RunQuestion,
+        counted: Plan,
+        kept: Plan | None,
+        first_step: int,
+        measure_steps: int,
+        total_steps: int,
+    ) -> None:
+        self._question = question
+        self._costs = question.costs()
+        self._measured: list[StepResult] = []
+        self._is_kept = False
+        self._first_step = first_step
+        self.settled = counted
+        self.until = first_step
+        if question.given is not None or measure_steps == 0:
+            return
+        if kept is not None and first_step >= measure_steps and self._fits(kept, counted):
+            self.settled, self._is_kept = kept, True
+            return
+        self.until = min(first_step + measure_steps, total_steps)
+        self.measuring = self._evaluated(one_layer_a_stage(self._costs.num_layers), counted.rounds)
+
+    def text(self) -> str:
+        """Say what is known of the plan when the run starts. A card of unknown speed gets no times."""
+        is_timed = self._question.device is not None
+        if self._is_kept:
+            return f"plan     as in the run so far\n{self.settled}"
+        if self.until == self._first_step:
+            return f"plan     of {len(self.settled.stages)} stages\n{self.settled.text(is_timed)}"
+        first = (
+            f"each layer is a stage for {self.until - self._first_step} steps, which are measured to make it"
+        )
+        forecast = f"; counted from FLOPs it would be\n{self.settled}" if is_timed else ""
+        return f"plan     {first}{forecast}"
+
+    def add(self, result: StepResult) -> None:
+        """Add a step that was dispatched under the measuring plan."""
+        self._measured.append(result)
+
+    def settle(self) -> None:
+        """Plan again from the medians of the measured steps, all of which must be done."""
+        reports = [report for result in self._measured for report in result.reports()]
+        updates = [result.update().bundles for result in self._measured]
+        costs = costs_from_reports(self._costs, reports, updates)
+        self.settled = plan_for(replace(self._question, rounds=self.settled.rounds), costs)
+        self._measured.clear()
+
+    def _fits(self, kept: Plan, counted: Plan) -> bool:
+        """Whether a kept plan is for this model, these devices and this batch, and still within memory."""
+        if (kept.num_devices, kept.num_micro_batches, kept.update, kept.rounds) != (
+            counted.num_devices,
+            counted.num_micro_batches,
+            counted.update,
+            counted.rounds,
+        ) or kept.partition.num_layers != counted.partition.num_layers:
+            return False
+        try:
+            made = self._evaluated(kept.partition, kept.rounds)
+        except InfeasiblePlanError:
+            return False
+        return [_shape(stage) for stage in kept.stages] == [_shape(stage) for stage in made.stages]
+
+    def _evaluated(self, partition: Partition, rounds: int) -> Plan:
+        return plan_for(replace(self._question, given=(partition, rounds)), self._costs)
+
+
+def _shape(stage: PlannedStage) -> tuple[str, str, str, int]:
+    """Return which layers a stage has and what it does with them, without its costs."""
+    return stage.kind, stage.first_layer, stage.last_layer, stage.num_layers
+
+
+def given_plan(engine: EngineTable) -> tuple[Partition, int]:
+    """Read partition and rounds from `engine.plan`, which is a table or a path to a plan.json."""
+    given = engine.plan
+    if isinstance(given, str):
+        try:
+            plan = Plan.from_json(Path(given).read_text())
+        except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise EngineUsageError(f'engine.plan = "{given}" cannot be read as a plan: {error}') from error
+        return plan.partition, plan.rounds
+    assert given is not None, "engine.plan is not set"
+    rounds = given.rounds or (engine.rounds if isinstance(engine.rounds, int) else 1)
+    return Partition.from_lists(given.forward, given.fused, given.backward), rounds
