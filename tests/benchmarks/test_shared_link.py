@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.shared_link import Replay, main
+from benchmarks.shared_link import SHARED_LINK, Replay
 from torchround.engine.watch.race_checker import Action, Entry, Region
 
 LINKS = {"a weight upload": 0, "b weight upload": 0, "c weight upload": 1}
@@ -48,5 +48,5 @@ def test_a_recording_that_cannot_go_on_is_refused():
 def test_turns_pay_where_copies_disturb_each_other():
     """The better one of three recordings, for they depend on how far threads were ahead."""
     options = "--devices 2 --microbatches 4 --steps 2 --runs 3 --updates sync --carries 0.3 --uploads 1.5"
-    [row] = main(options.split())
+    [row] = SHARED_LINK.measure(SHARED_LINK.parse("shared-link", options.split()))["rows"]
     assert min(row["in_turns"]) < min(row["together"])
