@@ -19,8 +19,8 @@ from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.passes import BufferReservation
 from torchround.engine.results import DeviceSpan
 from torchround.engine.tracing import StepTraces
+from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.device_worker import DeviceWorker
-from torchround.engine.worker.transfers import ActivationTransfers
 from torchround.observe import MetricsLogger, StepRecord
 from torchround.pipeline.timeline import TaskKind
 from torchround.run.run_plan import PlanByMeasuring

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 
-from torchround.engine.board import Fact
+from torchround.engine.board import HandOver, WaitForHandOver
 from torchround.engine.device import Mark, Stream
-from torchround.engine.optimizer_worker import BundleUpdate, UpdateReport
+from torchround.engine.optimizer_worker import UPDATED, BundleUpdate, UpdateReport
 from torchround.engine.passes import Pass, read_loss
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.worker.transfers import Boundary
+from torchround.engine.worker.activation_transfers import LOSS
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, StageTask
 from torchround.pipeline.timeline import TaskKind
@@ -99,16 +99,17 @@ class SlotReport:
         return min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), self._before_s)
 
 
+STAGE_DONE = HandOver[SlotReport]("stage slot {0} to be enqueued")
+
+
 class StepResult:
     """The result of a dispatched pass: its loss, what its devices measured and, for a training step, its update.
 
     Every method waits for what it needs. `pool` is the engine's host pool.
     """
 
-    def __init__(
-        self, work: Pass, tasks: list[StageTask], pool: HostPool, wait: Callable[[Fact], object]
-    ) -> None:
-        self.work = work
+    def __init__(self, pass_: Pass, tasks: list[StageTask], pool: HostPool, wait: WaitForHandOver) -> None:
+        self.pass_ = pass_
         self.tasks = tasks
         self.pool = pool
         self._wait = wait
@@ -119,33 +120,30 @@ class StepResult:
     @property
     def step(self) -> int:
         """The number of training steps before this pass."""
-        return self.work.step
+        return self.pass_.step
 
     @property
     def num_labels(self) -> int:
         """The number of labels that the loss counts, over the whole pass: its divisor."""
-        return self.work.num_labels
+        return self.pass_.num_labels
 
     def loss(self) -> float:
         """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once."""
         if self._loss is None:
-            total = sum(self._loss_sum(index) for index in range(len(self.work.micro_batches)))
+            total = sum(self._loss_sum(index) for index in range(len(self.pass_.micro_batches)))
             self._loss = total / max(self.num_labels, 1)
         return self._loss
 
     def update(self) -> UpdateReport:
         """Return what the update did. Only after `Engine.step`."""
         if self._update is None:
-            report = self._wait(Fact("updated", self.work.step))
-            assert isinstance(report, UpdateReport), f"update of step {self.work.step} reported {report!r}"
-            self._update = report
+            self._update = self._wait(UPDATED(self.pass_.step))
         return self._update
 
     def reports(self) -> list[SlotReport]:
         """Return what the devices measured in each stage slot, in dispatch order."""
         if self._reports is None:
-            reports = [self._wait(Fact("done", task.slot)) for task in self.tasks]
-            self._reports = [report for report in reports if isinstance(report, SlotReport)]
+            self._reports = [self._wait(STAGE_DONE(task.slot)) for task in self.tasks]
         return self._reports
 
     def by_device(self, figure: Callable[[SlotReport], float], num_devices: int) -> list[float]:
@@ -163,13 +161,11 @@ class StepResult:
     def collect(self) -> None:
         """Wait for everything, so that the engine may forget the hand-overs of this pass."""
         self.wait()
-        if self.work.training:
+        if self.pass_.training:
             self.update()
 
     def _loss_sum(self, index: int) -> float:
-        boundary = self._wait(Fact("loss", self.work.index, (index,)))
-        assert isinstance(boundary, Boundary), f"loss of micro-batch {index} is {boundary!r}"
-        return read_loss(boundary, self.pool)
+        return read_loss(self._wait(LOSS(self.pass_.index, index)), self.pool)
 
 
 def one_layer_a_stage(num_layers: int) -> Partition:
