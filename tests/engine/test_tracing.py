@@ -125,9 +125,9 @@ def test_an_async_trace_shows_the_next_step_computing_before_this_ones_update(tm
     """The optimizer holds the update back until the next step computes: a drained engine would never get there."""
     watcher, update = NextStepComputes(), OptimizerWorker._update
 
-    def held_back(self, job):
-        assert job.step != TRACED or watcher.seen.wait(20.0), "the next step waits for this one's update"
-        update(self, job)
+    def held_back(self, step, lr):
+        assert step != TRACED or watcher.seen.wait(20.0), "the next step waits for this one's update"
+        update(self, step, lr)
 
     monkeypatch.setattr(OptimizerWorker, "_update", held_back)
     timeline, _ = train_traced(2, tmp_path, ASYNC, watcher)
