@@ -60,9 +60,10 @@ def make_plan(
     found = find_plan(problem, choices)
     if found is None:
         raise why_infeasible(problem, choices)
-    step_s = problem.exact_s(found.candidate)
-    bound_s = step_s if found.proven else lower_bound_s(problem, choices, step_s)
-    return _plan(problem, found.candidate, bound_s)
+    candidate, proven = found
+    step_s = problem.exact_s(candidate)
+    bound_s = step_s if proven else lower_bound_s(problem, choices, step_s)
+    return _plan(problem, candidate, bound_s)
 
 
 def evaluate_plan(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.support.random_costs import all_partitions, costs, limits, partitions
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import MemoryLimits, device_memory, host_activation_bytes
-from torchround.pipeline.search.partition_batch import Candidate, joined, rows_of
+from torchround.pipeline.search.partition_batch import Candidate, batch_of, joined
 from torchround.pipeline.search.planning_problem import PlanningProblem
 
 UPDATES = st.sampled_from(["sync", "async"])
@@ -30,7 +30,7 @@ def test_a_rank_is_the_exact_step_time_or_less(
     problem = PlanningProblem(costs, devices, micro_batches, update, MemoryLimits(recompute=recompute))
     chosen = data.draw(st.lists(partitions(costs.num_layers), min_size=1, max_size=6))
     rounds = data.draw(st.integers(1, micro_batches))
-    ranks = problem.estimate_s(rows_of(chosen), rounds)
+    ranks = problem.estimate_s(batch_of(chosen), rounds)
     for partition, rank in zip(chosen, ranks.tolist(), strict=True):
         exact = problem.exact_s(Candidate(partition, rounds))
         assert rank <= exact * (1 + 1e-9) + 1e-12
@@ -41,7 +41,7 @@ def test_a_rank_is_the_exact_step_time_or_less(
 
 def test_rows_hold_the_layers_of_each_stage() -> None:
     for partition in all_partitions(5):
-        rows = joined([rows_of([partition]), rows_of(all_partitions(5)[:3])])
+        rows = joined([batch_of([partition]), batch_of(all_partitions(5)[:3])])
         starts, stops = rows.ranges(5)
         stages = partition.stages()
         assert starts[0, : len(stages)].tolist() == [stage.start for stage in stages]
@@ -71,4 +71,4 @@ def test_rows_fit_where_the_memory_model_says_so(
         host = host_activation_bytes(partition, costs, devices, micro_batches, rounds, update)
         fits_device = limits.device_bytes is None or device <= limits.device_bytes
         expected.append(fits_device and (limits.host_bytes is None or host <= limits.host_bytes))
-    assert np.asarray(problem.fits(rows_of(chosen), rounds)).tolist() == expected
+    assert np.asarray(problem.fits(batch_of(chosen), rounds)).tolist() == expected

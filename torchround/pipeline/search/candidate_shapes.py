@@ -1,11 +1,10 @@
-"""Partitions made from a few numbers each, to search the whole range of plans before moving single layers.
+"""Partitions described by a few numbers each, to search the whole range of plans before single layers move.
 
-A shape says how many stages there are, how many of them are forward ones, how many layers the fused stage
-holds, and how the stages near the first layer differ from the rest. Stages that start small fill the devices
-sooner, and stages that end small drain them sooner, as long as a device that finishes a small stage early
-finds its next input there.
+A shape says how many stages there are, how many of them are forward stages, how many layers the fused stage holds, and how
+the stages near the first layer differ from the rest. Stages that start small fill the devices sooner, and stages that end
+small drain them sooner, provided that a device that finishes a small stage early finds its next input ready.
 
-CandidateShapes: K partitions, S stages of one direction over the layers `0 .. split` before the fused stage.
+Shapes: K partitions, S stages of one direction over the layers `0 .. split` before the fused stage, L layers.
 """
 
 from dataclasses import dataclass, fields
@@ -15,13 +14,13 @@ import numpy as np
 from torchround.pipeline.search.partition_batch import Floats, Integers, PartitionBatch
 from torchround.pipeline.search.planning_problem import PlanningProblem
 
-# Relative length of the first stages of a direction, and how many turns of the devices they last.
+# Smallest relative length of a direction's stages near layer 0, and most turns of the devices until full length.
 SMALLEST_RATIO, MOST_TURNS = 0.15, 3.0
 # Forward stages relative to the number that makes all stages equally long.
 FORWARD_FACTOR = (0.55, 1.7)
 # Fused stage relative to a mean stage, unless it is the smallest possible.
 FUSED_FACTOR = (0.3, 1.5)
-# The grid of even shapes.
+# The grid of shapes with even stages.
 EVEN_FUSED_FACTORS, EVEN_FORWARD_FACTORS = (0.6, 0.8, 1.0, 1.2), (0.85, 1.0, 1.15)
 # Share of the random shapes with the smallest fused stage. A larger one saves work, but holds up the filling.
 SMALLEST_FUSED_SHARE = {"sync": 0.6, "async": 0.2}
@@ -33,7 +32,11 @@ EVEN_SHARE = {"sync": 0.1, "async": 0.75}
 
 @dataclass(frozen=True)
 class CandidateShapes:
-    """`stages`, `fused` (layers) and `forward` (stages) [K]; `ratio`, `turns` and `step` [K, 2] by direction."""
+    """K shapes as arrays: `stages`, `fused` (layers) and `forward` (stages) [K]; the rest [K, 2] by direction.
+
+    `ratio`: length of the stages at layer 0 relative to the others. `turns`: turns of the devices over which they reach full
+    length. `step`: 1 if they stay at `ratio` until then, 0 if they grow evenly.
+    """
 
     stages: Integers
     fused: Integers
@@ -43,18 +46,18 @@ class CandidateShapes:
     step: Floats
 
     def take(self, rows: Integers) -> "CandidateShapes":
-        """The shapes at these indices."""
+        """Select shapes by their indices."""
         return CandidateShapes(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def followed_by(self, others: "CandidateShapes") -> "CandidateShapes":
-        """These and the others."""
+        """Append the others."""
         pairs = ((getattr(self, field.name), getattr(others, field.name)) for field in fields(self))
         return CandidateShapes(*(np.concatenate(pair) for pair in pairs))
 
 
 @dataclass(frozen=True)
 class ShapeRange:
-    """What memory allows: fewest forward and backward stages, most layers of the fused stage. L layers."""
+    """The range that memory allows: fewest forward and backward stages, most layers of the fused stage."""
 
     num_layers: int
     fewest_forward: int
@@ -67,7 +70,7 @@ class ShapeRange:
         return self.fewest_forward + 1 + self.fewest_backward
 
     def clip(self, shapes: CandidateShapes) -> CandidateShapes:
-        """Numbers brought into range, with at least one layer in each stage."""
+        """Bring the numbers into range, with at least one layer in each stage."""
         fused = np.clip(shapes.fused, 1, self.most_fused)
         split = self.num_layers - fused
         least = np.minimum(self.fewest_backward, split)
@@ -81,7 +84,7 @@ class ShapeRange:
 def random_shapes(
     problem: PlanningProblem, random: np.random.Generator, number: int, allowed: ShapeRange
 ) -> CandidateShapes:
-    """CandidateShapes over the whole range, few and many stages alike."""
+    """Draw shapes over the whole range; the logarithm of the number of stages is uniform."""
     least, most = allowed.fewest_stages, max(allowed.most_stages, allowed.fewest_stages)
     stages = np.exp(random.uniform(np.log(least), np.log(most), number)).round().astype(np.int64)
     smallest = random.random(number) < SMALLEST_FUSED_SHARE[problem.update]
@@ -104,7 +107,7 @@ def random_shapes(
 
 
 def even_shapes(problem: PlanningProblem, allowed: ShapeRange) -> CandidateShapes:
-    """Even stages in numbers up to two turns of the devices, with fused stages of about their length."""
+    """List even stages, up to two turns of the devices, with fused stages of about the same length."""
     most = min(allowed.most_stages, 2 * problem.num_devices + 1)
     grid = [
         (stages, fused, forward)
@@ -122,7 +125,10 @@ def even_shapes(problem: PlanningProblem, allowed: ShapeRange) -> CandidateShape
 def _sizes(
     problem: PlanningProblem, stages: Integers, fused_factor: Floats, forward_factor: Floats
 ) -> tuple[Integers, Integers]:
-    """Layers of the fused stage, relative to a mean stage, and forward stages, relative to equally long ones."""
+    """Turn relative sizes into layers of the fused stage and numbers of forward stages, both [K].
+
+    `fused_factor` is relative to a mean stage, `forward_factor` to the share of forward stages that makes all equally long.
+    """
     layers = problem.num_layers
     both_s = problem.forward_s + problem.backward_s
     mean_s = (problem.forward_s[-1] + both_s[-1]) / stages
@@ -135,7 +141,7 @@ def _sizes(
 
 
 def varied(shapes: CandidateShapes, random: np.random.Generator, allowed: ShapeRange) -> CandidateShapes:
-    """The same shapes, each a little different."""
+    """Change each shape a little at random."""
     number = len(shapes.stages)
     changed = CandidateShapes(
         _nearby(shapes.stages, random, 0.08),
@@ -149,14 +155,15 @@ def varied(shapes: CandidateShapes, random: np.random.Generator, allowed: ShapeR
 
 
 def _nearby(values: Integers, random: np.random.Generator, share: float) -> Integers:
-    """Whole numbers around `values`, by about one and `share` of the value."""
+    """Draw integers around `values`, off by about one plus `share` of the value."""
     steps = random.normal(0.0, 1.0 + share * values)
     return values + np.round(steps).astype(np.int64)
 
 
-def shaped_rows(problem: PlanningProblem, shapes: CandidateShapes) -> PartitionBatch:
-    """The partitions of these shapes."""
+def shaped_partitions(problem: PlanningProblem, shapes: CandidateShapes) -> PartitionBatch:
+    """Build the partitions of these shapes."""
     split = problem.num_layers - shapes.fused
+    # Both halves are cut from layer 0 on. Forward stages are dispatched in that order, backward ones in the reverse.
     both_s = problem.forward_s + problem.backward_s
     left = _half(problem, problem.forward_s, split, shapes.forward, shapes, 0)
     right = _half(problem, both_s, split, shapes.stages - 1 - shapes.forward, shapes, 1)
@@ -180,10 +187,10 @@ def _half(
     shapes: CandidateShapes,
     direction: int,
 ) -> Integers:
-    """Layers per stage [K, S] from layer 0 on, fewest first, padded with zeros.
+    """Cut the layers `0 .. split` into stages: layers per stage [K, S], fewest first, padded with zeros.
 
-    `sums_s` [L + 1] are running sums of the layers' seconds. Cuts are the ones nearest to the wanted shares
-    of the time, moved so that every stage keeps at least one layer.
+    `sums_s` [L + 1] are running sums of the layers' seconds. The cuts are those nearest to the wanted shares of the time,
+    moved so that every stage keeps at least one layer.
     """
     position = np.arange(int(stages.max()))
     exists = position < stages[:, None]
@@ -195,12 +202,13 @@ def _half(
     cuts = np.maximum.accumulate(np.maximum(cuts - steps, 0), axis=1) + steps
     cuts = np.where(position + 1 < stages[:, None], cuts, split[:, None])
     counts = np.diff(cuts, axis=1, prepend=0)
+    # Rounding to layers can put a smaller stage behind a larger one; the shape asks for small stages at layer 0.
     ascending = np.sort(np.where(exists, counts, problem.num_layers), axis=1)
     return np.where(exists, ascending, 0)
 
 
 def _weights(problem: PlanningProblem, position: Integers, shapes: CandidateShapes, direction: int) -> Floats:
-    """Relative lengths of the stages [K, S], rising to 1 in a step or evenly."""
+    """Compute relative lengths of the stages [K, S], which rise to 1 in a step or evenly."""
     ratio, step = shapes.ratio[:, direction, None], shapes.step[:, direction, None]
     rising = np.maximum(shapes.turns[:, direction, None] * problem.num_devices, 1e-9)
     evenly = np.minimum(1.0, ratio + (1 - ratio) * position / rising)

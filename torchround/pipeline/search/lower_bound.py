@@ -1,7 +1,7 @@
-"""A step time that no plan within the limits can beat, to judge what the search found.
+"""A step time that no plan within the limits can beat, to judge the plan that the search found.
 
-Two reasons, for every number of rounds, fused size and number of stages: the devices' work with the idle
-time that filling and draining cannot avoid, and the way of one round's micro-batches through all stages.
+The bound has two reasons, for every number of rounds, fused size and number of stages: the devices' work plus the idle time
+that filling and draining cannot avoid, and the time of one round's micro-batches on their way through all stages.
 
 N devices, M micro-batches, S stages.
 """
@@ -16,7 +16,7 @@ from torchround.pipeline.search.planning_problem import SAME_STEP, PlanningProbl
 
 
 def lower_bound_s(problem: PlanningProblem, rounds_choices: Sequence[int], found_s: float) -> float:
-    """Seconds; at most `found_s`, the step time of some plan within the limits."""
+    """Compute the bound in seconds; at most `found_s`, the step time of a known plan within the limits."""
     largest = largest_fused(problem)
     least_s = least_work_s(problem, largest) / problem.num_devices
     if found_s <= least_s * (1 + SAME_STEP):
@@ -29,17 +29,17 @@ def lower_bound_s(problem: PlanningProblem, rounds_choices: Sequence[int], found
 
 
 def largest_fused(problem: PlanningProblem) -> int:
-    """Most layers that memory allows in the fused stage."""
+    """Return the most layers that memory allows in the fused stage."""
     return problem.num_layers - problem.first_layers[problem.num_layers]
 
 
 def least_work_s(problem: PlanningProblem, largest: int) -> float:
-    """Device seconds of a step in any plan whose fused stage holds up to `largest` layers."""
+    """Compute the least device seconds of a step in plans whose fused stage holds up to `largest` layers."""
     return problem.num_micro_batches * min(problem.sums.work_s(fused) for fused in range(1, largest + 1))
 
 
 def _bound_s(problem: PlanningProblem, rounds: int, fused: int) -> float:
-    """The bound for one number of rounds and one fused stage."""
+    """Compute the bound for one number of rounds and one size of the fused stage."""
     if fused == problem.num_layers:
         return problem.exact_s(Candidate(Partition((), fused, ()), rounds))
     fewest_forward, fewest_backward = _fewest_stages(problem, problem.num_layers - fused)
@@ -49,7 +49,7 @@ def _bound_s(problem: PlanningProblem, rounds: int, fused: int) -> float:
     work_s = problem.num_micro_batches * problem.sums.work_s(fused)
     devices = problem.num_devices
     if problem.update == "async":
-        # A step may last two step times from its first stage to its last gradient.
+        # Steps overlap: one may last two step times from its first stage to its last gradient.
         return max(work_s / devices, float(alone_s.min()) / 2)
     stages = np.arange(1, limit + 1)
     used = np.minimum(devices, rounds * (stages[:, None] + 1 + stages))[allowed]
@@ -57,7 +57,7 @@ def _bound_s(problem: PlanningProblem, rounds: int, fused: int) -> float:
 
 
 def _fewest_stages(problem: PlanningProblem, split: int) -> tuple[int, int]:
-    """Forward and backward stages that memory asks for at least."""
+    """Count the forward and backward stages over layers `0 .. split` that memory asks for at least."""
     forward, start = 0, 0
     while start < split:
         start = problem.last_ends[start]
@@ -70,15 +70,15 @@ def _fewest_stages(problem: PlanningProblem, split: int) -> tuple[int, int]:
 
 
 def _stage_limit(problem: PlanningProblem, fused: int) -> int:
-    """Numbers of forward or backward stages to tell apart: beyond N the idle time stays the same."""
+    """Return how many numbers of forward or backward stages to tell apart: beyond N the idle time stays the same."""
     return min(problem.num_devices, problem.num_layers - fused)
 
 
 def _alone_s(problem: PlanningProblem, rounds: int, fused: int) -> Floats:
-    """Seconds of a round on its own by numbers of forward and of backward stages.
+    """Compute the seconds of a round on its own by the numbers of forward and of backward stages.
 
-    The first micro-batch passes every stage; each further one leaves at least the slowest stage's time later.
-    The last row and column stand for that many stages or more.
+    The first micro-batch passes every stage; each further one leaves at least the slowest stage's time later. The last row
+    and column stand for that many stages or more.
     """
     split, limit = problem.num_layers - fused, _stage_limit(problem, fused)
     stages = np.arange(1, limit + 1)
@@ -97,10 +97,10 @@ def _alone_s(problem: PlanningProblem, rounds: int, fused: int) -> Floats:
 
 
 def _idle_s(problem: PlanningProblem, limit: int) -> Floats:
-    """Idle device seconds of filling and draining, by numbers of forward and of backward stages.
+    """Compute the idle device seconds of filling and draining by the numbers of forward and of backward stages.
 
-    The device of slot k waits for k stages of at least a layer each, if all of them are forward ones, and
-    the device of the k-th last slot is done before k backward stages, whose recomputation may be over.
+    The device of slot k waits for k forward stages of at least a layer each. The device of the k-th last slot is done before
+    k backward stages, whose recomputation may be over by then.
     """
     waiting = np.arange(1, limit + 1)
     waiting = waiting[waiting < problem.num_devices]

@@ -1,4 +1,7 @@
-"""One planning problem: what many partitions take, for ranking, and what one takes, exactly."""
+"""One planning problem: estimated step times of many partitions, exact ones of single partitions, and who fits.
+
+Shapes: K partitions, S stages, L layers.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,21 +18,24 @@ from torchround.pipeline.search.partition_batch import (
     Floats,
     Integers,
     PartitionBatch,
-    rows_of,
+    batch_of,
 )
 from torchround.pipeline.simulation.step_time import LayerSums, step_seconds
 
-# Adding a round on the host moves 10 bytes per trained parameter (a 2-byte gradient, a float32 sum read and
-# written), an update 28 (FIGURES section 4).
+# Adding a round on the host moves 10 bytes per trained parameter: a 2-byte gradient is read, a float32 sum is read and
+# written. An update moves 28 (`costs.UPDATE_BYTES`), and its seconds are known.
 ADDING_SHARE = 10 / 28
-# Partitions timed in one go: few enough for their lines to stay in the processor's cache.
+# Partitions timed together: few enough for their arrays to stay in the processor's cache.
 CHUNK = 1024
-# Step times closer than this share are equal; of equal plans the one with fewer rounds and stages is taken.
+# Step times closer than this share count as equal; among equals the plan with fewer rounds and stages wins.
 SAME_STEP = 1e-9
 
 
 class PlanningProblem:
-    """Costs, devices, micro-batches, update mode and limits."""
+    """A question to the planner: layer costs, devices, micro-batches, update mode and memory limits.
+
+    `idle_weight`: what a second of a device's idle time adds to a plan's rank, in seconds.
+    """
 
     def __init__(
         self, costs: Costs, num_devices: int, num_micro_batches: int, update: str, limits: MemoryLimits
@@ -48,11 +54,11 @@ class PlanningProblem:
         self._exact: dict[Candidate, float] = {}
 
     def sizes(self, rounds: int) -> list[int]:
-        """Micro-batches of each round."""
+        """Return the number of micro-batches of each round."""
         return [len(part) for part in split_evenly(self.num_micro_batches, rounds)]
 
     def exact_s(self, candidate: Candidate) -> float:
-        """The step time by the exact recurrence, computed once for each candidate."""
+        """Compute the step time by the exact recurrence, once for each candidate."""
         if candidate not in self._exact:
             partition, devices = candidate.partition, self.num_devices
             times = self.sums.times(partition.forward, partition.fused, partition.backward)
@@ -61,7 +67,7 @@ class PlanningProblem:
         return self._exact[candidate]
 
     def rank_s(self, candidate: Candidate) -> float:
-        """What the search makes small: the step time, and `idle_weight` of a device's idle time in it."""
+        """Compute what the search minimises: the step time plus `idle_weight` times a device's idle time in it."""
         step_s = self.exact_s(candidate)
         if not self.idle_weight:
             return step_s
@@ -74,11 +80,11 @@ class PlanningProblem:
         return step_s + self.idle_weight * (step_s - busy_s)
 
     def host_s(self, rounds: int) -> float:
-        """Seconds of host memory traffic per step, if its rounds are added up there (DESIGN section 4)."""
+        """Estimate the seconds of host memory traffic per step if its rounds are added up there."""
         return self.sums.updated_s[-1] * (1 + rounds * ADDING_SHARE) if rounds > 1 else 0.0
 
     def better(self, one: Candidate | None, other: Candidate) -> Candidate:
-        """The one of lower rank; of equals the one with fewer rounds, then fewer stages, then the first."""
+        """Return the candidate of lower rank; among equals the one with fewer rounds, then fewer stages, then `one`."""
         if one is None:
             return other
         one_s, other_s = self.rank_s(one), self.rank_s(other)
@@ -88,21 +94,21 @@ class PlanningProblem:
         return other if simple[1] < simple[0] else one
 
     def fits_limits(self, candidate: Candidate) -> bool:
-        """Whether this candidate keeps within the memory limits."""
-        return bool(self.fits(rows_of([candidate.partition]), candidate.rounds)[0])
+        """Check one candidate against the memory limits."""
+        return bool(self.fits(batch_of([candidate.partition]), candidate.rounds)[0])
 
     def fits_device(self, partition: Partition, rounds: int) -> bool:
-        """Whether the device limit alone would allow this partition."""
+        """Check a partition against the device limit alone."""
         limit, size = self.limits.device_bytes, -(-self.num_micro_batches // rounds)
         needed = device_memory(partition, self.costs, size, self.limits).total_bytes
         return limit is None or needed <= limit
 
     def fits(self, rows: PartitionBatch, rounds: int) -> Booleans:
-        """Which rows [K] keep within the memory limits."""
+        """Check rows [K] against the memory limits."""
         return self.memory.fits(rows, self.num_devices, self.num_micro_batches, rounds, self.update)
 
     def estimate_s(self, rows: PartitionBatch, rounds: int) -> Floats:
-        """Ranks [K], never above the exact ones."""
+        """Estimate ranks [K]; an estimate is never above the exact rank."""
         batch_seconds = batch_sync_seconds if self.update == "sync" else batch_async_seconds
         sizes, host_s = self.sizes(rounds), self.host_s(rounds)
 
@@ -113,7 +119,7 @@ class PlanningProblem:
         return self._in_order_of_stages(rows, rank_s)
 
     def _in_order_of_stages(self, rows: PartitionBatch, seconds: Callable[[BatchTimes], Floats]) -> Floats:
-        """`seconds` with the partitions of most stages first, as `batch_time.py` wants them."""
+        """Call `seconds` on chunks that begin with the partitions of most stages, as `batch_time.py` expects them."""
         num_stages = rows.num_stages
         order = np.argsort(-num_stages, kind="stable")
         result = np.empty(len(rows))
@@ -123,7 +129,7 @@ class PlanningProblem:
         return result
 
     def _times(self, rows: PartitionBatch, num_stages: Integers) -> BatchTimes:
-        """Stage times of all rows; equal to `LayerSums.times` row by row."""
+        """Compute the stage times of all rows; each row equals `LayerSums.times`."""
         starts, stops = rows.ranges(self.num_layers)
         forward_s = self.forward_s[stops] - self.forward_s[starts]
         after_s = self.backward_s[stops] - self.backward_s[starts]
@@ -145,7 +151,10 @@ class PlanningProblem:
 
 
 class MemoryTable:
-    """Running sums over the layers and, if devices are limited, the compute peak of every possible stage."""
+    """The counts of `memory.py` as arrays, to check many partitions at once.
+
+    It holds running sums over the layers and, if device memory is limited, the compute peak of every possible stage.
+    """
 
     def __init__(self, costs: Costs, limits: MemoryLimits) -> None:
         layers = costs.layers
@@ -168,7 +177,7 @@ class MemoryTable:
     def fits(
         self, rows: PartitionBatch, num_devices: int, num_micro_batches: int, rounds: int, update: str
     ) -> Booleans:
-        """Which rows [K] keep within the device limit and the host limit."""
+        """Check rows [K] against the device limit and the host limit."""
         fits = np.ones(len(rows), dtype=np.bool_)
         if self.limits.device_bytes is None and self.limits.host_bytes is None:
             return fits
@@ -186,9 +195,9 @@ class MemoryTable:
         return fits
 
     def first_layers(self) -> list[int]:
-        """By a stage's end (1 to L, 0 unused): its first layer at the earliest, if it has gradients.
+        """Return the earliest first layer of a fused or backward stage by its end (1 to L; entry 0 is unused).
 
-        The other stages may be of one layer each. A stage of one layer is always allowed.
+        Earliest means: if all other stages hold one layer each. A stage of one layer is always allowed here.
         """
         first = np.zeros(self.num_layers + 1, dtype=np.int64)
         if self.limits.device_bytes is not None:
@@ -202,7 +211,7 @@ class MemoryTable:
         return [int(layer) for layer in first]
 
     def last_ends(self) -> list[int]:
-        """By a forward stage's first layer: its end at the latest."""
+        """Return the latest end of a forward stage by its first layer."""
         ends = np.full(self.num_layers, self.num_layers)
         if self.limits.device_bytes is not None:
             zero = np.zeros(1, dtype=np.int64)
@@ -212,7 +221,7 @@ class MemoryTable:
         return [int(end) for end in ends]
 
     def _needed(self, weights: Integers, gradients: Integers, compute: Integers) -> Integers:
-        """Bytes of a device with this stage and otherwise stages of one layer."""
+        """Compute the bytes of a device that runs this stage and otherwise stages of one layer."""
         weights = np.maximum(weights, self.largest[0])
         gradients = np.maximum(gradients, self.largest[1])
         return np.asarray(
@@ -223,21 +232,21 @@ class MemoryTable:
         )
 
     def _gradient_bytes(self, slots: Integers) -> Integers:
-        """Two slots, and the buffer to round them in."""
+        """Add up two gradient slots and the buffer to round them in."""
         rounded = (self.limits.rounding_share * slots).astype(np.int64)
         return np.asarray(2 * slots + np.minimum(rounded, self.limits.rounding_bytes))
 
     def _device_bytes(self, rows: PartitionBatch, starts: Integers, stops: Integers) -> Integers:
-        """What each device allocates [K], without the round's integers (`memory.device_memory`)."""
+        """Compute what each device allocates [K], as `memory.device_memory`, without the round's integers."""
         weights = (self.weights[stops] - self.weights[starts]).max(axis=1)
         has_gradients = rows.has_gradients()
         gradients = np.where(has_gradients, self.gradients[stops] - self.gradients[starts], 0).max(axis=1)
-        # Every layer is in a fused or backward stage too, so forward stages never need the most.
+        # Each layer is in a fused or backward stage too, which needs at least what a forward stage with it needs.
         compute = np.where(has_gradients, self.compute[starts, stops], 0).max(axis=1)
         return np.asarray(2 * weights + self._gradient_bytes(gradients) + compute + self.staging_bytes)
 
     def _host_bytes(self, starts: Integers) -> Integers:
-        """Boundaries [K] of one micro-batch (`memory.host_activation_bytes`): each stage's first layer once."""
+        """Compute a micro-batch's boundary bytes [K], as `memory.host_activation_bytes`: each stage's first layer once."""
         cut = np.zeros((len(starts), self.num_layers), dtype=np.bool_)
         cut[np.arange(len(starts))[:, None], starts] = True
         return np.asarray(cut @ self.inputs + int(self.outputs.max()))
@@ -248,7 +257,7 @@ def _running(values: list[int]) -> Integers:
 
 
 def _compute_table(costs: Costs, recompute: str) -> Integers:
-    """Compute peak [L, L + 1] of a fused or backward stage by its first layer and its end."""
+    """Tabulate the compute peak [L, L + 1] of a fused or backward stage by its first layer and its end."""
     layers = costs.layers
     kept = _running([layer.activation_bytes for layer in layers])
     boundary = _running([layer.boundary_bytes for layer in layers])

@@ -1,4 +1,11 @@
-"""Every plan of a small model: all partitions in all rounds, ranked by a bound, proven by the exact step time."""
+"""The two searches without chance: every plan of a small model, and the paper's greedy packing.
+
+`search_all` ranks all partitions in all numbers of rounds by a lower bound of their step time and proves the winner with the
+exact one. `greedy_partition` packs stages as full as a longest stage allows (RoundPipe section 4.4.2); the random search
+starts from its partitions.
+
+Shapes: K partitions, S stages.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -12,33 +19,36 @@ from torchround.pipeline.search.partition_batch import (
     Floats,
     Integers,
     PartitionBatch,
+    batch_of,
     joined,
-    rows_of,
 )
 from torchround.pipeline.search.planning_problem import SAME_STEP, PlanningProblem
 
+# Longest stages tried as starts of the random search. Equal layers have far fewer different sums than this.
+MOST_LONGEST_STAGES = 20
+
 
 def num_partitions(num_layers: int) -> int:
-    """Pairs of compositions of the layers before each possible fused stage: 5462 for 8 layers."""
+    """Count the pairs of compositions of the layers before each possible fused stage: 5462 for 8 layers."""
     return 1 + sum(4 ** (split - 1) for split in range(1, num_layers))
 
 
 def search_all(problem: PlanningProblem, rounds_choices: Sequence[int]) -> Candidate | None:
-    """The fastest of all candidates that fit, or None if none does."""
-    rows = _all_rows(problem.num_layers)
+    """Return the fastest of all candidates that fit, or None if none fits."""
+    batch = _all_partitions(problem.num_layers)
     bounds: list[Floats] = []
     keys: list[Integers] = []
     for rounds in rounds_choices:
-        fitting = np.flatnonzero(problem.fits(rows, rounds))
-        fitting_rows = rows.take(fitting)
-        bounds.append(problem.estimate_s(fitting_rows, rounds))
-        keys.append(np.stack([np.full_like(fitting, rounds), fitting_rows.num_stages, fitting], axis=1))
-    return _best_first(problem, np.concatenate(bounds), np.concatenate(keys), rows)
+        fitting = np.flatnonzero(problem.fits(batch, rounds))
+        fitting_batch = batch.take(fitting)
+        bounds.append(problem.estimate_s(fitting_batch, rounds))
+        keys.append(np.stack([np.full_like(fitting, rounds), fitting_batch.num_stages, fitting], axis=1))
+    return _best_first(problem, np.concatenate(bounds), np.concatenate(keys), batch)
 
 
-def _all_rows(num_layers: int) -> PartitionBatch:
-    """All partitions."""
-    parts = [rows_of([Partition((), num_layers, ())])]
+def _all_partitions(num_layers: int) -> PartitionBatch:
+    """Enumerate all partitions of the layers."""
+    parts = [batch_of([Partition((), num_layers, ())])]
     for split in range(1, num_layers):
         ways = [_compositions(split, stages) for stages in range(1, split + 1)]
         parts += [_all_pairs(left, right, num_layers - split) for left in ways for right in ways]
@@ -46,7 +56,7 @@ def _all_rows(num_layers: int) -> PartitionBatch:
 
 
 def _all_pairs(left: Integers, right: Integers, fused: int) -> PartitionBatch:
-    """All forward counts x all backward counts."""
+    """Combine all forward layer counts `left` with all backward layer counts `right`."""
     number = len(left) * len(right)
     counts = [
         np.repeat(left, len(right), axis=0),
@@ -57,7 +67,7 @@ def _all_pairs(left: Integers, right: Integers, fused: int) -> PartitionBatch:
 
 
 def _compositions(total: int, parts: int) -> Integers:
-    """All lists of `parts` positive integers with this sum [K, parts]."""
+    """List all ways to write `total` as a sum of `parts` positive integers [K, parts]."""
     chosen = list(combinations(range(1, total), parts - 1))
     cuts = np.array(chosen, dtype=np.int64).reshape(len(chosen), parts - 1)
     ends = np.full((len(cuts), 1), total)
@@ -65,15 +75,16 @@ def _compositions(total: int, parts: int) -> Integers:
 
 
 def _best_first(
-    problem: PlanningProblem, bounds: Floats, keys: Integers, rows: PartitionBatch
+    problem: PlanningProblem, bounds: Floats, keys: Integers, batch: PartitionBatch
 ) -> Candidate | None:
-    """Exact step times in the order of their bounds, until no bound is below the best.
+    """Compute exact step times in the order of their bounds, until no bound is below the best of them.
 
     `keys` [.., 3]: rounds, number of stages and row of each candidate.
     """
     if not len(bounds):
         return None
-    # Bounds that differ by rounding count as equal; beyond 1e15 times the least they need not be told apart.
+    # Bounds that differ by rounding count as equal, so that the fewest rounds and stages come first among them. Bounds
+    # beyond 1e15 times the least need no order: rounding them to the unit below would overflow.
     unit = max(float(bounds.min()), 1e-15 * float(bounds.max())) * SAME_STEP
     equal = np.round(bounds / unit) if unit else bounds
     best: Candidate | None = None
@@ -81,30 +92,43 @@ def _best_first(
         if best is not None and bounds[index] >= problem.exact_s(best) * (1 - SAME_STEP):
             break
         rounds, _, row = keys[index].tolist()
-        best = problem.better(best, Candidate(rows.partition(row), rounds))
+        best = problem.better(best, Candidate(batch.partition(row), rounds))
     return best
 
 
-# The paper's partitions (RoundPipe section 4.4.2): for each possible longest stage, stages as full as they go.
+def published_packing(problem: PlanningProblem) -> Partition:
+    """Return the partition that RoundPipe's planner chooses: the greedy packing of the shortest predicted step.
 
+    The prediction is the paper's `(M S + N (N - 1)) / N` times the longest stage, for N devices, M micro-batches and S stages.
+    It leaves out hops and uneven stages, which our search counts; a benchmark compares the time that both take.
+    """
+    devices, micro_batches = problem.num_devices, problem.num_micro_batches
 
-# Longest stages tried; equal layers have far fewer different sums than this.
-MOST_CAPS = 20
+    def predicted_s(longest_s: float) -> float:
+        stages = greedy_partition(problem, longest_s).num_stages
+        return longest_s * (micro_batches * stages + devices * (devices - 1)) / devices
+
+    return greedy_partition(problem, min(_longest_stages_s(problem), key=predicted_s))
 
 
 def greedy_partitions(problem: PlanningProblem, slowest_s: float) -> list[Partition]:
-    """Partitions for every sum of consecutive forward or forward + backward times up to `slowest_s`.
+    """Return the greedy partitions for longest stages up to `slowest_s`, evenly thinned if there are many."""
+    longest = [longest_s for longest_s in _longest_stages_s(problem) if longest_s <= slowest_s]
+    if len(longest) > MOST_LONGEST_STAGES:
+        kept = np.linspace(0, len(longest) - 1, MOST_LONGEST_STAGES).round().astype(np.int64)
+        longest = [longest[index] for index in kept]
+    # A dict keeps the order and drops partitions that several longest stages lead to.
+    return list(dict.fromkeys(greedy_partition(problem, longest_s) for longest_s in longest))
 
-    Sums repeat for equal layers and are tried once, evenly thinned where there are still too many.
+
+def _longest_stages_s(problem: PlanningProblem) -> list[float]:
+    """List the distinct seconds of consecutive layers, forward and forward + backward, in ascending order.
+
+    A stage takes one of these times, so no other longest stage leads to another packing.
     """
     sums = np.concatenate([_range_sums(problem.forward_s), _range_sums(np.array(problem.both_s))])
-    caps = np.unique(np.round(sums[sums <= slowest_s], 12))
-    if len(caps) > MOST_CAPS:
-        caps = caps[np.linspace(0, len(caps) - 1, MOST_CAPS).round().astype(np.int64)]
-    found: dict[Partition, None] = {}
-    for cap_s in caps.tolist():
-        found.setdefault(greedy_partition(problem, cap_s))
-    return list(found)
+    distinct: list[float] = np.unique(np.round(sums, 12)).tolist()
+    return distinct
 
 
 def _range_sums(sums_s: Floats) -> Floats:
@@ -113,7 +137,10 @@ def _range_sums(sums_s: Floats) -> Floats:
 
 
 def greedy_partition(problem: PlanningProblem, longest_s: float) -> Partition:
-    """Fused and backward stages filled from the last layer, then forward stages from the first."""
+    """Fill the fused and the backward stages from the last layer, then the forward stages from the first.
+
+    A stage takes layers up to `longest_s` seconds per micro-batch, and no more than memory allows.
+    """
     longest_s *= 1 + 1e-9  # running sums of equal layers differ by rounding
     both_s, forward_s = problem.both_s, problem.sums.forward_s
     backward, stop = [], problem.num_layers
@@ -122,6 +149,7 @@ def greedy_partition(problem: PlanningProblem, longest_s: float) -> Partition:
         start = max(start, problem.first_layers[stop])
         backward.append(stop - start)
         stop = start
+    # The first stage packed is the fused one; the forward stages cover what lies before it.
     forward, start, split = [], 0, problem.num_layers - backward[0]
     while start < split:
         stop = bisect_right(forward_s, forward_s[start] + longest_s, start + 2, split + 1) - 1
