@@ -131,7 +131,7 @@ def assert_named(case, fuse, error):
         assert error is fuse.raised
         return
     assert type(error) is PipelineError and error.__cause__ is fuse.raised, repr(error)
-    place = error.place
+    place = error.location
     assert str(place) in str(error) and case.exception.__name__ in str(error)
     names = fused_model(case.variant, fuse).names
     if case.site in ("gradient norm", "update"):

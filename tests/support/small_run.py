@@ -1,6 +1,6 @@
 """Runs of `train.py` small enough to be repeated many times: the real command on a model of a few thousand weights.
 
-Everything is real (command line, files, checkpoints, signals) but the size of the model and of the text.
+Command line, files, checkpoints and signals are real. Only the model and the text are small.
 """
 
 import json
@@ -82,12 +82,12 @@ class SmallRuns:
         return self.folder / "outputs" / name
 
     def steps(self, name: str) -> list[dict[str, float]]:
-        """The objects of `metrics.jsonl`."""
+        """Read the objects of `metrics.jsonl`."""
         lines = (self.path(name) / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
     def losses(self, name: str) -> dict[int, tuple[float, ...]]:
-        """By step, the loss and whatever else does not depend on the machine."""
+        """Return the loss of each step, with the other values that do not depend on the machine."""
         keys = ("loss", "grad_norm", "lr", "tokens", "skipped_steps")
         return {int(line["step"]): tuple(line[key] for key in keys) for line in self.steps(name)}
 
@@ -95,21 +95,21 @@ class SmallRuns:
         return sorted(int(path.name[5:]) for path in (self.path(name) / "checkpoints").iterdir())
 
     def state(self, name: str, step: int = STEPS) -> dict[str, torch.Tensor]:
-        """Every tensor of a checkpoint: weights, moments and, in async, the older weights."""
+        """Read every tensor of a checkpoint: weights, moments and, in async, the older weights."""
         tensors = {}
         for path in sorted((self.path(name) / "checkpoints" / f"step-{step}").glob("*.safetensors")):
             tensors.update(load_file(path))
         return tensors
 
     def saved_state(self, name: str, step: int = STEPS) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors."""
+        """Read the part of a checkpoint that is not tensors."""
         state: dict[str, Any] = json.loads(
             (self.path(name) / "checkpoints" / f"step-{step}" / "state.json").read_text()
         )
         return state
 
     def assert_same(self, name: str, reference: str, step: int = STEPS) -> None:
-        """Bit for bit: the losses of every step, each told once, and what was saved after the last."""
+        """Require bitwise equal runs: the losses of every step, each logged once, and the state saved after `step`."""
         assert list(self.losses(reference)) == list(range(1, step + 1))
         assert [line["step"] for line in self.steps(name)] == [line["step"] for line in self.steps(reference)]
         assert self.losses(name) == self.losses(reference)
@@ -119,7 +119,7 @@ class SmallRuns:
         assert not different, f"{len(different)} of {len(ours)} tensors differ: {different[:5]}"
 
     def start(self, name: str, *overrides: str, launcher: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
-        """The same as a process of its own, with a model that `train.py` knows by itself."""
+        """Start a run as a process of its own, with the debug model, which `train.py` knows without this module."""
         arguments = ["--config", "small.toml", f"--run.name={name}", "--model.family=llama3"]
         arguments += ["--model.flavor=debug", "--engine.plan=none", *overrides]
         return subprocess.Popen(
@@ -133,7 +133,7 @@ class SmallRuns:
 
 
 def small_family() -> Family[Any]:
-    """Llama 3 of three blocks, 16 wide."""
+    """Make a Llama 3 family with three blocks, 16 wide."""
     family = FAMILIES["llama3"]
     untied = family.config_from_flavor(
         "debug", num_layers=3, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=32
@@ -143,16 +143,21 @@ def small_family() -> Family[Any]:
 
 @pytest.fixture
 def small_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs in `tmp_path`, with the model family `small`."""
-    monkeypatch.setattr(configured_model, "FAMILIES", {**FAMILIES, "small": small_family()})
+    """Yield runs in `tmp_path`, with the model family `small`."""
+    use_family(monkeypatch, "small", small_family())
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     yield SmallRuns(tmp_path)
     torch.set_num_threads(threads)
 
 
+def use_family(monkeypatch: pytest.MonkeyPatch, name: str, family: Family[Any]) -> None:
+    """Make `model.family = name` build `family` in this process."""
+    monkeypatch.setattr(configured_model, "FAMILIES", {**configured_model.FAMILIES, name: family})
+
+
 def write_text(path: Path, lines: int, seed: int = 0) -> None:
-    """JSON lines of random words."""
+    """Write JSON lines of random words."""
     generator = random.Random(seed)
     words = ["".join(generator.choices("abcdefgh", k=generator.randint(1, 9))) for _ in range(60)]
     texts = (" ".join(generator.choices(words, k=generator.randint(1, 30))) for _ in range(lines))
@@ -160,7 +165,7 @@ def write_text(path: Path, lines: int, seed: int = 0) -> None:
 
 
 def before_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
-    """Do something in the main thread while step `step`, counted from where a run starts, is dispatched."""
+    """Call `action` in the main thread while a run dispatches step `step`, counted from the run's first step."""
     cut, calls = torchround.trainer.cut, [0]
 
     def counting(batch, size):
@@ -173,9 +178,9 @@ def before_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[],
 
 
 def awaiting_saves(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """A function that waits until so many of the saves begun from now on have ended, well or not.
+    """Return a function that waits until the given number of saves, counted from now on, have ended or failed.
 
-    A save ends once its step is reported, which is when the step after next is dispatched at the latest.
+    A save ends once its step is reported. That happens when the step after next is dispatched, at the latest.
     """
     save, saves = Engine.save, list[PendingSave[Any]]()
 
@@ -197,7 +202,7 @@ def interrupt(number: int = signal.SIGTERM) -> None:
 
 
 def with_model(monkeypatch: pytest.MonkeyPatch, action: Callable[[LayeredModel], None]) -> None:
-    """Look at or change the model that `train.py` builds."""
+    """Call `action` with the model that `train.py` builds."""
     build = train_model.build_model
 
     def built(*arguments):
@@ -209,9 +214,9 @@ def with_model(monkeypatch: pytest.MonkeyPatch, action: Callable[[LayeredModel],
 
 
 def before_forward(monkeypatch: pytest.MonkeyPatch, layer: int, action: Callable[[int], None]) -> None:
-    """Do something before each forward of a layer, recomputes included, on whichever device.
+    """Call `action` before each forward of a layer, recomputations included, on any device.
 
-    The action is given how many forwards there were, this one included.
+    The action receives the number of forwards so far, including this one.
     """
     lock, calls = threading.Lock(), [0]
 

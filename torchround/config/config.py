@@ -35,96 +35,95 @@ class PlanTable(Table):
     """
 
     forward: Many[PositiveInt]
-    """Layers of each forward stage, from the first layer. Required; may be empty."""
+    """Layers of each forward stage, from the first layer on. Required, but may be empty."""
 
     fused: PositiveInt
-    """Layers of the fused stage: the last ones, forward and backward in one go. At least 1. Required."""
+    """Layers of the fused stage, at least 1: the last layers, which run forward and backward in one pass. Required."""
 
     backward: Many[PositiveInt]
-    """Layers of each further backward stage, from the deepest down to the first layer. Required; may be
-    empty."""
+    """Layers of each further backward stage, from the deepest down to the first layer. Required, but may be empty."""
 
     rounds: PositiveInt | None = None
-    """Rounds of a step, at most the number of micro-batches. When left out: `engine.rounds`."""
+    """Rounds of a step, at most the number of micro-batches. Default: `engine.rounds`."""
 
 
 class EngineTable(Table):
-    """How stages run on devices. Weights, gradients and optimizer state stay in host memory."""
+    """Devices, update rule, memory, number formats and the plan. Weights and optimizer state stay in host memory."""
 
     devices: Literal["auto", "cuda", "cpu"] = "auto"
-    """Kind of device. `cpu`: virtual devices, each a thread with its own memory limit. `auto`: `cuda` where
-    there is one, otherwise `cpu`."""
+    """Kind of device. `cpu`: virtual devices, each a thread with its own memory limit. `auto`: `cuda` if the machine has a
+    GPU, otherwise `cpu`."""
 
     num_devices: PositiveInt | None = None
-    """Devices to use, at least 1. More than the machine has of kind `cuda` share them. When left out: all GPUs;
+    """Devices to use, at least 1. If it is more than the number of GPUs, several devices share a GPU. Default: all GPUs, or
     one for `cpu`."""
 
     device_memory_gib: PositiveFloat | None = None
-    """Memory that a device may use, in GiB (2^30 bytes), above 0. When left out: the card's memory, or a fair
-    share of host memory for `cpu`. A lower limit makes smaller stages and larger bubbles."""
+    """Memory that a device may use, in GiB (2^30 bytes), above 0. A lower limit makes smaller stages and larger bubbles.
+    Default: the GPU's memory, or an equal share of host memory for `cpu`."""
 
     update: Literal["sync", "async"] = "sync"
-    """`sync`: step t computes with the weights after t updates. `async`: with the weights after t - 1, so that
-    the fill and drain of neighbouring steps overlap; 2 bytes more host memory per trained parameter, and the
-    one-step delay can hurt pre-training from scratch."""
+    """Age of the weights that a step computes with. `sync`: step t uses the weights after t updates. `async`: it uses the
+    weights after t - 1 updates, so that the end of one step overlaps with the start of the next. `async` takes 2 bytes
+    more host memory per trained parameter, and the delay of one step can hurt pre-training from scratch."""
 
     rounds: PositiveInt | Literal["auto"] | None = None
-    """Parts that a step's micro-batches are cut into; each passes through all stages in turn. 1 to the number
-    of micro-batches. More rounds keep fewer boundary activations in host memory, but upload the weights
-    again in each; above 1 the host adds gradients in float32 (4 bytes more per trained parameter), part by
-    part, so the last bits of a loss depend on the number of rounds. `auto`: the planner chooses, for this
-    number of devices; a run that goes on keeps its rounds. When left out: 1, or the plan's."""
+    """Number of parts that a step's micro-batches are cut into, 1 to the number of micro-batches. The parts pass through
+    all stages one after the other. More rounds keep fewer boundary activations in host memory, but each round uploads
+    all weights again. Above 1, the host adds the rounds' gradients in float32 (4 bytes more per trained parameter), so
+    the last bits of a loss depend on the number of rounds. `auto`: the planner chooses, for this number of devices, and a
+    resumed run keeps its rounds. Default: 1, or the plan's."""
 
     recompute: Literal["stage", "layer"] = "stage"
-    """What a backward stage keeps on the device at once: the activations of all its layers for one
-    micro-batch (`stage`), or of one layer (`layer`: less device memory, one more forward pass of the stage)."""
+    """Activations that a backward stage keeps on the device at once, for one micro-batch. `stage`: those of all its layers.
+    `layer`: those of one layer, which takes less device memory and one more forward pass of the stage."""
 
     grad_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format in which gradients travel to the host and wait there. `auto`: `training.dtype`. `float32`
-    costs 2 bytes more host memory per trained parameter and doubles the download."""
+    """Number format of gradients during the download and in host memory. `auto`: `training.dtype`. `float32` takes 2 bytes
+    more host memory per trained parameter and doubles the download."""
 
     accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format in which a device adds up a round's micro-batches. `bfloat16` halves the device memory of
-    gradients but loses small contributions when there are many micro-batches."""
+    """Number format in which a device adds up the gradients of a round's micro-batches. `bfloat16` halves the device memory
+    of gradients, but loses small contributions if there are many micro-batches."""
 
     plan: PlanTable | Name | None = None
     """Partition to use instead of the planner's: a path to a `plan.json`, or
-    `{forward = [2, 2], fused = 2, backward = [2, 2], rounds = 1}`. When left out: the planner decides."""
+    `{forward = [2, 2], fused = 2, backward = [2, 2], rounds = 1}`. Default: the planner decides."""
 
     measure_steps: NonNegativeInt = 3
-    """Steps at the start of a run that measure every layer's time, by running with one layer a stage. Then the
-    planner decides once more, from medians of those times, and the plan is kept (`plan.json`), also by a run
-    that goes on. Losses do not depend on it. 0: plan from FLOPs and bytes alone. Not used with `plan`."""
+    """Steps at the start of a run that measure every layer's time, by running one layer per stage. Afterwards the planner
+    plans again, from the medians of those times, and writes `plan.json`, which a resumed run keeps. Losses do not
+    depend on it. 0: plan from FLOPs and bytes alone. Not used with `plan`."""
 
     hang_timeout_s: PositiveFloat = 300.0
-    """Seconds without progress of a worker after which the run stops with a report of what each thread waits
-    for. Above 0; longer than the longest stage takes for one micro-batch."""
+    """Seconds without progress of a worker after which the run stops and reports what each thread waits for. Above 0. It
+    must be longer than the longest stage takes for one micro-batch."""
 
     compile: bool | Literal["auto"] = "auto"
-    """What Inductor compiles. `true`: the host's optimizer pass and the layers. `auto`: the optimizer pass alone, from
+    """Code that Inductor compiles. `true`: the host's optimizer pass and the layers. `auto`: the optimizer pass alone, from
     2^25 trained parameters on; smaller models do not win the time back. `false`: nothing.
 
-    The optimizer pass becomes several times as fast, with the same bits; compiling it takes a core about 20 s while
-    the first step runs. Each kind of layer is compiled once for all layers of that kind, during the first step, for
-    each size of a micro-batch: 10 to 60 s each, on CUDA once per GPU. Layers become faster where elementwise steps
-    count, and their losses differ in the last bits from uncompiled ones, so a run should keep this setting; in device
-    memory a compiled layer holds all its gradients of one micro-batch at once. Results are kept in
-    `TORCHINDUCTOR_CACHE_DIR`. Needs a C++ compiler (`CXX`) and, on CUDA, Triton; what cannot be compiled runs as it
-    is, with one warning."""
+    The compiled optimizer pass is several times as fast, with the same bits. Compiling it takes one core about 20 s
+    while the first step runs. Layers are compiled during the first step, once for each kind of layer and each size of
+    micro-batch: 10 to 60 s each, on CUDA once per GPU. Compiled layers are faster if elementwise steps take a large part
+    of the time. A compiled layer holds all its gradients of one micro-batch on the device at once. Its losses differ in
+    the last bits from uncompiled ones, so a run should keep this setting. Compiled code is cached in
+    `TORCHINDUCTOR_CACHE_DIR`. Needs a C++ compiler (`CXX`) and, on CUDA, Triton. Code that cannot be compiled runs
+    uncompiled, with one warning."""
 
     share_links: bool | Literal["auto"] = "auto"
-    """Whether GPUs that share a link to the host, such as those below one PCIe switch, take turns to upload weights.
-    `auto`: measured at the start of a run with several GPUs, which takes about a second; those that get clearly
-    less through together than one after the other take turns. `true`: all devices take turns, without measuring. `false`:
-    nothing is measured, and none do. Losses do not depend on it."""
+    """Turns for GPUs that share a link to the host, for example below one PCIe switch: one uploads weights at a time.
+    `auto`: a run with several GPUs measures its links at the start, which takes about a second, and GPUs that transfer
+    clearly less together than one after the other take turns. `true`: all devices take turns, without measuring.
+    `false`: no device takes turns, without measuring. Losses do not depend on it."""
 
     cpu_threads: PositiveInt | None = None
-    """Threads that PyTorch uses inside one operation on the CPU, at least 1. When left out: PyTorch's choice.
-    With several `cpu` devices, devices x threads should not exceed the cores."""
+    """Threads that PyTorch uses inside one operation on the CPU, at least 1. With several `cpu` devices, devices x threads
+    should not exceed the cores. Default: PyTorch's choice."""
 
 
 class Config(Table):
-    """A whole run. `load_config` also checks what tables demand of each other; the constructor does not."""
+    """The configuration of a run. `load_config` also checks what tables demand of each other; the constructor does not."""
 
     run: RunTable = Field(default_factory=RunTable)
     model: ModelTable
@@ -142,5 +141,5 @@ class Config(Table):
 
     @property
     def num_micro_batches(self) -> int:
-        """M: micro-batches of one step, `ceil(global_batch_size / micro_batch_size)`."""
+        """Return M, the micro-batches of one step: `ceil(global_batch_size / micro_batch_size)`."""
         return -(-self.training.global_batch_size // self.training.micro_batch_size)

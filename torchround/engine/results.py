@@ -1,16 +1,16 @@
 """What a caller can ask of a dispatched pass. Every answer waits for what it needs, and is kept."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import median
 
-from torchround.engine.board import Fact
+from torchround.engine.board import HandOver, WaitForHandOver
 from torchround.engine.device import Mark
-from torchround.engine.optimizer_worker import BundleUpdate, UpdateReport
+from torchround.engine.optimizer_worker import UPDATED, BundleUpdate, UpdateReport
 from torchround.engine.passes import Pass, read_loss
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.worker.transfers import Boundary
+from torchround.engine.worker.activation_transfers import LOSS
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, StageTask
 from torchround.pipeline.timeline import TaskKind
@@ -85,6 +85,9 @@ class DeviceTimes:
         return DeviceTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
+STAGE_DONE = HandOver[SlotReport]("stage slot {0} to be enqueued")
+
+
 def times_by_device(reports: Iterable[SlotReport], num_devices: int) -> list[DeviceTimes]:
     """The sum of the reports of each device, in device order."""
     times = [DeviceTimes()] * num_devices
@@ -96,10 +99,8 @@ def times_by_device(reports: Iterable[SlotReport], num_devices: int) -> list[Dev
 class StepResult:
     """A pass's loss and device time and, of a training step, its update. `pool` is its engine's."""
 
-    def __init__(
-        self, work: Pass, tasks: list[StageTask], pool: HostPool, wait: Callable[[Fact], object]
-    ) -> None:
-        self.work = work
+    def __init__(self, pass_: Pass, tasks: list[StageTask], pool: HostPool, wait: WaitForHandOver) -> None:
+        self.pass_ = pass_
         self.tasks = tasks
         self.pool = pool
         self._wait = wait
@@ -110,28 +111,25 @@ class StepResult:
     @property
     def num_labels(self) -> int:
         """Labels that count, over the whole pass: the loss divisor."""
-        return self.work.num_labels
+        return self.pass_.num_labels
 
     def loss(self) -> float:
         """Mean token loss over the pass: sums added in micro-batch order in fp64, then divided once."""
         if self._loss is None:
-            total = sum(self._loss_sum(index) for index in range(len(self.work.micro_batches)))
+            total = sum(self._loss_sum(index) for index in range(len(self.pass_.micro_batches)))
             self._loss = total / max(self.num_labels, 1)
         return self._loss
 
     def update(self) -> UpdateReport:
         """Gradient norm before clipping, whether the update was skipped, and its time. After `Engine.step`."""
         if self._update is None:
-            report = self._wait(Fact("updated", self.work.step))
-            assert isinstance(report, UpdateReport), f"update of step {self.work.step} reported {report!r}"
-            self._update = report
+            self._update = self._wait(UPDATED(self.pass_.step))
         return self._update
 
     def reports(self) -> list[SlotReport]:
         """What the devices report of each stage task, in dispatch order."""
         if self._reports is None:
-            reports = [self._wait(Fact("done", task.slot)) for task in self.tasks]
-            self._reports = [report for report in reports if isinstance(report, SlotReport)]
+            self._reports = [self._wait(STAGE_DONE(task.slot)) for task in self.tasks]
         return self._reports
 
     def device_times(self, num_devices: int) -> list[DeviceTimes]:
@@ -146,13 +144,11 @@ class StepResult:
     def collect(self) -> None:
         """Wait for everything, so that the engine may forget how it came about."""
         self.wait()
-        if self.work.training:
+        if self.pass_.training:
             self.update()
 
     def _loss_sum(self, index: int) -> float:
-        boundary = self._wait(Fact("loss", self.work.index, (index,)))
-        assert isinstance(boundary, Boundary), f"loss of micro-batch {index} is {boundary!r}"
-        return read_loss(boundary, self.pool)
+        return read_loss(self._wait(LOSS(self.pass_.index, index)), self.pool)
 
 
 # Measured costs: each layer's own times, from steps that ran with one layer a stage.

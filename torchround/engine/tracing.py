@@ -85,7 +85,7 @@ class Tracer:
         for device, watch in zip(self.devices, self._watches, strict=True):
             device.finish()
             device.watchers.remove(watch)
-        spans = [*self._computation(result), *self._transfers(result.work.step), *self._updates(result)]
+        spans = [*self._computation(result), *self._transfers(result.pass_.step), *self._updates(result)]
         tasks, starts = zip(*spans, strict=True)
         ends = tuple(start + task.duration_s for task, start in spans)
         return Timeline(tasks, starts, ends, len(self.devices))
@@ -132,7 +132,7 @@ class Tracer:
                 layers=range(update.layer, update.layer + 1),
                 micro_batch=0,
                 stream="update",
-                step=result.work.step,
+                step=result.pass_.step,
             )
             yield task, update.start_s - self._base_s
 
