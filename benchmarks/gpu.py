@@ -1,34 +1,23 @@
-"""What the engine reaches on real GPUs: tokens/s, MFU, memory and copy rates, beside what was predicted.
-
-    python benchmarks/gpu.py --json figures.json
-
-A model of a real shape with random weights and random tokens, `sync` and `async`, with one worker and with two
-that share a card, and as a rival a plain loop that keeps everything on the card. The plan is made for a card of
-`--device-memory-gib`, so that there is something to offload on a large card too. `--devices cpu` runs the same
-code on virtual devices, for a try without a GPU. Prints a short table; everything goes to the JSON file.
-"""
+"""What the engine reaches on real GPUs: tokens/s, MFU, memory and copy rates, beside what was predicted."""
 
 import argparse
 import gc
 import itertools
 import json
 import math
-import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import psutil
 import torch
 
-from benchmarks.gpu_figures import copy_rates, figures_table, machine, test_results
-from benchmarks.plain_loops import ResidentLoop
+from benchmarks.frame import Benchmark, Report
+from benchmarks.gpu_figures import cards, copy_rates, figures_table, test_results
+from benchmarks.plain_loops import LR, ResidentLoop, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.device import GIB, Device
 from torchround.engine.engine import Engine
@@ -46,14 +35,13 @@ from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, RunNumbers, run_question
 from torchround.run.step_meter import mfu, train_flops_per_token
 
-LR = 1e-4
 OPTIMIZER = OptimizerTable(lr=LR)
 WARM_UP_STEPS = 2  # what comes after these allocates nothing more
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What is trained: a model, its vocabulary, and how large a step is."""
+class TrainedModel:
+    """A model, its vocabulary, and the size of a step."""
 
     name: str
     model: LayeredModel
@@ -61,26 +49,11 @@ class Shape:
     training: TrainingTable
 
     def micro_batches(self, seed: int) -> list[MicroBatch]:
-        """One step of random tokens, one document a sequence."""
-        generator = torch.Generator().manual_seed(seed)
-        size, tokens = self.training.micro_batch_size, self.training.seq_len
-        positions = torch.arange(tokens).expand(size, -1).contiguous()
-        return [
-            MicroBatch(
-                drawn[:, :-1].contiguous(),
-                drawn[:, 1:].contiguous(),
-                positions,
-                torch.zeros_like(positions),
-                max_documents=1,
-            )
-            for drawn in (
-                torch.randint(self.vocab_size, (size, tokens + 1), generator=generator)
-                for _ in range(self.training.global_batch_size // size)
-            )
-        ]
+        """Draw one step of random tokens, always the same ones for a seed."""
+        return random_step(self.training, self.vocab_size, torch.Generator().manual_seed(seed))
 
     def flops_per_token(self) -> float:
-        """Of training, without recomputation."""
+        """Return the FLOPs of training on one token, recomputation not counted."""
         size, tokens = self.training.micro_batch_size, self.training.seq_len
         element_bytes = DTYPES[self.training.dtype].itemsize
         works = [layer.work(size, tokens, element_bytes) for layer in self.model.layers]  # type: ignore[operator]
@@ -88,7 +61,7 @@ class Shape:
 
 
 class Bench:
-    """All measurements of one call, in order, until the time is up."""
+    """All measurements of one run of the benchmark, in order, until the time is up."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -101,16 +74,16 @@ class Bench:
             micro_batch_size=options.micro_batch_size,
             dtype=options.dtype,
         )
-        self.shape = Shape(
+        self.shape = TrainedModel(
             f"{options.family} {options.flavor}", family.build(config), config.vocab_size, training
         )
 
-    def run(self) -> dict[str, Any]:
-        """Everything that goes to the JSON file."""
+    def run(self) -> Report:
+        """Measure and return everything that goes to the JSON file."""
         one = find_hardware(self._table("sync", 1))
         training = self.shape.training
         report: dict[str, Any] = {
-            "machine": machine(one),
+            "cards": cards(one),
             "model": self.shape.name,
             "dtype": training.dtype,
             "tokens_per_step": training.global_batch_size * training.seq_len,
@@ -186,7 +159,7 @@ class Bench:
         return figures
 
     def _steps(self, engine: Engine) -> tuple[list[StepResult], list[float], list[int]]:
-        """Warm-up and measured steps, each dispatched while the one before it runs."""
+        """Run warm-up and measured steps; each is dispatched while the step before it runs."""
         results: list[StepResult] = []
         ends_s: list[float] = []
         allocations: list[int] = []
@@ -210,7 +183,7 @@ class Bench:
         steps_s = [later - earlier for earlier, later in itertools.pairwise(ends_s)]
         step_s = statistics.median(steps_s[WARM_UP_STEPS - 1 :])
         tokens_per_s = results[-1].num_labels / step_s
-        times = [sum_times(result, workers) for result in results[WARM_UP_STEPS:]]
+        times = [sum_times(result) for result in results[WARM_UP_STEPS:]]
         cards = num_cards(hardware.make_devices())
         return {
             "losses": [result.loss() for result in results],
@@ -228,7 +201,7 @@ class Bench:
         return None if hardware.spec is None else hardware.spec.flops_per_s(self.shape.training.dtype)
 
     def _measure_layers(self, store: HostStore) -> tuple[list[dict[str, Any]], float, Costs]:
-        """Each layer's own times, from the first steps, with one layer a stage; and the first loss."""
+        """Measure each layer's own times in the first steps, with one layer per stage; also return the first loss."""
         table = self._table("sync", 1).model_copy(update={"update": store.policy.name})
         hardware, numbers = find_hardware(table), self._numbers(table)
         counted = run_question(self.shape.model, numbers, hardware).costs()
@@ -256,13 +229,13 @@ class Bench:
         return layers, results[0].loss(), costs
 
     def _predicted_s(self, plan: Plan, costs: Costs) -> float:
-        """The simulated step of `plan` with measured layer times; every worker with a card of its own."""
+        """Simulate a step of `plan` with measured layer times, as if every worker had a card of its own."""
         return evaluate_plan(
             plan.partition, plan.rounds, costs, plan.num_devices, plan.num_micro_batches, plan.update
         ).step_s
 
     def _resident(self, store: HostStore) -> dict[str, Any]:
-        """The rival, from the same weights and on the same tokens."""
+        """Train the rival from the same weights and on the same tokens."""
         hardware = find_hardware(self._table("sync", 1))
         device = hardware.make_devices()[0].torch_device
         start_peak(hardware.make_devices())
@@ -293,20 +266,27 @@ class Bench:
         }
 
 
-def sum_times(result: StepResult, workers: int) -> dict[str, float]:
-    """Seconds and bytes of all devices in one step."""
-    times = result.device_times(workers)
-    return {key: sum(getattr(each, key) for each in times) for key in vars(times[0])}
+def sum_times(result: StepResult) -> dict[str, float]:
+    """Add up the seconds and bytes of all devices in one step."""
+    names = (
+        "busy_s",
+        "input_wait_s",
+        "weights_wait_s",
+        "optimizer_wait_s",
+        "uploaded_bytes",
+        "downloaded_bytes",
+    )
+    return {name: sum(getattr(report, name) for report in result.reports()) for name in names}
 
 
 def num_cards(devices: Sequence[Device]) -> int:
-    """GPUs behind the devices; a virtual device is one of its own."""
+    """Count the GPUs behind the devices; each virtual device counts as one."""
     cuda = {device.torch_device for device in devices if device.torch_device.type == "cuda"}
     return len(cuda) or len(devices)
 
 
 def start_peak(devices: Sequence[Device]) -> int:
-    """Forget earlier peaks; what the cards hold already."""
+    """Forget earlier peaks, and return the bytes that the fullest card holds already."""
     cards = {device.torch_device for device in devices if device.torch_device.type == "cuda"}
     for card in cards:
         torch.cuda.synchronize(card)
@@ -315,27 +295,25 @@ def start_peak(devices: Sequence[Device]) -> int:
 
 
 def peak(devices: Sequence[Device]) -> int:
-    """The fullest card's peak in bytes."""
+    """Return the fullest card's peak in bytes."""
     return max(device.peak_bytes() for device in devices)
 
 
 def num_allocations(devices: Sequence[Device]) -> int:
-    """The engine's own and, on CUDA, every block that PyTorch asked the driver for."""
+    """Count the engine's own allocations and, on CUDA, every block that PyTorch asked the driver for."""
     cards = {device.torch_device for device in devices if device.torch_device.type == "cuda"}
     driver = sum(int(torch.cuda.memory_stats(card)["num_device_alloc"]) for card in cards)
     return sum(device.num_allocations for device in devices) + driver
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write the JSON file, print the table. 1 if a loss is not finite or a given test failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", required=True, help="where the figures go")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the model, the steps and the limits."""
     parser.add_argument("--devices", choices=["auto", "cuda", "cpu"], default="cuda", help="kind of device")
     parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen3", help="model family")
     parser.add_argument("--flavor", default="1.7B", help="the family's flavor")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of weights and compute")
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), default="bfloat16", help="number format of weights and computation"
+    )
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--micro-batch-size", type=int, default=4, help="sequences of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=16, help="micro-batches of a step")
@@ -349,19 +327,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=270.0, help="no run starts after so many seconds")
     parser.add_argument("--compile", action="store_true", help="compile the optimizer pass (a C++ compiler)")
     parser.add_argument("--tests-xml", help="pytest's JUnit file, to be counted into the figures")
-    options = parser.parse_args(arguments)
-    start_s = time.perf_counter()
-    report = Bench(options).run()
-    report["bench_s"] = time.perf_counter() - start_s
-    report["cpu_threads"] = torch.get_num_threads()
-    path = Path(options.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + os.linesep, encoding="utf-8")
-    print(figures_table(report))
-    losses = [loss for run in [*report["runs"], report["resident"]] for loss in run.get("losses", ())]
-    tests = report.get("tests", {"failed": 0})
-    return 0 if tests["failed"] == 0 and all(map(math.isfinite, losses)) else 1
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def missed_bounds(figures: Report) -> list[str]:
+    """List losses that are not finite and tests that failed."""
+    runs = [*figures["runs"], figures["resident"]]
+    missed = [
+        f"loss {loss} is not finite"
+        for run in runs
+        for loss in run.get("losses", ())
+        if not math.isfinite(loss)
+    ]
+    return missed + [f"test {name} failed" for name in figures.get("tests", {}).get("failures", ())]
+
+
+def headline(figures: Report) -> tuple[str, str]:
+    """Name the speed of each run that was made, and the rival's."""
+    runs = [run for run in figures["runs"] if "left_out" not in run]
+    ours = ", ".join(f"{run['update']} x {run['workers']} {run['tokens_per_s']:.0f}" for run in runs)
+    resident = figures["resident"]
+    rival = resident.get("left_out") or f"all on the device {resident['tokens_per_s']:.0f}"
+    return f"{figures['model']}: {ours or 'no run'} tokens/s", rival
+
+
+GPU = Benchmark(
+    """What the engine reaches on real GPUs: tokens/s, MFU, memory and copy rates, beside what was predicted.
+
+A model of a real shape with random weights and random tokens, sync and async, with one worker and with two that share
+a card, and as a rival a plain loop that keeps everything on the card. The plan is made for a card of
+--device-memory-gib, so that there is something to offload on a large card too. --devices cpu runs the same code on
+virtual devices, for a try without a GPU. Prints a short table; everything goes to the JSON file. Ends with 1 if a
+loss is not finite or a given test failed.""",
+    add_options,
+    lambda options: Bench(options).run(),
+    headline,
+    "--devices cpu --flavor debug --seq-len 32 --micro-batch-size 1 --micro-batches 2 --steps 1 "
+    "--device-memory-gib 0.02 --copy-mib 1 --workers 1 --updates sync",
+    missed_bounds,
+    show=figures_table,
+)

@@ -1,13 +1,10 @@
-"""Parts of `bench_gpu.py`: the machine, copy rates, the outcome of the tests, and the table of all figures."""
+"""Parts of the benchmark `gpu`: the cards, copy rates, the outcome of the tests, and the table of all figures."""
 
-import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import psutil
 import torch
 
 from torchround.engine.device import GIB, Device, Stream
@@ -17,27 +14,24 @@ from torchround.run.hardware import Hardware
 REPEATS = 4
 
 
-def machine(hardware: Hardware) -> dict[str, Any]:
-    """What the figures were measured on."""
+def cards(hardware: Hardware) -> dict[str, Any]:
+    """Describe the devices that the figures were measured on."""
     cuda = hardware.kind == "cuda"
     return {
-        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        "names": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         if cuda
         else ["cpu"],
         "device_gib": torch.cuda.get_device_properties(0).total_memory / GIB if cuda else None,
         "known_card": None if hardware.spec is None else hardware.spec.name,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "host_gib": psutil.virtual_memory().total / GIB,
     }
 
 
 def copy_rates(devices: Sequence[Device], nbytes: int) -> dict[str, Any]:
-    """GB/s (1e9 bytes) per card from and to pinned memory: each way alone, both ways, all cards both ways.
+    """Measure GB/s (1e9 bytes) per card from and to pinned memory: each way alone, both ways, all cards both ways.
 
-    The last one tells whether cards disturb each other, behind a shared PCIe switch for example.
+    The last one shows whether cards disturb each other, behind a shared PCIe switch for example.
     """
     memory = HostAllocator(devices[0].pins_host_memory)
     lanes = [_Lane(device, memory, nbytes) for device in devices]
@@ -64,7 +58,7 @@ def copy_rates(devices: Sequence[Device], nbytes: int) -> dict[str, Any]:
 
 
 class _Lane:
-    """One device's buffers for both ways, and the copies under way."""
+    """Buffers of one device for both ways, and the copies under way."""
 
     def __init__(self, device: Device, memory: HostAllocator, nbytes: int) -> None:
         self.device = device
@@ -75,7 +69,7 @@ class _Lane:
         self.rates(list(streams))  # warm up
 
     def rates(self, streams: Sequence[Stream]) -> list[float]:
-        """GB/s of each stream while all of them copy."""
+        """Measure GB/s of each stream while all of them copy."""
         self.start(streams)
         return self.finish()
 
@@ -97,7 +91,7 @@ class _Lane:
 
 
 def test_results(path: Path) -> dict[str, Any]:
-    """Counts of pytest's JUnit file, and the names of what failed."""
+    """Count the tests in pytest's JUnit file, and name those that failed."""
     cases = list(ElementTree.parse(path).getroot().iter("testcase"))
     failed = [
         case.get("name")
@@ -108,11 +102,11 @@ def test_results(path: Path) -> dict[str, Any]:
 
 
 def figures_table(report: dict[str, Any]) -> str:
-    """The figures that matter, a line each."""
+    """Format the figures that matter, one line each."""
     copies, tests = report["copies"], report.get("tests")
-    found = report["machine"]
+    found = report["cards"]
     title = (
-        f"{found['devices'][0]} x {len(found['devices'])}, torch {found['torch']}: {report['model']}, "
+        f"{found['names'][0]} x {len(found['names'])}, torch {found['torch']}: {report['model']}, "
         f"{report['parameters'] / 1e9:.3f} G parameters, {report['dtype']}, {report['tokens_per_step']} tokens a step"
     )
     lines = [title]
@@ -136,7 +130,7 @@ def _run_line(name: str, run: dict[str, Any]) -> str:
         return f"{name:22}left out: {run['left_out']}"
     share = "-" if run["mfu"] is None else f"{100 * run['mfu']:.1f} %"
     predicted = run.get("predicted_from_measured_layers_s")
-    exposed = run.get("per_device_and_step", {}).get("waiting_for_weights_s")
+    exposed = run.get("per_device_and_step", {}).get("weights_wait_s")
     return (
         f"{name:22}{run['tokens_per_s']:>10.0f}{share:>8}{run['step_s']:>9.3f}{_number(predicted, 3):>9}"
         f"{run['device_peak_gib']:>7.2f}{_number(run.get('predicted_device_gib'), 2):>7}{_number(exposed, 4):>18}"

@@ -1,83 +1,57 @@
-"""Host bytes per trained parameter: resident memory of a training process over that of the same process before.
-
-"Before" is after two steps of a model of 80 thousand parameters: what PyTorch imports for a first step, some 110 MB, is
-the same for any model. Printed beside it: over the process before any step.
-
-    python benchmarks/host_memory.py --update sync
-
-Builds a Llama-shaped model in bf16 (by default 308 M parameters), trains two short steps, and subtracts what the
-virtual devices hold, which on a GPU is not host memory. Prints JSON.
-"""
+"""Host memory: bytes per trained parameter while training, and the peak while reading a Hugging Face folder."""
 
 import argparse
 import gc
 import json
 import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import psutil
 import torch
+from safetensors.torch import save_file
 
-from torchround.config import OptimizerTable
+from benchmarks.frame import Benchmark, Report, in_fresh_process, peak_bytes, reset_peak, resident_bytes
+from benchmarks.plain_loops import LR, random_step
+from torchround.config import OptimizerTable, TrainingTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.results import one_layer_a_stage
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import MicroBatch
-from torchround.models import FAMILIES, Family
+from torchround.hf import PretrainedWeights
+from torchround.models import FAMILIES
+from torchround.models.common.config import TransformerConfig
 
-TOKENS = 16
-
-
-def resident_bytes() -> int:
-    """Resident set of this process."""
-    gc.collect()
-    return int(psutil.Process().memory_info().rss)
+FAMILY = FAMILIES["llama3"]
+ONE_SHORT_SEQUENCE = TrainingTable(seq_len=16, global_batch_size=1, micro_batch_size=1)
+SHARD_BYTES = 200_000_000
+MOST_PEAK_OVER_STORE = 1.15
 
 
-def micro_batch(vocab_size: int) -> MicroBatch:
-    """One short sequence of random tokens."""
-    drawn = torch.randint(vocab_size, (1, TOKENS + 1))
-    positions = torch.arange(TOKENS).expand(1, -1).contiguous()
-    return MicroBatch(
-        drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, torch.zeros_like(positions)
-    )
+# While training.
 
 
-def train(family: Family[Any], shape: Any, update: str) -> dict[str, float]:
-    """Two steps: resident bytes over those before, devices' own left out, those of the store, and parameters."""
-    before = resident_bytes()
-    model = family.build(shape)
-    store = HostStore(model, torch.bfloat16, policy=POLICIES[update])
-    store.initialize(model, seed=0)
-    device = CpuDevice(0)
-    partition = one_layer_a_stage(len(model.layers))
-    with Engine(model, store, [device], partition, optimizer=OptimizerTable()) as engine:
-        for _ in range(2):
-            engine.forward_backward([micro_batch(shape.vocab_size)])
-            engine.step(lr=1e-4)
-        engine.drain()
-        added = resident_bytes() - before - device.peak_bytes()
-    return {"added": added, "store": store.nbytes(), "parameters": store.num_parameters()}
-
-
-def main() -> None:
-    """Train a small model, then the large one, and print the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the update policy and the size."""
     parser.add_argument("--update", choices=sorted(POLICIES), default="sync", help="update policy")
     parser.add_argument("--blocks", type=int, default=20, help="blocks of 12.8 M parameters")
-    options = parser.parse_args()
-    family = FAMILIES["llama3"]
-    shape = replace(
-        family.config_from_flavor("debug_25m"),
-        num_layers=options.blocks,
+
+
+def training_memory(options: argparse.Namespace) -> Report:
+    """Measure in a process of its own."""
+    return in_fresh_process(train_tiny_then_large, options.update, options.blocks)
+
+
+def train_tiny_then_large(update: str, blocks: int) -> Report:
+    """Train a tiny model, then the measured one, and report resident bytes per parameter of the second."""
+    large = replace(
+        FAMILY.config_from_flavor("debug_25m"),
+        num_layers=blocks,
         hidden_size=1024,
         num_heads=16,
         num_kv_heads=8,
@@ -86,25 +60,154 @@ def main() -> None:
         vocab_size=25600,
     )
     tiny = replace(
-        shape, num_layers=1, hidden_size=64, num_heads=2, num_kv_heads=1, ffn_size=128, vocab_size=512
+        large, num_layers=1, hidden_size=64, num_heads=2, num_kv_heads=1, ffn_size=128, vocab_size=512
     )
-    first_steps = train(family, tiny, options.update)["added"]
-    found = train(family, shape, options.update)
+    # PyTorch imports some 110 MB for a first step of any model; they are not the measured model's.
+    first_steps = added_by_training(tiny, update)["added"]
+    found = added_by_training(large, update)
     parameters = found["parameters"]
-    print(
-        json.dumps(
-            {
-                "update": options.update,
-                "parameters": parameters,
-                "store_bytes_per_parameter": found["store"] / parameters,
-                "resident_bytes_per_parameter": found["added"] / parameters,
-                "first_steps_of_any_model_mb": first_steps / 1e6,
-                "resident_bytes_per_parameter_with_them": (found["added"] + first_steps) / parameters,
-            },
-            indent=2,
-        )
-    )
+    return {
+        "update": update,
+        "parameters": parameters,
+        "store_bytes_per_parameter": found["store"] / parameters,
+        "resident_bytes_per_parameter": found["added"] / parameters,
+        "first_steps_of_any_model_mb": first_steps / 1e6,
+        "resident_bytes_per_parameter_with_them": (found["added"] + first_steps) / parameters,
+    }
 
 
-if __name__ == "__main__":
-    main()
+def added_by_training(config: TransformerConfig, update: str) -> dict[str, float]:
+    """Train two steps. Return the resident bytes that they added, the store's own bytes and the parameters.
+
+    What the virtual device holds is subtracted: on a GPU that is not host memory.
+    """
+    gc.collect()
+    before = resident_bytes()
+    model = FAMILY.build(config)
+    store = HostStore(model, torch.bfloat16, policy=POLICIES[update])
+    store.initialize(model, seed=0)
+    device = CpuDevice(0)
+    partition = one_layer_a_stage(len(model.layers))
+    micro_batches = random_step(ONE_SHORT_SEQUENCE, config.vocab_size, torch.Generator().manual_seed(0))
+    with Engine(model, store, [device], partition, optimizer=OptimizerTable()) as engine:
+        for _ in range(2):
+            engine.forward_backward(micro_batches)
+            engine.step(LR)
+        engine.drain()
+        gc.collect()
+        added = resident_bytes() - before - device.peak_bytes()
+    return {"added": added, "store": store.nbytes(), "parameters": store.num_parameters()}
+
+
+TRAINING = Benchmark(
+    """Resident host bytes per trained parameter, beside what a process of the same kind holds before.
+
+Trains two short steps of a Llama-shaped model in bf16 (308 M parameters by default) after two steps of a model of 80
+thousand parameters, and subtracts what the virtual devices hold, which on a GPU is not host memory. The figure with
+what PyTorch imports for a first step is printed too.""",
+    training_options,
+    training_memory,
+    lambda figures: (
+        f"{figures['update']}: {figures['resident_bytes_per_parameter']:.2f} resident bytes per trained parameter",
+        f"the store alone {figures['store_bytes_per_parameter']:.2f}; RoundPipe 20.3 to 21.6 (published)",
+    ),
+    "--blocks 1",
+)
+
+
+# While reading weights.
+
+
+def loading_options(parser: argparse.ArgumentParser) -> None:
+    """Add the size."""
+    parser.add_argument("--parameters", type=float, default=500e6, help="size of the model")
+
+
+def loading_memory(options: argparse.Namespace) -> Report:
+    """Write a folder of random weights, and read it in a process of its own."""
+    needed = 16 * options.parameters
+    if psutil.virtual_memory().available < needed:
+        sys.exit(f"{needed / 2**30:.1f} GiB of free memory are needed")
+    config = loaded_config(max(1, round((options.parameters - 16.4e6) / 16.8e6)))
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(Path(folder), config)
+        return in_fresh_process(read_folder, Path(folder), config)
+
+
+def loaded_config(num_layers: int) -> TransformerConfig:
+    """Return the settings of a model with about 16.8 M parameters in each block."""
+    config = FAMILY.config_from_flavor("debug", num_layers=num_layers, vocab_size=8000)
+    return replace(config, hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=64, ffn_size=4437)
+
+
+def write_folder(folder: Path, config: TransformerConfig) -> None:
+    """Write random weights in bf16, in files of about `SHARD_BYTES`."""
+    shapes = FAMILY.build(config).stored_shapes()
+    file_of: dict[str, str] = {}
+    for number, tensors in enumerate(shards(FAMILY.hf_names(config), shapes)):
+        file = f"model-{number:05d}.safetensors"
+        save_file(tensors, folder / file)
+        file_of |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+
+
+def shards(names: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Iterator[dict[str, torch.Tensor]]:
+    """Draw the tensors file by file."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        tensors[names[name]] = torch.randn(shape, dtype=torch.bfloat16)
+        if sum(tensor.nbytes for tensor in tensors.values()) > SHARD_BYTES:
+            yield tensors
+            tensors = {}
+    if tensors:
+        yield tensors
+
+
+def read_folder(folder: Path, config: TransformerConfig) -> Report:
+    """Read the folder into a store, and compare the peak with what the store holds."""
+    torch.zeros(1).to(torch.bfloat16)  # what torch allocates once does not belong to reading
+    model = FAMILY.build(config)
+    reset_peak()
+    before = resident_bytes()
+    store = HostStore(model, torch.bfloat16)
+    # Reading writes no moments, and a page that was never written is not resident. Without this the peak would stay
+    # far below the store's size, and a second copy of the weights would not show.
+    for bundle in store.trained:
+        for moment in (bundle.exp_avg, bundle.exp_avg_sq):
+            assert moment is not None, "a trained bundle lacks a moment"
+            moment.zero_()
+    start_s = time.perf_counter()
+    pretrained = PretrainedWeights(folder, FAMILY.hf_names(config), model.stored_shapes())
+    store.initialize(model, 0, pretrained.load)
+    seconds = time.perf_counter() - start_s
+    grown = peak_bytes() - before
+    return {
+        "parameters": store.num_parameters(),
+        "store_bytes": store.nbytes(),
+        "file_bytes": pretrained.total_bytes,
+        "peak_over_store": round(grown / store.nbytes(), 4),
+        "beyond_store_bytes": grown - store.nbytes(),
+        "seconds_to_read": round(seconds, 2),
+        "read_gb_per_s": round(pretrained.total_bytes / seconds / 1e9, 2),
+    }
+
+
+LOADING = Benchmark(
+    """Peak host memory while a Hugging Face folder is read into the host store, over what the store itself holds.
+
+Writes a random Llama-shaped model in bf16 to a temporary folder (2 bytes per parameter) and reads it in a process of
+its own. `beyond_store_bytes` is the stricter figure: the whole file would be 2 bytes per parameter. --check asks for
+a peak of at most 1.15 times the store.""",
+    loading_options,
+    loading_memory,
+    lambda figures: (
+        f"peak {figures['peak_over_store']:.4f} of the store; {figures['read_gb_per_s']} GB/s",
+        f"bound: {MOST_PEAK_OVER_STORE} of the store",
+    ),
+    "--parameters 30e6",
+    lambda figures: (
+        [f"the peak is {figures['peak_over_store']} of the store"]
+        if figures["peak_over_store"] > MOST_PEAK_OVER_STORE
+        else []
+    ),
+)

@@ -1,16 +1,6 @@
-"""What planning, profiling and metrics cost of a step: processor time of each, in a real run of `train.py`.
-
-    python benchmarks/overheads.py                                  # about 1 M parameters
-    python benchmarks/overheads.py --model.flavor=debug_25m --training.global_batch_size=8
-
-Arguments are overrides of `configs/debug.toml`. The run logs every step. Waiting costs nothing here: what is counted
-is the time that threads spend in these functions, the whole of it, although most runs beside the devices. A step's
-cost is the mean over the second half of the run; what the first half takes more (planning, planning again after the
-measured steps, allocating, first calls) comes once a run and is shared out over `--amortise` steps. Prints JSON.
-"""
+"""What planning, reports and metrics cost of a step: processor time of each, in a real run of the training command."""
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -18,42 +8,40 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import train
+from benchmarks.frame import ROOT, Benchmark, Report
 from torchround.commands import train_model
 from torchround.data.loader import Loader
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.passes import BufferReservation
 from torchround.engine.results import DeviceSpan
 from torchround.engine.tracing import StepTraces
+from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.device_worker import DeviceWorker
-from torchround.engine.worker.transfers import ActivationTransfers
 from torchround.observe import MetricsLogger, StepRecord
 from torchround.pipeline.timeline import TaskKind
 from torchround.run.run_plan import PlanByMeasuring
-from torchround.run.step_meter import StepReports
+from torchround.run.step_meter import StepMeter
 
-CONFIG = Path(__file__).parents[1] / "configs" / "debug.toml"
+CONFIG = ROOT / "configs" / "debug.toml"
+MOST_PERCENT = 0.5
 MARK_TURNS = 20000
-# By kind of cost: who is watched, and which of its functions.
+# Kind of cost: the functions whose time belongs to it, by owner and name.
 WATCHED: dict[str, list[tuple[Any, str]]] = {
     "planning": [(train_model, "plan_for"), (PlanByMeasuring, "__init__"), (PlanByMeasuring, "settle")],
-    "metrics": [(StepReports, "add"), (StepReports, "record"), (MetricsLogger, "log")],
+    "metrics": [(StepMeter, "add"), (StepMeter, "record"), (MetricsLogger, "log")],
     "slot reports": [(DeviceWorker, "_report")],
     "buffers": [(BufferReservation, "reserve_for"), (ActivationTransfers, "prepare")],
-    "tracing, off": [(StepTraces, "wants")],
+    "tracing, off": [(StepTraces, "before_dispatch"), (StepTraces, "add")],
     "position in the data": [(Loader, "state_dict")],
 }
 
 
-class Costs:
-    """Processor time by kind, of all threads; what a watched function calls counts once."""
+class ProcessorTimes:
+    """Processor time by kind, added up over all threads. A watched function inside another one counts once."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -64,7 +52,7 @@ class Costs:
         self._inside = threading.local()
 
     def watched(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose time is added up."""
+        """Return `function` so that its time is added up."""
 
         def call(*arguments: Any, **options: Any) -> Any:
             if getattr(self._inside, "any", False):
@@ -80,14 +68,14 @@ class Costs:
         return call
 
     def end_half(self) -> None:
-        """What was added since the last call is a half of the run."""
+        """Close a half of the run: keep what was added since the last call, and start again at zero."""
         with self._lock:
             self.halves.append({**self.seconds, "marks": self.marks * self.mark_s})
             self.seconds.clear()
             self.marks = 0
 
     def counted_mark(self, mark: Callable[..., Any]) -> Callable[..., Any]:
-        """`Device.mark`, which is too short to be timed by itself."""
+        """Return `Device.mark` so that its calls are counted: one call is too short to be timed."""
 
         def call(device: CpuDevice, stream: Stream) -> Any:
             with self._lock:
@@ -98,8 +86,8 @@ class Costs:
 
 
 @contextmanager
-def watching(costs: Costs) -> Iterator[None]:
-    """Within the block, everything in `WATCHED` is timed."""
+def watching(costs: ProcessorTimes) -> Iterator[None]:
+    """Time everything in `WATCHED` within the block."""
     with ExitStack() as stack:
         for kind, functions in WATCHED.items():
             for owner, name in functions:
@@ -109,7 +97,7 @@ def watching(costs: Costs) -> Iterator[None]:
 
 
 def seconds_per_mark() -> float:
-    """Processor time of a mark and its share of a piece, which has two."""
+    """Measure the processor time of a mark and half of a span, which has two marks."""
     device = CpuDevice(0)
     start_s = time.thread_time()
     for _ in range(MARK_TURNS):
@@ -117,9 +105,9 @@ def seconds_per_mark() -> float:
     return (time.thread_time() - start_s) / (2 * MARK_TURNS)
 
 
-def measure(overrides: Sequence[str], steps: int, amortise: int) -> dict[str, Any]:
-    """Seconds of each kind per step, and their share of the median step."""
-    costs = Costs()
+def measure_run(overrides: Sequence[str], steps: int, amortise: int) -> Report:
+    """Train `steps` steps; return seconds of each kind per step, and their share of the median step."""
+    costs = ProcessorTimes()
     logged: list[StepRecord] = []
     log = MetricsLogger.log
 
@@ -134,17 +122,11 @@ def measure(overrides: Sequence[str], steps: int, amortise: int) -> dict[str, An
         patch.object(MetricsLogger, "log", log_and_count),
         watching(costs),
     ):
-        code = train.main(
-            [
-                *("--config", str(CONFIG), f"--run.folder={folder}", "--run.name=run"),
-                *(
-                    f"--training.steps={steps}",
-                    "--lr_schedule.warmup_steps=1",
-                    "--checkpoint.interval_steps=0",
-                ),
-                *overrides,
-            ]
-        )
+        arguments = ["--config", str(CONFIG), f"--run.folder={folder}", "--run.name=run"]
+        arguments += [f"--training.steps={steps}", "--checkpoint.interval_steps=0"]
+        # The report of the command goes to stdout, which belongs to this benchmark's figures.
+        with redirect_stdout(sys.stderr):
+            code = train_model.main([*arguments, "--lr_schedule.warmup_steps=1", *overrides])
         if code != 0:
             raise SystemExit(f"the run ended with exit code {code}")
     costs.end_half()
@@ -162,16 +144,32 @@ def measure(overrides: Sequence[str], steps: int, amortise: int) -> dict[str, An
     }
 
 
-def main() -> None:
-    """Run, and print what it cost."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the length of the run."""
     parser.add_argument("--steps", type=int, default=24, help="steps of the run")
     parser.add_argument("--amortise", type=int, default=1000, help="steps that planning is shared out over")
-    options, overrides = parser.parse_known_args()
-    print(json.dumps(measure(overrides, options.steps, options.amortise), indent=2))
 
 
-if __name__ == "__main__":
-    main()
+OVERHEADS = Benchmark(
+    """What planning, slot reports, metrics and buffers cost of a step: processor time of each in a real run.
+
+Further options are overrides of configs/debug.toml, such as --model.flavor=debug_25m. The run logs every step. Waiting
+costs nothing here: the benchmark counts the processor time of all threads in these functions, although most of it runs
+beside the devices. A step's cost is the mean over the second half of the run. What the first half takes beyond that
+(planning, allocating, first calls) comes once a run and is shared out over --amortise steps. --check asks for at most
+0.5 % of a step.""",
+    add_options,
+    lambda options: measure_run(options.overrides, options.steps, options.amortise),
+    lambda figures: (
+        f"{1e3 * sum(figures['seconds_per_step'].values()):.1f} ms of processor time per step, "
+        + f"{figures['percent_together']:.2f} % of a step of {figures['step_s']:.1f} s",
+        f"bound: {MOST_PERCENT} %",
+    ),
+    "--steps 4 --training.seq_len=32 --training.global_batch_size=2 --training.micro_batch_size=1",
+    lambda figures: (
+        [f"together {figures['percent_together']:.2f} % of a step"]
+        if figures["percent_together"] > MOST_PERCENT
+        else []
+    ),
+    takes_overrides=True,
+)

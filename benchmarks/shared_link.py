@@ -1,45 +1,32 @@
-"""What turns on a shared link do to a step: recorded runs of the engine, replayed on devices with a link.
-
-    python benchmarks/shared_link.py
-
-Each run is recorded on virtual devices, with turns and without: every copy, launch, event and hand-over. The replay
-keeps that order and gives it times: an operation on a compute stream takes 1, uploads of weights share their link
-equally, everything else takes none. `--carries`: what a link carries for several devices at once, of what it
-carries for one; 1 is a fair link, less is one on which copies disturb each other. `--uploads`: how long a stage's
-weights take alone, of the time that it computes in a forward. No clock is read, but recordings differ from each other in
-how far threads were ahead: the range over `--runs` is printed. Prints JSON.
-"""
+"""What turns on a shared link do to a step: recorded runs of the engine, replayed on devices with a link."""
 
 import argparse
-import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import torch
-
-from benchmarks.timed_layers import Sleeper, SleepLayer
+from benchmarks.frame import Benchmark, Report
+from benchmarks.timed_layers import empty_micro_batches, sleep_model
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.watch.race_checker import AccessLog, Action, Entry
-from torchround.layer import LayeredModel, MicroBatch
+from torchround.engine.watch.race_checker import AccessLog, Entry
 from torchround.pipeline.partition import Partition
 
-# Of a layer while recording, so that threads are ahead of each other as little as on devices.
+# Time of a layer while recording, so that threads run ahead of each other as little as on devices.
 SLEEP_S = 0.0005
 PARTITION = Partition((2,) * 7, 3, (2,) * 7)
 
 
 class Replay:
-    """Gives a recording times. `link_of`: a weight upload stream's link, by actor."""
+    """Times for a recording. `link_of` maps each weight upload stream, by actor, to its link.
+
+    `rate` is the number of bytes that a link moves in the time of one operation; `carries` is the factor on it when
+    several devices copy at once.
+    """
 
     def __init__(
         self, entries: Sequence[Entry], link_of: dict[str, int], rate: float, carries: float
@@ -56,37 +43,37 @@ class Replay:
         self._now = 0.0
 
     def duration(self) -> float:
-        """Of the whole recording."""
+        """Return the time of the whole recording, in operations."""
         ready = set(self._queues)
         while ready or self._computing or self._uploading:
             while ready:
                 ready |= self._advance(ready.pop())
             ready = self._pass_time() if self._computing or self._uploading else set()
         stuck = [actor for actor, queue in self._queues.items() if self._next[actor] < len(queue)]
-        assert not stuck, f"the recording waits for what never happens: {stuck}"
+        assert not stuck, f"the recording waits for signals that it never gives: {stuck}"
         return self._now
 
     def _advance(self, actor: str) -> set[str]:
-        """Go on until something takes time or has not happened yet. Who was waiting for what happened here."""
+        """Advance until an entry takes time or waits for a signal. Return the actors whose signal was given here."""
         woken: set[str] = set()
         for entry in self._queues[actor][self._next[actor] :]:
-            if entry.action is Action.WAIT and entry.token not in self._signalled:
+            if entry.action == "wait" and entry.token not in self._signalled:
                 self._blocked[entry.token].add(actor)
                 break
             self._next[actor] += 1
-            if entry.action is Action.SIGNAL:
+            if entry.action == "signal":
                 self._signalled.add(entry.token)
                 woken |= self._blocked.pop(entry.token, set())
-            elif entry.action is Action.ACCESS and actor in self._link_of:
+            elif entry.action == "access" and actor in self._link_of:
                 self._uploading[actor] = sum(region.stop - region.start for region in entry.reads)
                 break
-            elif entry.action is Action.ACCESS and actor.endswith(Stream.COMPUTE.value) and entry.reads:
+            elif entry.action == "access" and actor.endswith(Stream.COMPUTE.value) and entry.reads:
                 self._computing[actor] = self._now + 1.0
                 break
         return woken
 
     def _pass_time(self) -> set[str]:
-        """Up to the next end of something. Whose it is."""
+        """Move to the next end of a computation or an upload, and return its actors."""
         rates = {actor: self._rate_of(actor) for actor in self._uploading}
         ends = self._computing | {
             actor: self._now + left / rates[actor] for actor, left in self._uploading.items()
@@ -108,31 +95,27 @@ class Replay:
 
 
 def record(options: argparse.Namespace, update: str, turns: Sequence[Sequence[int]]) -> list[Entry]:
-    """A run of `options.steps` steps."""
-    log, sleeper = AccessLog(), Sleeper()
-    count = PARTITION.num_layers
-    layers = tuple(SleepLayer(sleeper, SLEEP_S, SLEEP_S, index == count - 1) for index in range(count))
-    model = LayeredModel(tuple(f"layer.{index}" for index in range(count)), layers)
+    """Record a run of `options.steps` steps."""
+    log = AccessLog()
+    model = sleep_model([(SLEEP_S, SLEEP_S)] * PARTITION.num_layers)
     store = HostStore(model, policy=POLICIES[update])
     store.initialize(model, seed=0)
     devices = [CpuDevice(index) for index in range(options.devices)]
     for device in devices:
         device.watchers.append(log)
-    integers = torch.ones(1, 2, dtype=torch.int64)
-    batch = [MicroBatch(integers, integers, integers, integers) for _ in range(options.microbatches)]
     settings = EngineSettings(turns=turns)
     with Engine(
         model, store, devices, PARTITION, optimizer=OptimizerTable(), settings=settings, observer=log
     ) as engine:
         for _ in range(options.steps):
-            engine.forward_backward(batch)
+            engine.forward_backward(empty_micro_batches(options.microbatches))
             engine.step(0.0)
         engine.drain()
     return log.entries
 
 
 def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Step times in units of one operation, by update, link and length of uploads."""
+    """Compare step times, in operations, by update, link and length of uploads."""
     numbers = range(options.devices)
     links = [
         tuple(numbers[start : start + options.per_link])
@@ -158,22 +141,52 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield figures
 
 
-def main(arguments: list[str]) -> list[dict[str, Any]]:
-    """Compare, print, and return what was printed."""
-    parser = argparse.ArgumentParser(description="Step times with and without turns on a shared link.")
-    parser.add_argument("--devices", type=int, default=4)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the shape of the runs and of the links."""
+    parser.add_argument("--devices", type=int, default=4, help="virtual devices")
     parser.add_argument("--per-link", type=int, default=2, help="devices that share a link")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--updates", nargs="+", default=["sync", "async"])
-    parser.add_argument("--carries", type=float, nargs="+", default=[1.0, 0.85, 0.7])
-    parser.add_argument("--uploads", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
-    rows = list(compare(parser.parse_args(arguments)))
-    for row in rows:
-        print(json.dumps(row))
-    return rows
+    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches per step")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a recorded run")
+    parser.add_argument(
+        "--runs", type=int, default=3, help="recordings of each kind, of which the range is given"
+    )
+    parser.add_argument("--updates", nargs="+", choices=sorted(POLICIES), default=["sync", "async"])
+    parser.add_argument(
+        "--carries",
+        type=float,
+        nargs="+",
+        default=[1.0, 0.85, 0.7],
+        help="what a link carries for several devices at once, over what it carries for one",
+    )
+    parser.add_argument(
+        "--uploads",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 0.75, 1.0],
+        help="time that a stage's weights take alone, over the time of its forward",
+    )
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def headline(figures: Report) -> tuple[str, str]:
+    """Name what turns change at each `carries`, by the middle of each range."""
+    changes: dict[float, list[float]] = defaultdict(list)
+    for row in figures["rows"]:
+        changes[row["carries"]].append(100 * (sum(row["in_turns"]) / sum(row["together"]) - 1))
+    found = "; ".join(
+        f"carries {carries:g}: {min(each):+.0f} to {max(each):+.0f} %" for carries, each in changes.items()
+    )
+    return f"turns change a step by: {found}", "the same runs without turns"
+
+
+SHARED_LINK = Benchmark(
+    """What turns on a shared link do to a step: recorded runs of the engine, replayed on devices with a link.
+
+Each run is recorded on virtual devices, with turns and without: every copy, launch, event and hand-over. The replay
+keeps that order and gives it times: an operation on a compute stream takes 1, uploads of weights share their link
+equally, everything else takes none. A link that carries 1 is fair; on one that carries less, copies disturb each
+other. The replay reads no clock, but recordings differ in how far threads were ahead, so a range is given.""",
+    add_options,
+    lambda options: {"rows": list(compare(options))},
+    headline,
+    "--devices 2 --microbatches 4 --steps 2 --runs 1 --updates sync --carries 0.3 --uploads 1.5",
+)

@@ -1,185 +1,176 @@
-"""Engine against a plain PyTorch loop on the same model, data and optimizer arithmetic, one device, real compute.
-
-    python benchmarks/step.py --flavor debug_25m --steps 8
-
-The two take turns, step by step, so that a noisy machine disturbs both alike. Prints JSON with median seconds
-per step and their ratio (engine tokens/s over the plain loop's).
-"""
+"""A step of the engine on one CPU device: beside a plain PyTorch loop, and compiled beside uncompiled."""
 
 import argparse
-import json
-import math
 import statistics
-import sys
-import time
-from collections.abc import Mapping
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
+from benchmarks.frame import Benchmark, Report, in_turns, median_ratio, timed
+from benchmarks.plain_loops import LR, MAX_NORM, SameArithmeticLoop, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.engine.store.bundles import owner_of
-from torchround.engine.store.host_store import HostStore
+from torchround.engine.compiled import LayerCompiler
+from torchround.engine.engine import Engine
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
-from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
 from torchround.pipeline.plan_report import plan_for
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, run_question
 
-LR = 1e-4
-MAX_NORM = 1.0
-LEAST_RATIO = 0.9
+LEAST_SPEED_RATIO = 0.9
 
 
-class PlainLoop:
-    """One `nn.Module`, ordinary autograd without recomputation, the same AdamW; everything in one memory."""
+class _Step(NamedTuple):
+    """Seconds of a step with its update, and its loss."""
 
-    def __init__(self, model: LayeredModel, store: HostStore, optimizer: OptimizerTable) -> None:
-        self._layers = model.layers
-        self._optimizer = optimizer
-        self._parameters = materialise(model, store.weights())
-        self._decayed = decayed_names(model)
-        self._moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self._parameters.values()]
-        self._updates = 0
-
-    def step(self, micro_batches: list[MicroBatch]) -> float:
-        """Loss of one step, after its update."""
-        num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
-        total = 0.0
-        for micro_batch in micro_batches:
-            hidden: Tensor | None = None
-            for layer in self._layers:
-                hidden = layer(hidden, micro_batch)
-            assert hidden is not None, "the model has no layers"
-            hidden.backward(torch.full_like(hidden, 1.0 / num_labels))
-            total += hidden.item()
-        self._update()
-        return total / num_labels
-
-    def _update(self) -> None:
-        squares = (float(sum_of_squares(_gradient(p).reshape(-1))) for p in self._parameters.values())
-        scale = clip_scale(math.sqrt(math.fsum(squares)), MAX_NORM)
-        self._updates += 1
-        for (name, parameter), (first, second) in zip(self._parameters.items(), self._moments, strict=True):
-            adamw_update_(
-                parameter.data.view(-1),
-                first.view(-1),
-                second.view(-1),
-                _gradient(parameter).reshape(-1),
-                parameter.data.view(-1),
-                lr=LR,
-                betas=self._optimizer.betas,
-                eps=self._optimizer.eps,
-                weight_decay=self._optimizer.weight_decay if name in self._decayed else 0.0,
-                bias_correction_step=self._updates,
-                gradient_scale=scale,
-            )
-            parameter.grad = None
+    seconds: float
+    loss: float
 
 
-def materialise(model: LayeredModel, weights: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Give the model memory of its own with these weights, by stored name; a tied parameter stays one."""
-    real: dict[nn.Parameter, nn.Parameter] = {}
-    stored: dict[str, nn.Parameter] = {}
-    for name, layer in zip(model.names, model.layers, strict=True):
-        for path, parameter in list(layer.named_parameters()):
-            if parameter not in real:
-                real[parameter] = stored[f"{name}.{path}"] = nn.Parameter(weights[f"{name}.{path}"].clone())
-            module, attribute = owner_of(layer, path)
-            setattr(module, attribute, real[parameter])
-    return stored
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None, "backward has not run"
-    return parameter.grad
-
-
-def random_step(training: TrainingTable, vocab_size: int, generator: torch.Generator) -> list[MicroBatch]:
-    """Random tokens, one document a sequence."""
-    positions = torch.arange(training.seq_len).expand(training.micro_batch_size, -1).contiguous()
-    micro_batches = []
-    for _ in range(training.global_batch_size // training.micro_batch_size):
-        drawn = torch.randint(
-            vocab_size, (training.micro_batch_size, training.seq_len + 1), generator=generator
-        )
-        micro_batches.append(
-            MicroBatch(
-                drawn[:, :-1].contiguous(),
-                drawn[:, 1:].contiguous(),
-                positions,
-                torch.zeros_like(positions),
-                max_documents=1,
-            )
-        )
-    return micro_batches
-
-
-def main() -> int:
-    """Run both and print the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--flavor", default="debug_25m", help="Llama 3 flavor")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a model and of its steps."""
+    parser.add_argument("--family", default="llama3", choices=sorted(FAMILIES), help="model family")
+    parser.add_argument("--flavor", default="debug_25m", help="size of the model")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens per sequence")
     parser.add_argument("--global-batch-size", type=int, default=8, help="sequences per step")
     parser.add_argument("--micro-batch-size", type=int, default=2, help="sequences per micro-batch")
-    parser.add_argument(
-        "--check", action="store_true", help="end with 1 where a loss differs or the ratio is below 0.9"
-    )
-    options = parser.parse_args()
-    training = TrainingTable(
-        seq_len=options.seq_len,
-        global_batch_size=options.global_batch_size,
-        micro_batch_size=options.micro_batch_size,
-        dtype="float32",
-        max_norm=MAX_NORM,
-    )
-    engine_table, optimizer = EngineTable(devices="cpu", num_devices=1), OptimizerTable()
-    family = FAMILIES["llama3"]
-    model_config = family.config_from_flavor(options.flavor)
-    model, hardware = family.build(model_config), find_hardware(engine_table)
-    numbers = RunNumbers(training, engine_table)
-    store = build_store(model, numbers, hardware)
-    store.initialize(model, seed=0)
-    plain = PlainLoop(family.build(model_config), store, optimizer)
-    plan = plan_for(run_question(model, numbers, hardware))
-    generator = torch.Generator().manual_seed(0)
-    plain_s, engine_s, losses_differ = [], [], 0
-    with build_engine(model, store, hardware.make_devices(), plan, numbers, optimizer) as engine:
-        for step in range(options.steps + 1):
-            micro_batches = random_step(training, model_config.vocab_size, generator)
-            start = time.perf_counter()
-            expected = plain.step(micro_batches)
-            middle = time.perf_counter()
-            result = engine.forward_backward(micro_batches)
-            engine.step(LR)
-            engine.drain()  # so that the two never run at the same time
-            end = time.perf_counter()
-            losses_differ += result.loss() != expected
-            if step > 0:  # the first allocates
-                plain_s.append(middle - start)
-                engine_s.append(end - middle)
-    ratio = statistics.median(a / b for a, b in zip(plain_s, engine_s, strict=True))
-    report = {
-        "model": options.flavor,
-        "parameters": store.num_parameters(),
-        "tokens_per_step": training.global_batch_size * training.seq_len,
-        "partition": [plan.partition.forward, plan.partition.fused, plan.partition.backward],
-        "plain_step_s": statistics.median(plain_s),
-        "engine_step_s": statistics.median(engine_s),
-        "engine_over_plain_tokens_per_s": ratio,
-        "steps_with_another_loss": losses_differ,
-    }
-    print(json.dumps(report, indent=2))
-    return 1 if options.check and (ratio < LEAST_RATIO or losses_differ) else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+class _Setup:
+    """The model, numbers and plan that both sides of a comparison share."""
+
+    def __init__(self, options: argparse.Namespace, compile_update: bool | str = "auto") -> None:
+        self.name = f"{options.family} {options.flavor}"
+        training = TrainingTable(
+            seq_len=options.seq_len,
+            global_batch_size=options.global_batch_size,
+            micro_batch_size=options.micro_batch_size,
+            dtype="float32",
+            max_norm=MAX_NORM,
+        )
+        table = EngineTable(devices="cpu", num_devices=1, compile=compile_update)  # type: ignore[arg-type]
+        self.training, self.numbers = training, RunNumbers(training, table)
+        self.family = FAMILIES[options.family]
+        self.config = self.family.config_from_flavor(options.flavor)
+        self.model: LayeredModel = self.family.build(self.config)
+        self.hardware = find_hardware(table)
+        self.plan = plan_for(run_question(self.model, self.numbers, self.hardware))
+
+    def engine(self, compiler: LayerCompiler | None = None) -> tuple[Engine, Any]:
+        """Build an engine and its store, always with the same initial weights."""
+        store = build_store(self.model, self.numbers, self.hardware)
+        store.initialize(self.model, seed=0)
+        devices, optimizer = self.hardware.make_devices(), OptimizerTable()
+        engine = build_engine(self.model, store, devices, self.plan, self.numbers, optimizer, compiler)
+        return engine, store
+
+    def compare(
+        self, steps: int, sides: dict[str, Callable[[list[MicroBatch]], float]]
+    ) -> dict[str, list[_Step]]:
+        """Train both sides on the same tokens, step by step in turns; the first step of each allocates."""
+        generator = torch.Generator().manual_seed(0)
+        drawn = [random_step(self.training, self.config.vocab_size, generator) for _ in range(steps + 1)]
+        batches = {name: iter(drawn) for name in sides}
+
+        def one_step(name: str) -> _Step:
+            losses: list[float] = []
+            micro_batches = next(batches[name])
+            seconds = timed(lambda: losses.append(sides[name](micro_batches)))
+            return _Step(seconds, losses[0])
+
+        return in_turns({name: lambda name=name: one_step(name) for name in sides}, steps + 1)  # type: ignore[misc]
+
+    def report(self, **figures: Any) -> Report:
+        """Put the figures behind what was trained."""
+        tokens = self.training.global_batch_size * self.training.seq_len
+        return {"model": self.name, "tokens_per_step": tokens, **figures}
+
+
+def engine_step(engine: Engine) -> Callable[[list[MicroBatch]], float]:
+    """Return a function that trains one step and waits for its end, so that two sides never run at the same time."""
+
+    def step(micro_batches: list[MicroBatch]) -> float:
+        result = engine.forward_backward(micro_batches)
+        engine.step(LR)
+        engine.drain()
+        return result.loss()
+
+    return step
+
+
+def beside_plain_loop(options: argparse.Namespace) -> Report:
+    """Measure steps of the engine and of the plain loop that computes the same."""
+    setup = _Setup(options)
+    engine, store = setup.engine()
+    plain = SameArithmeticLoop(setup.family.build(setup.config), store, OptimizerTable())
+    with engine:
+        steps = setup.compare(options.steps, {"plain": plain.step, "engine": engine_step(engine)})
+    plain_s, engine_s = ([step.seconds for step in steps[side][1:]] for side in ("plain", "engine"))
+    partition = setup.plan.partition
+    return setup.report(
+        parameters=store.num_parameters(),
+        partition=[partition.forward, partition.fused, partition.backward],
+        plain_step_s=statistics.median(plain_s),
+        engine_step_s=statistics.median(engine_s),
+        engine_over_plain_tokens_per_s=median_ratio(plain_s, engine_s),
+        steps_with_another_loss=sum(
+            a.loss != b.loss for a, b in zip(steps["plain"], steps["engine"], strict=True)
+        ),
+    )
+
+
+def missed_by_engine(figures: Report) -> list[str]:
+    """List the bounds of the comparison with the plain loop that were missed."""
+    ratio, differing = figures["engine_over_plain_tokens_per_s"], figures["steps_with_another_loss"]
+    missed = [f"{differing} steps have another loss"] if differing else []
+    return missed + ([f"{ratio:.2f} times the tokens/s"] if ratio < LEAST_SPEED_RATIO else [])
+
+
+def compiled_beside_uncompiled(options: argparse.Namespace) -> Report:
+    """Measure steps of two engines, one with compiled layers."""
+    setup = _Setup(options, compile_update=False)  # the same optimizer pass in both
+    (plain, _), (compiled, _) = setup.engine(), setup.engine(LayerCompiler(setup.model))
+    with plain, compiled:
+        sides = {"uncompiled": engine_step(plain), "compiled": engine_step(compiled)}
+        steps = setup.compare(options.steps, sides)
+    plain_s, compiled_s = ([step.seconds for step in steps[side][1:]] for side in sides)
+    return setup.report(
+        uncompiled_step_s=statistics.median(plain_s),
+        compiled_step_s=statistics.median(compiled_s),
+        speedup=median_ratio(plain_s, compiled_s),
+        first_compiled_step_s=steps["compiled"][0].seconds,
+        largest_relative_difference_of_losses=max(
+            abs(a.loss - b.loss) / a.loss for a, b in zip(steps["uncompiled"], steps["compiled"], strict=True)
+        ),
+    )
+
+
+TINY = "--flavor debug --seq-len 16 --global-batch-size 2 --micro-batch-size 1 --steps 1"
+PLAIN_LOOP = Benchmark(
+    """A step of the engine beside a plain PyTorch loop with the same model, data and optimizer arithmetic.
+
+Both train on one CPU device, in fp32. --check asks for equal losses and 0.9 times the loop's tokens/s.""",
+    add_options,
+    beside_plain_loop,
+    lambda figures: (
+        f"engine {figures['engine_step_s']:.3f} s per step, {figures['steps_with_another_loss']} losses differ",
+        f"plain loop {figures['plain_step_s']:.3f} s: {figures['engine_over_plain_tokens_per_s']:.2f} times its tokens/s",
+    ),
+    TINY,
+    missed_by_engine,
+)
+COMPILED_LAYERS = Benchmark(
+    """A step with compiled layers (engine.compile = true) beside a step with uncompiled layers.
+
+One CPU device each; both use the plain optimizer pass. The first compiled step includes the compiler's time.""",
+    add_options,
+    compiled_beside_uncompiled,
+    lambda figures: (
+        f"compiled {figures['compiled_step_s']:.3f} s per step: {figures['speedup']:.2f} times the speed",
+        f"uncompiled {figures['uncompiled_step_s']:.3f} s",
+    ),
+    TINY,
+)

@@ -6,7 +6,7 @@
 #
 # Nothing is fetched. Packages that the machine lacks are installed from the folder of wheels (or from $WHEELS)
 # into a temporary folder. $PYTHON is the interpreter (default python3), $BENCH_ARGUMENTS goes to
-# benchmarks/gpu.py. The exit code is 0 only if there is a GPU and everything passed on it.
+# `python -m benchmarks gpu`. The exit code is 0 only if there is a GPU and everything passed on it.
 set -uo pipefail
 
 figures=$(realpath -m "${1:?usage: scripts/gpu_check.sh FIGURES.json [FOLDER OF WHEELS]}")
@@ -28,7 +28,7 @@ start=$SECONDS
 timeout 220 "$python" -m pytest -q -m gpu -p no:cacheprovider --junitxml "$work/tests.xml" \
     tests/engine/test_cuda*.py
 tests=$?
-if [ $tests -eq 5 ]; then # pytest's code where nothing was collected
+if [ $tests -eq 5 ]; then # pytest's code when it collected nothing
     echo "no GPU: none of the gpu tests ran, the figures below are not a GPU's" >&2
     code=1
 elif [ $tests -ne 0 ]; then
@@ -39,5 +39,5 @@ echo "tests took $((SECONDS - start)) s"
 
 [ -s "$work/tests.xml" ] && set -- --tests-xml "$work/tests.xml" || set --
 # shellcheck disable=SC2086  (several arguments in one variable)
-timeout 250 "$python" benchmarks/gpu.py --budget-s 170 --json "$figures" "$@" ${BENCH_ARGUMENTS:-} || code=1
+timeout 250 "$python" -m benchmarks gpu --check --budget-s 170 --json "$figures" "$@" ${BENCH_ARGUMENTS:-} || code=1
 exit $code

@@ -56,7 +56,7 @@ def test_terminated_then_killed_and_resumed_a_run_equals_an_uninterrupted_one(
     [saved] = small_runs.saved("run")
     assert list(small_runs.losses("run")) == list(range(1, saved + 1)) and saved >= 2
     assert errors.startswith("SIGTERM: finishing the step") and "Traceback" not in errors
-    assert f"saved after step {saved} of 100000; run the same command to go on" in printed.splitlines()[-1]
+    assert f"saved after step {saved} of 100000; run the same command to continue" in printed.splitlines()[-1]
 
     process = small_runs.start("run", *ENDLESS, "--checkpoint.interval_steps=1")
     wait_until(has_logged(small_runs, "run", saved + 2), process)
@@ -121,7 +121,7 @@ def test_torchrun_hands_a_signal_on_and_wandb_is_rejoined_afterwards(
     [saved] = small_runs.saved("run")
     assert list(small_runs.losses("run")) == list(range(1, saved + 1))
     assert "SIGTERM: finishing the step and saving" in errors and "reporting to wandb failed" not in errors
-    assert "run the same command to go on" in printed.splitlines()[-1]
+    assert "run the same command to continue" in printed.splitlines()[-1]
     assert process.returncode == 1 and "going on after step" not in printed  # stopped, not restarted
 
     one_more = [*ENDLESS, f"--training.steps={saved + 1}"]

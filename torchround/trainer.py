@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
@@ -16,8 +15,6 @@ from torchround.checkpoint import CheckpointError
 from torchround.config import Config
 from torchround.data import DataError, cut
 from torchround.data.loader import Loader
-from torchround.engine.compiled import LayerCompiler
-from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult
 from torchround.engine.store.host_store import HostStore
@@ -30,7 +27,6 @@ from torchround.observe.loss_curve import draw_run
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import RunQuestion
-from torchround.pipeline.shared_links import LinkUse
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler
@@ -38,8 +34,7 @@ from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers
 from torchround.run.run_folder import RunFolder
 from torchround.run.run_plan import PlanByMeasuring
-from torchround.run.step_meter import StepReports
-from torchround.run.validation import Validation
+from torchround.run.step_meter import StepMeter, flops_per_token
 from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
@@ -49,7 +44,7 @@ COMPLETE = "the run is complete", 0
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A step under way: its result to come, and where the run is after it."""
+    """A step under way: its future result, and the run's position after it."""
 
     result: StepResult
     position: RunPosition
@@ -79,72 +74,45 @@ class RunParts:
 
 
 class Trainer:
-    """One run in its folder, from its start or from its newest checkpoint. Nothing large is allocated before `run`."""
+    """One run in its folder, from its start or from its newest checkpoint.
+
+    The constructor allocates, measures and reads nothing; `run` makes what a run needs, in time order.
+    """
+
+    store: HostStore
+    """All weights, gradients and optimizer state. `run` allocates it."""
 
     def __init__(self, parts: RunParts) -> None:
-        config, folder = parts.config, parts.folder
+        config = parts.config
         self.config = config
         self._parts = parts
-        self._numbers = parts.numbers
-        self._folder = folder
-        self._model = parts.model
+        self._folder = parts.folder
         self._loader = parts.loader
-        self._validation = Validation(parts.validation, config.training.micro_batch_size)
-        self._choice = parts.hardware
-        self._checkpoints = RunCheckpoints(config, folder)
+        self._checkpoints = RunCheckpoints(config, parts.folder)
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
         self._bad_steps = BadSteps(config.training)
         self._metrics = MetricsLogger({})
         self._under_way: deque[Dispatched] = deque()
-
-    @cached_property
-    def store(self) -> HostStore:
-        """All weights, gradients and optimizer state, allocated when first asked for."""
-        return build_store(self._model, self._numbers, self._choice, self._parts.mapped)
-
-    @cached_property
-    def _compiler(self) -> LayerCompiler | None:
-        """Outlives the engines: the one that measures and the one after it run the same layers."""
-        return layer_compiler(self._model, self.config.engine)
-
-    @cached_property
-    def _traces(self) -> StepTraces:
-        folder, devices = self._folder.path / "trace", self._choice.make_devices()
-        return StepTraces(self.config.trace, folder, devices, self.config.training.steps)
-
-    @property
-    def _devices(self) -> Sequence[Device]:
-        return self._traces.devices
-
-    @cached_property
-    def _links(self) -> LinkUse:
-        """Measured when first asked for: before the first engine, whose devices must be empty."""
-        return find_link_use(self.config.engine.share_links, self._devices, self.store)
-
-    @cached_property
-    def _reports(self) -> StepReports:
-        """The first interval begins when this is first asked for: at the first batch."""
-        return StepReports(
-            self._model, self.config.training, self._choice, self._devices, self._checkpoints.skipped_steps
-        )
+        self._has_warned_of_no_labels = False
 
     def run(self) -> int:
         """Train to the end, or until a signal. Returns the exit code of the process.
 
-        Raises `ResumeError`, `RunFolderError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`;
-        whatever could be saved is saved before.
+        Raises `ResumeError`, `RunFolderError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`, after
+        saving what can be saved.
         """
         newest = self._checkpoints.complete_step()
         if newest is not None:
             say(
                 f"{self._folder.path}: the run is complete after {newest} steps; nothing to do "
-                "(a higher training.steps would go on)"
+                "(raise training.steps to continue)"
             )
             return 0
+        self._allocate()
         if not self._checkpoints.restore(self.store, self._loader):
             self._initialize()
         self._metrics = self._open_metrics()
-        # To the last line: closing may take seconds, and what is saved did not fail.
+        # Signals are caught up to the last line: closing may take seconds, and a saved run must not end as a killed one.
         with StopRequest() as stop:
             try:
                 ended_by, exit_code = self._measure_and_train(stop)
@@ -158,41 +126,53 @@ class Trainer:
             say(f"{self._folder.path}: saved after step {saved} of {steps}; {ended_by}")
         return exit_code
 
+    def _allocate(self) -> None:
+        """Allocate the host store, and make the devices, which allocate nothing yet."""
+        parts, config = self._parts, self.config
+        self.store = build_store(parts.model, parts.numbers, parts.hardware, parts.mapped)
+        # One compiler for all engines of the run: the one that measures and the one after it run the same layers.
+        self._compiler = layer_compiler(parts.model, config.engine)
+        devices = parts.hardware.make_devices()
+        self._traces = StepTraces(config.trace, self._folder.path / "trace", devices, config.training.steps)
+        self._devices = devices
+
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
-        """Steps that measure, the plan that stays, all other steps. Returns as `_train`."""
+        """Train the steps that measure, settle the plan, train the others. Returns as `_train`."""
+        parts, total_steps = self._parts, self.config.training.steps
         kept = self._folder.kept_plan() if self._position.step else None
+        measure_steps = self.config.engine.measure_steps
         planning = PlanByMeasuring(
-            self._parts.question,
-            self._parts.plan,
-            kept,
-            self._position.step,
-            self.config.engine.measure_steps,
-            self.config.training.steps,
+            parts.question, parts.plan, kept, self._position.step, measure_steps, total_steps
         )
         say(planning.text())
+        # Before the first engine: while links are measured nothing may be allocated on the devices.
+        self._links = find_link_use(self.config.engine.share_links, self._devices, self.store)
         if self._links.text:
             say(self._links.text)
         self._folder.describe(self.config, planning.settled)
+        # The clock of the first interval starts here.
+        self._meter = self._step_meter()
+        self._meter.start()
         if self._position.step < planning.until:
             with self._running_engine(planning.measuring) as engine:
                 end = self._train(engine, stop, planning.until, measured_by=planning)
-            if end is not None or planning.until == self.config.training.steps:
+            if end is not None or planning.until == total_steps:
                 return end or COMPLETE
-            with self._reports.throughput.excluded():
+            with self._meter.excluded():
                 planning.settle()
-            say(f"planned again from {self.config.engine.measure_steps} measured steps:\n{planning.settled}")
+            say(f"planned again from {measure_steps} measured steps:\n{planning.settled}")
             self._folder.describe(self.config, planning.settled)
         with self._running_engine(planning.settled) as engine:
-            return self._train(engine, stop, self.config.training.steps) or COMPLETE
+            return self._train(engine, stop, total_steps) or COMPLETE
 
     def _train(
         self, engine: Engine, stop: StopRequest, until: int, measured_by: PlanByMeasuring | None = None
     ) -> tuple[str, int] | None:
-        """The loop, up to step `until`. Returns why it ended before, and the exit code that says so."""
+        """Run the loop up to step `until`. If it ends before, return why, and the exit code that says so."""
         end = None
         while self._position.step < until and self._bad_steps.error is None:
             if stop.requested:
-                end = "run the same command to go on", stop.exit_code
+                end = "run the same command to continue", stop.exit_code
                 break
             batch = self._next_batch(engine)
             if batch is None:
@@ -201,6 +181,7 @@ class Trainer:
             result = self._dispatch(engine, batch)
             if measured_by is not None:
                 measured_by.add(result)
+            # One step stays under way, so that the devices compute while the step before it is reported.
             self._report_steps(leave=1)
             if self._is_due(self.config.validation.interval_steps):
                 self._report_steps(leave=0, validation_loss=self._validate(engine))
@@ -219,55 +200,75 @@ class Trainer:
 
     @property
     def _position(self) -> RunPosition:
+        """The run's position after the newest step that was dispatched."""
         return self._checkpoints.position
 
     def _next_batch(self, engine: Engine) -> MicroBatch | None:
-        """The next batch, None at the end of the data."""
+        """Return the next batch, None at the end of the data."""
         try:
-            with self._reports.throughput.waiting_for_data():
+            with self._meter.waiting_for_data():
                 return next(self._loader, None)
         except DataError:
-            # The fault is in what comes next: the steps before it are finished, and saved on the way out.
+            # The fault is in the next batch. The steps before it are finished here, and saved on the way out.
             self._report_steps(leave=0)
             engine.drain()
             raise
 
     def _dispatch(self, engine: Engine, batch: MicroBatch) -> StepResult:
-        lr, traced = self._schedule(self._position.step), self._traces.wants(self._position.step + 1)
-        if traced:
-            self._report_steps(leave=0)
-            engine.drain()
-            self._traces.start()
+        """Hand a step and its update to the engine, and note the run's position after it. Does not wait."""
+        step, lr = self._position.step, self._schedule(self._position.step)
+        self._traces.before_dispatch(step + 1)
         parts = cut(batch, self.config.training.micro_batch_size)
-        result = engine.forward_backward(with_dropout_seeds(parts, self.config.run.seed, self._position.step))
+        result = engine.forward_backward(with_dropout_seeds(parts, self.config.run.seed, step))
         engine.step(lr)
-        position = RunPosition(
-            self._position.step + 1, self._position.tokens + result.num_labels, self._loader.state_dict()
-        )
+        tokens = self._position.tokens + result.num_labels
+        position = RunPosition(step + 1, tokens, self._loader.state_dict())
         self._checkpoints.positions.append(position)
         self._under_way.append(Dispatched(result, position, lr, self._loader.num_tokens(batch)))
-        if traced:
-            self._traces.finish(position.step, result)
         return result
+
+    def _step_meter(self) -> StepMeter:
+        parts, training = self._parts, self.config.training
+        spec = parts.hardware.spec
+        return StepMeter(
+            self._devices,
+            flops_per_token(parts.model, training.seq_len, parts.numbers.dtype.itemsize),
+            None if spec is None else spec.peak_flops.get(training.dtype),
+            self._checkpoints.skipped_steps,
+        )
 
     def _report_steps(self, leave: int, validation_loss: float | None = None) -> None:
         """Wait for all but the newest `leave` steps, and log those that are due."""
         while len(self._under_way) > leave:
             done = self._under_way[0]
-            self._reports.add(done.position.step, done.result, done.num_tokens)
-            tokens_before = done.position.tokens - done.result.num_labels
-            self._bad_steps.add(done.position.step, tokens_before, done.result)
-            if self._should_log(done.position.step) or validation_loss is not None:
-                self._metrics.log(
-                    self._reports.record(done.position.step, done.position.tokens, done.lr, validation_loss)
-                )
+            step = done.position.step
+            self._meter.add(done.result, done.num_tokens)
+            self._traces.add(done.result)
+            self._bad_steps.add(step, done.position.tokens - done.result.num_labels, done.result)
+            if self._should_log(step) or validation_loss is not None:
+                self._metrics.log(self._meter.record(step, done.position.tokens, done.lr, validation_loss))
+            # Only now: a step whose report fails stays under way, and is named when the run ends.
             self._under_way.popleft()
-            self._checkpoints.reported(done.position.step)
+            self._checkpoints.reported(step)
 
     def _validate(self, engine: Engine) -> float | None:
+        """Return the mean loss per label over the validation batches; None if they have no label."""
         engine.drain()  # the step under way counts as training time
-        with self._reports.throughput.excluded():
-            return self._validation.loss(engine)
+        size = self.config.training.micro_batch_size
+        with self._meter.excluded():
+            results = [engine.evaluate(cut(batch, size)) for batch in self._parts.validation]
+            loss_sum = sum(result.loss() * result.num_labels for result in results)
+            num_labels = sum(result.num_labels for result in results)
+        if num_labels:
+            return loss_sum / num_labels
+        if not self._has_warned_of_no_labels:
+            self._has_warned_of_no_labels = True
+            logger.warning(
+                "validation: its %d batches hold no label, so there is no loss to log; scripts/inspect_data.py shows "
+                "which tokens are learnt",
+                len(results),
+            )
+        return None
 
     def _is_due(self, interval_steps: int) -> bool:
         return interval_steps > 0 and self._position.step % interval_steps == 0
@@ -275,27 +276,18 @@ class Trainer:
     def _should_log(self, step: int) -> bool:
         return step % self.config.metrics.log_every_steps == 0 or step == self.config.training.steps
 
-    def _say_what_was_left_out(self) -> None:
-        counts = self._loader.counts()
-        if counts.bad_records:
-            say(f"bad records skipped: {counts.bad_records}")
-        if counts.long_documents:
-            handled = self.config.data.long_documents
-            say(f"documents longer than a sequence: {counts.long_documents} (long_documents = {handled})")
-
     # Start, checkpoints, end.
 
     def _initialize(self) -> None:
-        seed, pretrained = (
-            self.config.run.seed,
-            self._checkpoints.starting_weights() or self._parts.pretrained,
-        )
+        """Fill the store for a new run: from a checkpoint's weights, a pretrained model, or the seed."""
+        seed, model = self.config.run.seed, self._parts.model
+        pretrained = self._checkpoints.starting_weights() or self._parts.pretrained
         if pretrained is None:
             say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
-            self.store.initialize(self._model, seed)
+            self.store.initialize(model, seed)
         else:
             say(f"{self._folder.path}: a new run; reading its weights from {pretrained.folder}")
-            self.store.initialize(self._model, seed, pretrained.load)
+            self.store.initialize(model, seed, pretrained.load)
 
     def _open_metrics(self) -> MetricsLogger:
         metrics = open_metrics(
@@ -312,41 +304,52 @@ class Trainer:
 
     @contextmanager
     def _running_engine(self, plan: Plan) -> Iterator[Engine]:
-        """An engine for the block. After a fault, the state that it left is saved."""
-        config = self.config
-        with self._reports.throughput.excluded():
+        """Run an engine for the block. After a fault, save the state that it left."""
+        parts = self._parts
+        with self._meter.excluded():
             engine = build_engine(
-                self._model,
+                parts.model,
                 self.store,
                 self._devices,
                 plan,
-                self._numbers,
-                config.optimizer,
+                parts.numbers,
+                self.config.optimizer,
                 self._compiler,
                 self._links.turns,
             )
+        self._traces.start()
         try:
             with engine:
                 yield engine
+            self._traces.finish()
         except CheckpointError:
-            raise
+            raise  # saving failed, so saving again would too
         except Exception:
+            # The saves first: they read the store that the rescue saves.
             self._checkpoints.end_saves()
             self._report_finished()
             self._checkpoints.rescue(self.store)
             raise
 
     def _report_finished(self) -> None:
-        """After a fault: the steps whose update is complete, as far as they can still be told."""
+        """After a fault, report the steps whose update is complete, as far as their figures are still there."""
         unfinished = sum(step.position.step > self.store.step for step in self._under_way)
         try:
             self._report_steps(leave=unfinished)
-        except Exception as error:  # noqa: BLE001  (the fault itself is what is raised)
+        except Exception as error:  # noqa: BLE001  (the fault itself is raised)
             logger.warning("step %d is missing in the metrics: %s", self._under_way[0].position.step, error)
 
     def _save(self, engine: Engine) -> None:
-        """Save where the run is now, and wait for it. Raises `CheckpointError`."""
+        """Save the run as it is now, and wait for the save. Raises `CheckpointError`."""
         self._report_steps(leave=0)
-        engine.drain()  # what is under way counts as training time
-        with self._reports.throughput.excluded():
+        engine.drain()  # the step under way counts as training time
+        with self._meter.excluded():
             self._checkpoints.save_now(engine)
+
+    def _say_what_was_left_out(self) -> None:
+        counts = self._loader.counts()
+        if counts.bad_records:
+            say(f"bad records skipped: {counts.bad_records}")
+        if counts.long_documents:
+            handled = self.config.data.long_documents
+            say(f"documents longer than a sequence: {counts.long_documents} (long_documents = {handled})")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import main
+from benchmarks.gpu import GPU
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -24,7 +24,7 @@ JUNIT = """<testsuites><testsuite><testcase name="one"/><testcase name="two"><fa
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     path = tmp_path_factory.mktemp("bench") / "figures.json"
-    assert main([*SMALL, "--json", str(path)]) == 0
+    assert GPU.run("gpu", [*SMALL, "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
 
@@ -64,7 +64,19 @@ def test_what_does_not_fit_into_the_time_is_left_out_and_failed_tests_fail_the_c
 ) -> None:
     (tmp_path / "tests.xml").write_text(JUNIT)
     out = tmp_path / "figures.json"
-    code = main([*SMALL, "--budget-s", "0", "--tests-xml", str(tmp_path / "tests.xml"), "--json", str(out)])
+    code = GPU.run(
+        "gpu",
+        [
+            *SMALL,
+            "--check",
+            "--budget-s",
+            "0",
+            "--tests-xml",
+            str(tmp_path / "tests.xml"),
+            "--json",
+            str(out),
+        ],
+    )
     report = json.loads(out.read_text())
     assert code == 1
     assert report["tests"] == {"passed": 1, "failed": 1, "failures": ["two"]}

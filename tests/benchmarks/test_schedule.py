@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.schedule import missed_bounds, simulated_step_s, with_updates
-from benchmarks.timed_layers import BLOCK_BYTES, sleep_costs
+from benchmarks.schedule import missed_bounds
+from benchmarks.timed_layers import BLOCK_BYTES, simulated_step_s, sleep_costs, with_updates
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.planner import make_plan
 
@@ -13,8 +13,8 @@ def figures(async_bubble: float, sync_points: float) -> dict[str, object]:
 
 
 def test_bounds_hold_for_long_layers_only() -> None:
-    assert missed_bounds({"5": figures(0.02, 1.5), "1": figures(0.5, 9.0)}) == []
-    [bubble, points] = missed_bounds({"5": figures(0.0201, 1.51)})
+    assert missed_bounds({"scales": {"5": figures(0.02, 1.5), "1": figures(0.5, 9.0)}}) == []
+    [bubble, points] = missed_bounds({"scales": {"5": figures(0.0201, 1.51)}})
     assert "async bubble 2.01 %" in bubble and "1.51 points" in points
 
 

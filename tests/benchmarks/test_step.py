@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.step import LR, PlainLoop, random_step
+from benchmarks.plain_loops import LR, SameArithmeticLoop, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.models import FAMILIES
 from torchround.pipeline.plan_report import plan_for
@@ -22,7 +22,7 @@ def test_engine_and_plain_loop_reach_the_same_losses(tied):
     numbers = RunNumbers(TRAINING, engine_table)
     store = build_store(model, numbers, hardware)
     store.initialize(model, seed=0)
-    plain = PlainLoop(family.build(config), store, optimizer)
+    plain = SameArithmeticLoop(family.build(config), store, optimizer)
     plan = plan_for(run_question(model, numbers, hardware))
     generator = torch.Generator().manual_seed(0)
     with build_engine(model, store, hardware.make_devices(), plan, numbers, optimizer) as engine:

@@ -231,7 +231,7 @@ def test_a_fraction_that_holds_nothing_out_is_an_error_and_no_loss_of_zero(
     (tmp_path / "x.jsonl").write_text('{"text": "only one"}')
     data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.jsonl")),), validation_fraction=1e-9)
     table = ValidationTable(interval_steps=1)
-    with pytest.raises(DataError, match="validation_fraction holds none out"):
+    with pytest.raises(DataError, match="validation_fraction holds out none"):
         build_validation_loader(table, tokenizer, 64, 8, data)
     with pytest.raises(DataError, match="validation has no sources, and data.validation_fraction is 0"):
         build_validation_loader(table, tokenizer, 64, 8, data.model_copy(update={"validation_fraction": 0.0}))

@@ -1,15 +1,11 @@
-"""Memory while many documents are read, in a process of its own; the same at full size by `benchmarks/data.py`."""
+"""Memory while many documents are read, in a process of its own; the same at full size by `python -m benchmarks data-memory`."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.data import write_records
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "data.py"
+from benchmarks.data import memory_while_reading, write_records
+from benchmarks.frame import in_fresh_process
 
 
 @pytest.mark.slow
@@ -18,8 +14,6 @@ def test_memory_does_not_grow_with_the_documents_that_are_read(tmp_path: Path, n
     """From 24 000 documents (three blocks of a stream) on to 60 000: keeping each shows as 7 MiB or more."""
     documents = 60_000
     write_records(tmp_path / name, documents)
-    command = [sys.executable, str(SCRIPT), "--read", str(tmp_path / name), "--documents", str(documents)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    mib = json.loads(done.stdout)["mib_by_tenth"]
+    mib = in_fresh_process(memory_while_reading, str(tmp_path / name), documents, 0)["mib_by_tenth"]
     assert len(mib) >= 10
     assert max(mib[4:]) - mib[4] < 4

@@ -264,7 +264,7 @@ def test_out_of_memory_inside_a_layer_is_the_same_error_compiled_or_not(planted,
     with pytest.raises(PipelineError, match=r"OutOfRoomError: 8 GiB were asked for") as raised:
         train(engine, BATCHES)
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
-    assert raised.value.place.layers == ("block.3",)
+    assert raised.value.location.layers == ("block.3",)
     assert not engine_threads()
 
 

@@ -184,7 +184,7 @@ def test_a_long_run_keeps_no_facts_of_old_steps():
     with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
         for _ in range(3):
             train(engine, toy_batches(6, micro_batches=4))
-            counts.append(len(engine._board._values))
+            counts.append(len(engine._board))
     assert counts[2] <= counts[1]
 
 

@@ -87,10 +87,10 @@ def test_a_fault_in_a_stage_names_its_place_and_leaves_the_last_update(
     with pytest.raises(PipelineError) as raised:
         train(engine, BATCHES)
     assert isinstance(raised.value.__cause__, PlantedError)
-    assert raised.value.place.stage == stage
-    assert f"block.{block - 1}" in raised.value.place.layers
-    assert raised.value.place.micro_batch == micro_batch
-    assert raised.value.place.actor.startswith("device cpu:")
+    assert raised.value.location.stage == stage
+    assert f"block.{block - 1}" in raised.value.location.layers
+    assert raised.value.location.micro_batch == micro_batch
+    assert raised.value.location.actor.startswith("device cpu:")
     assert engine_threads() == []
     assert store.step == updates and store.is_consistent
     monkeypatch.undo()
@@ -101,10 +101,10 @@ def test_a_fault_in_a_stage_names_its_place_and_leaves_the_last_update(
 def test_a_fault_in_the_optimizer_worker_is_raised(monkeypatch, job):
     original = getattr(OptimizerWorker, job)
 
-    def failing(self, work):
-        if work.step == 1:
+    def failing(self, step_or_pass, *arguments):
+        if getattr(step_or_pass, "step", step_or_pass) == 1:
             raise PlantedError(job)
-        original(self, work)
+        original(self, step_or_pass, *arguments)
 
     monkeypatch.setattr(OptimizerWorker, job, failing)
     store = toy_store(toy_model())
@@ -146,7 +146,7 @@ def test_an_update_that_fails_in_the_middle_is_completed_before_the_fault_is_rai
 def test_of_two_faults_that_an_update_overcame_the_first_is_raised(monkeypatch, case):
     """In the bundles of layers 2 and 4, each at its first try."""
     owner, name = (
-        (OptimizerWorker, "_update_bundle") if case == "update" else (Ordering, "before_master_write")
+        (OptimizerWorker, "_update_bundle") if case == "update" else (Ordering, "before_device_weight_write")
     )
     original, failed = getattr(owner, name), []
 
@@ -171,7 +171,7 @@ def test_a_fault_that_an_update_overcame_is_known_before_a_call_can_see_its_step
     fail_in_bundle(monkeypatch, bundle_index=3, times=1)
     store = toy_store(toy_model())
     engine = toy_engine(toy_model(), store, PARTITION, 2)
-    optimizer, steps_seen = engine._life._writer, []
+    optimizer, steps_seen = engine._life._optimizer, []
     tell = optimizer._on_failure
     monkeypatch.setattr(
         optimizer, "_on_failure", lambda failure: [steps_seen.append(store.step), tell(failure)]
@@ -298,7 +298,7 @@ def test_training_goes_on_with_a_new_engine_from_the_state_a_fault_left(monkeypa
 
 def test_a_device_that_is_too_small_is_named_before_anything_runs():
     model = toy_model()
-    with pytest.raises(DeviceMemoryError, match=r"cpu:0 has 0\.000 GiB"):
+    with pytest.raises(DeviceMemoryError, match=r"cpu:0 cannot allocate 0\.000 GiB: it has 0\.000 GiB"):
         toy_engine(
             model, toy_store(model), PARTITION, 1, wrap=lambda _: CpuDevice(0, memory_limit_bytes=1000)
         )

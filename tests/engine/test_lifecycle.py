@@ -77,7 +77,7 @@ def test_a_skipped_async_update_that_meets_a_fault_is_whole_all_the_same(monkeyp
     before = {name: view.clone() for name, view in store.named_views().items()}
     for master in store.bundles[1].masters:
         master.fill_(float("inf"))
-    original, calls = Ordering.before_master_write, []
+    original, calls = Ordering.before_device_weight_write, []
 
     def failing(self, bundle, version):
         calls.append(bundle)
@@ -85,7 +85,7 @@ def test_a_skipped_async_update_that_meets_a_fault_is_whole_all_the_same(monkeyp
             raise RuntimeError("the device is gone")
         original(self, bundle, version)
 
-    monkeypatch.setattr(Ordering, "before_master_write", failing)
+    monkeypatch.setattr(Ordering, "before_device_weight_write", failing)
     with pytest.raises(PipelineError, match="the device is gone"):
         train(toy_engine(model, store, PARTITION, 2), BATCHES)
     assert store.is_consistent and store.applied_updates == 0
@@ -104,7 +104,7 @@ def test_many_evaluations_without_a_step_remember_nothing():
             for _ in range(10):
                 engine.evaluate(BATCHES[0])
             engine.drain()
-            counts.append(len(engine._board._values))
+            counts.append(len(engine._board))
     assert counts[1] == counts[2]
 
 

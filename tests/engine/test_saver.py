@@ -89,9 +89,9 @@ def test_no_update_of_a_bundle_begins_before_it_was_read_and_all_others_may(monk
     read_one, go_on, updated = threading.Event(), threading.Event(), []
     update = OptimizerWorker._update_bundle
 
-    def watched(worker, bundle, job, *arguments):
-        updated.append((job.step, bundle.index))
-        update(worker, bundle, job, *arguments)
+    def watched(worker, bundle, step, *arguments):
+        updated.append((step, bundle.index))
+        update(worker, bundle, step, *arguments)
 
     monkeypatch.setattr(OptimizerWorker, "_update_bundle", watched)
 
@@ -169,9 +169,9 @@ def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(p
     waiting, failed = threading.Event(), threading.Event()
     update = OptimizerWorker._update_bundle
 
-    def watched(worker, bundle, job, *arguments):
-        update(worker, bundle, job, *arguments)
-        if (job.step, bundle.index) == (1, 1):
+    def watched(worker, bundle, step, *arguments):
+        update(worker, bundle, step, *arguments)
+        if (step, bundle.index) == (1, 1):
             waiting.set()
 
     monkeypatch.setattr(OptimizerWorker, "_update_bundle", watched)
@@ -279,6 +279,6 @@ def test_a_long_run_with_saves_keeps_few_facts_of_old_ones(tmp_path):
                 save.may_publish()
             engine.drain()
             save.wait()
-            counts.append(len(engine._board._values))
+            counts.append(len(engine._board))
     # How each ended, and the last one itself where the saver is not done with it.
     assert counts[2] - counts[1] <= 6 + 1

@@ -49,7 +49,7 @@ def stop_until_complete(
         assert verify_checkpoint(runs.path(name) / "checkpoints" / f"step-{saved}") == int(saved)
         if end == "the run is complete":  # a signal may still have come on its way out
             return stops
-        assert end == "run the same command to go on" and child.wait() == 128 + number, child.text()
+        assert end == "run the same command to continue" and child.wait() == 128 + number, child.text()
         last_step, stops = int(saved), stops + 1
 
 

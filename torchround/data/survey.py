@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torchround.config import DataTable
 from torchround.data.document_types import Document
-from torchround.data.loader import open_sources, reading_order
+from torchround.data.loader import mix_settings, open_sources
 from torchround.data.reader import Reader
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.data.tokenising import tokenise
@@ -49,7 +49,7 @@ def survey(data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int)
     data = data.model_copy(update={"epochs": 1, "on_bad_record": "skip"})
     sources = open_sources(data, tokenizer)
     found = [SourceSurvey(source.name) for source in sources]
-    reader = Reader(sources, reading_order(data, sources, seed))
+    reader = Reader(sources, mix_settings(data, sources, seed))
     reader.reset()
     num_tokens = 0
     for piece in reader:

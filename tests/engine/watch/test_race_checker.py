@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, watched
-from torchround.engine.board import Fact
+from torchround.engine.board import HandOver
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.watch.race_checker import AccessLog, Action, Entry, Region, find_races
+from torchround.engine.watch.race_checker import AccessLog, Entry, Region, find_races
 
 ONE_STAGE = PARTITIONS["one stage"]
 
@@ -47,7 +47,7 @@ def record(
         for step, micro_batches in enumerate(toy_batches(steps, micro_batches=4)):
             train_step(engine, micro_batches, evaluate and step == 1)
         engine.drain()
-    assert sum(entry.action is Action.ACCESS for entry in log.entries) > 100
+    assert sum(entry.action == "access" for entry in log.entries) > 100
     return find_races(log.entries)
 
 
@@ -87,7 +87,7 @@ def test_no_race_with_tied_frozen_rounded_and_several_rounds(options, policy):
 def test_rule_1_a_version_is_overwritten_only_after_its_uploads(monkeypatch):
     """The evaluation on device 0 still reads the version that the step on device 1 replaces."""
     assert record(ONE_STAGE, 3, evaluate=True, steps=2) == []
-    monkeypatch.setattr(Ordering, "before_master_write", lambda *_: None)
+    monkeypatch.setattr(Ordering, "before_device_weight_write", lambda *_: None)
     assert record(ONE_STAGE, 3, evaluate=True, steps=2)
 
 
@@ -122,16 +122,17 @@ def test_rule_5_updates_of_a_layer_follow_each_other(monkeypatch, rule_holds):
     assert bool(races) is not rule_holds
 
 
+HANDED_OVER = HandOver[None]("step {0} to be updated")
+
+
 def on_a_thread_of_its_own(update):
-    def start(worker, job):
-        handed_over = Fact("handed over", job.step)
-
+    def start(worker, step, lr):
         def run():
-            worker._board.wait(handed_over)
-            update(worker, job)
+            worker._board.wait(HANDED_OVER(step))
+            update(worker, step, lr)
 
-        worker._board.post(handed_over)
-        threading.Thread(target=run, name=f"update {job.step}").start()
+        worker._board.signal(HANDED_OVER(step))
+        threading.Thread(target=run, name=f"update {step}").start()
 
     return start
 
@@ -144,49 +145,49 @@ def region(start, stop):
     ("entries", "expected"),
     [
         pytest.param(
-            [Entry("a", Action.ACCESS, writes=region(0, 8)), Entry("b", Action.ACCESS, reads=region(4, 12))],
+            [Entry("a", "access", writes=region(0, 8)), Entry("b", "access", reads=region(4, 12))],
             1,
             id="unordered overlap",
         ),
         pytest.param(
-            [Entry("a", Action.ACCESS, writes=region(0, 8)), Entry("b", Action.ACCESS, reads=region(8, 12))],
+            [Entry("a", "access", writes=region(0, 8)), Entry("b", "access", reads=region(8, 12))],
             0,
             id="disjoint bytes",
         ),
         pytest.param(
-            [Entry("a", Action.ACCESS, reads=region(0, 8)), Entry("b", Action.ACCESS, reads=region(0, 8))],
+            [Entry("a", "access", reads=region(0, 8)), Entry("b", "access", reads=region(0, 8))],
             0,
             id="two reads",
         ),
         pytest.param(
             [
-                Entry("a", Action.ACCESS, writes=region(0, 8)),
-                Entry("a", Action.SIGNAL, "done"),
-                Entry("c", Action.WAIT, "done"),
-                Entry("c", Action.SIGNAL, "passed on"),
-                Entry("b", Action.WAIT, "passed on"),
-                Entry("b", Action.ACCESS, writes=region(0, 8)),
+                Entry("a", "access", writes=region(0, 8)),
+                Entry("a", "signal", "done"),
+                Entry("c", "wait", "done"),
+                Entry("c", "signal", "passed on"),
+                Entry("b", "wait", "passed on"),
+                Entry("b", "access", writes=region(0, 8)),
             ],
             0,
             id="ordered through a third actor",
         ),
         pytest.param(
             [
-                Entry("a", Action.SIGNAL, "too early"),
-                Entry("a", Action.ACCESS, writes=region(0, 8)),
-                Entry("b", Action.WAIT, "too early"),
-                Entry("b", Action.ACCESS, reads=region(0, 8)),
+                Entry("a", "signal", "too early"),
+                Entry("a", "access", writes=region(0, 8)),
+                Entry("b", "wait", "too early"),
+                Entry("b", "access", reads=region(0, 8)),
             ],
             1,
             id="signal before the write",
         ),
         pytest.param(
             [
-                Entry("a", Action.ACCESS, writes=region(0, 4)),
-                Entry("b", Action.ACCESS, writes=region(4, 8)),
-                Entry("a", Action.SIGNAL, "a"),
-                Entry("c", Action.WAIT, "a"),
-                Entry("c", Action.ACCESS, reads=region(0, 8)),
+                Entry("a", "access", writes=region(0, 4)),
+                Entry("b", "access", writes=region(4, 8)),
+                Entry("a", "signal", "a"),
+                Entry("c", "wait", "a"),
+                Entry("c", "access", reads=region(0, 8)),
             ],
             1,
             id="one of two writers heard of",

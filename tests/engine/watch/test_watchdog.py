@@ -21,10 +21,15 @@ from tests.support.toy import (
     train,
 )
 from torchround.engine import lifecycle
-from torchround.engine.board import Board, Fact
+from torchround.engine.board import Board, HandOver
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import HangError
+from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED
+from torchround.engine.ordering import GRADIENT_LANDED, UPLOADED, WEIGHTS
+from torchround.engine.passes import STAGE_JOB, TRAINING_PASS
+from torchround.engine.results import STAGE_DONE
 from torchround.engine.watch.watchdog import LOOKS, QueueWatch, Watchdog
+from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
 
 __all__ = ["over", "planted"]
 
@@ -114,43 +119,47 @@ def test_a_layer_that_blocks_is_reported_with_what_everybody_else_waits_for(
 @pytest.mark.parametrize(
     ("kind", "waiting"),
     [
-        ("boundary", r"torchround cpu:\d: .*waits for the input of layer \d for micro-batch 1 of pass 1"),
+        (BOUNDARY, r"torchround cpu:\d: .*waits for the input of layer \d for micro-batch 1 of pass 1"),
         (
-            "boundary gradient",
+            BOUNDARY_GRADIENT,
             r"torchround cpu:\d: .*waits for the gradient of layer \d's input for micro-batch 1 of pass 1",
         ),
-        ("loss", r"torchround optimizer: waits for the loss of micro-batch 1 of pass 1"),
-        ("gradient landed", r"torchround optimizer: waits for part 0 of step 1's gradient of bundle 1 "),
-        ("weights", r"torchround cpu:\d: .*waits for version 1 of bundle 1 \(ordering rule 2"),
+        (LOSS, r"torchround optimizer: waits for the loss of micro-batch 1 of pass 1"),
+        (GRADIENT_LANDED, r"torchround optimizer: waits for part 0 of step 1's gradient of bundle 1 "),
+        (WEIGHTS, r"torchround cpu:\d: .*waits for version 1 of bundle 1 \(ordering rule 2"),
         (
-            "uploaded",
+            UPLOADED,
             r"torchround optimizer: waits for upload \d+ of version 1 of bundle 1 \(ordering rule 1",
         ),
-        ("done", r"MainThread .*: waits for stage slot 12 to be enqueued"),
-        ("updated", r"MainThread .*: waits for the update of step 2"),
-        ("job", r"torchround optimizer: waits for job 2 of the optimizer"),
-        ("task", r"torchround cpu:0: in device cpu:0: waits for stage slot 12 to be handed out"),
+        (STAGE_DONE, r"MainThread .*: waits for stage slot 12 to be enqueued"),
+        (UPDATED, r"MainThread .*: waits for the update of step 2"),
+        (TRAINING_PASS, r"torchround optimizer: waits for step 1 to be dispatched"),
+        (LEARNING_RATE, r"torchround optimizer: waits for the learning rate of step 1"),
+        (STAGE_JOB, r"torchround cpu:0: in device cpu:0: waits for stage slot 12 to be handed out"),
     ],
+    ids=lambda value: value.words if isinstance(value, HandOver) else "",
 )
-def test_a_fact_that_is_lost_is_named_and_every_thread_ends(monkeypatch, planted, undisturbed, kind, waiting):
+def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(
+    monkeypatch, planted, undisturbed, kind, waiting
+):
     """Each kind of hand-over once: the first of the second step that concerns bundle 1, or micro-batch 1."""
     post, wait, lost, waited = Board.post, Board.wait, [], []
 
-    def losing(self, fact, value=None):
-        epoch = {"task": 12, "done": 12, "job": 2, "updated": 2}.get(kind, 1)
-        mine = (fact.kind, fact.epoch) == (kind, epoch) and (not fact.key or 1 in (fact.key[0], fact.key[-1]))
+    def losing(self, key, value):
+        epoch = {STAGE_JOB: 12, STAGE_DONE: 12, UPDATED: 2}.get(kind, 1)
+        mine = key.kind is kind and key.epoch == epoch and (not key.key or 1 in (key.key[0], key.key[-1]))
         if mine and not lost:
-            lost.append(fact)
-            if fact in waited:
+            lost.append(key)
+            if key in waited:
                 planted.set()
         else:
-            post(self, fact, value)
+            post(self, key, value)
 
-    def waiting_for_it(self, fact, *arguments):
-        waited.append(fact)
-        if fact in lost:
+    def waiting_for_it(self, key, *arguments):
+        waited.append(key)
+        if key in lost:
             planted.set()
-        return wait(self, fact, *arguments)
+        return wait(self, key, *arguments)
 
     monkeypatch.setattr(Board, "post", losing)
     monkeypatch.setattr(Board, "wait", waiting_for_it)
@@ -266,7 +275,7 @@ def test_one_thing_that_moves_between_two_looks_is_enough(monkeypatch):
 
     memory = device.allocate(1)
     look_while(
-        lambda: board.post(Fact("job", 0)),
+        lambda: board.post(LEARNING_RATE(0), 1e-2),
         board.note_progress,
         lambda: device.run(Stream.COMPUTE, memory.zero_),
         lambda: device.copy(Stream.WEIGHT_UPLOAD, memory, memory),

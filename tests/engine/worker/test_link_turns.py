@@ -26,7 +26,7 @@ from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.watch.race_checker import AccessLog, Action, find_races
+from torchround.engine.watch.race_checker import AccessLog, find_races
 from torchround.engine.worker.link_turns import REMEMBERED, LinkTurns
 
 FINEST = PARTITIONS["one layer a stage"]
@@ -208,9 +208,9 @@ def uploads_of(entries, actor, ruler):
     for entry in entries:
         clock = clocks[entry.actor]
         clock[entry.actor] += 1
-        if entry.action is Action.SIGNAL:
+        if entry.action == "signal":
             signals[entry.token] = clock.copy()
-        elif entry.action is Action.WAIT:
+        elif entry.action == "wait":
             clock |= signals[entry.token]
         elif entry.actor == actor and entry.reads[0].allocation == ruler.data_ptr():
             found.append(Upload(actor, entry.reads[0].start, dict(clock)))

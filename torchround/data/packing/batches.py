@@ -1,4 +1,4 @@
-"""Rows of packed tokens to the batch of a step, and that batch to its micro-batches."""
+"""Packed sequences to the batch of a step, optionally shuffled, and that batch to its micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,16 +10,17 @@ import torch
 from torchdata.nodes import BaseNode
 
 from torchround.data.errors import DataError
+from torchround.data.formats.sources import shuffled
 from torchround.data.packing.contiguous import PackedSequence
 from torchround.layer import IGNORED_LABEL, MicroBatch, most_documents
 from torchround.pipeline.partition import split_evenly
 
 
 class Batches(BaseNode[MicroBatch | DataError]):
-    """G sequences at a time as one batch `[G, T]`; fewer at the end of the data.
+    """Batches `[G, T]` of G sequences each; fewer in the last batch of limited data.
 
-    An error is handed on in place of the batch that it falls into. Between batches there is nothing to
-    remember, so the state is the one of the node before.
+    An error takes the place of the batch that it falls into. Nothing is kept between batches, so the state is that of
+    `source`.
     """
 
     def __init__(self, source: BaseNode[PackedSequence | DataError], global_batch_size: int) -> None:
@@ -28,17 +29,17 @@ class Batches(BaseNode[MicroBatch | DataError]):
         self._global_batch_size = global_batch_size
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin where `initial_state` was taken."""
+        """Begin at the start, or at the saved state."""
         super().reset(initial_state)
         self._source.reset(initial_state)
 
     def get_state(self) -> dict[str, Any]:
-        """The packer's state."""
+        """Return the state of the source."""
         state: dict[str, Any] = self._source.state_dict()
         return state
 
     def next(self) -> MicroBatch | DataError:
-        """The next batch; `StopIteration` when no sequence is left."""
+        """Return the next batch. Raises `StopIteration` when no sequence is left."""
         rows: list[PackedSequence] = []
         for row in islice(self._source, self._global_batch_size):
             if isinstance(row, DataError):
@@ -49,8 +50,96 @@ class Batches(BaseNode[MicroBatch | DataError]):
         return stack(rows)
 
 
+class SequenceShuffler(BaseNode[PackedSequence | DataError]):
+    """The sequences of a packer in a new order within each window of `window_size` sequences.
+
+    Long documents fill many sequences in a row; shuffling them spreads each document over many batches. The seed and
+    the number of the window fix the order. An error takes the place of the whole window that it falls into.
+    """
+
+    def __init__(self, packer: BaseNode[PackedSequence | DataError], window_size: int, seed: int) -> None:
+        super().__init__()
+        self._packer = packer
+        self._window_size = window_size
+        self._seed = seed
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin at the start, or in the middle of the window of the saved state."""
+        super().reset(initial_state)
+        state = initial_state or {"window": 0, "taken": 0, "packing": None}
+        self._packer.reset(state["packing"])
+        self._begin_window(state["window"])
+        self._taken: int = state["taken"]
+
+    def get_state(self) -> dict[str, Any]:
+        """Return where the packer was at the window's start, and how many sequences of the window are handed out.
+
+        This is smaller than the sequences that wait. A resumed run packs the window again. `so_far` holds the
+        reader's progress and the number of long documents up to the window's end, for reports alone.
+        """
+        return {
+            "window": self._window,
+            "taken": self._taken,
+            "packing": self._packing_at_start,
+            "so_far": progress_so_far(self._packer.state_dict()),
+        }
+
+    def next(self) -> PackedSequence | DataError:
+        """Return the next sequence. Raises `StopIteration` when the data has ended."""
+        if self._sequences is None:
+            error = self._fill_window()
+            if error is not None:
+                return error
+        assert self._sequences is not None, "a window without an error is filled"
+        # The last window of limited data is not full, and may be empty.
+        if self._taken >= len(self._sequences):
+            raise StopIteration
+        sequence = self._sequences[self._taken]
+        self._taken += 1
+        if self._taken == self._window_size:
+            # Begun at once, so that a state saved here starts at the new window and does not pack the old one again.
+            self._begin_window(self._window + 1)
+        return sequence
+
+    def _begin_window(self, number: int) -> None:
+        self._window, self._taken = number, 0
+        self._packing_at_start: dict[str, Any] = self._packer.state_dict()
+        self._sequences: list[PackedSequence] | None = None
+
+    def _fill_window(self) -> DataError | None:
+        """Take a window of sequences from the packer, and shuffle them; return the error among them, if any."""
+        sequences: list[PackedSequence] = []
+        for sequence in islice(self._packer, self._window_size):
+            if isinstance(sequence, DataError):
+                return sequence
+            sequences.append(sequence)
+        order = shuffled(len(sequences), f"sequences/{self._seed}/{self._window}").tolist()
+        self._sequences = [sequences[index] for index in order]
+        return None
+
+
+def packing_state(position: dict[str, Any]) -> dict[str, Any]:
+    """Return the packer's part of a position, which holds more if sequences are shuffled."""
+    state: dict[str, Any] = position.get("packing", position)
+    return state
+
+
+def with_packing_state(position: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of `position` with another packer's part."""
+    return {**position, "packing": state} if "packing" in position else state
+
+
+def progress_so_far(position: dict[str, Any]) -> dict[str, Any]:
+    """Return the `reader` state of a position, and its number of `long` documents.
+
+    A packer that has to pack a group or a window again keeps them apart from the state that it starts from.
+    """
+    so_far: dict[str, Any] = position.get("so_far") or {"reader": position["reader"], "long": 0}
+    return so_far
+
+
 def stack(rows: Sequence[PackedSequence]) -> MicroBatch:
-    """G sequences as tensors `[G, T]` int64 on the CPU."""
+    """Stack G sequences into tensors `[G, T]` int64 on the CPU."""
     return MicroBatch(
         tokens=torch.from_numpy(np.stack([row.tokens for row in rows])),
         labels=torch.from_numpy(np.stack([row.labels for row in rows])),
@@ -60,15 +149,16 @@ def stack(rows: Sequence[PackedSequence]) -> MicroBatch:
 
 
 def cut(batch: MicroBatch, micro_batch_size: int) -> list[MicroBatch]:
-    """The G sequences of `batch` as M = ceil(G / micro_batch_size) micro-batches, in order.
+    """Cut the G sequences of `batch` into M = ceil(G / micro_batch_size) micro-batches, in order.
 
-    Where G does not divide evenly the first ones hold one sequence more (PACI appendix B). They are views, and
-    know how many documents a sequence of the whole batch has at most.
+    If G does not divide evenly, the first micro-batches hold one sequence more (PACI appendix B). They are views, and
+    each knows the most documents in any sequence of the whole batch.
     """
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
     sequences = batch.tokens.shape[0]
     parts = split_evenly(sequences, -(-sequences // micro_batch_size))
+    # Counted over the whole batch: shapes of compiled layers would otherwise depend on the cut.
     whole = replace(batch, max_documents=most_documents(batch.document_ids))
     return [
         whole.with_tensors(tensor[part.start : part.stop] for tensor in batch.tensors()) for part in parts
@@ -76,9 +166,10 @@ def cut(batch: MicroBatch, micro_batch_size: int) -> list[MicroBatch]:
 
 
 def num_tokens(batch: MicroBatch, pad_id: int) -> int:
-    """Tokens of the data in a batch. Padding is none: a last document of a sequence that is nothing else.
+    """Count the tokens of the data in a batch, without padding.
 
-    Some vocabularies have no token that only pads, so what is of the padding's id may be data elsewhere.
+    Padding is the last document of a sequence if all its tokens are `pad_id` and none is learnt. The id alone does
+    not tell: some vocabularies pad with a token that data also contains.
     """
     is_last = batch.document_ids == batch.document_ids[:, -1:]
     other = is_last & ((batch.tokens != pad_id) | (batch.labels != IGNORED_LABEL))

@@ -1,14 +1,15 @@
-"""Whole documents, put together so that sequences are nearly full: the packing of fine-tuning.
+"""Best-fit packing, for fine-tuning: whole documents, combined so that sequences are nearly full.
 
-Documents are gathered until they fill `GROUP_SEQUENCES` sequences. The longest first, each goes to the sequence
-with the least room that it fits into (best fit decreasing; Johnson 1973: at most 11/9 of the fewest sequences, and
-with many short documents nearly the fewest). The emptiest sequence of a group is taken apart and its documents
-wait for the next group. Sequences leave in a hashed order, since packing sorts them by length.
+The packer gathers documents until they fill `GROUP_SEQUENCES` sequences. From the longest to the shortest, each goes
+to the sequence with the least room that it fits into (best fit decreasing; Johnson 1973: at most 11/9 of the fewest
+possible sequences, and nearly the fewest with many short documents). The packer takes the emptiest sequence of a
+group apart, and its documents wait for the next group. Sequences leave in a hashed order, since packing sorts them
+by length.
 
-The state is where the group began and how many of its sequences have left: a resumed run packs the group again.
-Nothing of a group leaves before all of its documents are read, so a record at fault stops a run where its group began.
-Where a file has changed, the group would be packed in another way. For that, the state also has the names of the
-documents that have left: they are left out, and what remains of the group is packed anew (`in_changed_files`).
+The state is the reader's state at the group's start and how many sequences have left: a resumed run packs the group
+again. All documents of a group are read before its first sequence leaves, so a bad record stops a run at the start of
+its group. If a file has changed, the same group would be packed differently. For this case the state also names the
+parts of documents that have left: they are left out, and the rest of the group is packed anew (`in_changed_files`).
 """
 
 from bisect import bisect_left, insort
@@ -30,29 +31,30 @@ from torchround.data.packing.contiguous import (
     positions_from,
 )
 from torchround.layer import IGNORED_LABEL
+from torchround.untrusted.data_position import check_group_growth
 
 GROUP_SEQUENCES = 64
-# In files that have changed, the documents of a group may be longer than they were, but not by any amount.
-MOST_GROWTH = 16
-
 PartId = tuple[int, int, int]
-"""Number of the source, of the document in it, and of the part of that document."""
+"""Number of the source, of the document in that source, and of the part of that document."""
 
 
 @dataclass(frozen=True)
 class WholeDocument:
-    """Inputs and labels `[n]` of a document, or of the part of it that one sequence holds."""
+    """Inputs and labels `[n]` of a document, or of a part of one that fills a sequence.
+
+    `waited`: it was taken out of an earlier group, and must not wait again.
+    """
 
     tokens: TokenIds
     labels: TokenIds
-    name: PartId
+    part_id: PartId
     waited: bool = False
 
 
 def in_changed_files(state: dict[str, Any]) -> dict[str, Any]:
-    """A packer's state for files in which records have changed.
+    """Adapt a packer's state to files in which records have changed.
 
-    The group holds the documents of the same numbers as before, without those that have left it.
+    The group then holds the documents with the same numbers as before, without the parts that have left it.
     """
     if not state["gone"]:
         return state
@@ -61,10 +63,10 @@ def in_changed_files(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class BestFitPacker(BaseNode[PackedSequence | DataError]):
-    """Token pieces in, sequences of whole documents out. `long_documents`: `cut`, `skip` or `split`.
+    """Sequences of whole documents, packed from token pieces. `long_documents`: `cut`, `skip` or `split`.
 
-    An error is handed on as the last item, in place of the group that it falls into: without the record at fault,
-    the group would be packed in another way, and what had left of it could not be told from the rest.
+    An error is the last item, in place of the group that it falls into: without the bad record the group would be
+    packed differently, so its sequences that have left could not be told from the rest.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         self._long_documents = long_documents
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin empty, or in the middle of the group that `initial_state` was taken in."""
+        """Begin empty, or in the middle of the group of the saved state."""
         super().reset(initial_state)
         state: dict[str, Any] = initial_state or {
             "reader": None,
@@ -91,30 +93,33 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         }
         self._waiting = [
             WholeDocument(
-                np.array(tokens, dtype=np.int64), np.array(labels, dtype=np.int64), tuple(name), waited=True
+                np.array(tokens, dtype=np.int64),
+                np.array(labels, dtype=np.int64),
+                tuple(part_id),
+                waited=True,
             )
-            for tokens, labels, name in state["waiting"]
+            for tokens, labels, part_id in state["waiting"]
         ]
         self._group: int = state["group"]
         self._num_long: int = state["long"]
         self._source.reset(state["reader"])
         self._begin_group(state["without"], state["until"])
         self._left: int = state["left"]
-        self._gone = [tuple(name) for name in state["gone"]]
+        self._gone = [tuple(part_id) for part_id in state["gone"]]
         self._rows: list[list[WholeDocument]] | None = None
         self._error: DataError | None = None
         self._ended = False
 
     def get_state(self) -> dict[str, Any]:
-        """Where the group began, the documents that waited for it, and what of it has left.
+        """Return the state at the group's start, the documents that waited for it, and what has left it.
 
-        `so_far` is only for reports: a resumed run counts the group again.
+        `so_far` is for reports alone: a resumed run counts the documents of the group again.
         """
         so_far = {"long": self._num_long, "reader": self._source.state_dict()}
         return {**self._group_start, "left": self._left, "gone": list(self._gone), "so_far": so_far}
 
     def next(self) -> PackedSequence | DataError:
-        """The next sequence; `StopIteration` when the data has ended."""
+        """Return the next sequence. Raises `StopIteration` when the data has ended."""
         while True:
             if self._rows is None:
                 self._rows = self._pack_group()
@@ -123,7 +128,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
             if self._left < len(self._rows):
                 row = self._rows[self._left]
                 self._left += 1
-                self._gone += [document.name for document in row]
+                self._gone += [document.part_id for document in row]
                 return self._row(row)
             if self._ended:
                 raise StopIteration
@@ -133,10 +138,15 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
             self._left, self._gone, self._rows = 0, [], None
 
     def _begin_group(self, without: Iterable[Sequence[int]], until: list[int] | None) -> None:
-        """`without` documents that have left it already; up to document `until` of each source, not until it is full."""
-        self._without, self._until = {tuple(name) for name in without}, until
+        """Note the state at the start of a group, for `get_state`.
+
+        The group leaves out the parts `without`. It is full at the usual size or, if `until` is given, at document
+        `until` of each source.
+        """
+        self._without, self._until = {tuple(part_id) for part_id in without}, until
         waiting = [
-            (document.tokens.tolist(), document.labels.tolist(), document.name) for document in self._waiting
+            (document.tokens.tolist(), document.labels.tolist(), document.part_id)
+            for document in self._waiting
         ]
         self._group_start = {
             "reader": self._source.state_dict(),
@@ -148,9 +158,11 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         }
 
     def _pack_group(self) -> list[list[WholeDocument]]:
-        documents = self._gather()
-        if self._error is not None:
-            self._ended = True
+        """Return the sequences of the next group in the order that they leave in. Notes an error, or the data's end."""
+        try:
+            documents = self._gather()
+        except DataError as error:
+            self._error, self._ended = error, True
             return []
         rows = best_fit([len(document.tokens) for document in documents], self._seq_len)
         packed = [[documents[index] for index in row] for row in rows]
@@ -161,17 +173,24 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         return [packed[index] for index in order]
 
     def _gather(self) -> list[WholeDocument]:
-        """Documents for one group; notes an error, or that the data has ended."""
+        """Read the documents of one group, and note if the data has ended.
+
+        Raises `DataError` for a bad record, for a forged group, and if no document fits.
+        """
         documents, pieces = list(self._waiting), list[TokenPiece]()
-        room = GROUP_SEQUENCES * self._seq_len - total(documents)
-        fruitless: dict[int, int] = {}  # since which epoch a source has given nothing
-        while self._error is None and (room > 0 if self._until is None else self._is_before(self._until)):
+        group_tokens = GROUP_SEQUENCES * self._seq_len
+        room = group_tokens - total(documents)
+        fruitless: dict[int, int] = {}  # by source: the epoch since which it has given no document
+        while room > 0 if self._until is None else self._is_before(self._until):
             item = next(self._source, None)
-            if not isinstance(item, TokenPiece):
-                self._error, self._ended = item, item is None
+            if isinstance(item, DataError):
+                raise item
+            if item is None:
+                self._ended = True
                 documents += self._parts(pieces)
                 break
-            if item.starts_document and pieces:  # a bad record broke off what came before
+            # A document whose last piece never came was broken off by a bad record: its beginning is kept.
+            if item.starts_document and pieces:
                 documents += self._parts(pieces)
                 pieces = []
             pieces.append(item)
@@ -180,33 +199,32 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
                 documents += parts
                 room -= total(parts)
                 fruitless = {} if parts else fruitless
-                if self._until is not None and -room > MOST_GROWTH * GROUP_SEQUENCES * self._seq_len:
-                    self._error = self._too_much()
+                self._check_growth(-room, group_tokens)
                 if item.epoch > fruitless.setdefault(item.source, item.epoch) + 1:
-                    self._error = self._nothing_fits()
-        return [document for document in documents if document.name not in self._without]
+                    raise self._nothing_fits()
+        return [document for document in documents if document.part_id not in self._without]
 
     def _is_before(self, until: Sequence[int]) -> bool:
-        """Whether a source has documents of the group to give."""
+        """Say whether any source has not yet reached its last document of the group."""
         sources = self._source.state_dict()["sources"]
         return any(source["drawn"] < end for source, end in zip(sources, until, strict=True))
 
-    def _too_much(self) -> DataError:
-        """Whoever forges a position may have a group reach to any document."""
-        return DataError(
-            f"the saved data position has a group of documents end at {self._until}, by which there are over "
-            f"{MOST_GROWTH} times as many tokens as a group holds: it was altered, or the files are others"
-        )
+    def _check_growth(self, excess_tokens: int, group_tokens: int) -> None:
+        if self._until is not None:
+            try:
+                check_group_growth(excess_tokens, group_tokens, self._until)
+            except ValueError as error:
+                raise DataError(error) from error
 
     def _nothing_fits(self) -> DataError:
-        """An endless loader would search for ever."""
+        # Without this error, an endless run would read the same too long documents forever.
         return DataError(
             "no document of a whole pass over a source fits into a sequence: training.seq_len is "
             f'{self._seq_len}, and data.long_documents = "skip" leaves out what is longer'
         )
 
     def _parts(self, pieces: Sequence[TokenPiece]) -> list[WholeDocument]:
-        """What is used of a document that has come in `pieces`: nothing, itself, its beginning, or several parts."""
+        """Return the parts that are used of the document in `pieces`: none, the whole, its beginning, or all parts."""
         if not pieces:
             return []
         tokens = joined([piece.tokens for piece in pieces])
@@ -220,16 +238,16 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
             self._num_long += 1
             kept = {"cut": 1, "skip": 0, "split": len(starts)}[self._long_documents]
             starts = starts[:kept]
-        document = pieces[0].source, pieces[0].number
+        source, number = pieces[0].source, pieces[0].number
         return [
             WholeDocument(
-                tokens[low : low + self._seq_len], labels[low : low + self._seq_len], (*document, part)
+                tokens[low : low + self._seq_len], labels[low : low + self._seq_len], (source, number, part)
             )
             for part, low in enumerate(starts)
         ]
 
     def _take_emptiest(self, packed: list[list[WholeDocument]]) -> list[WholeDocument]:
-        """Takes apart the emptiest sequence whose documents have not waited before, if there is another."""
+        """Remove the emptiest sequence whose documents have not waited before, and return them, if another is left."""
         candidates = [
             index for index, row in enumerate(packed) if not any(document.waited for document in row)
         ]
@@ -239,7 +257,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         return [replace(document, waited=True) for document in emptiest]
 
     def _row(self, documents: Sequence[WholeDocument]) -> PackedSequence:
-        """Documents one after the other and padding as one more, whose labels are ignored."""
+        """Join documents to a sequence; padding is one more document, whose labels are ignored."""
         missing = self._seq_len - total(documents)
         tokens, labels = (
             [document.tokens for document in documents],
@@ -259,7 +277,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Indices of `lengths`, each at most `room`, in rows that hold at most `room`: best fit, longest first."""
+    """Distribute the indices of `lengths` over rows of size `room`: best fit, longest first. No length exceeds `room`."""
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
@@ -275,5 +293,5 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def total(documents: Iterable[WholeDocument]) -> int:
-    """Tokens of several documents."""
+    """Count the tokens of several documents."""
     return sum(len(document.tokens) for document in documents)

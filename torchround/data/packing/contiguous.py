@@ -1,10 +1,10 @@
-"""Documents end to end, cut every T tokens: the contiguous packing of pre-training.
+"""Contiguous packing, for pre-training: documents end to end, cut every T tokens.
 
-The tokens of all documents, in reading order, are one stream. Sequence k holds tokens `kT .. kT + T - 1` of
-it, so each token is the input of exactly one position. The label of a position is the next token of the
-stream where that belongs to the same document and is to be learnt, else `IGNORED_LABEL`; for the last position of
-a sequence that next token is the first input of the following one. So a document of n tokens yields n inputs and
-at most n - 1 labels wherever it is cut, and nothing is lost or repeated.
+The tokens of all documents, in reading order, form one stream. Sequence k holds its tokens `kT .. kT + T - 1`, so
+each token is the input of exactly one position. The label of a position is the next token of the stream, if that is
+to be learnt and belongs to the same document, and `IGNORED_LABEL` otherwise. The label of a sequence's last position
+is the first input of the next sequence. So a document of n tokens yields n inputs and at most n - 1 labels wherever
+it is cut, and nothing is lost or repeated.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """A run of tokens `[n]`; `starts_document` where it is not the continuation of the piece before.
+    """The tokens `[n]` of a piece of document `number` of source number `source`, in that source's pass `epoch`.
 
-    `learn` `[n]`: tokens that are a label of the position before them; `None`: all. It is of document `number` of
-    source number `source`, in that source's pass `epoch`.
+    `starts_document` is False if it continues the piece before it. `learn` `[n]` marks the tokens that are a label of
+    the position before them; None marks all.
     """
 
     tokens: TokenIds
@@ -43,7 +43,7 @@ class TokenPiece:
 class PackedSequence:
     """One row of a batch, all `[T]`; the meanings are those of `MicroBatch`.
 
-    Positions restart at 0 with each document and with each sequence, also where a document goes on.
+    Positions restart at 0 with each document and with each sequence, also if a sequence continues a document.
     """
 
     tokens: TokenIds
@@ -61,7 +61,7 @@ class TokenRun:
     learn: BoolArray
 
     def join(self, others: "list[TokenRun]") -> "TokenRun":
-        """This one with the others after it."""
+        """Return this run with the others after it."""
         runs = [self, *others]
         return TokenRun(
             np.concatenate([run.tokens for run in runs]),
@@ -70,17 +70,16 @@ class TokenRun:
         )
 
     def after(self, count: int) -> "TokenRun":
-        """Without the first `count` tokens."""
+        """Return the run without its first `count` tokens."""
         return TokenRun(self.tokens[count:], self.starts[count:], self.learn[count:])
 
 
 def pack_sequence(run: TokenRun, seq_len: int, pad_id: int) -> PackedSequence:
-    """The first `seq_len` tokens of the stream `[n]` as one row.
+    """Return the first `seq_len` tokens of the stream `[n]` as one row.
 
-    A stream with fewer tokens (the end of the data) is filled up with `pad_id` as a document of its own,
-    whose labels are ignored.
+    A shorter stream, at the end of the data, is filled up with `pad_id` as one more document whose labels are ignored.
     """
-    missing = seq_len + 1 - len(run.tokens)
+    missing = seq_len + 1 - len(run.tokens)  # the label of the last position is one token further
     if missing > 0:
         padding = np.full(missing, pad_id, dtype=np.int64)
         run = run.join([TokenRun(padding, np.arange(missing) == 0, np.zeros(missing, dtype=np.bool_))])
@@ -97,16 +96,15 @@ def pack_sequence(run: TokenRun, seq_len: int, pad_id: int) -> PackedSequence:
 
 
 def positions_from(begins: BoolArray) -> TokenIds:
-    """Distance `[T]` of each token from the last one before it, or itself, that begins a document."""
+    """Return the distance `[T]` of each token from the beginning of its document."""
     index = np.arange(len(begins), dtype=np.int64)
     return index - np.maximum.accumulate(np.where(begins, index, 0))
 
 
 class ContiguousPacker(BaseNode[PackedSequence | DataError]):
-    """Token pieces in, full sequences out. Its state is what is left of the pieces taken so far.
+    """Full sequences, packed from token pieces. Its state is the tokens left over from the pieces taken so far.
 
-    At the end of the data the remaining tokens come as one padded sequence. An error from before it is
-    handed on as the last item.
+    At the end of the data the remaining tokens come as one padded sequence. An error of the source is the last item.
     """
 
     def __init__(self, source: BaseNode[TokenPiece | DataError], seq_len: int, pad_id: int) -> None:
@@ -116,7 +114,7 @@ class ContiguousPacker(BaseNode[PackedSequence | DataError]):
         self._pad_id = pad_id
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin empty, or with the tokens that were left when `initial_state` was taken."""
+        """Begin empty, or with the tokens left over in the saved state."""
         super().reset(initial_state)
         state = initial_state or {"tokens": [], "reader": None}
         tokens = np.asarray(state["tokens"], dtype=np.int64)
@@ -126,16 +124,14 @@ class ContiguousPacker(BaseNode[PackedSequence | DataError]):
         self._source.reset(state["reader"])
 
     def get_state(self) -> dict[str, Any]:
-        """Tokens left `[n]`, which are learnt where not all are, and the reader's state.
-
-        All of them are of the piece taken last, since a piece is taken only where the others do not fill a
-        sequence. So a document can only begin at the first, where a sequence begins anyway.
-        """
+        """Return the tokens left `[n]`, which of them are learnt if not all are, and the reader's state."""
+        # Document starts need no place in it: a piece is taken only when the others do not fill a sequence, so all
+        # tokens left are of the last piece. A document can begin only at the first, where a sequence begins anyway.
         state = {"tokens": self._run.tokens, "reader": self._source.state_dict()}
         return state if self._run.learn.all() else {**state, "learn": self._run.learn.astype(np.int64)}
 
     def next(self) -> PackedSequence | DataError:
-        """The next sequence; `StopIteration` when the data has ended and no token is left."""
+        """Return the next sequence. Raises `StopIteration` when the data has ended and no token is left."""
         error = self._fill()
         if error is not None:
             return error
@@ -146,7 +142,7 @@ class ContiguousPacker(BaseNode[PackedSequence | DataError]):
         return row
 
     def _fill(self) -> DataError | None:
-        """Take pieces until the sequence and the label of its last token are there, or the data ends."""
+        """Take pieces until the sequence and the label of its last token are complete, or the data ends."""
         runs: list[TokenRun] = []
         wanted = self._seq_len + 1 - len(self._run.tokens)
         while wanted > 0 and not self._failed:
@@ -171,10 +167,10 @@ def _run(piece: TokenPiece) -> TokenRun:
 
 
 def learnt_mask(piece: TokenPiece) -> BoolArray:
-    """Tokens `[n]` of a piece that are labels."""
+    """Return which tokens `[n]` of a piece are labels."""
     return np.ones(len(piece.tokens), dtype=np.bool_) if piece.learn is None else piece.learn
 
 
 def joined(arrays: Sequence[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
-    """One array after the other; a single one is not copied."""
+    """Concatenate arrays. A single one is not copied."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
