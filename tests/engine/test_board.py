@@ -29,7 +29,7 @@ text: str = board.wait(COUNT(0))  # mistake
 
 
 def test_a_value_of_another_type_is_found_by_mypy(tmp_path):
-    """Without what the board imports, so that this takes no minute."""
+    """Mypy skips what the board imports, torch above all, which would take a minute."""
     snippet = tmp_path / "snippet.py"
     snippet.write_text(MISTAKES)
     board = ROOT / "torchround" / "engine" / "board.py"
