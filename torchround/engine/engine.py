@@ -9,7 +9,7 @@ The engine stops at the first fault; the call in progress, and each later one, r
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,8 +34,10 @@ from torchround.engine.passes import (
     StageJob,
     backward_inputs,
     check_micro_batches,
+    contributions,
     forward_inputs,
     host_micro_batch,
+    uploads,
 )
 from torchround.engine.results import STAGE_DONE, StepResult
 from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
@@ -43,11 +45,10 @@ from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, Boundary
-from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.partition import Partition, StageKind, StageTask, evaluation_tasks, step_tasks
+from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks, step_tasks
 from torchround.pipeline.shared_links import LinkWindows
 
 T = TypeVar("T")
@@ -275,31 +276,17 @@ class Engine:
 
     def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
         # All uploads are announced before the first job: an update must not overwrite a version that a later job reads.
-        for bundle, use in self._uploads(tasks):
+        for bundle, use in uploads(self.store, tasks):
             self._ordering.expect_upload(bundle, pass_.version, use)
         for task in tasks:
             window = self._windows.next(len(task.micro_batches))
-            job = StageJob(task, pass_, self._contributions(task), window)
+            job = StageJob(task, pass_, contributions(self.store, task), window)
             self._board.post(STAGE_JOB(task.slot), job)
         self._next_slot += len(tasks)
 
     def _expect_gradients(self, rounds: int) -> None:
         for bundle in self.store.trained:
             self._ordering.expect_gradient(bundle.index, self._step, rounds * len(bundle.layers))
-
-    def _contributions(self, task: StageTask) -> dict[tuple[int, int], int]:
-        """Return, by layer and bundle, which part of the gradient sum the task makes.
-
-        Parts count by round, then from the deepest layer that uses the bundle: the order in which they are made.
-        """
-        if task.stage.kind is StageKind.FORWARD:
-            return {}
-        parts = {}
-        for layer in range(task.stage.start, task.stage.stop):
-            for index in self.store.layer_bundles(layer):
-                users = self.store.bundles[index].layers
-                parts[layer, index] = task.round * len(users) + users[::-1].index(layer)
-        return parts
 
     def _track(self, pass_: Pass, tasks: list[StageTask]) -> StepResult:
         result = StepResult(pass_, tasks, self.pool, self._wait_in_call)
@@ -329,17 +316,9 @@ class Engine:
         if not result.pass_.training:
             self._ordering.finish_uploads(
                 result.pass_.version,
-                self._uploads(result.tasks),
+                uploads(self.store, result.tasks),
                 lambda key: self._synchronize(self._watchdog.wait(key)),
             )
-
-    def _uploads(self, tasks: list[StageTask]) -> Iterator[tuple[int, int]]:
-        """Yield bundle and use of each upload that rule 1 has to wait for; frozen weights are never overwritten."""
-        for task in tasks:
-            for layer in range(task.stage.start, task.stage.stop):
-                for bundle in self.store.layer_bundles(layer):
-                    if self.store.bundles[bundle].trainable:
-                        yield bundle, upload_use(task.slot, layer)
 
     # Faults and threads.
 

@@ -6,7 +6,7 @@ page-lock memory in the middle of a step, whenever devices progress in an order 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +16,7 @@ from torchround.engine.device import Event, PastEvent
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import LOSS_BYTES, Boundary, StagingSizes
+from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
@@ -114,6 +115,30 @@ def backward_inputs(partition: Partition) -> frozenset[int]:
     """Return the layers whose input is kept from forward to backward, because a backward stage starts there."""
     starts = (stage.start for stage in partition.stages() if stage.kind is StageKind.BACKWARD)
     return frozenset(start for start in starts if start > 0)
+
+
+def uploads(store: HostStore, tasks: Sequence[StageTask]) -> Iterator[tuple[int, int]]:
+    """Yield bundle and use of each upload that rule 1 has to wait for. Frozen weights are never overwritten."""
+    for task in tasks:
+        for layer in range(task.stage.start, task.stage.stop):
+            for bundle in store.layer_bundles(layer):
+                if store.bundles[bundle].trainable:
+                    yield bundle, upload_use(task.slot, layer)
+
+
+def contributions(store: HostStore, task: StageTask) -> dict[tuple[int, int], int]:
+    """Return, by layer and bundle, which part of a step's gradient sum the task makes.
+
+    Parts count by round, then from the deepest layer that uses the bundle: the order in which they are made.
+    """
+    if task.stage.kind is StageKind.FORWARD:
+        return {}
+    parts = {}
+    for layer in range(task.stage.start, task.stage.stop):
+        for index in store.layer_bundles(layer):
+            users = store.bundles[index].layers
+            parts[layer, index] = task.round * len(users) + users[::-1].index(layer)
+    return parts
 
 
 def host_micro_batch(
