@@ -160,7 +160,7 @@ def test_the_first_of_two_faults_that_an_update_overcame_is_raised(monkeypatch, 
     monkeypatch.setattr(owner, name, failing)
     store = toy_store(toy_model())
     if "skipped" in case:
-        store.bundles[1].masters[0].fill_(torch.inf)
+        store.bundles[1].device_weights[0].fill_(torch.inf)
     with pytest.raises(PipelineError, match=r"optimizer worker, block\.1: PlantedError: bundle 2"):
         train(toy_engine(toy_model(), store, PARTITION, 2), BATCHES)
     assert failed == [2, 4]
@@ -311,12 +311,12 @@ def test_a_non_finite_gradient_skips_the_update_and_is_counted():
     with toy_engine(model, store, PARTITION, 2) as engine:
         train(engine, BATCHES[:1])
         before = {name: view.clone() for name, view in store.named_views().items()}
-        poisoned = store.bundles[1].masters[0][0].clone()
-        store.bundles[1].masters[0][0] = torch.inf
+        poisoned = store.bundles[1].device_weights[0][0].clone()
+        store.bundles[1].device_weights[0][0] = torch.inf
         result = engine.forward_backward(BATCHES[1])
         engine.step(1e-2)
         engine.drain()
-        store.bundles[1].masters[0][0] = poisoned
+        store.bundles[1].device_weights[0][0] = poisoned
         assert result.update().skipped
         assert store.step == 2 and store.applied_updates == 1
         assert_same_state(store.named_views(), before)

@@ -75,8 +75,8 @@ def test_a_skipped_async_update_that_meets_a_fault_is_completed(monkeypatch):
     model = toy_model()
     store = toy_store(model, policy=ASYNC)
     before = {name: view.clone() for name, view in store.named_views().items()}
-    for master in store.bundles[1].masters:
-        master.fill_(float("inf"))
+    for device_weight in store.bundles[1].device_weights:
+        device_weight.fill_(float("inf"))
     original, calls = Ordering.before_device_weight_write, []
 
     def failing(self, bundle, version):
@@ -93,7 +93,7 @@ def test_a_skipped_async_update_that_meets_a_fault_is_completed(monkeypatch):
     names = [name for name in before if not name.startswith("master")]
     assert_same_state({name: views[name] for name in names}, {name: before[name] for name in names})
     for bundle in store.trained:
-        assert bundle.masters[0].equal(bundle.masters[1])
+        assert bundle.device_weights[0].equal(bundle.device_weights[1])
 
 
 def test_many_evaluations_without_a_step_remember_nothing():

@@ -44,8 +44,8 @@ def build(tied=False, frozen=(), policy=SYNC, dtype=torch.float32, poisoned=Fals
         model.layers[layer].requires_grad_(False)
     store = toy_store(model, dtype, policy=policy)
     if poisoned:
-        for master in store.bundles[1].masters:
-            master.fill_(torch.inf)
+        for device_weight in store.bundles[1].device_weights:
+            device_weight.fill_(torch.inf)
     return toy_engine(model, store, PARTITION, 3, **settings)
 
 

@@ -37,8 +37,8 @@ def record(
         model.layers[layer].requires_grad_(False)
     store = toy_store(model, dtype, policy=policy)
     if poisoned:
-        for master in store.bundles[1].masters:
-            master.fill_(torch.inf)
+        for device_weight in store.bundles[1].device_weights:
+            device_weight.fill_(torch.inf)
 
     def wrap(device):
         return watched(device, log)
