@@ -118,6 +118,9 @@ class DeviceWorker:
     def _run(self, job: StageJob) -> None:
         """Run one stage job: weights in, every micro-batch, gradients out."""
         self._job = job
+        self._device.begin_step(
+            job.pass_.step, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD
+        )
         self._activations.prepare(job.pass_.sizes)
         upload = self._upload or self._start_upload(job)
         self._upload = None
@@ -150,6 +153,7 @@ class DeviceWorker:
         # The previous stage's download must be complete before this stage's takes its place.
         self._flush()
         if gradients is not None:
+            self._device.begin_step(job.pass_.step, Stream.GRADIENT_DOWNLOAD)
             # Only started here: its chunks go down in the windows of the next job, or in `_flush` if there is none.
             self._download = GradientDownload(
                 self._device,
@@ -170,8 +174,8 @@ class DeviceWorker:
             step=job.pass_.step,
             idle_since=self._idle_since,
             weights_ready=weights_ready,
-            optimizer_wait_s=upload.waited_s,
-            pieces=tuple(self._spans),
+            update_wait_s=upload.waited_s,
+            spans=tuple(self._spans),
             uploaded_bytes=moved[0] - self._reported_bytes[0],
             downloaded_bytes=moved[1] - self._reported_bytes[1],
         )
@@ -261,7 +265,8 @@ class DeviceWorker:
         assert self._micro_batch is not None, "computation outside a stage"
         start = self._device.mark(Stream.COMPUTE)
         result = self._device.run(Stream.COMPUTE, computation, reads, writes)
-        self._spans.append(DeviceSpan(kind, self._micro_batch, start, self._device.mark(Stream.COMPUTE)))
+        end = self._device.mark(Stream.COMPUTE)
+        self._spans.append(DeviceSpan(kind, start, end, micro_batch=self._micro_batch))
         return result
 
     def _bring_hidden(self, pass_: Pass, stage: Stage, m: int) -> tuple[Hidden | None, DeviceSlot | None]:
@@ -281,6 +286,7 @@ class DeviceWorker:
     def _start_upload(self, job: StageJob) -> WeightUpload:
         layout = self._layout(range(job.task.stage.start, job.task.stage.stop))
         slot = self._weights.next(self._weight_numel)
+        self._device.begin_step(job.pass_.step, Stream.WEIGHT_UPLOAD)
         return WeightUpload(
             self._device, self._store, self._setup.ordering, slot, layout, job.pass_.version, job.task.slot
         )
