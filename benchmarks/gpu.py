@@ -183,7 +183,7 @@ class Bench:
         steps_s = [later - earlier for earlier, later in itertools.pairwise(ends_s)]
         step_s = statistics.median(steps_s[WARM_UP_STEPS - 1 :])
         tokens_per_s = results[-1].num_labels / step_s
-        times = [sum_times(result, workers) for result in results[WARM_UP_STEPS:]]
+        times = [sum_times(result) for result in results[WARM_UP_STEPS:]]
         cards = num_cards(hardware.make_devices())
         return {
             "losses": [result.loss() for result in results],
@@ -266,10 +266,17 @@ class Bench:
         }
 
 
-def sum_times(result: StepResult, workers: int) -> dict[str, float]:
+def sum_times(result: StepResult) -> dict[str, float]:
     """Add up the seconds and bytes of all devices in one step."""
-    times = result.device_times(workers)
-    return {key: sum(getattr(each, key) for each in times) for key in vars(times[0])}
+    names = (
+        "busy_s",
+        "input_wait_s",
+        "weights_wait_s",
+        "optimizer_wait_s",
+        "uploaded_bytes",
+        "downloaded_bytes",
+    )
+    return {name: sum(getattr(report, name) for report in result.reports()) for name in names}
 
 
 def num_cards(devices: Sequence[Device]) -> int:

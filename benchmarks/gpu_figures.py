@@ -130,7 +130,7 @@ def _run_line(name: str, run: dict[str, Any]) -> str:
         return f"{name:22}left out: {run['left_out']}"
     share = "-" if run["mfu"] is None else f"{100 * run['mfu']:.1f} %"
     predicted = run.get("predicted_from_measured_layers_s")
-    exposed = run.get("per_device_and_step", {}).get("waiting_for_weights_s")
+    exposed = run.get("per_device_and_step", {}).get("weights_wait_s")
     return (
         f"{name:22}{run['tokens_per_s']:>10.0f}{share:>8}{run['step_s']:>9.3f}{_number(predicted, 3):>9}"
         f"{run['device_peak_gib']:>7.2f}{_number(run.get('predicted_device_gib'), 2):>7}{_number(exposed, 4):>18}"

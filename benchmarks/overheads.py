@@ -19,12 +19,12 @@ from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.passes import BufferReservation
 from torchround.engine.results import DeviceSpan
 from torchround.engine.tracing import StepTraces
+from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.device_worker import DeviceWorker
-from torchround.engine.worker.transfers import ActivationTransfers
 from torchround.observe import MetricsLogger, StepRecord
 from torchround.pipeline.timeline import TaskKind
 from torchround.run.run_plan import PlanByMeasuring
-from torchround.run.step_meter import StepReports
+from torchround.run.step_meter import StepMeter
 
 CONFIG = ROOT / "configs" / "debug.toml"
 MOST_PERCENT = 0.5
@@ -32,10 +32,10 @@ MARK_TURNS = 20000
 # Kind of cost: the functions whose time belongs to it, by owner and name.
 WATCHED: dict[str, list[tuple[Any, str]]] = {
     "planning": [(train_model, "plan_for"), (PlanByMeasuring, "__init__"), (PlanByMeasuring, "settle")],
-    "metrics": [(StepReports, "add"), (StepReports, "record"), (MetricsLogger, "log")],
+    "metrics": [(StepMeter, "add"), (StepMeter, "record"), (MetricsLogger, "log")],
     "slot reports": [(DeviceWorker, "_report")],
     "buffers": [(BufferReservation, "reserve_for"), (ActivationTransfers, "prepare")],
-    "tracing, off": [(StepTraces, "wants")],
+    "tracing, off": [(StepTraces, "before_dispatch"), (StepTraces, "add")],
     "position in the data": [(Loader, "state_dict")],
 }
 

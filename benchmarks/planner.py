@@ -16,6 +16,8 @@ from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.planner import make_plan
+from torchround.pipeline.search.planning_problem import PlanningProblem
+from torchround.pipeline.search.systematic_search import published_packing
 
 COSTS = ROOT / "docs" / "costs"
 NUM_DEVICES, NUM_MICRO_BATCHES = 8, 16
@@ -68,11 +70,13 @@ def measured(
     fastest_s, plan = min(
         (_timed(costs, update, rounds, limits) for _ in range(repeats)), key=lambda run: run[0]
     )
+    packing_s = min(packing_seconds(costs, update, limits) for _ in range(repeats))
     return {
         "model": name,
         "layers": costs.num_layers,
         "update": update,
         "planning_ms": 1e3 * fastest_s,
+        "times_the_packing": fastest_s / packing_s,
         "step_s": plan.step_s,
         "bubble": plan.bubble,
         "above_lower_bound": plan.step_s / plan.lower_bound_s - 1,
@@ -82,10 +86,19 @@ def measured(
     }
 
 
-def _timed(costs: Costs, update: str, rounds: int | str, limits: MemoryLimits) -> tuple[float, Plan]:
+def packing_seconds(costs: Costs, update: str, limits: MemoryLimits) -> float:
+    """Time the paper's planner (RoundPipe section 4.4.2), the greedy packing for each longest stage, in our Python."""
     start = time.perf_counter()
+    problem = PlanningProblem(costs, NUM_DEVICES, NUM_MICRO_BATCHES, update, limits)
+    published_packing(problem)
+    return time.perf_counter() - start
+
+
+def _timed(costs: Costs, update: str, rounds: int | str, limits: MemoryLimits) -> tuple[float, Plan]:
+    # Processor time: planning is one thread that waits for nothing, and other programs shall not count.
+    start_s = time.thread_time()
     plan = make_plan(costs, NUM_DEVICES, NUM_MICRO_BATCHES, update, rounds, limits)
-    return time.perf_counter() - start, plan
+    return time.thread_time() - start_s, plan
 
 
 def table_of(figures: Report) -> str:
@@ -96,6 +109,7 @@ def table_of(figures: Report) -> str:
     for column in (
         "layers",
         "planning ms",
+        "x packing",
         "step s",
         "bubble %",
         "above bound %",
@@ -110,6 +124,7 @@ def table_of(figures: Report) -> str:
             row["update"],
             f"{row['layers']}",
             f"{row['planning_ms']:.1f}",
+            f"{row['times_the_packing']:.2f}",
             f"{row['step_s']:.4f}",
             f"{100 * row['bubble']:.2f}",
             f"{100 * row['above_lower_bound']:.2f}",
@@ -136,7 +151,7 @@ PLANNER = Benchmark(
     """How long planning takes and how good its plans are, on the paper's five measured models and on longer ones.
 
 The paper's partitioner takes 2.9, 2.9, 2.6, 5.0 and 1470 ms on the five (RoundPipe section 5.6.1). Each time is the
-least of several runs of one thread.""",
+least processor time of several runs.""",
     add_options,
     measure,
     headline,

@@ -13,7 +13,7 @@ from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.watch.race_checker import AccessLog, Action, Entry
+from torchround.engine.watch.race_checker import AccessLog, Entry
 from torchround.pipeline.partition import Partition
 
 # Time of a layer while recording, so that threads run ahead of each other as little as on devices.
@@ -57,17 +57,17 @@ class Replay:
         """Advance until an entry takes time or waits for a signal. Return the actors whose signal was given here."""
         woken: set[str] = set()
         for entry in self._queues[actor][self._next[actor] :]:
-            if entry.action is Action.WAIT and entry.token not in self._signalled:
+            if entry.action == "wait" and entry.token not in self._signalled:
                 self._blocked[entry.token].add(actor)
                 break
             self._next[actor] += 1
-            if entry.action is Action.SIGNAL:
+            if entry.action == "signal":
                 self._signalled.add(entry.token)
                 woken |= self._blocked.pop(entry.token, set())
-            elif entry.action is Action.ACCESS and actor in self._link_of:
+            elif entry.action == "access" and actor in self._link_of:
                 self._uploading[actor] = sum(region.stop - region.start for region in entry.reads)
                 break
-            elif entry.action is Action.ACCESS and actor.endswith(Stream.COMPUTE.value) and entry.reads:
+            elif entry.action == "access" and actor.endswith(Stream.COMPUTE.value) and entry.reads:
                 self._computing[actor] = self._now + 1.0
                 break
         return woken

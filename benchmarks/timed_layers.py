@@ -178,7 +178,7 @@ def measure_plan(costs: Costs, plan: Plan, steps: int, speeds: Sequence[float] =
             if len(results) > 1:
                 seconds.append(_finish(results[-2]))
         seconds.append(_finish(results[-1]))
-        busy_s = sum(times.busy_s for times in results[-2].device_times(plan.num_devices))
+        busy_s = sum(report.busy_s for report in results[-2].reports())
     return Measured(
         step_s=(seconds[-2] - seconds[WARM_UP_STEPS - 1]) / steps,
         busy_s=busy_s,

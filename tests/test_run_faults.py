@@ -112,11 +112,11 @@ def test_an_update_that_gets_stuck_is_not_saved_half_way_and_the_newest_checkpoi
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.2)
     stuck, update = threading.Event(), OptimizerWorker._update_bundle
 
-    def standing_still(worker, bundle, job, *arguments):
-        if (job.step, bundle.index) == (2, 2):
+    def standing_still(worker, bundle, step, *arguments):
+        if (step, bundle.index) == (2, 2):
             stuck.set()
             over.wait()
-        update(worker, bundle, job, *arguments)
+        update(worker, bundle, step, *arguments)
 
     def fail(call: int) -> None:
         if call == 25:  # 8 a step

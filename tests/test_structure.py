@@ -1,17 +1,20 @@
-"""The shape of the repository: top level, import directions, nothing at import, sizes, and rules a reader relies on.
+"""The shape of the repository: its top level, the directions of imports, and nothing that happens at import.
 
-Each rule is a function from a file to its offences, so that a failure lists all of them.
+Each rule yields the offences of one file, so that a failure lists all of them. `test_the_house.py` holds how files read.
 """
 
 import ast
 import fnmatch
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from graphlib import TopologicalSorter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import pytest
+
+from tests.support.source_files import ROOT, Source, everything_run, library, offences, sources
+
 TOP_LEVEL = {
     *("torchround", "configs", "tests", "scripts", "benchmarks", "docs"),
     *("train.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"),
@@ -32,41 +35,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": BELOW_ENGINE,
     "engine": BELOW_ENGINE | {"optim", "observe"},
 }
-# Who may know the model families: what a user starts. Everything else knows the layer protocol alone.
-KNOW_MODELS = {"commands"}
+# Who may know the model families: what a user starts, and the names that the package offers. Everything else knows the layer protocol alone.
+KNOW_MODELS = {"commands", "__init__"}
 IMPURE = {
     *("torch", "threading", "multiprocessing", "concurrent", "asyncio", "subprocess"),
     *("io", "os", "pathlib", "shutil", "tempfile", "glob"),
 }
 
 
-def name(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def files(*parts: str) -> list[Path]:
-    found = [path for part in parts for path in [ROOT / part, *(ROOT / part).rglob("*.py")]]
-    return sorted(path for path in found if path.is_file())
-
-
-def library() -> list[Path]:
-    return files("torchround")
-
-
-def sources() -> list[Path]:
-    return files("torchround", "scripts", "benchmarks", "train.py")
-
-
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
-
-
-def offences(paths: list[Path], rule: Callable[[Path], Iterator[str]]) -> list[str]:
-    assert paths, "a rule over no files holds for nothing"
-    return [f"{name(path)}: {offence}" for path in paths for offence in rule(path)]
-
-
-# Where things are.
+# Where files are.
 
 
 def test_the_top_level_is_exact() -> None:
@@ -78,72 +55,100 @@ def test_the_top_level_is_exact() -> None:
 
 
 def test_tests_mirror_the_tree_and_are_no_packages() -> None:
-    def rule(path: Path) -> Iterator[str]:
-        folder = path.parent.relative_to(ROOT / "tests")
-        if path.name == "__init__.py":
+    def rule(source: Source) -> Iterator[str]:
+        folder = Path(source.name).parent.relative_to("tests")
+        if source.stem == "__init__":
             yield "tests are no packages"
         mirrored = any((ROOT / part / folder).is_dir() for part in (".", "torchround"))
         # `faults` breaks whole runs and `support` holds what tests share, so neither mirrors a room.
         if not mirrored and folder.name not in ("faults", "support"):
             yield f"there is no {folder} to mirror"
 
-    assert offences(files("tests"), rule) == []
+    assert offences(sources("tests"), rule) == []
 
 
-# Who imports whom.
+# Which module imports which.
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    """Every module that a file imports, wherever in the file; `from a import b` gives `a` and `a.b`."""
-    for node in ast.walk(tree(path)):
+def imported_modules(source: Source) -> Iterator[str]:
+    """Yield every module that a file imports, anywhere in the file; `from a import b` gives `a` and `a.b`."""
+    for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{name(path)}:{node.lineno}: relative import"
+            assert node.level == 0 and node.module, f"{source.name}:{node.lineno}: relative import"
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def rooms_imported(path: Path) -> set[str]:
-    parts = (module.split(".") for module in imported_modules(path))
-    return {part[1] for part in parts if part[0] == "torchround" and len(part) > 1} - {room(path)}
-
-
-def room(path: Path) -> str:
-    return path.relative_to(ROOT / "torchround").parts[0].removesuffix(".py")
+def rooms_imported(source: Source) -> set[str]:
+    parts = (module.split(".") for module in imported_modules(source))
+    return {part[1] for part in parts if part[0] == "torchround" and len(part) > 1} - {source.room}
 
 
 def test_rooms_import_only_what_is_below_them() -> None:
-    def rule(path: Path) -> Iterator[str]:
-        allowed = MAY_IMPORT.get(room(path))
-        yield from sorted(rooms_imported(path) - allowed) if allowed is not None else ()
+    def rule(source: Source) -> Iterator[str]:
+        allowed = MAY_IMPORT.get(source.room)
+        yield from sorted(rooms_imported(source) - allowed) if allowed is not None else ()
 
-    assert offences(files("torchround"), rule) == []
+    assert offences(library(), rule) == []
 
 
 def test_no_two_rooms_import_each_other() -> None:
     graph: dict[str, set[str]] = {}
-    for path in files("torchround"):
-        graph.setdefault(room(path), set()).update(rooms_imported(path))
+    for source in library():
+        graph.setdefault(source.room, set()).update(rooms_imported(source))
     order = list(TopologicalSorter(graph).static_order())
     assert order.index("config") < order.index("engine") < order.index("trainer")
 
 
+def import_graph(checked: list[Source]) -> dict[str, set[str]]:
+    """Map each module to the modules of `checked` that it imports while it is itself imported.
+
+    Imports inside functions and below `if TYPE_CHECKING` are left out: they run later, or never.
+    """
+    modules = {source.module for source in checked}
+    graph = {}
+    for source in checked:
+        outer = ast.Module(
+            [node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)], []
+        )
+        text = ast.unparse(outer)
+        graph[source.module] = set(imported_modules(Source(source.name, text))) & modules - {source.module}
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = import_graph(library())
+    assert sum(map(len, graph.values())) > 300, "the graph has lost its edges"
+    list(TopologicalSorter(graph).static_order())
+
+
+def test_a_planted_circle_is_found() -> None:
+    circle = [
+        Source("torchround/a.py", "from torchround import b"),
+        Source("torchround/b.py", "import torchround.c"),
+        Source("torchround/c.py", "from torchround.a import x"),
+    ]
+    with pytest.raises(CycleError):
+        list(TopologicalSorter(import_graph(circle)).static_order())
+
+
 def test_the_library_knows_neither_the_models_nor_the_programs() -> None:
-    def rule(path: Path) -> Iterator[str]:
-        yield from {"train", "scripts", "benchmarks", "tests"} & {
-            module.split(".")[0] for module in imported_modules(path)
+    def rule(source: Source) -> Iterator[str]:
+        yield from {"train", "scripts", "tests"} & {
+            module.split(".")[0] for module in imported_modules(source)
         }
-        if room(path) not in ("models", *KNOW_MODELS):
-            yield from (module for module in imported_modules(path) if module == "torchround.models")
+        if source.room not in ("models", *KNOW_MODELS):
+            yield from (module for module in imported_modules(source) if module == "torchround.models")
 
     assert offences(library(), rule) == []
 
 
 def test_models_import_only_torch_the_layer_protocol_the_defence_and_what_is_shared() -> None:
-    def rule(path: Path) -> Iterator[str]:
-        family = path.relative_to(ROOT / "torchround/models").parts[0]
-        for module in imported_modules(path):
+    def rule(source: Source) -> Iterator[str]:
+        family = source.name.split("/")[2]
+        for module in imported_modules(source):
             first, *rest = module.split(".")
             if rest[:1] == ["models"]:
                 legal = family == "__init__.py" or rest[1:2] in ([], ["common"], [family])
@@ -154,20 +159,20 @@ def test_models_import_only_torch_the_layer_protocol_the_defence_and_what_is_sha
             if not legal:
                 yield module
 
-    assert offences(files("torchround/models"), rule) == []
+    assert offences(sources("torchround/models"), rule) == []
 
 
 def test_the_planner_has_no_torch_no_threads_and_no_files() -> None:
-    def rule(path: Path) -> Iterator[str]:
-        yield from IMPURE & {module.split(".")[0] for module in imported_modules(path)}
-        calls = (node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+    def rule(source: Source) -> Iterator[str]:
+        yield from IMPURE & {module.split(".")[0] for module in imported_modules(source)}
+        calls = (node.func for node in ast.walk(source.tree) if isinstance(node, ast.Call))
         yield from {call.id for call in calls if isinstance(call, ast.Name)} & {"open", "print", "input"}
 
-    assert offences(files("torchround/pipeline"), rule) == []
+    assert offences(sources("torchround/pipeline"), rule) == []
 
 
 def test_the_planner_runs_where_there_is_no_torch() -> None:
-    imports = "\n".join(f"import {module_name(path)}" for path in files("torchround/pipeline"))
+    imports = "\n".join(f"import {source.module}" for source in sources("torchround/pipeline"))
     run_python(f"sys.modules['torch'] = None\n{imports}", ROOT)
 
 
@@ -201,13 +206,8 @@ assert "wandb" not in sys.modules, "wandb is imported only when it is switched o
 
 
 def test_nothing_happens_at_import(tmp_path: Path) -> None:
-    modules = [module_name(path) for path in library() if path.name != "__main__.py"]
-    imports = "\n".join(f"import {module}" for module in modules)
+    imports = "\n".join(f"import {source.module}" for source in library() if source.stem != "__main__")
     run_python(IMPORT_EVERYTHING.replace("IMPORTS", imports), tmp_path)
-
-
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def run_python(code: str, folder: Path) -> None:
@@ -221,18 +221,17 @@ def run_python(code: str, folder: Path) -> None:
 def test_a_module_only_defines() -> None:
     definitions = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
-    def rule(path: Path) -> Iterator[str]:
-        for node in tree(path).body:
+    def rule(source: Source) -> Iterator[str]:
+        for node in source.tree.body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             branch = isinstance(node, ast.If) and _is_known_condition(ast.unparse(node.test))
-            # Scripts make the clone importable, which is not installed.
-            finds_clone = name(path).startswith(("scripts/", "benchmarks/")) and "sys.path." in ast.unparse(
-                node
-            )
+            # Programs make the clone importable, which is not installed.
+            is_program = source.name.startswith(("scripts/", "benchmarks/"))
+            finds_clone = is_program and "sys.path." in ast.unparse(node)
             if not (isinstance(node, definitions) or docstring or branch or finds_clone):
                 yield f"line {node.lineno} runs at import"
 
-    assert offences(sources(), rule) == []
+    assert offences(everything_run(), rule) == []
 
 
 def _is_known_condition(text: str) -> bool:
@@ -251,21 +250,22 @@ MUTATING_METHODS = {
 
 
 def test_there_is_no_module_level_state() -> None:
-    changed = {target for path in sources() for target in _changed_names(path)}
+    changed = {target for source in everything_run() for target in _changed_names(source)}
 
-    def rule(path: Path) -> Iterator[str]:
-        yield from (f"line {n.lineno}: global" for n in ast.walk(tree(path)) if isinstance(n, ast.Global))
-        for node in tree(path).body:
+    def rule(source: Source) -> Iterator[str]:
+        nodes = list(ast.walk(source.tree))
+        yield from (f"line {node.lineno}: global" for node in nodes if isinstance(node, ast.Global))
+        for node in source.tree.body:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target
                 if _is_state(node.value) or (_is_container(node.value) and ast.unparse(target) in changed):
                     yield f"line {node.lineno}: {ast.unparse(target)} can change"
 
-    assert offences(sources(), rule) == []
+    assert offences(everything_run(), rule) == []
 
 
 def _is_state(value: ast.expr) -> bool:
-    """Made to be changed: a lock, a queue, an empty container."""
+    """Return whether a value is made to be changed: a lock, a queue, an empty container."""
     if isinstance(value, ast.Call):
         return ast.unparse(value.func).split(".")[-1] in STATEFUL_CALLS
     return ast.unparse(value) in ("[]", "{}")
@@ -275,9 +275,9 @@ def _is_container(value: ast.expr) -> bool:
     return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
 
 
-def _changed_names(path: Path) -> Iterator[str]:
-    """Constants that a file assigns into, deletes from, or calls a mutating method of."""
-    for node in ast.walk(tree(path)):
+def _changed_names(source: Source) -> Iterator[str]:
+    """Yield the constants that a file assigns into, deletes from, or calls a mutating method of."""
+    for node in ast.walk(source.tree):
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield _constant(node.value)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -287,58 +287,3 @@ def _changed_names(path: Path) -> Iterator[str]:
 def _constant(node: ast.expr) -> str:
     text = ast.unparse(node).split(".")[-1]
     return text if text.isupper() else ""
-
-
-# How files read.
-
-
-def test_a_file_opens_with_what_it_is_for_and_stays_short() -> None:
-    def rule(path: Path) -> Iterator[str]:
-        text = path.read_text(encoding="utf-8")
-        limit = 350 if name(path).startswith("torchround/models/") else 400
-        if len(text.splitlines()) >= limit:
-            yield f"{len(text.splitlines())} lines, {limit} is the limit"
-        if text and not ast.get_docstring(tree(path)):
-            yield "no docstring"
-
-    assert offences([*sources(), *files("tests")], rule) == []
-
-
-def test_no_function_is_longer_than_a_screen() -> None:
-    def rule(path: Path) -> Iterator[str]:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60:
-                yield f"line {node.lineno}: {node.name} has over 60 lines"
-
-    assert offences([*sources(), *files("tests")], rule) == []
-
-
-def test_an_invariant_says_what_was_expected() -> None:
-    def rule(path: Path) -> Iterator[str]:
-        nodes = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Assert))
-        yield from (f"line {node.lineno}: assert without a message" for node in nodes if not node.msg)
-
-    assert offences(sources(), rule) == []
-
-
-def test_no_error_is_swallowed() -> None:
-    def rule(path: Path) -> Iterator[str]:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ExceptHandler):
-                caught = ast.unparse(node.type) if node.type else ""
-                passes = all(isinstance(step, ast.Pass) for step in node.body)
-                if not caught or (passes and caught in ("Exception", "BaseException")):
-                    yield f"line {node.lineno}: except {caught}"
-
-    assert offences(sources(), rule) == []
-
-
-def test_nothing_is_left_open_or_skipped() -> None:
-    words = ("TODO", "FIXME", "XXX", "NotImplementedError", "pytest.skip", "skipif", "xfail", "importorskip")
-
-    def rule(path: Path) -> Iterator[str]:
-        text = path.read_text(encoding="utf-8")
-        yield from (word for word in words if word in text)
-
-    checked = [path for path in [*sources(), *files("tests")] if path != Path(__file__)]
-    assert offences(checked, rule) == []

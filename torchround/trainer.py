@@ -34,7 +34,7 @@ from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers
 from torchround.run.run_folder import RunFolder
 from torchround.run.run_plan import PlanByMeasuring
-from torchround.run.step_meter import StepReports
+from torchround.run.step_meter import StepMeter, flops_per_token
 from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Trainer:
         self._compiler = layer_compiler(parts.model, config.engine)
         devices = parts.hardware.make_devices()
         self._traces = StepTraces(config.trace, self._folder.path / "trace", devices, config.training.steps)
-        self._devices = self._traces.devices
+        self._devices = devices
 
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
         """Train the steps that measure, settle the plan, train the others. Returns as `_train`."""
@@ -151,16 +151,14 @@ class Trainer:
             say(self._links.text)
         self._folder.describe(self.config, planning.settled)
         # The clock of the first interval starts here.
-        skipped_steps = self._checkpoints.skipped_steps
-        self._reports = StepReports(
-            parts.model, self.config.training, parts.hardware, self._devices, skipped_steps
-        )
+        self._meter = self._step_meter()
+        self._meter.start()
         if self._position.step < planning.until:
             with self._running_engine(planning.measuring) as engine:
                 end = self._train(engine, stop, planning.until, measured_by=planning)
             if end is not None or planning.until == total_steps:
                 return end or COMPLETE
-            with self._reports.throughput.excluded():
+            with self._meter.excluded():
                 planning.settle()
             say(f"planned again from {measure_steps} measured steps:\n{planning.settled}")
             self._folder.describe(self.config, planning.settled)
@@ -208,7 +206,7 @@ class Trainer:
     def _next_batch(self, engine: Engine) -> MicroBatch | None:
         """Return the next batch, None at the end of the data."""
         try:
-            with self._reports.throughput.waiting_for_data():
+            with self._meter.waiting_for_data():
                 return next(self._loader, None)
         except DataError:
             # The fault is in the next batch. The steps before it are finished here, and saved on the way out.
@@ -217,13 +215,9 @@ class Trainer:
             raise
 
     def _dispatch(self, engine: Engine, batch: MicroBatch) -> StepResult:
-        """Hand a step and its update to the engine, and note the run's position after it. Waits only for traces."""
+        """Hand a step and its update to the engine, and note the run's position after it. Does not wait."""
         step, lr = self._position.step, self._schedule(self._position.step)
-        traced = self._traces.wants(step + 1)
-        if traced:
-            self._report_steps(leave=0)
-            engine.drain()
-            self._traces.start()
+        self._traces.before_dispatch(step + 1)
         parts = cut(batch, self.config.training.micro_batch_size)
         result = engine.forward_backward(with_dropout_seeds(parts, self.config.run.seed, step))
         engine.step(lr)
@@ -231,19 +225,28 @@ class Trainer:
         position = RunPosition(step + 1, tokens, self._loader.state_dict())
         self._checkpoints.positions.append(position)
         self._under_way.append(Dispatched(result, position, lr, self._loader.num_tokens(batch)))
-        if traced:
-            self._traces.finish(position.step, result)
         return result
+
+    def _step_meter(self) -> StepMeter:
+        parts, training = self._parts, self.config.training
+        spec = parts.hardware.spec
+        return StepMeter(
+            self._devices,
+            flops_per_token(parts.model, training.seq_len, parts.numbers.dtype.itemsize),
+            None if spec is None else spec.peak_flops.get(training.dtype),
+            self._checkpoints.skipped_steps,
+        )
 
     def _report_steps(self, leave: int, validation_loss: float | None = None) -> None:
         """Wait for all but the newest `leave` steps, and log those that are due."""
         while len(self._under_way) > leave:
             done = self._under_way[0]
             step = done.position.step
-            self._reports.add(step, done.result, done.num_tokens)
+            self._meter.add(done.result, done.num_tokens)
+            self._traces.add(done.result)
             self._bad_steps.add(step, done.position.tokens - done.result.num_labels, done.result)
             if self._should_log(step) or validation_loss is not None:
-                self._metrics.log(self._reports.record(step, done.position.tokens, done.lr, validation_loss))
+                self._metrics.log(self._meter.record(step, done.position.tokens, done.lr, validation_loss))
             # Only now: a step whose report fails stays under way, and is named when the run ends.
             self._under_way.popleft()
             self._checkpoints.reported(step)
@@ -252,7 +255,7 @@ class Trainer:
         """Return the mean loss per label over the validation batches; None if they have no label."""
         engine.drain()  # the step under way counts as training time
         size = self.config.training.micro_batch_size
-        with self._reports.throughput.excluded():
+        with self._meter.excluded():
             results = [engine.evaluate(cut(batch, size)) for batch in self._parts.validation]
             loss_sum = sum(result.loss() * result.num_labels for result in results)
             num_labels = sum(result.num_labels for result in results)
@@ -303,7 +306,7 @@ class Trainer:
     def _running_engine(self, plan: Plan) -> Iterator[Engine]:
         """Run an engine for the block. After a fault, save the state that it left."""
         parts = self._parts
-        with self._reports.throughput.excluded():
+        with self._meter.excluded():
             engine = build_engine(
                 parts.model,
                 self.store,
@@ -314,9 +317,11 @@ class Trainer:
                 self._compiler,
                 self._links.turns,
             )
+        self._traces.start()
         try:
             with engine:
                 yield engine
+            self._traces.finish()
         except CheckpointError:
             raise  # saving failed, so saving again would too
         except Exception:
@@ -338,7 +343,7 @@ class Trainer:
         """Save the run as it is now, and wait for the save. Raises `CheckpointError`."""
         self._report_steps(leave=0)
         engine.drain()  # the step under way counts as training time
-        with self._reports.throughput.excluded():
+        with self._meter.excluded():
             self._checkpoints.save_now(engine)
 
     def _say_what_was_left_out(self) -> None:

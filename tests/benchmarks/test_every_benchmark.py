@@ -32,6 +32,34 @@ def test_a_benchmark_runs_at_a_tiny_size_and_reports_its_machine(name: str, tmp_
     assert row.count(" | ") == 4 and report["command"] in row
 
 
+def result_rows() -> list[list[str]]:
+    """Return the cells of each row that names a command: measured, figure, rival, command, machine, date."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in lines
+        if "python -m benchmarks " in line
+    ]
+    return [row for row in rows if len(row) > 1]
+
+
+@pytest.mark.parametrize("row", result_rows(), ids=lambda row: row[0][:60])
+def test_a_result_names_its_command_machine_and_date(row: list[str]) -> None:
+    measured, figure, rival, command, machine, date = row
+    module, name, *arguments = shlex.split(command.strip("`"))[2:]
+    assert module == "benchmarks" and measured and figure and rival
+    find(name).parse(name, arguments)  # ends the process if an option is unknown
+    assert machine.split(",")[0] in ("A", "B") or machine.startswith("any: ")
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", date)
+
+
+def test_every_benchmark_that_needs_no_gpu_has_a_result_and_every_machine_is_described() -> None:
+    rows = result_rows()
+    assert {row[3].strip("`").split()[3] for row in rows} == {*BENCHMARKS} - {"gpu"}
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(f"\n| {row[4].split(',')[0]} | " in page for row in rows if not row[4].startswith("any: "))
+
+
 def test_the_list_names_every_benchmark_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out

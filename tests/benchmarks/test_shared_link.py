@@ -3,17 +3,17 @@
 import pytest
 
 from benchmarks.shared_link import SHARED_LINK, Replay
-from torchround.engine.watch.race_checker import Action, Entry, Region
+from torchround.engine.watch.race_checker import Entry, Region
 
 LINKS = {"a weight upload": 0, "b weight upload": 0, "c weight upload": 1}
 
 
 def upload(actor, nbytes):
-    return Entry(f"{actor} weight upload", Action.ACCESS, reads=(Region(0, 0, nbytes),))
+    return Entry(f"{actor} weight upload", "access", reads=(Region(0, 0, nbytes),))
 
 
 def compute(actor):
-    return Entry(f"{actor} compute", Action.ACCESS, reads=(Region(1, 0, 1),))
+    return Entry(f"{actor} compute", "access", reads=(Region(1, 0, 1),))
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ def compute(actor):
         pytest.param(
             [
                 upload("a", 10),
-                Entry("a weight upload", Action.SIGNAL, "end"),
-                Entry("b weight upload", Action.WAIT, "end"),
+                Entry("a weight upload", "signal", "end"),
+                Entry("b weight upload", "wait", "end"),
                 upload("b", 10),
             ],
             2,
@@ -42,7 +42,7 @@ def test_durations_are_those_worked_out_by_hand(entries, expected):
 
 def test_a_recording_that_cannot_go_on_is_refused():
     with pytest.raises(AssertionError, match="b weight upload"):
-        Replay([Entry("b weight upload", Action.WAIT, "never")], LINKS, 10.0, 1.0).duration()
+        Replay([Entry("b weight upload", "wait", "never")], LINKS, 10.0, 1.0).duration()
 
 
 def test_turns_pay_where_copies_disturb_each_other():

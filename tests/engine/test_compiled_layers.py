@@ -32,6 +32,8 @@ from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
 from torchround.run import engine_parts
 
+pytestmark = pytest.mark.compiles
+
 BATCHES = toy_batches(4, micro_batches=4)
 # fp32: the same operations in another order, through four updates of Adam.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -264,7 +266,7 @@ def test_out_of_memory_inside_a_layer_is_the_same_error_compiled_or_not(planted,
     with pytest.raises(PipelineError, match=r"OutOfRoomError: 8 GiB were asked for") as raised:
         train(engine, BATCHES)
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
-    assert raised.value.place.layers == ("block.3",)
+    assert raised.value.location.layers == ("block.3",)
     assert not engine_threads()
 
 

@@ -118,9 +118,10 @@ def test_the_engine_trains_on_cuda_devices_as_on_others(current, num_workers):
         losses = train(engine, batches)
         assert losses == loop.train(batches)
         assert_same_state(store.named_views(), loop.state())
-        times = engine.forward_backward(batches[0]).device_times(num_workers)
+        result = engine.forward_backward(batches[0])
         engine.step(0.0)
-    assert sum(time.busy_s for time in times) > 0 and all(time.uploaded_bytes > 0 for time in times)
+    assert sum(report.busy_s for report in result.reports()) > 0
+    assert all(result.by_device(lambda slot: slot.uploaded_bytes, num_workers))
 
 
 def test_devices_of_one_link_wait_for_each_others_uploads(current):

@@ -24,8 +24,12 @@ def run(num_devices=2, model=None, **settings):
     return results
 
 
-def seconds(result, num_devices, name):
-    return sum(getattr(times, name) for times in result.device_times(num_devices))
+def busy_s(result):
+    return sum(report.busy_s for report in result.reports())
+
+
+def input_waits_s(result, num_devices):
+    return result.by_device(lambda slot: slot.input_wait_s, num_devices)
 
 
 def test_busy_time_is_the_time_spent_in_layers(monkeypatch):
@@ -38,15 +42,15 @@ def test_busy_time_is_the_time_spent_in_layers(monkeypatch):
 
     monkeypatch.setattr(ToyBlock, "forward", slow)
     for result in run():
-        assert seconds(result, 2, "busy_s") >= 5 * 2 * 4 * 0.002
+        assert busy_s(result) >= 5 * 2 * 4 * 0.002
 
 
 def test_waiting_for_a_slow_optimizer_is_told_apart(monkeypatch):
     update = optimizer_worker.OptimizerWorker._update
 
-    def slow(self, job):
+    def slow(self, step, lr):
         time.sleep(0.1)
-        update(self, job)
+        update(self, step, lr)
 
     monkeypatch.setattr(optimizer_worker.OptimizerWorker, "_update", slow)
     model = toy_model()
@@ -57,8 +61,8 @@ def test_waiting_for_a_slow_optimizer_is_told_apart(monkeypatch):
             engine.step(1e-2)
         engine.drain()
     for result in results[1:]:
-        [times] = result.device_times(1)
-        assert times.waiting_for_optimizer_s > max(0.08, times.waiting_for_input_s)
+        [optimizer_wait_s] = result.by_device(lambda slot: slot.optimizer_wait_s, 1)
+        assert optimizer_wait_s > max(0.08, *input_waits_s(result, 1))
 
 
 def test_waiting_for_the_stage_before_is_told_apart(monkeypatch):
@@ -73,10 +77,11 @@ def test_waiting_for_the_stage_before_is_told_apart(monkeypatch):
     model = toy_model()
     with toy_engine(model, toy_store(model), PARTITION, 3) as engine:
         results = [engine.evaluate(BATCHES[0][:1]) for _ in range(2)]
-        first, middle, last = results[1].device_times(3)
-    assert last.waiting_for_input_s > 0.02
-    assert last.busy_s < middle.busy_s
-    assert first.waiting_for_input_s < last.waiting_for_input_s
+        first_s, _, last_s = input_waits_s(results[1], 3)
+        _, middle_busy_s, last_busy_s = results[1].by_device(lambda slot: slot.busy_s, 3)
+    assert last_s > 0.02
+    assert last_busy_s < middle_busy_s
+    assert first_s < last_s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,7 +1,10 @@
-"""A trace of a step holds every stage slot, transfer and update, in the simulator's own types."""
+"""A trace holds every stage slot, transfer and update of a step and what overlaps it, in the simulator's own types."""
 
 import json
+import threading
 from itertools import pairwise
+
+import pytest
 
 from tests.support.toy import (
     OPTIMIZER,
@@ -12,35 +15,68 @@ from tests.support.toy import (
     toy_store,
     train,
 )
-from torchround.engine.device import CpuDevice
+from torchround.config import TraceTable
+from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.engine import Engine
-from torchround.engine.tracing import Tracer, write_trace
+from torchround.engine.optimizer_worker import OptimizerWorker
+from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.tracing import StepTraces
 from torchround.pipeline.timeline import COMPUTE, HOST, TaskKind
 
 PARTITION = PARTITIONS["forward coarser"]
-BATCHES = toy_batches(3, micro_batches=4)
+BATCHES = toy_batches(4, micro_batches=4)
+TRACED = 1  # counted from 0: the second step
 
 
-def trace_second_step(num_devices):
-    """The timeline of the second of three steps, and the host store after them."""
+class KeptTraces(StepTraces):
+    """Traces that keep the timelines that they write."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.written = []
+
+    def timeline(self, step):
+        self.written.append(super().timeline(step))
+        return self.written[-1]
+
+
+def train_traced(num_devices, folder, policy=SYNC, watcher=None):
+    """Train as a run does, one step dispatched ahead, with the second step traced. Returns its timeline and the store."""
     model = toy_model()
-    store = toy_store(model)
-    tracer = Tracer([CpuDevice(index) for index in range(num_devices)])
-    with Engine(model, store, tracer.devices, PARTITION, optimizer=OPTIMIZER) as engine:
-        train(engine, BATCHES[:1])
-        tracer.start()
-        result = engine.forward_backward(BATCHES[1])
-        engine.step(1e-2)
-        timeline = tracer.stop(result)
-        train(engine, BATCHES[2:])
+    store = toy_store(model, policy=policy)
+    devices = [CpuDevice(index) for index in range(num_devices)]
+    traces = KeptTraces(TraceTable(steps=(TRACED + 1,)), folder, devices, total_steps=len(BATCHES))
+    under_way = []
+    with Engine(model, store, devices, PARTITION, optimizer=OPTIMIZER) as engine:
+        traces.start()
+        for device in devices if watcher else ():
+            device.watchers.append(watcher)
+        for step, micro_batches in enumerate(BATCHES):
+            traces.before_dispatch(step + 1)
+            under_way.append(engine.forward_backward(micro_batches))
+            engine.step(1e-2)
+            if step > 0:
+                done = under_way.pop(0)
+                done.collect()
+                traces.add(done)
+        under_way[0].collect()
+        traces.add(under_way[0])
+        traces.finish()
+    [timeline] = traces.written
     return timeline, store
 
 
-def test_a_trace_holds_every_piece_of_every_stage_and_micro_batch():
-    timeline, _ = trace_second_step(2)
-    pieces = {
+def own(timeline):
+    """The traced step's tasks, each with its start and end."""
+    spans = zip(timeline.tasks, timeline.start_s, timeline.end_s, strict=True)
+    return [(task, start, end) for task, start, end in spans if task.step == TRACED]
+
+
+def test_a_trace_holds_every_computation_of_every_stage_and_micro_batch(tmp_path):
+    timeline, _ = train_traced(2, tmp_path)
+    computed = {
         (task.kind, task.layers.start, task.micro_batch)
-        for task in timeline.tasks
+        for task, _, _ in own(timeline)
         if task.stream == COMPUTE and task.device != HOST
     }
     expected = set()
@@ -49,39 +85,69 @@ def test_a_trace_holds_every_piece_of_every_stage_and_micro_batch():
         if kinds == [TaskKind.BACKWARD]:
             kinds = [TaskKind.RECOMPUTE, TaskKind.BACKWARD]
         expected |= {(kind, stage.start, m) for kind in kinds for m in range(4)}
-    assert pieces == expected
+    assert computed == expected
 
 
-def test_a_trace_holds_all_bytes_moved_and_an_update_of_each_layer():
-    timeline, store = trace_second_step(2)
-    weights = sum(task.moves_bytes for task in timeline.tasks if task.kind is TaskKind.WEIGHTS)
-    gradients = sum(task.moves_bytes for task in timeline.tasks if task.kind is TaskKind.GRADIENTS)
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+def test_a_trace_holds_all_bytes_moved_and_an_update_of_each_layer(tmp_path, policy):
+    """Weights that went up during the step before, for this one, are this one's."""
+    timeline, store = train_traced(2, tmp_path, policy)
+    tasks = [task for task, _, _ in own(timeline)]
+    weights = sum(task.moves_bytes for task in tasks if task.kind is TaskKind.WEIGHTS)
+    gradients = sum(task.moves_bytes for task in tasks if task.kind is TaskKind.GRADIENTS)
     whole = sum(bundle.numel for bundle in store.bundles) * 4
     head = sum(store.bundles[index].numel for index in store.layer_bundles(6)) * 4
     assert (weights, gradients) == (2 * whole - head, whole)
-    assert [task.layers.start for task in timeline.tasks if task.kind is TaskKind.UPDATE] == list(range(7))
+    assert [task.layers.start for task in tasks if task.kind is TaskKind.UPDATE] == list(range(7))
 
 
-def test_pieces_of_one_device_do_not_overlap_and_updates_follow_the_gradients():
-    timeline, _ = trace_second_step(3)
+def test_computations_of_one_device_do_not_overlap_and_updates_follow_the_gradients(tmp_path):
+    timeline, _ = train_traced(3, tmp_path)
     for device in range(3):
         mine = timeline.of_device(device)
         assert all(timeline.end_s[a] <= timeline.start_s[b] for a, b in pairwise(mine))
-    landed = max(
-        end
-        for task, end in zip(timeline.tasks, timeline.end_s, strict=True)
-        if task.kind is TaskKind.GRADIENTS
-    )
-    updated = [
-        start
-        for task, start in zip(timeline.tasks, timeline.start_s, strict=True)
-        if task.kind is TaskKind.UPDATE
-    ]
-    assert min(updated) >= landed
+    landed = max(end for task, _, end in own(timeline) if task.kind is TaskKind.GRADIENTS)
+    assert min(start for task, start, _ in own(timeline) if task.kind is TaskKind.UPDATE) >= landed
 
 
-def test_tracing_changes_no_bit():
-    _, traced = trace_second_step(2)
+class NextStepComputes(DeviceWatcher):
+    """Says when a device has computed something of the step after the traced one."""
+
+    def __init__(self):
+        self.seen = threading.Event()
+
+    def ends(self, device, stream, copied_bytes):
+        if stream is Stream.COMPUTE and device.step_of[stream] == TRACED + 1:
+            self.seen.set()
+
+
+def test_an_async_trace_shows_the_next_step_computing_before_this_ones_update(tmp_path, monkeypatch):
+    """The optimizer holds the update back until the next step computes: a drained engine would never get there."""
+    watcher, update = NextStepComputes(), OptimizerWorker._update
+
+    def held_back(self, step, lr):
+        assert step != TRACED or watcher.seen.wait(20.0), "the next step waits for this one's update"
+        update(self, step, lr)
+
+    monkeypatch.setattr(OptimizerWorker, "_update", held_back)
+    timeline, _ = train_traced(2, tmp_path, ASYNC, watcher)
+    spans = zip(timeline.tasks, timeline.start_s, strict=True)
+    next_s = min(start for task, start in spans if task.step == TRACED + 1 and task.stream == COMPUTE)
+    updated_s = min(start for task, start, _ in own(timeline) if task.kind is TaskKind.UPDATE)
+    assert next_s < updated_s
+
+
+def test_tasks_of_other_steps_are_those_that_overlap_the_traced_one(tmp_path):
+    timeline, _ = train_traced(2, tmp_path, ASYNC)
+    first, last = min(start for _, start, _ in own(timeline)), max(end for _, _, end in own(timeline))
+    spans = list(zip(timeline.tasks, timeline.start_s, timeline.end_s, strict=True))
+    assert {task.step for task, _, _ in spans} <= {TRACED - 1, TRACED, TRACED + 1}
+    assert all(start < last and end > first for task, start, end in spans if task.step != TRACED)
+    assert min(timeline.start_s) == 0.0
+
+
+def test_tracing_changes_no_bit(tmp_path):
+    _, traced = train_traced(2, tmp_path)
     model = toy_model()
     store = toy_store(model)
     with Engine(model, store, [CpuDevice(0)], PARTITION, optimizer=OPTIMIZER) as engine:
@@ -90,9 +156,29 @@ def test_tracing_changes_no_bit():
 
 
 def test_the_file_opens_as_a_trace_with_every_event_in_the_step(tmp_path):
-    timeline, _ = trace_second_step(2)
-    write_trace(timeline, "step 2", tmp_path / "trace" / "step-2.json")
+    timeline, _ = train_traced(2, tmp_path / "trace")
     events = json.loads((tmp_path / "trace" / "step-2.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == sum(task.duration_s > 0 for task in timeline.tasks)
     assert all(event["ts"] >= 0 and event["dur"] > 0 for event in spans)
+
+
+@pytest.mark.parametrize("steps", [(1,), (4,), (2, 3), (1, 2, 3, 4)], ids=str)
+def test_each_traced_step_has_its_file_with_all_of_its_updates(tmp_path, steps):
+    model = toy_model()
+    devices = [CpuDevice(0), CpuDevice(1)]
+    traces = StepTraces(TraceTable(steps=steps), tmp_path, devices, total_steps=len(BATCHES))
+    with Engine(model, toy_store(model), devices, PARTITION, optimizer=OPTIMIZER) as engine:
+        traces.start()
+        for step, micro_batches in enumerate(BATCHES):
+            traces.before_dispatch(step + 1)
+            result = engine.forward_backward(micro_batches)
+            engine.step(1e-2)
+            result.collect()
+            traces.add(result)
+        traces.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step}.json" for step in steps]
+    for step in steps:
+        events = json.loads((tmp_path / f"step-{step}.json").read_text())["traceEvents"]
+        kinds = [event["cat"] for event in events if event["ph"] == "X" and event["args"]["step"] == step]
+        assert kinds.count("update") == 7 and kinds.count("weights") > 0 and kinds.count("gradients") > 0

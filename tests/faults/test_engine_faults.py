@@ -1,4 +1,4 @@
-"""120 planted faults over stages, micro-batches, modes and device counts: no hang, no thread left, no wrong state."""
+"""95 planted faults and 25 delays over stages, micro-batches, modes and devices: no hang, no thread left, no wrong state."""
 
 import threading
 from collections import Counter
@@ -18,7 +18,7 @@ from tests.support.planted_faults import (
     Fuse,
     FusedDevice,
     draw_cases,
-    expected_place,
+    expected_location,
     fused_model,
 )
 from tests.support.toy import PARTITIONS, assert_same_state, toy_engine, toy_store, train
@@ -27,11 +27,13 @@ from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import POLICIES
 
 CASES = draw_cases(120, seed=4)
+FAULTS = [case for case in CASES if case.exception is not None]
+DELAYS = [case for case in CASES if case.exception is None]
 
 
 @cache
 def undisturbed(variant: str, update: str, rounds: int):
-    """State after 0, 1, .. steps and each step's loss, of one device and one stage that is waited for each time."""
+    """Return the state after 0, 1, .. steps and each step's loss, of a run on one device that waits after each step."""
     model = fused_model(variant, Fuse(None))
     store = toy_store(model, policy=POLICIES[update])
     states, losses = [copied(store)], []
@@ -51,7 +53,7 @@ def our_threads():
 
 
 def run(engine, fuse):
-    """All steps, with a validation after the second; in `caller` cases the caller itself fails."""
+    """Run all steps, with a validation after the second; in `caller` cases the caller itself fails."""
     results = []
     for step, batch in enumerate(BATCHES):
         results.append(engine.forward_backward(batch))
@@ -64,7 +66,7 @@ def run(engine, fuse):
 
 
 def plant_on_host(patch, fuse):
-    """Fuses in the optimizer's two passes over memory."""
+    """Plant fuses in the optimizer's two passes over memory."""
 
     def with_fuse(site, function):
         def fused(*arguments, **options):
@@ -78,7 +80,7 @@ def plant_on_host(patch, fuse):
 
 
 def run_into(case, store, fuse):
-    """The run of a case; what it raises."""
+    """Run a case. Raises what the run raises."""
     with pytest.MonkeyPatch.context() as patch:
         plant_on_host(patch, fuse)
         engine = toy_engine(
@@ -99,7 +101,7 @@ def new_run(case):
     return fuse, toy_store(fused_model(case.variant, fuse), policy=POLICIES[case.update])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.exception is None], ids=str)
+@pytest.mark.parametrize("case", DELAYS, ids=str)
 def test_a_delay_changes_nothing(case: Case):
     states, losses = undisturbed(case.variant, case.update, case.rounds)
     fuse, store = new_run(case)
@@ -109,8 +111,8 @@ def test_a_delay_changes_nothing(case: Case):
     assert_same_state(store.named_views(), states[STEPS])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.exception is not None], ids=str)
-def test_a_fault_is_named_leaves_a_whole_update_and_training_goes_on_from_it(case: Case):
+@pytest.mark.parametrize("case", FAULTS, ids=str)
+def test_a_fault_is_named_leaves_a_whole_update_and_training_continues_from_it(case: Case):
     states, losses = undisturbed(case.variant, case.update, case.rounds)
     fuse, store = new_run(case)
     with pytest.raises(BaseException) as raised:
@@ -120,47 +122,47 @@ def test_a_fault_is_named_leaves_a_whole_update_and_training_goes_on_from_it(cas
     left = store.step
     assert store.is_consistent and left in possible_steps(case)
     assert_same_state(store.named_views(), states[left])
-    assert go_on(case, store) == losses[left:]
+    assert train_on(case, store) == losses[left:]
     assert_same_state(store.named_views(), states[STEPS])
 
 
 def assert_named(case, fuse, error):
-    """The fault is the cause of a `PipelineError` that says where it was."""
+    """Check that the fault is the cause of a `PipelineError` that names its location."""
     assert fuse.raised is not None, f"the fuse has not gone off; instead: {error!r}"
-    if case.site == "caller":  # in the caller's own code: not the pipeline's business
+    if case.site == "caller":  # in the caller's own code, which is not part of the pipeline
         assert error is fuse.raised
         return
     assert type(error) is PipelineError and error.__cause__ is fuse.raised, repr(error)
-    place = error.place
-    assert str(place) in str(error) and case.exception.__name__ in str(error)
+    location = error.location
+    assert str(location) in str(error) and case.exception.__name__ in str(error)
     names = fused_model(case.variant, fuse).names
     if case.site in ("gradient norm", "update"):
-        assert place.actor == "optimizer worker" and place.layers
+        assert location.actor == "optimizer worker" and location.layers
     elif case.site == "validation":
-        assert (place.stage, place.micro_batch) == ("forward", case.micro_batch)
-        assert names[case.layer] in place.layers
+        assert (location.stage, location.micro_batch) == ("forward", case.micro_batch)
+        assert names[case.layer] in location.layers
     elif case.site in LAYER_SITES:
-        assert place == expected_place(case, names)
+        assert location == expected_location(case, names)
     else:
-        assert place.actor == f"device {fuse.device}"
+        assert location.actor == f"device {fuse.device}"
         # Most allocations are made before the first stage; gradients held back go down also between two stages.
         if case.site not in ("allocation", "gradients down"):
-            assert place.stage and place.layers
+            assert location.stage and location.layers
 
 
 def possible_steps(case):
-    """How many updates may be in the store: those that the pass at fault needed, and in async one more or less."""
+    """Return how many updates may be in the store: those that the failed pass needed, and in async one more or less."""
     if case.site == "validation":
         return [2]  # it reads the newest weights
     if case.site in LAYER_SITES:
         return [case.step] if case.update == "sync" else [max(case.step - 1, 0), case.step]
     if case.site == "update":
-        return range(1, STEPS + 1)  # the one that failed in the middle is in it
+        return range(1, STEPS + 1)  # including the one that failed in the middle
     return range(STEPS + 1)
 
 
-def go_on(case, store):
-    """The rest of the steps, on another number of devices with another partition."""
+def train_on(case, store):
+    """Train the rest of the steps, on another number of devices with another partition."""
     model = fused_model(case.variant, Fuse(None))
     partition = PARTITIONS["backward coarser" if case.partition == "forward coarser" else "forward coarser"]
     with toy_engine(model, store, partition, case.num_devices % 8 + 1, rounds=case.rounds) as engine:
@@ -168,8 +170,9 @@ def go_on(case, store):
 
 
 def test_the_cases_cover_every_site_mode_device_count_and_exception():
-    assert len(CASES) >= 100 and len(set(map(str, CASES))) == len(CASES)
-    faults = Counter(case.site for case in CASES if case.exception is not None)
+    assert len(set(map(str, CASES))) == len(CASES)
+    assert (len(FAULTS), len(DELAYS)) == (95, 25), "docs/faults.md and docs/engine.md say how many there are"
+    faults = Counter(case.site for case in FAULTS)
     assert min(faults[site] for site in SITES) >= 5, faults
     for field, values in (
         ("variant", VARIANTS),

@@ -24,7 +24,7 @@ def test_a_line_in_a_log_is_plain_text_with_all_that_is_known() -> None:
     stream, clock = io.StringIO(), Clock()
     report = ConsoleReport(1000, stream=stream, clock=clock)
     clock.now_s = 24.0
-    report.log(record(12, mfu=0.4125, device_peak_gib=10.123, skipped_steps=2, validation_loss=3.5))
+    report.log(record(12, mfu=0.4125, device_peaks_gib=(10.123, 9.0), skipped_steps=2, validation_loss=3.5))
     assert stream.getvalue() == (
         "step   12/1000 | loss 3.2500 | grad norm 0.875 | lr 3.00e-04 | 12,346 tokens/s | MFU 41.2 % | "
         "device 10.12 GiB | host 1.50 GiB | validation loss 3.5000 | perplexity 33.12 | skipped 2 | ETA 32 min 56 s\n"
@@ -41,18 +41,20 @@ def test_what_is_not_known_is_not_printed() -> None:
 
 def test_little_memory_is_told_in_a_unit_that_shows_it() -> None:
     stream = io.StringIO()
-    ConsoleReport(10, stream=stream).log(record(1, device_peak_gib=0.3 / 1024))
+    ConsoleReport(10, stream=stream).log(record(1, device_peaks_gib=(0.3 / 1024,)))
     assert "device 0.30 MiB | host 1.50 GiB" in stream.getvalue()
 
 
 def test_a_terminal_gets_the_same_line_in_colour_and_unbroken() -> None:
     ours, theirs = os.openpty()
     with open(theirs, "w") as terminal:
-        ConsoleReport(1000, stream=terminal).log(record(12, mfu=0.4, device_peak_gib=1.0, skipped_steps=1))
+        ConsoleReport(1000, stream=terminal).log(
+            record(12, mfu=0.4, device_peaks_gib=(1.0,), skipped_steps=1)
+        )
         shown = os.read(ours, 10_000).decode()
     os.close(ours)
     plain = io.StringIO()
-    ConsoleReport(1000, stream=plain).log(record(12, mfu=0.4, device_peak_gib=1.0, skipped_steps=1))
+    ConsoleReport(1000, stream=plain).log(record(12, mfu=0.4, device_peaks_gib=(1.0,), skipped_steps=1))
     assert "\x1b[" in shown or os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     without_colour = re.sub(r"\x1b\[[0-9;]*m", "", shown)
     assert without_colour.split("ETA")[0].strip() == plain.getvalue().split("ETA")[0].strip()

@@ -113,7 +113,7 @@ folder, mode, resumed_step, run_id = Path(sys.argv[1]), sys.argv[2], int(sys.arg
 table = MetricsTable(wandb=mode, wandb_project="tests")
 metrics = open_metrics(table, folder, "a run", 10, {"training": {"steps": 10}}, resumed_step, run_id)
 for step in range(resumed_step + 1, resumed_step + 4):
-    metrics.log(record(step, loss=float(step), engine=ENGINE))
+    metrics.log(record(step, loss=float(step), **ENGINE))
     if mode == "offline" and "KILL_WANDB" in os.environ:
         for process in psutil.Process().children(recursive=True):
             process.kill()

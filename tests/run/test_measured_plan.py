@@ -93,8 +93,7 @@ def test_chosen_steps_are_traced_and_no_loss_changes(small_runs: SmallRuns) -> N
     for step in (2, 5):
         events = json.loads((folder / f"step-{step}.json").read_text())["traceEvents"]
         spans = [event for event in events if event["ph"] == "X"]
-        assert {event["args"]["step"] for event in spans} == {step}
-        assert {"fused", "backward", "recompute", "weights", "gradients", "update"} <= {
-            e["cat"] for e in spans
-        }
+        assert step in {event["args"]["step"] for event in spans} <= {step - 1, step, step + 1}
+        own = {event["cat"] for event in spans if event["args"]["step"] == step}
+        assert {"fused", "backward", "recompute", "weights", "gradients", "update"} <= own
     assert not (small_runs.path("plain") / "trace").exists()

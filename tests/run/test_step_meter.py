@@ -2,12 +2,14 @@
 
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from torchround.engine.device import CpuDevice
 from torchround.layer import LayerWork
 from torchround.observe import host_gib
-from torchround.run.step_meter import Throughput, mfu, train_flops_per_token
+from torchround.run.step_meter import StepMeter, mfu, train_flops_per_token
 
 
 class Clock:
@@ -20,59 +22,119 @@ class Clock:
         return self.now_s
 
 
-def test_rates_are_over_the_steps_since_the_last_report() -> None:
+class FinishedStep:
+    """As much of a step's result as the meter asks for."""
+
+    pool = SimpleNamespace(num_allocations=3, allocated_bytes=2**30)
+
+    def __init__(self, busy_s: float = 0.0, skipped: bool = False) -> None:
+        self.busy_s, self.skipped = busy_s, skipped
+
+    def loss(self) -> float:
+        return 2.5
+
+    def update(self) -> SimpleNamespace:
+        return SimpleNamespace(grad_norm=0.5, skipped=self.skipped, seconds=0.25)
+
+    def by_device(self, figure, num_devices):
+        slot = SimpleNamespace(
+            busy_s=self.busy_s,
+            input_wait_s=0.0,
+            weights_wait_s=0.0,
+            optimizer_wait_s=0.0,
+            uploaded_bytes=2**30,
+            downloaded_bytes=0,
+        )
+        return [figure(slot)] * num_devices
+
+
+def started(clock=None, **options):
+    meter = StepMeter(
+        [CpuDevice(0), CpuDevice(1)], 6e6, None, **({"clock": clock} if clock else {}), **options
+    )
+    meter.start()
+    return meter
+
+
+def record(meter):
+    return meter.record(step=1, tokens=10, lr=0.1, validation_loss=None)
+
+
+def test_rates_are_over_the_steps_since_the_last_record() -> None:
     clock = Clock()
-    meter = Throughput(clock)
+    meter = started(clock)
     for tokens in (1000, 600):
         clock.now_s += 2.0
-        meter.count(tokens)
-    first = meter.report()
-    assert (first.num_steps, first.tokens_per_s, first.step_s) == (2, 400.0, 2.0)
+        meter.add(FinishedStep(), tokens)
+    first = record(meter)
+    assert (first.tokens_per_s, first.step_s) == (400.0, 2.0)
     clock.now_s += 5.0
-    meter.count(500)
-    second = meter.report()
-    assert (second.num_steps, second.tokens_per_s, second.step_s) == (1, 100.0, 5.0)
+    meter.add(FinishedStep(), 500)
+    second = record(meter)
+    assert (second.tokens_per_s, second.step_s) == (100.0, 5.0)
 
 
 def test_validation_and_checkpoints_do_not_slow_the_reported_rate_and_data_does() -> None:
     clock = Clock()
-    meter = Throughput(clock)
+    meter = started(clock)
     for _ in range(4):
         with meter.waiting_for_data():
             clock.now_s += 0.5
         clock.now_s += 1.5
-        meter.count(100)
+        meter.add(FinishedStep(), 100)
     for seconds in (60.0, 30.0):
         with meter.excluded():
             clock.now_s += seconds
-    interval = meter.report()
-    assert (interval.tokens_per_s, interval.step_s, interval.data_s) == (50.0, 2.0, 0.5)
+    found = record(meter)
+    assert (found.tokens_per_s, found.step_s, found.data_s) == (50.0, 2.0, 0.5)
 
 
 def test_time_excluded_counts_even_when_it_ends_in_an_error_and_only_once() -> None:
     clock = Clock()
-    meter = Throughput(clock)
+    meter = started(clock)
     with pytest.raises(RuntimeError), meter.excluded():
         clock.now_s += 60.0
         raise RuntimeError("the disk is full")
     clock.now_s += 1.0
-    meter.count(10)
-    assert meter.report().step_s == 1.0
+    meter.add(FinishedStep(), 10)
+    assert record(meter).step_s == 1.0
     clock.now_s += 1.0
-    meter.count(10)
-    assert meter.report().step_s == 1.0
+    meter.add(FinishedStep(), 10)
+    assert record(meter).step_s == 1.0
+
+
+def test_time_before_the_start_does_not_count() -> None:
+    clock = Clock()
+    meter = StepMeter([CpuDevice(0)], 6e6, None, clock=clock)
+    clock.now_s += 60.0
+    meter.start()
+    clock.now_s += 1.0
+    meter.add(FinishedStep(), 10)
+    assert record(meter).step_s == 1.0
+
+
+def test_what_the_devices_and_the_optimizer_did_is_a_mean_per_step() -> None:
+    clock = Clock()
+    meter = started(clock, skipped_steps=4)
+    for busy_s in (1.0, 2.0):
+        clock.now_s += 2.0
+        meter.add(FinishedStep(busy_s, skipped=busy_s == 1.0), 10)
+    found = record(meter)
+    assert found.busy_s == (1.5, 1.5) and found.uploaded_gib == (1.0, 1.0) and found.optimizer_s == 0.25
+    assert found.bubble == 1 - 3.0 / 4.0
+    assert found.skipped_steps == 5 and (found.host_allocations, found.host_pool_gib) == (3, 1.0)
 
 
 def test_a_rate_over_no_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="no step was counted"):
-        Throughput().report()
+        record(started())
 
 
 def test_the_real_clock_runs() -> None:
-    meter = Throughput()
-    meter.count(10)
-    interval = meter.report()
-    assert interval.step_s > 0 and interval.tokens_per_s == pytest.approx(10 / interval.step_s)
+    meter = started()
+    meter.add(FinishedStep(), 10)
+    found = record(meter)
+    assert found.step_s > 0 and found.tokens_per_s == pytest.approx(10 / found.step_s)
 
 
 def test_mfu_is_model_flops_over_the_peak_of_all_devices() -> None:

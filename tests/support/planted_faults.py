@@ -1,8 +1,8 @@
-"""Faults that go off at a chosen place of an in-process run, and 120 such places drawn with a fixed seed.
+"""Faults and delays that go off at a chosen location of an in-process run, drawn with a fixed seed.
 
 A fault in a layer goes off by what is being computed (step, layer, micro-batch, pass through the layer), not by when,
-so a case is the same on every machine. It notes nothing but that it went off: where it must be reported is worked
-out from the partition and the dispatch rule alone (`expected_place`).
+so a case is the same on every machine. It notes only that it went off. The location that the
+engine must report follows from the partition and the dispatch rule alone (`expected_location`).
 """
 
 import itertools
@@ -25,7 +25,7 @@ BATCHES = toy_batches(STEPS, MICRO_BATCHES)
 VALIDATION = toy_batches(1, MICRO_BATCHES, seed=1)[0]
 VARIANTS = ("plain", "tied", "frozen")
 
-# Where a fault may be. The first six are places in a layer, the next ones operations of a device on a stream.
+# Sites of faults. The first six are in a layer, the next ones are operations of a device on a stream.
 LAYER_SITES = ("forward", "loss", "fused backward", "recompute", "backward", "validation")
 STREAM_SITES = {
     "weights up": Stream.WEIGHT_UPLOAD,
@@ -42,7 +42,7 @@ class PlantedError(RuntimeError):
 
 
 class PlantedExit(BaseException):
-    """Not an `Exception`: what `except Exception` lets through."""
+    """An exception that `except Exception` does not catch."""
 
 
 EXCEPTIONS = (
@@ -53,7 +53,7 @@ EXCEPTIONS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One planted fault. `exception` None: a delay, which must change nothing.
+    """One planted fault, or, if `exception` is None, a delay, which must change nothing.
 
     In a layer it goes off at `step`, `layer`, `micro_batch`; at a device or the host at the `count`-th operation.
     """
@@ -80,7 +80,7 @@ class Case:
 
 
 def draw_cases(number: int, seed: int) -> list[Case]:
-    """Every site in turn, each mode and device count equally often, the rest at random."""
+    """Draw cases: every site in turn, each mode and device count equally often, the rest at random."""
     drawn = random.Random(seed)
     modes = itertools.cycle(itertools.product(("sync", "async"), (1, 2), range(1, 9)))
     cases = []
@@ -113,7 +113,7 @@ def _has(partition: Partition, site: str) -> bool:
 
 
 def _layers(partition: Partition, site: str, variant: str) -> list[int]:
-    """Layers in which a fault at `site` goes off; a frozen embedding's output has no backward."""
+    """Return the layers in which a fault at `site` goes off; a frozen embedding's output has no backward."""
     split = LAYERS - partition.fused
     if site == "loss":
         return [LAYERS - 1]
@@ -127,7 +127,7 @@ def _layers(partition: Partition, site: str, variant: str) -> list[int]:
 
 
 class Fuse:
-    """Goes off once (a delay: each time). All copies of a layer share it."""
+    """A fuse that goes off once, or each time if it is a delay. All copies of a layer share it."""
 
     def __init__(self, case: Case | None) -> None:
         self.case = case
@@ -147,7 +147,7 @@ class Fuse:
         return self
 
     def in_layer(self, sites: tuple[str, ...], layer: int, tokens: torch.Tensor) -> None:
-        """A layer is at one of `sites` with these tokens."""
+        """Go off if the case is at one of `sites` of this layer with these tokens."""
         if self.case is None or self.case.site not in sites or layer != self.case.layer:
             return
         name, index = self._names[tokens.numpy().tobytes()]
@@ -156,7 +156,7 @@ class Fuse:
             self._go_off(None)
 
     def at_operation(self, site: str, device: str | None = None) -> None:
-        """One more operation at `site`."""
+        """Count an operation at `site`, and go off if it is the case's."""
         if self.case is None or self.case.site != site:
             return
         with self._lock:
@@ -195,16 +195,16 @@ class FusedLayer(nn.Module):
 
 
 class Tripwire(torch.autograd.Function):
-    """Changes nothing; its backward passes the fuse."""
+    """An identity whose backward passes the fuse."""
 
     @staticmethod
     def forward(ctx, hidden, fuse, index, tokens):
-        ctx.place = fuse, index, tokens
+        ctx.site = fuse, index, tokens
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx, gradient):
-        fuse, index, tokens = ctx.place
+        fuse, index, tokens = ctx.site
         fuse.in_layer(("fused backward", "backward"), index, tokens)
         return gradient, None, None, None
 
@@ -233,7 +233,7 @@ class FusedDevice(CpuDevice):
 
 
 def fused_model(variant: str, fuse: Fuse) -> LayeredModel:
-    """The toy model; `frozen` as with adapters: some layers train nothing, one trains a part of itself."""
+    """Return the toy model with fuses. If `frozen`, as with adapters, some layers train nothing and one trains a part."""
     model = toy_model(tied=variant == "tied")
     if variant == "frozen":
         for index in (1, 4):
@@ -243,8 +243,8 @@ def fused_model(variant: str, fuse: Fuse) -> LayeredModel:
     return LayeredModel(model.names, layers)
 
 
-def expected_place(case: Case, names: tuple[str, ...]) -> FaultLocation:
-    """Where the partition and the dispatch rule put a fault in a layer of a training step.
+def expected_location(case: Case, names: tuple[str, ...]) -> FaultLocation:
+    """Return the location of a fault in a layer of a training step, by the partition and the dispatch rule.
 
     Slot `i` of the run is on device `i mod N`; a step has `rounds` x `stages` slots (RoundPipe section 3.2).
     """

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torchround.commands import CommandError
 from torchround.commands.configured_model import build_model, find_weights
 from torchround.config import Config, ConfigError, Options, parse_command_line
+from torchround.data import TokenizerError, build_tokenizer
 from torchround.engine.errors import EngineUsageError
 from torchround.hf import HFError
 from torchround.models import ModelConfigError
@@ -23,7 +24,7 @@ from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_nam
 from torchround.pipeline.memory import GIB, HostMemory, size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan import Plan, PlannedStage
-from torchround.pipeline.plan_report import PlanReport, report_plan
+from torchround.pipeline.plan_report import PlanReport, RunQuestion, report_plan
 from torchround.run.hardware import USABLE_CUDA_FRACTION, Hardware
 from torchround.run.numbers import RunNumbers, run_question
 
@@ -41,19 +42,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse_command_line(["--config", given.config, *overrides])
         if given.lora_rank:
             options = _with_adapters(options, given.lora_rank)
-        model = build_model(options)
-        # The files are looked at only if weights stay in them: otherwise a plan needs no download.
-        mapped = find_weights(options, model)[1] if options.config.lora.map_base else {}
-        numbers = RunNumbers(options.config.training, options.config.engine)
-        answer = report_plan(run_question(model, numbers, hardware(given, options.config), mapped))
+        question = configured_question(options, _vocab_size(options), hardware(given, options.config))
+        answer = report_plan(question)
     except (
         *(ConfigError, ModelConfigError, CommandError, EngineUsageError),
         *(HFError, PlanError, UnknownPeakError),
     ) as error:
-        print(f"plan.py: {error}", file=sys.stderr)
+        print(f"plan: {error}", file=sys.stderr)
         return 2
     show_plan(answer)
     return 0 if answer.plan is not None else 1
+
+
+def configured_question(options: Options, vocab_size: int | None, hardware: Hardware) -> RunQuestion:
+    """Return the planner's question for the configured run on `hardware`. A dry run asks it too.
+
+    `vocab_size` as in `build_model`. The pretrained files are read only if weights stay in them, so that a plan
+    needs no download.
+    """
+    config = options.config
+    model = build_model(options, vocab_size)
+    mapped = find_weights(options, model)[1] if config.lora.map_base else {}
+    return run_question(model, RunNumbers(config.training, config.engine), hardware, mapped)
+
+
+def _vocab_size(options: Options) -> int | None:
+    """Return the size of the run's vocabulary if its tokenizer is on this machine, otherwise None."""
+    try:
+        return build_tokenizer(options.config.tokenizer, options.config.model.hf_path).vocab_size
+    except TokenizerError:
+        return None
 
 
 def _with_adapters(options: Options, rank: int) -> Options:

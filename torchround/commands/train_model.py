@@ -19,7 +19,7 @@ import torch
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.commands.configured_model import build_model, find_weights, mapped_text
 from torchround.commands.export_hf import Export, export
-from torchround.commands.plan_run import show_plan
+from torchround.commands.plan_run import configured_question, show_plan
 from torchround.config import ConfigError, Options, parse_command_line, to_toml
 from torchround.data import (
     DataError,
@@ -112,12 +112,8 @@ def dry_run(options: Options) -> int:
     config = options.config
     print(to_toml(config))
     tokenizer = find_tokenizer(options)
-    model = build_model(options, tokenizer.vocab_size)
+    question = configured_question(options, tokenizer.vocab_size, find_hardware(config.engine))
     build_loaders(options, tokenizer)  # finds the mistakes that only show when the data is looked at
-    # The pretrained files need not be there yet, unless weights stay in them.
-    mapped = find_weights(options, model)[1] if config.lora.map_base else {}
-    numbers, hardware = RunNumbers(config.training, config.engine), find_hardware(config.engine)
-    question = run_question(model, numbers, hardware, mapped)
     answer = report_plan(with_kept_rounds(question, RunFolder(config.run)))
     show_plan(answer)
     return 0 if answer.plan is not None else 2

@@ -1,152 +1,161 @@
-"""What may watch a run: the race checker's log does, production runs have none."""
+"""The board: where threads of an engine hand values to each other, each under a typed key.
+
+A kind of hand-over is one constant beside the type that it carries, for example `LOSS = HandOver[Boundary](...)` in
+`worker/activation_transfers.py`; `LOSS(pass_index, micro_batch)` is the key of one loss. Posting and waiting name the same constant,
+so an editor finds one end from the other, and mypy rejects a value of another type. `ordering.py` lists all kinds.
+
+The locks inside are held for a few instructions only; threads sleep on events of their own.
+"""
 
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
 
 from torchround.engine.device import Event
 from torchround.engine.errors import Stopped
 
-
-class Observer(Protocol):
-    """Sees host hand-overs and host accesses to shared memory, in an order consistent with causality."""
-
-    def posted(self, token: object) -> None: ...
-
-    def waited(self, token: object) -> None: ...
-
-    def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None: ...
+T = TypeVar("T")
 
 
-class Unobserved:
-    """The observer of production runs: sees nothing."""
+class HandOver(Generic[T]):
+    """A kind of hand-over, whose values have type `T`.
 
-    def posted(self, token: object) -> None:
-        pass
+    `words` describes one of them in reports: `{0}` is its epoch, `{1}` and `{2}` are the rest of its key.
+    """
 
-    def waited(self, token: object) -> None:
-        pass
+    def __init__(self, words: str) -> None:
+        self.words = words
 
-    def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        pass
+    def __call__(self, epoch: int, *key: int) -> "HandOverKey[T]":
+        return HandOverKey(self, epoch, key)
 
 
-class Fact(NamedTuple):
-    """Something that became true. `epoch` is the weight version or the pass it belongs to."""
+@dataclass(frozen=True)
+class HandOverKey(Generic[T]):
+    """The name of one hand-over. `epoch` is the weight version, step, pass or stage slot that it belongs to."""
 
-    kind: str
+    kind: HandOver[T]
     epoch: int
     key: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """In words, for reports."""
-        return WORDS[self.kind].format(self.epoch, *self.key)
+        """Describe the hand-over for a report."""
+        return self.kind.words.format(self.epoch, *self.key)
 
 
-# Of each kind of fact; {0} is its epoch, {1} and {2} are its key.
-WORDS = {
-    "sizes": "the first pass",
-    "task": "stage slot {0} to be handed out",
-    "done": "stage slot {0} to be enqueued",
-    "boundary": "the input of layer {1} for micro-batch {2} of pass {0}",
-    "boundary gradient": "the gradient of layer {1}'s input for micro-batch {2} of pass {0}",
-    "loss": "the loss of micro-batch {1} of pass {0}",
-    "job": "job {0} of the optimizer",
-    "updated": "the update of step {0}",
-    "weights": "version {0} of bundle {1} (ordering rule 2 or 5)",
-    "uploaded": "upload {2} of version {0} of bundle {1} (ordering rule 1)",
-    "gradient landed": "part {2} of step {0}'s gradient of bundle {1} (ordering rule 3)",
-    "gradient consumed": "the optimizer to be done with step {0}'s gradient of bundle {1} (ordering rule 4)",
-    "part consumed": "the optimizer to have added part {2} of step {0}'s gradient of bundle {1} (ordering rule 4)",
-    "save": "save {0}",
-    "settled": "version {0} of every bundle, to save it",
-    "read by save": "save {2} to have read version {0} of bundle {1} (ordering rule 6)",
-    "save may be published": "save {0} to be allowed to appear",
-    "save ended": "the end of save {0}",
-    "saver ended": "the end of the saver",
-}
+class WaitForHandOver(Protocol):
+    """A function that waits for a hand-over and returns its value."""
 
-SAVER_ENDED = Fact("saver ended", 0)
+    def __call__(self, key: HandOverKey[T]) -> T: ...
+
+
+class Observer:
+    """A witness of hand-overs and of host accesses to shared memory, in an order consistent with causality.
+
+    This one ignores what it sees; the race checker's log is a subclass.
+    """
+
+    def posted(self, token: object) -> None:
+        """Note that the calling thread posts `token`."""
+
+    def waited(self, token: object) -> None:
+        """Note that the calling thread has seen `token` posted."""
+
+    def touched(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """Note that the calling thread reads and writes these buffers."""
 
 
 class Board:
-    """Facts by name, each posted once with a value. Waiting threads are woken one by one, not in a herd."""
+    """Posted values by key. Each is posted once; posting wakes only the threads that wait for that key."""
 
     def __init__(self, observer: Observer | None = None) -> None:
-        self.observer = observer or Unobserved()
-        self._lock = threading.Lock()
-        self._values: dict[Fact, Any] = {}
-        self._wakers: dict[Fact, list[threading.Event]] = defaultdict(list)
-        self._waiting: dict[str, str] = {}
+        self.observer = observer or Observer()
         self.posts = 0
+        self._lock = threading.Lock()
+        # By kind, so that forgetting old values of one kind does not look through all the others.
+        self._values: dict[HandOver[Any], dict[HandOverKey[Any], object]] = defaultdict(dict)
+        self._wakers: dict[HandOverKey[Any], list[threading.Event]] = defaultdict(list)
+        self._waiting: dict[str, str] = {}
         self._stopped = False
 
-    def post(self, fact: Fact, value: Any = None) -> None:
-        self.observer.posted(fact)
+    def __len__(self) -> int:
+        """Count the hand-overs that are posted and not forgotten."""
         with self._lock:
-            self._values[fact] = value
+            return sum(len(values) for values in self._values.values())
+
+    def post(self, key: HandOverKey[T], value: T) -> None:
+        """Hand over `value`, and wake the threads that wait for it."""
+        # The observer first: a waiter must not be seen to wait before the post that ends its wait.
+        self.observer.posted(key)
+        with self._lock:
+            self._values[key.kind][key] = value
             self.posts += 1
-            wakers = self._wakers.pop(fact, ())
+            wakers = self._wakers.pop(key, ())
         for waker in wakers:
             waker.set()
 
-    def wait(self, fact: Fact, look: Callable[[], None] | None = None, every_s: float = 0.0) -> Any:
-        """The fact's value, once it is posted. Raises `Stopped` when the engine stopped.
+    def signal(self, key: HandOverKey[None]) -> None:
+        """Post a hand-over that carries no value."""
+        self.post(key, None)
 
-        `look` is called every `every_s` while this call waits.
+    def wait(self, key: HandOverKey[T], look: Callable[[], None] | None = None, every_s: float = 0.0) -> T:
+        """Wait until the hand-over is posted, and return its value. Raises `Stopped` if the engine stopped before.
+
+        Calls `look` each `every_s` seconds of waiting.
         """
-        waker = self._waker_unless_posted(fact)
+        waker = self._waker_unless_posted(key)
         if waker is not None:
-            with self._waits(f"waits for {fact}"):
+            with self._waits(f"waits for {key}"):
                 while not waker.wait(every_s if look else None):
-                    assert look is not None, "a wait without limit ended without its fact"
+                    assert look is not None, "a wait without limit ended without its hand-over"
                     look()
         with self._lock:
-            if fact not in self._values:
-                raise Stopped
-            value = self._values[fact]
-        self.observer.waited(fact)
+            if key not in self._values[key.kind]:
+                raise Stopped  # `stop` woke this thread, not `post`
+            value = cast(T, self._values[key.kind][key])
+        self.observer.waited(key)
         return value
 
-    def outlast(self, fact: Fact, poll_s: float = 0.005) -> None:
-        """Wait for a fact that somebody posts in answer to a stop, if not before."""
-        while not self.ready(fact):
+    def outlast(self, key: HandOverKey[None], poll_s: float = 0.005) -> None:
+        """Wait for a hand-over even though the engine has stopped; some thread must post it in answer to the stop."""
+        while not self.ready(key):
             time.sleep(poll_s)
-        self.observer.waited(fact)
+        self.observer.waited(key)
 
-    def ready(self, fact: Fact) -> bool:
-        """Whether `wait` would return at once."""
+    def ready(self, key: HandOverKey[T]) -> bool:
+        """Tell whether `wait` would return at once."""
         with self._lock:
-            return fact in self._values
+            return key in self._values[key.kind]
 
-    def synchronize(self, event: Event, fact: Fact) -> None:
-        """Wait until the device has done what `fact` says was enqueued."""
-        with self._waits(f"waits for a device to finish {fact}"):
+    def synchronize(self, event: Event, key: HandOverKey[T]) -> None:
+        """Wait until the device has done what `key` announced as enqueued."""
+        with self._waits(f"waits for a device to finish {key}"):
             event.synchronize()
 
     def waiting(self) -> dict[str, str]:
-        """What each waiting thread waits for, by its name."""
+        """Describe, by thread name, what each waiting thread waits for."""
         return dict(self._waiting)
 
-    def retire(self, kinds: Iterable[str], below: int) -> None:
-        """Forget facts of these kinds with an epoch below `below`, which nobody will wait for again."""
-        forgotten = frozenset(kinds)
+    def retire(self, kind: HandOver[T], below: int) -> None:
+        """Forget hand-overs of a kind with an epoch under `below`. No thread may wait for one of them again."""
         with self._lock:
-            for fact in [fact for fact in self._values if fact.kind in forgotten and fact.epoch < below]:
-                del self._values[fact]
+            values = self._values[kind]
+            for key in [key for key in values if key.epoch < below]:
+                del values[key]
 
-    def forget(self, fact: Fact) -> None:
-        """Nobody will wait for this fact again."""
+    def forget(self, key: HandOverKey[T]) -> None:
+        """Forget one hand-over. No thread may wait for it again."""
         with self._lock:
-            self._values.pop(fact, None)
+            self._values[key.kind].pop(key, None)
 
     def stop(self) -> None:
-        """Wake every waiting thread; each wait for a fact that is not there raises `Stopped` from now on."""
+        """Wake every waiting thread. From now on, a wait for something that is not posted raises `Stopped`."""
         with self._lock:
             self._stopped = True
             wakers = [waker for group in self._wakers.values() for waker in group]
@@ -155,22 +164,24 @@ class Board:
             waker.set()
 
     def note_progress(self) -> None:
-        """Something moves although nothing is posted: not a hang."""
+        """Count as movement for the watchdog although nothing is posted."""
         with self._lock:
             self.posts += 1
 
     def raise_if_stopped(self) -> None:
+        """Raise `Stopped` if the engine stopped."""
         if self._stopped:
             raise Stopped
 
-    def _waker_unless_posted(self, fact: Fact) -> threading.Event | None:
+    def _waker_unless_posted(self, key: HandOverKey[T]) -> threading.Event | None:
+        # Looking and registering under one lock: a post between the two would wake no thread.
         with self._lock:
-            if fact in self._values:
+            if key in self._values[key.kind]:
                 return None
             if self._stopped:
                 raise Stopped
             waker = threading.Event()
-            self._wakers[fact].append(waker)
+            self._wakers[key].append(waker)
             return waker
 
     @contextmanager

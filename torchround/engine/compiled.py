@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from torchround.engine.board import Board
 from torchround.engine.worker.compute import LayerCall
-from torchround.engine.worker.transfers import as_hidden, as_tuple
+from torchround.engine.worker.slots import as_hidden, as_tuple
 from torchround.layer import Hidden, LayeredModel, MicroBatch
 from torchround.optim.kernel import cxx_compiler
 

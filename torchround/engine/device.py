@@ -111,7 +111,7 @@ class Device(ABC):
     """Memory, streams and events of one worker. Used by one thread at a time, events by all threads.
 
     `has_link` says that copies cross a link to the host, which other devices may share. `step_of` gives, for each
-    stream, the training step that its newest operations belong to; the worker sets it, and traces read it.
+    stream, the training step that its newest operations belong to, for watchers.
     """
 
     name: str
@@ -125,6 +125,10 @@ class Device(ABC):
         self.num_allocations = 0
         self.step_of = dict.fromkeys(Stream, 0)
         self.watchers: list[DeviceWatcher] = []
+
+    def begin_step(self, step: int, *streams: Stream) -> None:
+        """Say that what is enqueued on these streams from now on belongs to training step `step`."""
+        self.step_of.update(dict.fromkeys(streams, step))
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return a uint8 buffer that lives as long as the device. Raises `DeviceMemoryError`."""

@@ -1,4 +1,4 @@
-"""The controller: turns batches into stage tasks, hands them out in dispatch order, and reports what came of it.
+"""The controller: turns batches into stage jobs, hands them out in dispatch order, and returns their results.
 
     engine = Engine(model, store, devices, partition, optimizer=OptimizerTable())
     result = engine.forward_backward(micro_batches)   # returns once dispatched
@@ -9,7 +9,7 @@ The engine stops at the first fault; the call in progress, and each later one, r
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,39 +17,38 @@ import torch
 from torch import nn
 
 from torchround.config import OptimizerTable
-from torchround.engine.board import Board, Fact, Observer
+from torchround.engine.board import Board, HandOverKey, Observer
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.lifecycle import Lifecycle
-from torchround.engine.optimizer_worker import (
-    CollectGradients,
-    OptimizerWorker,
-    UpdateWeights,
-    update_threads,
-)
+from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED, OptimizerWorker, update_threads
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import (
+    FIRST_SIZES,
+    STAGE_JOB,
+    TRAINING_PASS,
     BufferReservation,
     Pass,
     PassShape,
     StageJob,
     backward_inputs,
     check_micro_batches,
+    contributions,
     forward_inputs,
     host_micro_batch,
+    uploads,
 )
-from torchround.engine.results import StepResult
-from torchround.engine.saver import PendingSave, SaveJob, Saver, SaveSource
+from torchround.engine.results import STAGE_DONE, StepResult
+from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
+from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, Boundary
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
 from torchround.engine.worker.link_turns import LinkTurns
-from torchround.engine.worker.slots import upload_use
-from torchround.engine.worker.transfers import Boundary
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.partition import Partition, StageKind, StageTask, evaluation_tasks, step_tasks
+from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks, step_tasks
 from torchround.pipeline.shared_links import LinkWindows
 
 T = TypeVar("T")
@@ -60,9 +59,9 @@ MOST_PASSES_UNDER_WAY = 2
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine runs. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
+    """Settings of an engine. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
 
-    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel.py`), `compiler` the
+    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel.py`). `compiler` compiles the
     layers; engines of one model that follow each other may share it. `turns` are groups of devices, by index, whose
     weight uploads take turns (`engine/worker/link_turns.py`).
     """
@@ -78,7 +77,7 @@ class EngineSettings:
 
 
 class Engine:
-    """Trains a layered model whose state is in a `HostStore`, on any number of devices.
+    """A trainer of a layered model whose state is in a `HostStore`, on any number of devices.
 
     Raises `EngineUsageError` for calls in a wrong order, `PipelineError` for faults inside the pipeline.
     Use as a context manager, or call `close`.
@@ -111,19 +110,21 @@ class Engine:
         self._ordering = Ordering(self._board, store.policy.versions)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
         self._life = Lifecycle(self._board, self.pool, self.devices)
-        self._next_slot = self._next_pass = self._next_job = self._next_save = 0
-        self._waves = LinkWindows(len(self.devices))
+        self._next_slot = self._next_pass = self._next_save = 0
+        self._windows = LinkWindows(len(self.devices))
         self._step = store.step
         self._awaiting_step = False
         self._results: list[StepResult] = []
         self._saves: list[PendingSave[Any]] = []
+        # The rounds decide which gradients add up on the host, and so which pool buffers they need.
         store.allocate_gradients(self.settings.rounds)
         self._reservation = BufferReservation(model, store, self.pool, len(self.devices))
+        # Before any thread starts, so that the first wait for each rule finds the store as it is.
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
         self._ordering.settled(self._step, store.resume_state())
         workers = self._make_workers(model)
         queues = [
-            QueueWatch(device, worker.position) for device, worker in zip(self.devices, workers, strict=True)
+            QueueWatch(device, worker.state) for device, worker in zip(self.devices, workers, strict=True)
         ]
         optimizer_worker = OptimizerWorker(
             store,
@@ -136,8 +137,7 @@ class Engine:
             num_threads=update_threads(len(self.devices)),
             compiles=self.settings.compile_update,
         )
-        saver = Saver(store, self._board, self._ordering)
-        others = [saver.thread, optimizer_worker.thread]
+        others = [saver_thread(store, self._board, self._ordering), optimizer_worker.thread]
         self._watchdog = Watchdog(
             self._board, workers, queues, others, self.settings.hang_timeout_s, self._life.fail
         )
@@ -157,20 +157,20 @@ class Engine:
             tasks = step_tasks(
                 self.partition, max(len(micro_batches), 1), rounds, len(self.devices), self._next_slot
             )
-            work = self._begin_pass(micro_batches, tasks, training=True)
+            pass_ = self._begin_pass(micro_batches, tasks, training=True)
+            # Before dispatch: the optimizer must know how many parts to expect when the first one lands.
             self._expect_gradients(rounds)
-            self._dispatch(work, tasks)
-            losses = tuple(Fact("loss", work.index, (m,)) for m in range(len(work.micro_batches)))
-            self._post_job(CollectGradients(self._step, losses, work.num_labels))
+            self._dispatch(pass_, tasks)
+            self._board.post(TRAINING_PASS(self._step), pass_)
             self._awaiting_step = True
-            return self._track(work, tasks)
+            return self._track(pass_, tasks)
 
     def step(self, lr: float) -> None:
         """Hand the update with the last `forward_backward`'s gradients to the optimizer worker. Does not wait."""
         with self._life.call():
             if not self._awaiting_step:
                 raise EngineUsageError("step() needs a forward_backward() before it")
-            self._post_job(UpdateWeights(self._step, lr))
+            self._board.post(LEARNING_RATE(self._step), lr)
             self._step += 1
             self._awaiting_step = False
 
@@ -183,24 +183,26 @@ class Engine:
             tasks = evaluation_tasks(
                 self.partition, max(len(micro_batches), 1), len(self.devices), self._next_slot
             )
-            work = self._begin_pass(micro_batches, tasks, training=False)
-            self._dispatch(work, tasks)
-            return self._track(work, tasks)
+            pass_ = self._begin_pass(micro_batches, tasks, training=False)
+            self._dispatch(pass_, tasks)
+            return self._track(pass_, tasks)
 
     def save(self, write: Callable[[SaveSource], T]) -> PendingSave[T]:
-        """Have `write` save the store as it is after the last dispatched step, on a thread of its own. Does not wait.
+        """Save the store as it is after the last dispatched step: calls `write` on the saver's thread. Does not wait.
 
-        Training goes on meanwhile: a bundle's next update waits until `write` has said that it has read the bundle.
-        Saves are made one after the other. One that is published only once `PendingSave.may_publish` was called
-        must have that called before the engine ends.
+        Training continues meanwhile; a bundle's next update waits until `write` reports that it has read the bundle.
+        Saves are made one after the other. If `write` waits for `PendingSave.may_publish`, the caller must call that
+        before the engine ends.
         """
         with self._life.call():
             if self._awaiting_step:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
             index, self._next_save = self._next_save, self._next_save + 1
             self._ordering.expect_save([bundle.index for bundle in self.store.trained], self._step, index)
-            self._board.post(Fact("save", index), SaveJob(self._step, write))
-            self._saves = [save for save in self._saves if not save.ended]
+            self._board.post(SAVE(index), (self._step, write))
+            self._saves = [
+                save for save in self._saves if not save.ended
+            ]  # a long run keeps none of the others
             self._saves.append(PendingSave(index, self._board, self._wait_in_call))
             return self._saves[-1]
 
@@ -209,17 +211,18 @@ class Engine:
         with self._life.call():
             for result in self._results:
                 result.wait()
+            # If the store is at the last step already, `UPDATED` may be forgotten, or may never have been posted.
             if self.store.step < self._step or not self.store.is_consistent:
-                self._watchdog.wait(Fact("updated", self._step - 1))
+                self._watchdog.wait(UPDATED(self._step - 1))
 
     def close(self) -> None:
-        """Finish what was dispatched and is being saved, unless a fault stopped the engine, and end every thread."""
+        """Finish dispatched steps and saves under way, unless a fault stopped the engine, and end every thread."""
         if self._life.stopped:
             return
         try:
             self.drain()
             for save in self._saves:
-                save.may_publish()
+                save.may_publish()  # otherwise a save that waits for this would never end
                 save.wait()
         finally:
             self._life.stop()
@@ -240,9 +243,11 @@ class Engine:
     def _begin_pass(
         self, micro_batches: Sequence[MicroBatch], tasks: list[StageTask], training: bool
     ) -> Pass:
+        """Reserve the pass's buffers and copy its integers to the host pool, before any device hears of it."""
         problem = check_micro_batches(micro_batches)
         if problem is not None:
             raise EngineUsageError(problem)
+        # Each device that works on a micro-batch uploads its integers; the last one gives the host buffer back.
         readers: dict[int, set[int]] = {}
         for task in tasks:
             for index in task.micro_batches:
@@ -250,9 +255,9 @@ class Engine:
         num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
         version = self.store.policy.version_read(self._step) if training else self._step
         shape = PassShape.of(tasks, micro_batches, training, self._step, version)
-        sizes = self._reservation.reserve_for(shape, self._results[-1].work.shape if self._results else None)
+        sizes = self._reservation.reserve_for(shape, self._results[-1].pass_.shape if self._results else None)
         loss_scale = self.store.loss_scaling.scale_of(self._step) if training else 1.0
-        work = Pass(
+        pass_ = Pass(
             index=self._next_pass,
             training=training,
             step=self._step,
@@ -271,71 +276,57 @@ class Engine:
             sizes=sizes,
         )
         if self._next_pass == 0:
-            self._board.post(Fact("sizes", 0), sizes)
+            self._board.post(FIRST_SIZES(0), sizes)
         self._next_pass += 1
-        return work
+        return pass_
 
-    def _dispatch(self, work: Pass, tasks: list[StageTask]) -> None:
-        for bundle, use in self._uploads(tasks):
-            self._ordering.expect_upload(bundle, work.version, use)
+    def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
+        # All uploads are announced before the first job: an update must not overwrite a version that a later job reads.
+        for bundle, use in uploads(self.store, tasks):
+            self._ordering.expect_upload(bundle, pass_.version, use)
         for task in tasks:
-            window = self._waves.next(len(task.micro_batches))
-            self._board.post(Fact("task", task.slot), StageJob(task, work, self._contributions(task), window))
+            window = self._windows.next(len(task.micro_batches))
+            job = StageJob(task, pass_, contributions(self.store, task), window)
+            self._board.post(STAGE_JOB(task.slot), job)
         self._next_slot += len(tasks)
 
     def _expect_gradients(self, rounds: int) -> None:
         for bundle in self.store.trained:
             self._ordering.expect_gradient(bundle.index, self._step, rounds * len(bundle.layers))
 
-    def _contributions(self, task: StageTask) -> dict[tuple[int, int], int]:
-        """By layer and bundle: the part of the gradient sum, counted by round, then from the deepest user."""
-        if task.stage.kind is StageKind.FORWARD:
-            return {}
-        parts = {}
-        for layer in range(task.stage.start, task.stage.stop):
-            for index in self.store.layer_bundles(layer):
-                users = self.store.bundles[index].layers
-                parts[layer, index] = task.round * len(users) + users[::-1].index(layer)
-        return parts
-
-    def _post_job(self, job: CollectGradients | UpdateWeights) -> None:
-        self._board.post(Fact("job", self._next_job), job)
-        self._next_job += 1
-
-    def _track(self, work: Pass, tasks: list[StageTask]) -> StepResult:
-        result = StepResult(work, tasks, self.pool, self._wait_in_call)
+    def _track(self, pass_: Pass, tasks: list[StageTask]) -> StepResult:
+        result = StepResult(pass_, tasks, self.pool, self._wait_in_call)
         self._results.append(result)
         return result
 
     def _limit_passes_under_way(self) -> None:
-        """Wait for the pass before the last, and forget what nobody will ask for again."""
+        """Wait for the pass before the last, and forget hand-overs that no thread will ask for again."""
         while len(self._results) >= MOST_PASSES_UNDER_WAY:
             self._collect(self._results.pop(0))
-        if self._results:
-            oldest = self._results[0]
-            self._ordering.retire(oldest.work.version - 1)
-            self._board.retire(("updated",), oldest.work.version)
-            self._board.retire(("boundary", "boundary gradient", "loss"), oldest.work.index)
-            self._board.retire(("task", "done"), oldest.tasks[0].slot)
-            self._board.retire(("job",), self._next_job - 2 * MOST_PASSES_UNDER_WAY)  # two jobs a step
+        if not self._results:
+            return
+        # All passes before this one are collected, updates included. Rule 4 of this one asks for the step before it,
+        # hence the minus one.
+        oldest = self._results[0]
+        self._ordering.retire(oldest.pass_.version - 1)
+        self._board.retire(TRAINING_PASS, oldest.pass_.step)
+        self._board.retire(LEARNING_RATE, oldest.pass_.step)
+        self._board.retire(UPDATED, oldest.pass_.version)
+        for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
+            self._board.retire(kind, oldest.pass_.index)
+        self._board.retire(STAGE_JOB, oldest.tasks[0].slot)
+        self._board.retire(STAGE_DONE, oldest.tasks[0].slot)
 
     def _collect(self, result: StepResult) -> None:
-        """Wait for a pass. What an evaluation read would else be remembered until the next update."""
+        """Wait for a pass, so that the engine may forget it."""
         result.collect()
-        if not result.work.training:
+        # Rule 1 would remember an evaluation's uploads until the next update, and there may be none for long.
+        if not result.pass_.training:
             self._ordering.finish_uploads(
-                result.work.version,
-                self._uploads(result.tasks),
-                lambda fact: self._synchronize(self._watchdog.wait(fact)),
+                result.pass_.version,
+                uploads(self.store, result.tasks),
+                lambda key: self._synchronize(self._watchdog.wait(key)),
             )
-
-    def _uploads(self, tasks: list[StageTask]) -> Iterator[tuple[int, int]]:
-        """Bundle and use of each upload that stage tasks make."""
-        for task in tasks:
-            for layer in range(task.stage.start, task.stage.stop):
-                for bundle in self.store.layer_bundles(layer):
-                    if self.store.bundles[bundle].trainable:
-                        yield bundle, upload_use(task.slot, layer)
 
     # Faults and threads.
 
@@ -361,21 +352,22 @@ class Engine:
                 for index, device in enumerate(self.devices)
             ]
         except BaseException:
-            self._life.stop()  # devices that had room get back what they gave
+            self._life.stop()  # gives back what was allocated on the devices that had room
             raise
 
-    def _wait_in_call(self, fact: Fact) -> object:
-        """What a fact was posted with; a boundary has arrived on the host. What is there survives a fault."""
-        with self._life.call(is_there=self._board.ready(fact)):
-            return self._arrived(self._watchdog.wait(fact))
+    def _wait_in_call(self, key: HandOverKey[T]) -> T:
+        """Wait for a hand-over as a call of the user. A boundary has arrived on the host when this returns.
 
-    def _arrived(self, value: object) -> object:
-        if isinstance(value, Boundary):
-            self._synchronize(value.landed)
-        return value
+        What is posted already can be had even after a fault.
+        """
+        with self._life.call(is_there=self._board.ready(key)):
+            value = self._watchdog.wait(key)
+            if isinstance(value, Boundary):
+                self._synchronize(value.landed)
+            return value
 
     def _synchronize(self, event: Event) -> None:
-        """A failed device first says so where somebody waits for it."""
+        """Wait for a device's event. A device that failed raises here first, so this reports its fault."""
         try:
             self._watchdog.synchronize(event)
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Named errors of the engine: what a caller may catch."""
+"""Errors of the engine that a caller may catch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class DeviceMemoryError(EngineError):
 
 @dataclass(frozen=True)
 class FaultLocation:
-    """Where in the pipeline something happened; None where it does not apply."""
+    """A location in the pipeline: the thread, and the stage, layers and micro-batch if there are any."""
 
     actor: str
     stage: str | None = None
@@ -40,18 +40,18 @@ class FaultLocation:
 class PipelineError(EngineError):
     """A fault inside the pipeline; the engine has stopped and `__cause__` is the original exception.
 
-    `place` names device, stage, layers and micro-batch. `store_is_consistent` is False only when an optimizer
-    update could not be completed: then the host store mixes two weight versions and must not be saved.
+    `location` names device, stage, layers and micro-batch. `store_is_consistent` is False only if an optimizer update
+    could not be completed: then the host store mixes two weight versions and must not be saved.
     """
 
-    def __init__(self, place: FaultLocation, problem: str, store_is_consistent: bool = True) -> None:
-        super().__init__(f"{place}: {problem}")
-        self.place = place
+    def __init__(self, location: FaultLocation, problem: str, store_is_consistent: bool = True) -> None:
+        super().__init__(f"{location}: {problem}")
+        self.location = location
         self.store_is_consistent = store_is_consistent
 
 
 class HangError(PipelineError):
-    """Nothing in the engine moved for `timeout_s`. `report`: what each thread and device queue waits for."""
+    """A standstill of `timeout_s` in the engine. `report` says what each thread and device queue waits for."""
 
     def __init__(self, timeout_s: float, report: Sequence[str]) -> None:
         problem = (
@@ -63,7 +63,7 @@ class HangError(PipelineError):
 
 
 class Stopped(BaseException):
-    """Unwinds an engine thread after the engine stopped. Never reaches a caller.
+    """The exception that unwinds an engine thread after the engine stopped. It never reaches a caller.
 
-    Derives from BaseException so that a layer's own `except Exception` cannot swallow it.
+    It derives from BaseException, so that a layer's own `except Exception` cannot swallow it.
     """

@@ -5,27 +5,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Protocol
 
 from torchround.engine.board import Board
 from torchround.engine.device import Device
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
+from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.store.host_memory import HostPool
 
-# How long ending waits for all threads together, and then for an update under way from one bundle to the next. One
-# inside a computation cannot be interrupted; it is a daemon and ends with the process.
+# Time that ending allows for all threads together, and then for each bundle of an update under way. A thread inside a
+# computation cannot be interrupted; it is a daemon and ends with the process.
 JOIN_S = 30.0
 
 
-class Writer(Protocol):
-    """What updates the host store: the optimizer's worker. `moves` grows as long as an update gets anywhere."""
-
-    thread: threading.Thread
-    moves: int
-
-
 class Lifecycle:
-    """Keeps the first fault, and ends threads, devices and pool once."""
+    """The first fault of an engine, and the end of its threads, devices and pool, which comes once."""
 
     def __init__(self, board: Board, pool: HostPool, devices: Sequence[Device]) -> None:
         self.failure: PipelineError | None = None
@@ -33,22 +26,23 @@ class Lifecycle:
         self._pool = pool
         self._devices = devices
         self._threads: Sequence[threading.Thread] = ()
-        self._writer: Writer | None = None
+        self._optimizer: OptimizerWorker | None = None
         self._lock = threading.Lock()
         self._stopped = False
 
     @property
     def stopped(self) -> bool:
+        """Whether `stop` was called."""
         return self._stopped
 
-    def start(self, threads: Sequence[threading.Thread], writer: Writer) -> None:
-        """Start the engine's threads; those of the devices come first, in device order. `writer`'s is among them."""
-        self._threads, self._writer = threads, writer
+    def start(self, threads: Sequence[threading.Thread], optimizer: OptimizerWorker) -> None:
+        """Start the engine's threads: those of the devices first, in device order, and `optimizer`'s among the others."""
+        self._threads, self._optimizer = threads, optimizer
         for thread in threads:
             thread.start()
 
     def fail(self, failure: PipelineError) -> None:
-        """Called by any thread: keep the first fault and wake everybody."""
+        """Keep the first fault and wake every waiting thread. Any thread may call this."""
         with self._lock:
             if self.failure is None:
                 self.failure = failure
@@ -56,9 +50,9 @@ class Lifecycle:
 
     @contextmanager
     def call(self, is_there: bool = False) -> Iterator[None]:
-        """A call of the user: raises the engine's failure instead of hanging, or of ending as if all were well.
+        """Run a call of the user, raising the engine's failure instead of hanging or returning as if all were well.
 
-        With `is_there`, what is asked for is known already: it is given also after the end.
+        `is_there` says that the answer is known already; the user gets it even after the end.
         """
         if not is_there:
             self.raise_if_ended()
@@ -66,11 +60,12 @@ class Lifecycle:
             yield
         except Stopped:
             self.raise_if_ended(during_call=True)
+        # The call has its answer, but a fault came meanwhile, for example one that the update's second try overcame.
         if self.failure is not None and not is_there:
             self.raise_if_ended()
 
     def raise_if_ended(self, during_call: bool = False) -> None:
-        """Raise the fault that ended the engine, or say that it is closed."""
+        """Raise the fault that ended the engine, or an error that says that it is closed."""
         if self.failure is not None:
             self.stop()
             raise self.failure from self.failure.__cause__
@@ -80,28 +75,30 @@ class Lifecycle:
             raise EngineUsageError("the engine is closed")
 
     def stop(self) -> None:
-        """End every thread and give devices and pool back. What still runs at the deadline keeps its memory.
+        """End every thread and give devices and pool back. A thread that still runs at the deadline keeps its memory.
 
-        An update under way is waited for as long as it moves: only a whole one leaves a store that can be saved.
+        Waits for an update under way as long as it moves, because only a complete one leaves a store that can be saved.
         """
         with self._lock:
             if self._stopped:
                 return
             self._stopped = True
-        self._board.stop()
-        moves = self._writer.moves if self._writer else 0
+        self._board.stop()  # every thread unwinds at its next wait
+        moves = self._optimizer.moves if self._optimizer else 0
         deadline_s = time.monotonic() + JOIN_S
         ours = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in ours:
             thread.join(max(deadline_s - time.monotonic(), 0.0))
-        while self._writer and self._writer.thread.is_alive() and self._writer.moves != moves:
-            moves = self._writer.moves
-            self._writer.thread.join(JOIN_S)
+        while self._optimizer and self._optimizer.thread.is_alive() and self._optimizer.moves != moves:
+            moves = self._optimizer.moves
+            self._optimizer.thread.join(JOIN_S)
+        # A device is given back only if no thread drives it any more: another engine may allocate on it at once.
         busy = {thread.name for thread in ours if thread.is_alive()}
         for device, thread in zip_longest(self._devices, self._threads[: len(self._devices)]):
             drives = thread is not None and thread.name in busy  # no thread yet: the engine did not fit
             if not drives and not self._finish(device, deadline_s):
                 busy.add(device.name)
+        # Memory that a device may still copy to must not be unmapped.
         if not busy:
             self._pool.close()
         elif self.failure is not None:
@@ -109,7 +106,8 @@ class Lifecycle:
             self.failure.args = (f"{self.failure} (still inside a computation, with its memory: {still})",)
 
     def _finish(self, device: Device, deadline_s: float) -> bool:
-        """Wait until a device is idle and leave it to others. False if it is not idle in time."""
+        """Wait until a device is idle and release it. Returns False if it is not idle in time."""
+        # On a helper thread, because waiting for a device that hangs cannot be interrupted.
         helper = threading.Thread(
             target=self._finish_device, args=(device,), name=f"finish {device.name}", daemon=True
         )
@@ -118,7 +116,7 @@ class Lifecycle:
         return not helper.is_alive()
 
     def _finish_device(self, device: Device) -> None:
-        """One that has failed says so again here, or for the first time."""
+        """Finish and release a device. A fault that it raises here may be the first that is known of it."""
         try:
             device.finish()
             device.release()

@@ -1,172 +1,241 @@
-"""Who may read or write what, when: facts that one thread posts and others wait for, and the six rules.
+"""The six ordering rules: which thread may read or write what, and when.
 
-All hand-overs between the controller, the device workers and the optimizer worker go through one `Board`.
-`Ordering` builds the five rules of RoundPipe section 4.3 on it, per bundle of parameters (DESIGN section 7), and
-one for saves beside training.
-An optional observer sees every hand-over; the race checker rebuilds the happens-before order from that.
+Rules 1 to 5 are those of the RoundPipe paper (section 4.3), kept per bundle of parameters; rule 6 is for saves beside
+training. Each rule is one method of `Ordering`, and each has a test that breaks it.
+
+| rule | who waits | until |
+|---|---|---|
+| 1 | the optimizer, before it overwrites a weight version | every upload of that version has finished |
+| 2 | a device, before it uploads a weight version | the optimizer has completed that version |
+| 3 | the optimizer, before it reads a gradient | its download has finished |
+| 4 | a device, before it writes a gradient | the optimizer has consumed the gradient before it |
+| 5 | the optimizer, before it updates a bundle | the previous update of that bundle is complete |
+| 6 | the optimizer, before it overwrites a version being saved | the save has read it |
+
+All hand-overs between threads, rules included, go through one `Board`. These are their kinds. (C is the controller,
+which is the caller's thread; D a device worker; O the optimizer worker; S the saver.)
+
+| kind | defined in | key | carries | from | to |
+|---|---|---|---|---|---|
+| `FIRST_SIZES` | `passes.py` | 0 | `StagingSizes` of the first pass | C | D |
+| `STAGE_JOB` | `passes.py` | slot | `StageJob` | C | D |
+| `TRAINING_PASS` | `passes.py` | step | `Pass`, whose gradients O adds up | C | O |
+| `BOUNDARY` | `worker/activation_transfers.py` | pass, layer, micro-batch | `Boundary`: input of a stage | D | D |
+| `BOUNDARY_GRADIENT` | `worker/activation_transfers.py` | pass, layer, micro-batch | `Boundary`: its gradient | D | D |
+| `LOSS` | `worker/activation_transfers.py` | pass, micro-batch | `Boundary`: sum of token losses | D | C, O |
+| `STAGE_DONE` | `results.py` | slot | report of the stage slot | D | C |
+| `LEARNING_RATE` | `optimizer_worker.py` | step | `float` | C | O |
+| `UPDATED` | `optimizer_worker.py` | step | `UpdateReport` | O | C |
+| `SAVE` | `saver.py` | save | step and function that writes | C | S |
+| `MAY_PUBLISH` | `saver.py` | save | nothing | C | S |
+| `SAVE_ENDED` | `saver.py` | save | result or error | S | C |
+| `UPLOADED` | here, rule 1 | version, bundle, use | `Event` of the upload | D | O, C |
+| `WEIGHTS` | here, rules 2 and 5 | version, bundle | nothing | O | D, O |
+| `GRADIENT_LANDED` | here, rule 3 | step, bundle, part | `Event` of the download, its buffer | D | O |
+| `GRADIENT_CONSUMED` | here, rule 4 | step, bundle | nothing | O | D |
+| `PART_CONSUMED` | here, rule 4 | step, bundle, part | nothing | O | D |
+| `SETTLED` | here, before a save | version | state beside the weights | O | S |
+| `READ_BY_SAVE` | here, rule 6 | version, bundle, save | nothing | S | O |
+| `SAVER_ENDED` | here, rule 6 | 0 | nothing | S | O |
 """
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torchround.engine.board import SAVER_ENDED, Board, Fact
+from torchround.engine.board import Board, HandOver, HandOverKey
 from torchround.engine.device import Event
 from torchround.engine.errors import Stopped
+from torchround.engine.store.host_memory import HostBuffer
+
+UPLOADED = HandOver[Event]("upload {2} of version {0} of bundle {1} (ordering rule 1)")
+WEIGHTS = HandOver[None]("version {0} of bundle {1} (ordering rule 2 or 5)")
+# The buffer is None if the download went into the bundle's own gradient.
+GRADIENT_LANDED = HandOver[tuple[Event, HostBuffer | None]](
+    "part {2} of step {0}'s gradient of bundle {1} (ordering rule 3)"
+)
+GRADIENT_CONSUMED = HandOver[None](
+    "the optimizer to be done with step {0}'s gradient of bundle {1} (ordering rule 4)"
+)
+PART_CONSUMED = HandOver[None](
+    "the optimizer to have added part {2} of step {0}'s gradient of bundle {1} (ordering rule 4)"
+)
+SETTLED = HandOver[Mapping[str, object]]("version {0} of every bundle, to save it")
+READ_BY_SAVE = HandOver[None]("save {2} to have read version {0} of bundle {1} (ordering rule 6)")
+SAVER_ENDED = HandOver[None]("the end of the saver")
 
 
 class Ordering:
     """The six ordering rules, one method each, named for what the caller is about to do.
 
-    `versions` is the number of master buffers a bundle has: version `v` lives in buffer `v % versions`.
+    `versions` is the number of device-weight buffers of a bundle: version `v` is in buffer `v % versions`.
     """
 
     def __init__(self, board: Board, versions: int) -> None:
         self._board = board
         self._versions = versions
+        # By version and bundle: uploads that rule 1 has to wait for. The controller adds and removes, the optimizer
+        # takes; hence the lock.
         self._uses: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._uses_lock = threading.Lock()
         self._contributions: dict[tuple[int, int], int] = {}
         self._saves: dict[tuple[int, int], list[int]] = defaultdict(list)
 
     def begin(self, bundles: Sequence[int], step: int) -> None:
-        """The store holds every version that step `step` and later ones may read, and nothing is under way."""
+        """Declare that the store holds every version that `step` and later steps may read, and that nothing runs."""
         for bundle in bundles:
             for version in range(step - self._versions + 1, step + 1):
-                self._board.post(Fact("weights", version, (bundle,)))
-            self._board.post(Fact("gradient consumed", step - 1, (bundle,)))
+                self._board.signal(WEIGHTS(version, bundle))
+            self._board.signal(GRADIENT_CONSUMED(step - 1, bundle))
+
+    # Rule 1.
 
     def expect_upload(self, bundle: int, version: int, use: int) -> None:
-        """The controller announces, before dispatch, an upload that will read `version`."""
+        """Announce an upload that will read `version`. The controller calls this before it hands out the stage job.
+
+        If a device announced it, the optimizer could pass rule 1 before the device came to it.
+        """
         self._uses[version, bundle].append(use)
 
-    def expect_gradient(self, bundle: int, step: int, contributions: int) -> None:
-        """The controller announces, before dispatch, how many downloads make up a step's gradient."""
-        self._contributions[step, bundle] = contributions
-
-    def before_master_write(self, bundle: int, version: int) -> None:
-        """Rule 1: `version` overwrites an older one only after every upload of that one has finished."""
+    def before_device_weight_write(self, bundle: int, version: int) -> None:
+        """Rule 1: wait until every upload of the version that `version` overwrites has finished."""
         overwritten = version - self._versions
         with self._uses_lock:
             uses = self._uses.pop((overwritten, bundle), [])
         for use in uses:
-            fact = Fact("uploaded", overwritten, (bundle, use))
-            self._board.synchronize(self._board.wait(fact), fact)
-
-    def before_upload(self, bundle: int, version: int) -> None:
-        """Rule 2: an upload of `version` starts only after that version is complete."""
-        self._board.wait(Fact("weights", version, (bundle,)))
-
-    def may_upload(self, bundle: int, version: int) -> bool:
-        """Whether `before_upload` would return at once."""
-        return self._board.ready(Fact("weights", version, (bundle,)))
+            key = UPLOADED(overwritten, bundle, use)
+            self._board.synchronize(self._board.wait(key), key)
 
     def uploaded(self, bundle: int, version: int, use: int, event: Event) -> None:
-        self._board.post(Fact("uploaded", version, (bundle, use)), event)
+        """Post that an upload is enqueued; it has finished after `event`."""
+        self._board.post(UPLOADED(version, bundle, use), event)
 
     def finish_uploads(
-        self, version: int, uploads: Iterable[tuple[int, int]], wait: Callable[[Fact], Any]
+        self, version: int, uploads: Iterable[tuple[int, int]], wait: Callable[[HandOverKey[Event]], object]
     ) -> None:
-        """Wait for uploads `(bundle, use)` that were posted, and forget them: no update has to wait any more.
+        """Wait for announced uploads `(bundle, use)` and forget them, so that no update has to wait for them.
 
-        `wait` also waits for the event that the fact is posted with.
+        `wait` waits for the hand-over and for the event that it carries.
         """
         for bundle, use in uploads:
-            fact = Fact("uploaded", version, (bundle, use))
+            key = UPLOADED(version, bundle, use)
             with self._uses_lock:
                 uses = self._uses.get((version, bundle), [])
                 if use not in uses:
-                    continue  # an update is at it already
+                    continue  # an update has taken it over already
                 uses.remove(use)
-            wait(fact)
-            self._board.forget(fact)
+            wait(key)
+            self._board.forget(key)
 
-    def before_gradient_read(self, bundle: int, step: int, contribution: int) -> Any:
-        """Rule 3: the optimizer reads a gradient only after its download has finished.
+    # Rules 2 and 5.
 
-        Returns what `gradient_landed` was given.
-        """
-        fact = Fact("gradient landed", step, (bundle, contribution))
-        event, landing = self._board.wait(fact)
-        self._board.synchronize(event, fact)
+    def before_upload(self, bundle: int, version: int) -> None:
+        """Rule 2: wait until `version` is complete."""
+        self._board.wait(WEIGHTS(version, bundle))
+
+    def may_upload(self, bundle: int, version: int) -> bool:
+        """Tell whether `before_upload` would return at once."""
+        return self._board.ready(WEIGHTS(version, bundle))
+
+    def before_update(self, bundle: int, step: int) -> None:
+        """Rule 5: wait until the update before step `step`'s is complete for this bundle."""
+        self._board.wait(WEIGHTS(step, bundle))
+
+    def updated(self, bundle: int, step: int) -> None:
+        """Post that version `step + 1` is complete."""
+        self._board.signal(WEIGHTS(step + 1, bundle))
+
+    # Rules 3 and 4. A step's gradient arrives in parts: one for each round and each layer that uses the bundle.
+
+    def expect_gradient(self, bundle: int, step: int, contributions: int) -> None:
+        """Announce how many downloads make up a step's gradient. The controller calls this before dispatch."""
+        self._contributions[step, bundle] = contributions
+
+    def contributions(self, bundle: int, step: int) -> int:
+        """Return how many downloads make up a step's gradient."""
+        return self._contributions[step, bundle]
+
+    def before_gradient_read(self, bundle: int, step: int, contribution: int) -> HostBuffer | None:
+        """Rule 3: wait until the download of this part has finished. Returns the buffer given to `gradient_landed`."""
+        key = GRADIENT_LANDED(step, bundle, contribution)
+        event, landing = self._board.wait(key)
+        self._board.synchronize(event, key)
         return landing
 
-    def before_gradient_write(self, bundle: int, step: int, previous_part: int) -> None:
-        """Rule 4: a download writes a gradient only after the optimizer consumed the one before it.
+    def gradient_landed(
+        self, bundle: int, step: int, contribution: int, event: Event, landing: HostBuffer | None
+    ) -> None:
+        """Post that a download into `landing` is enqueued; it has finished after `event`."""
+        self._board.post(GRADIENT_LANDED(step, bundle, contribution), (event, landing))
 
-        `previous_part` is the part that the round before made, negative in a step's first round.
+    def before_gradient_write(self, bundle: int, step: int, previous_part: int) -> None:
+        """Rule 4: wait until the optimizer has consumed what this part's buffer held before.
+
+        `previous_part` is the part that the previous round made of this sum; negative in a step's first round.
         """
         self._board.wait(_consumed(bundle, step, previous_part))
 
     def may_write_gradient(self, bundle: int, step: int, previous_part: int) -> bool:
-        """Whether `before_gradient_write` would return at once."""
+        """Tell whether `before_gradient_write` would return at once."""
         return self._board.ready(_consumed(bundle, step, previous_part))
 
-    def gradient_landed(self, bundle: int, step: int, contribution: int, event: Event, landing: Any) -> None:
-        self._board.post(Fact("gradient landed", step, (bundle, contribution)), (event, landing))
-
-    def contributions(self, bundle: int, step: int) -> int:
-        return self._contributions[step, bundle]
-
     def part_consumed(self, bundle: int, step: int, part: int) -> None:
-        """A part of a gradient is in its sum."""
-        self._board.post(Fact("part consumed", step, (bundle, part)))
+        """Post that a part of a gradient is in its sum."""
+        self._board.signal(PART_CONSUMED(step, bundle, part))
 
-    def before_update(self, bundle: int, step: int) -> None:
-        """Rule 5: update `step + 1` of a bundle starts only after update `step` of it is complete."""
-        self._board.wait(Fact("weights", step, (bundle,)))
+    def gradient_consumed(self, bundle: int, step: int) -> None:
+        """Post that the optimizer will not read step `step`'s gradient again."""
+        self._contributions.pop((step, bundle), None)
+        self._board.signal(GRADIENT_CONSUMED(step, bundle))
+
+    # Rule 6.
 
     def expect_save(self, bundles: Sequence[int], version: int, save: int) -> None:
-        """The controller announces, before it dispatches what makes version `version + 1`, a save of `version`."""
+        """Announce a save of `version`. The controller calls this before it dispatches the next update."""
         for bundle in bundles:
             self._saves[version, bundle].append(save)
 
     def before_overwriting_saved(self, bundle: int, version: int) -> None:
-        """Rule 6: what a save of `version` reads of a bundle is overwritten only after it was read.
+        """Rule 6: wait until every save of `version` has read this bundle.
 
-        An update cannot stop half-way: after a stop this returns as soon as no save reads any more.
+        An update cannot stop half-way. After a stop this therefore returns, but not before the saver has ended and
+        reads no more.
         """
         for save in self._saves.pop((version, bundle), ()):
-            fact = Fact("read by save", version, (bundle, save))
+            key = READ_BY_SAVE(version, bundle, save)
             try:
-                self._board.wait(fact)
-                self._board.forget(fact)
+                self._board.wait(key)
+                self._board.forget(key)
             except Stopped:
-                self._board.outlast(SAVER_ENDED)
+                self._board.outlast(SAVER_ENDED(0))
 
-    def before_save(self, version: int) -> Any:
-        """A save of `version` begins only after all of it is complete. Returns what `settled` was given."""
-        return self._board.wait(Fact("settled", version))
+    def before_save(self, version: int) -> Mapping[str, object]:
+        """Wait until `version` of every bundle is complete. Returns the state given to `settled`."""
+        return self._board.wait(SETTLED(version))
 
-    def settled(self, version: int, state: Any) -> None:
-        """Every bundle is at `version`; `state` is what belongs to it besides."""
-        self._board.post(Fact("settled", version), state)
+    def settled(self, version: int, state: Mapping[str, object]) -> None:
+        """Post that every bundle is at `version`; `state` is what a save of it needs beside the tensors."""
+        self._board.post(SETTLED(version), state)
 
     def read_by_save(self, bundle: int, version: int, save: int) -> None:
-        self._board.post(Fact("read by save", version, (bundle, save)))
+        """Post that a save has read this bundle."""
+        self._board.signal(READ_BY_SAVE(version, bundle, save))
 
     def saver_ended(self) -> None:
-        """No save reads anything any more, nor ever will."""
-        self._board.post(SAVER_ENDED)
-
-    def gradient_consumed(self, bundle: int, step: int) -> None:
-        """Nobody will read step `step`'s gradient any more."""
-        self._contributions.pop((step, bundle), None)
-        self._board.post(Fact("gradient consumed", step, (bundle,)))
-
-    def updated(self, bundle: int, step: int) -> None:
-        """Version `step + 1` is complete."""
-        self._board.post(Fact("weights", step + 1, (bundle,)))
+        """Post that no save reads anything any more, nor ever will."""
+        self._board.signal(SAVER_ENDED(0))
 
     def retire(self, below: int) -> None:
-        """Forget versions and steps that nobody will ask for again."""
-        self._board.retire(
-            ("weights", "uploaded", "gradient landed", "gradient consumed", "part consumed", "settled"), below
-        )
+        """Forget versions and steps under `below`, which no thread will ask for again."""
+        for kind in (WEIGHTS, GRADIENT_CONSUMED, PART_CONSUMED):
+            self._board.retire(kind, below)
+        self._board.retire(UPLOADED, below)
+        self._board.retire(GRADIENT_LANDED, below)
+        self._board.retire(SETTLED, below)
 
 
-def _consumed(bundle: int, step: int, previous_part: int) -> Fact:
+def _consumed(bundle: int, step: int, previous_part: int) -> HandOverKey[None]:
+    """Return what frees the buffer: the previous step's whole gradient, or the previous round's part of this one."""
     if previous_part < 0:
-        return Fact("gradient consumed", step - 1, (bundle,))
-    return Fact("part consumed", step, (bundle, previous_part))
+        return GRADIENT_CONSUMED(step - 1, bundle)
+    return PART_CONSUMED(step, bundle, previous_part)

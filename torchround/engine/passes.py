@@ -1,16 +1,23 @@
-"""A pass: one batch's trip through the pipeline, and what its caller can ask of it afterwards."""
+"""A pass: one batch's trip through the pipeline, as the controller hands it out, and the buffers that it needs.
+
+Buffers are reserved before the first stage job of a pass is handed out. A pool that grew when it ran dry would
+page-lock memory in the middle of a step, whenever devices progress in an order that they had not taken before.
+`pipeline/host_buffers.py` counts for the worst order.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchround.engine.board import Observer
+from torchround.engine.board import HandOver, Observer
 from torchround.engine.device import Event, PastEvent
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.transfers import LOSS_BYTES, Boundary, Packing, StagingSizes, aligned, fill
+from torchround.engine.worker.activation_transfers import LOSS_BYTES, Boundary, StagingSizes
+from torchround.engine.worker.bundle_transfers import upload_use
+from torchround.engine.worker.slots import Packing, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
 from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask
@@ -18,9 +25,9 @@ from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask
 
 @dataclass(frozen=True)
 class PassShape:
-    """All of a pass that decides which buffers it needs. `shapes` are the micro-batches' `[B, T]`.
+    """Everything about a pass that decides which buffers it needs. `shapes` are the micro-batches' `[B, T]`.
 
-    `step` and `version` only count in relation to those of the pass before it.
+    `step` and `version` count only in relation to those of the previous pass.
     """
 
     training: bool
@@ -39,6 +46,7 @@ class PassShape:
         step: int,
         version: int,
     ) -> "PassShape":
+        """Return the shape of a pass that consists of `tasks`."""
         return PassShape(
             training,
             tuple(task.stage for task in tasks if task.round == 0),
@@ -50,18 +58,18 @@ class PassShape:
         )
 
     def runs_beside(self, before: "PassShape") -> bool:
-        """Whether the weights it reads are there before the pass before it has ended."""
+        """Tell whether the weights that it reads are complete before the previous pass has ended."""
         return not before.training or self.version <= before.step
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What all stage tasks of a pass share.
+    """The facts that all stage jobs of a pass share.
 
     `step` counts the training steps before it; `version` is the weight version it reads. `loss_scale`
     multiplies the loss before the backward pass. `forward_inputs` are the layers whose input a forward or fused
-    stage takes from the host, `backward_inputs` those for backward stages. `sizes` is the staging space that its
-    devices need, `shape` decides that.
+    stage takes from the host, `backward_inputs` the layers whose input a backward stage takes. `sizes` is the staging
+    space that its devices need; `shape` decides that.
     """
 
     index: int
@@ -79,28 +87,58 @@ class Pass:
 
 @dataclass(frozen=True)
 class StageJob:
-    """A stage task of a pass.
+    """A stage task of a pass, as a device gets it.
 
-    `contribution` says, by layer and bundle, which part of the step's gradient it makes. Its transfer windows come at
-    windows `window`, `window + 1`, .. (`pipeline/shared_links.py`).
+    `contribution` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer windows are
+    `window`, `window + 1`, .. in the run's order (`pipeline/shared_links.py`).
     """
 
     task: StageTask
-    work: Pass
+    pass_: Pass
     contribution: dict[tuple[int, int], int]
     window: int
 
 
+# Before the first stage job, so that every device has its buffers by then.
+FIRST_SIZES = HandOver[StagingSizes]("the first pass")
+STAGE_JOB = HandOver[StageJob]("stage slot {0} to be handed out")
+TRAINING_PASS = HandOver[Pass]("step {0} to be dispatched")
+
+
 def forward_inputs(partition: Partition) -> frozenset[int]:
-    """Layers at which a forward or fused stage takes over from the stage before."""
+    """Return the layers at which a forward or fused stage takes over from the previous stage."""
     starts = (stage.start for stage in partition.stages() if stage.kind is not StageKind.BACKWARD)
     return frozenset(start for start in starts if start > 0)
 
 
 def backward_inputs(partition: Partition) -> frozenset[int]:
-    """Layers whose input is kept from forward to backward, because a backward stage starts there."""
+    """Return the layers whose input is kept from forward to backward, because a backward stage starts there."""
     starts = (stage.start for stage in partition.stages() if stage.kind is StageKind.BACKWARD)
     return frozenset(start for start in starts if start > 0)
+
+
+def uploads(store: HostStore, tasks: Sequence[StageTask]) -> Iterator[tuple[int, int]]:
+    """Yield bundle and use of each upload that rule 1 has to wait for. Frozen weights are never overwritten."""
+    for task in tasks:
+        for layer in range(task.stage.start, task.stage.stop):
+            for bundle in store.layer_bundles(layer):
+                if store.bundles[bundle].trainable:
+                    yield bundle, upload_use(task.slot, layer)
+
+
+def contributions(store: HostStore, task: StageTask) -> dict[tuple[int, int], int]:
+    """Return, by layer and bundle, which part of a step's gradient sum the task makes.
+
+    Parts count by round, then from the deepest layer that uses the bundle: the order in which they are made.
+    """
+    if task.stage.kind is StageKind.FORWARD:
+        return {}
+    parts = {}
+    for layer in range(task.stage.start, task.stage.stop):
+        for index in store.layer_bundles(layer):
+            users = store.bundles[index].layers
+            parts[layer, index] = task.round * len(users) + users[::-1].index(layer)
+    return parts
 
 
 def host_micro_batch(
@@ -110,7 +148,7 @@ def host_micro_batch(
     readers: int,
     synchronize: Callable[[Event], None],
 ) -> Boundary:
-    """A micro-batch's integers in one pool buffer, for `readers` devices to upload.
+    """Copy a micro-batch's integers into one pool buffer, for `readers` devices to upload.
 
     `synchronize` waits for the device events after which the buffer may be written.
     """
@@ -125,16 +163,16 @@ def host_micro_batch(
 
 
 def read_loss(boundary: Boundary, pool: HostPool) -> float:
-    """The sum of a micro-batch's token losses, as one of the boundary's readers; waits until it is on the host."""
+    """Return the sum of a micro-batch's token losses, as one of the boundary's readers. Waits until it has landed."""
     boundary.landed.synchronize()
     [loss_sum] = boundary.packing.views(boundary.memory)
-    value = float(loss_sum)
+    value = float(loss_sum)  # read before the buffer is given back
     boundary.read(PastEvent(), pool)
     return value
 
 
 def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
-    """What is wrong with the micro-batches of a pass, or None."""
+    """Return what is wrong with the micro-batches of a pass, or None."""
     if not micro_batches:
         return "a pass needs at least one micro-batch"
     for index, micro_batch in enumerate(micro_batches):
@@ -152,14 +190,8 @@ def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
     return None
 
 
-# What passes will need, taken before they are handed out: host buffers for the pool, staging space on devices.
-#
-# A pool that grew when it ran dry would page-lock memory in the middle of a step, whenever the devices happen to get
-# on in an order that they did not take before. `pipeline/host_buffers.py` counts for the worst order.
-
-
 class BufferReservation:
-    """Fills the pool for a store's gradients at once, and for each pass before it is handed out."""
+    """The host buffers that a store's gradients and each pass need, reserved in the pool before they are used."""
 
     def __init__(self, model: LayeredModel, store: HostStore, pool: HostPool, num_devices: int) -> None:
         self._model = model
@@ -177,16 +209,19 @@ class BufferReservation:
         pool.reserve(self._parts)
 
     def reserve_for(self, this: PassShape, before: PassShape | None) -> StagingSizes:
-        """BufferReservation for a pass and the one before it; for the first one, and another like it after it.
+        """Reserve the buffers of a pass and the previous one, which may be under way together.
 
-        Where the devices have to wait for that one's update, stages of frozen layers at the start of a pass do not.
+        Without a previous pass, reserves for this one and another like it after it. If the devices have to wait for
+        the previous pass's update, only stages of frozen layers at the start of this pass overlap with it.
         """
+        # The second pass is made up here rather than met later, where it would page-lock memory in the middle of a run.
         if before is None:
             next_step = this.step + 1
             before, this = (
                 this,
                 replace(this, step=next_step, version=self._store.policy.version_read(next_step)),
             )
+        # Steps of a run have few shapes, so most passes are covered already and this costs a look-up.
         key = this, before, this.runs_beside(before)
         if key not in self._covered:
             ahead = len(this.stages) if this.runs_beside(before) else self._frozen(this)
@@ -205,20 +240,22 @@ class BufferReservation:
         )
 
     def _needed(self, this: PassShape, before: PassShape, ahead: int) -> Mapping[int, int]:
+        """Count buffers by size. `ahead` is the number of stages of this pass that may run beside the previous one."""
         shapes = tuple(dict.fromkeys((*before.shapes, *this.shapes)))
         passes = [_held(before, shapes, 0), _held(this, shapes, ahead)]
         needed = most_buffers(passes, self._num_devices, lambda cut, size: self._bytes(cut, shapes[size]))
+        # One buffer for each micro-batch's integers and loss: all of a pass are on the host at once.
         needed.update(before.integer_bytes + this.integer_bytes)
         needed[LOSS_BYTES] += len(before.shapes) + len(this.shapes)
         return needed + self._parts
 
     def _bytes(self, cut: int, shape: torch.Size) -> int:
-        """Of the input of layer `cut`; 0 where the layer before it does not tell."""
+        """Return the bytes of the input of layer `cut`; 0 if the layer before it does not declare its work."""
         work = getattr(self._model.layers[cut - 1], "work", None)
         return 0 if work is None else aligned(work(*shape, self._store.dtype.itemsize).boundary_bytes)
 
     def _frozen(self, this: PassShape) -> int:
-        """Stages at the start of a pass that read no weights that are ever updated."""
+        """Count the stages at the start of a pass that read no weights that are ever updated."""
         for index, stage in enumerate(this.stages):
             bundles = {
                 b for layer in range(stage.start, stage.stop) for b in self._store.layer_bundles(layer)

@@ -1,105 +1,115 @@
-"""What a caller can ask of a dispatched pass. Every answer waits for what it needs, and is kept."""
+"""What devices and the optimizer measure of a step, and the result that the caller of a pass gets.
+
+Devices report stage slots (`SlotReport`), the optimizer reports updates. A `StepResult` waits for these reports when
+its caller asks for them, and keeps them. `costs_from_reports` turns them into the planner's costs.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 
-from torchround.engine.board import Fact
-from torchround.engine.device import Mark
-from torchround.engine.optimizer_worker import BundleUpdate, UpdateReport
+from torchround.engine.board import HandOver, WaitForHandOver
+from torchround.engine.device import Mark, Stream
+from torchround.engine.optimizer_worker import UPDATED, BundleUpdate, UpdateReport
 from torchround.engine.passes import Pass, read_loss
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.worker.transfers import Boundary
+from torchround.engine.worker.activation_transfers import LOSS
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, StageTask
 from torchround.pipeline.timeline import TaskKind
 
-# What devices report of their stage slots, and what that says of a step: busy, and waiting for what.
-#
-# All times come from marks in the compute stream and the upload streams, so on CUDA they are the device's own.
-
 
 @dataclass(frozen=True)
 class DeviceSpan:
-    """One computation of a stage slot for one micro-batch."""
+    """One computation for one micro-batch, or one copy, between two marks in its stream."""
 
     kind: TaskKind
-    micro_batch: int
     start: Mark
     end: Mark
+    stream: Stream = Stream.COMPUTE
+    micro_batch: int = 0
+    copied_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took. Waits until the device has passed its end."""
+        return self.end.seconds_since(self.start)
 
 
 @dataclass(frozen=True)
 class SlotReport:
-    """One stage slot on its device.
+    """What a device measured in one stage slot.
 
-    `idle_since`: end of the slot before it on the same device, None at the first. `weights_ready`: its weights
-    have arrived. `optimizer_wait_s`: how long its thread waited for weights to be updated before they could
-    be sent. `uploaded_bytes` and `downloaded_bytes` crossed the link while the slot was worked on.
+    `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready` marks the
+    arrival of its weights. `update_wait_s` is how long the device's thread waited until it could send them, because
+    the optimizer had not written them yet. The bytes crossed the link while the device worked on the slot.
+
+    The marks lie in the compute and upload streams, so on CUDA every time is the device's own. Reading a time waits
+    until the device has passed the slot. The four times add up to the span from `idle_since` to the slot's end.
     """
 
     task: StageTask
     step: int
     idle_since: Mark | None
     weights_ready: Mark
-    optimizer_wait_s: float
-    pieces: tuple[DeviceSpan, ...]
+    update_wait_s: float
+    spans: tuple[DeviceSpan, ...]
     uploaded_bytes: int
     downloaded_bytes: int
 
-    def times(self) -> "DeviceTimes":
-        """Where the time from `idle_since` to the end of the last piece went."""
-        busy_s = sum(piece.end.seconds_since(piece.start) for piece in self.pieces)
+    @cached_property
+    def busy_s(self) -> float:
+        """Seconds in which layers ran."""
+        return sum(span.seconds for span in self.spans)
+
+    @cached_property
+    def input_wait_s(self) -> float:
+        """Idle seconds until an input or a gradient of a neighbouring stage arrived."""
         between_s = sum(
             max(later.start.seconds_since(earlier.end), 0.0)
-            for earlier, later in zip(self.pieces, self.pieces[1:], strict=False)
+            for earlier, later in zip(self.spans, self.spans[1:], strict=False)
         )
-        before_s = weights_s = 0.0
-        if self.idle_since is not None:
-            before_s = max(self.pieces[0].start.seconds_since(self.idle_since), 0.0)
-            weights_s = min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), before_s)
-        optimizer_s = min(self.optimizer_wait_s, weights_s)
-        return DeviceTimes(
-            busy_s=busy_s,
-            waiting_for_input_s=before_s - weights_s + between_s,
-            waiting_for_weights_s=weights_s - optimizer_s,
-            waiting_for_optimizer_s=optimizer_s,
-            uploaded_bytes=self.uploaded_bytes,
-            downloaded_bytes=self.downloaded_bytes,
+        return self._before_s - self._late_weights_s + between_s
+
+    @cached_property
+    def weights_wait_s(self) -> float:
+        """Idle seconds until the weights were uploaded, without the wait for their update."""
+        return self._late_weights_s - self.optimizer_wait_s
+
+    @cached_property
+    def optimizer_wait_s(self) -> float:
+        """Idle seconds until the optimizer had written the weights."""
+        # The thread may wait for an update while its device still computes: only the idle part counts.
+        return min(self.update_wait_s, self._late_weights_s)
+
+    @cached_property
+    def _before_s(self) -> float:
+        """Idle seconds between the slot before and this one."""
+        return (
+            0.0 if self.idle_since is None else max(self.spans[0].start.seconds_since(self.idle_since), 0.0)
         )
 
-
-@dataclass(frozen=True)
-class DeviceTimes:
-    """Seconds that devices computed, and that they stood still for want of something; bytes moved each way."""
-
-    busy_s: float = 0.0
-    waiting_for_input_s: float = 0.0
-    waiting_for_weights_s: float = 0.0
-    waiting_for_optimizer_s: float = 0.0
-    uploaded_bytes: int = 0
-    downloaded_bytes: int = 0
-
-    def __add__(self, other: "DeviceTimes") -> "DeviceTimes":
-        return DeviceTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    @cached_property
+    def _late_weights_s(self) -> float:
+        """The part of `_before_s` before the weights had arrived."""
+        if self.idle_since is None:
+            return 0.0
+        return min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), self._before_s)
 
 
-def times_by_device(reports: Iterable[SlotReport], num_devices: int) -> list[DeviceTimes]:
-    """The sum of the reports of each device, in device order."""
-    times = [DeviceTimes()] * num_devices
-    for report in reports:
-        times[report.task.device] += report.times()
-    return times
+STAGE_DONE = HandOver[SlotReport]("stage slot {0} to be enqueued")
 
 
 class StepResult:
-    """A pass's loss and device time and, of a training step, its update. `pool` is its engine's."""
+    """The result of a dispatched pass: its loss, what its devices measured and, for a training step, its update.
 
-    def __init__(
-        self, work: Pass, tasks: list[StageTask], pool: HostPool, wait: Callable[[Fact], object]
-    ) -> None:
-        self.work = work
+    Every method waits for what it needs. `pool` is the engine's host pool.
+    """
+
+    def __init__(self, pass_: Pass, tasks: list[StageTask], pool: HostPool, wait: WaitForHandOver) -> None:
+        self.pass_ = pass_
         self.tasks = tasks
         self.pool = pool
         self._wait = wait
@@ -108,35 +118,40 @@ class StepResult:
         self._reports: list[SlotReport] | None = None
 
     @property
+    def step(self) -> int:
+        """The number of training steps before this pass."""
+        return self.pass_.step
+
+    @property
     def num_labels(self) -> int:
-        """Labels that count, over the whole pass: the loss divisor."""
-        return self.work.num_labels
+        """The number of labels that the loss counts, over the whole pass: its divisor."""
+        return self.pass_.num_labels
 
     def loss(self) -> float:
-        """Mean token loss over the pass: sums added in micro-batch order in fp64, then divided once."""
+        """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once."""
         if self._loss is None:
-            total = sum(self._loss_sum(index) for index in range(len(self.work.micro_batches)))
+            total = sum(self._loss_sum(index) for index in range(len(self.pass_.micro_batches)))
             self._loss = total / max(self.num_labels, 1)
         return self._loss
 
     def update(self) -> UpdateReport:
-        """Gradient norm before clipping, whether the update was skipped, and its time. After `Engine.step`."""
+        """Return what the update did. Only after `Engine.step`."""
         if self._update is None:
-            report = self._wait(Fact("updated", self.work.step))
-            assert isinstance(report, UpdateReport), f"update of step {self.work.step} reported {report!r}"
-            self._update = report
+            self._update = self._wait(UPDATED(self.pass_.step))
         return self._update
 
     def reports(self) -> list[SlotReport]:
-        """What the devices report of each stage task, in dispatch order."""
+        """Return what the devices measured in each stage slot, in dispatch order."""
         if self._reports is None:
-            reports = [self._wait(Fact("done", task.slot)) for task in self.tasks]
-            self._reports = [report for report in reports if isinstance(report, SlotReport)]
+            self._reports = [self._wait(STAGE_DONE(task.slot)) for task in self.tasks]
         return self._reports
 
-    def device_times(self, num_devices: int) -> list[DeviceTimes]:
-        """Where each device's time went, in device order."""
-        return times_by_device(self.reports(), num_devices)
+    def by_device(self, figure: Callable[[SlotReport], float], num_devices: int) -> list[float]:
+        """Return each device's sum of a figure over its stage slots, in device order."""
+        sums = [0.0] * num_devices
+        for report in self.reports():
+            sums[report.task.device] += figure(report)
+        return sums
 
     def wait(self) -> None:
         """Wait until every stage task is done."""
@@ -144,44 +159,36 @@ class StepResult:
         self.reports()
 
     def collect(self) -> None:
-        """Wait for everything, so that the engine may forget how it came about."""
+        """Wait for everything, so that the engine may forget the hand-overs of this pass."""
         self.wait()
-        if self.work.training:
+        if self.pass_.training:
             self.update()
 
     def _loss_sum(self, index: int) -> float:
-        boundary = self._wait(Fact("loss", self.work.index, (index,)))
-        assert isinstance(boundary, Boundary), f"loss of micro-batch {index} is {boundary!r}"
-        return read_loss(boundary, self.pool)
-
-
-# Measured costs: each layer's own times, from steps that ran with one layer a stage.
-#
-# In such steps every stage slot is a layer's forward, its recomputation or its backward, so the devices' reports
-# are the layers' costs without any further measuring, and the optimizer reports each layer's update anyway. Medians,
-# not one sample (DESIGN section 5).
+        return read_loss(self._wait(LOSS(self.pass_.index, index)), self.pool)
 
 
 def one_layer_a_stage(num_layers: int) -> Partition:
-    """The partition that costs are measured with; also the one that needs the least device memory."""
+    """Return the partition to measure costs with. It is also the one that needs the least device memory."""
     return Partition((1,) * (num_layers - 1), 1, (1,) * (num_layers - 1))
 
 
 def costs_from_reports(
     counted: Costs, reports: Iterable[SlotReport], updates: Iterable[Sequence[BundleUpdate]] = ()
 ) -> Costs:
-    """`counted` with the seconds of the reports, which are of steps under `one_layer_a_stage`.
+    """Return `counted` with measured seconds in place of counted ones.
 
-    `updates`: the bundles that each step's update updated, none where it was skipped.
-
-    A forward and a recomputation are the same work; the head, whose slot runs both ways in one go, keeps the
-    counted proportion between its two parts.
+    The reports come from steps under `one_layer_a_stage`: each of their stage slots is one layer's forward,
+    recomputation or backward, so nothing more needs measuring. `updates` gives, for each step, the bundles that its
+    update changed; empty for a skipped update.
     """
     samples: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
     for report in reports:
-        for piece in report.pieces:
-            kind = TaskKind.FORWARD if piece.kind is TaskKind.RECOMPUTE else piece.kind
-            samples[kind, report.task.stage.start].append(piece.end.seconds_since(piece.start))
+        for span in report.spans:
+            # A recomputation is the same work as a forward.
+            kind = TaskKind.FORWARD if span.kind is TaskKind.RECOMPUTE else span.kind
+            samples[kind, report.task.stage.start].append(span.seconds)
+    # Medians, because the first step (caches, compilation) and other processes make single samples far too long.
     seconds = {key: median(values) for key, values in samples.items()}
     last = counted.num_layers - 1
     layers = [
@@ -192,6 +199,7 @@ def costs_from_reports(
         )
         for index, layer in enumerate(counted.layers[:last])
     ]
+    # The head's slot runs forward and backward in one go: split it in the counted proportion.
     head = counted.layers[last]
     whole_s = seconds[TaskKind.FUSED, last]
     share = head.forward_s / (head.forward_s + head.backward_s)
@@ -200,7 +208,7 @@ def costs_from_reports(
 
 
 def _with_updates(costs: Costs, updates: Sequence[Sequence[BundleUpdate]]) -> Costs:
-    """The optimizer's seconds, a shared bundle's with its first layer: that one's upload waits for it."""
+    """Add the optimizer's seconds. A shared bundle counts with its first layer, whose upload waits for it."""
     if not updates:
         return costs
     seconds = [[0.0] * len(updates) for _ in costs.layers]

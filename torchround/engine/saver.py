@@ -1,19 +1,18 @@
 """One thread that lets saves read the host store beside training, between two updates of each bundle.
 
-A save's own work (files, checksums, the disk) is its caller's function; this gives it the store as it is after a
-certain step, and lets the next update of a bundle begin as soon as the save has read it. A thread of its own rather
-than the optimizer's, because that one has gradients to add up while a disk is waited for.
+A save's own work (files, checksums, the disk) is its caller's function. This thread gives the function the store as it
+is after a certain step, and lets the next update of a bundle begin as soon as the function has read it. The optimizer's
+thread cannot do this: it has gradients to add up while the save waits for a disk.
 """
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from torchround.engine.board import Board, Fact
+from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.errors import Stopped
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.host_store import HostStore
@@ -22,9 +21,9 @@ T = TypeVar("T")
 
 
 class SaveSource:
-    """What a save reads, the store after `step` steps, and what it has to say about how far it is.
+    """The store after `step` steps, for the saving thread to read, and the calls by which it reports its progress.
 
-    `state` is what `HostStore.resume` needs besides `tensors`. For the saving thread alone.
+    `state` is what `HostStore.resume` needs besides `tensors`.
     """
 
     def __init__(
@@ -51,16 +50,16 @@ class SaveSource:
         self._unread = Counter(self._bundle_of.values())
 
     def raise_if_abandoned(self) -> None:
-        """Between pieces. Raises `Stopped` where the engine has ended."""
+        """Report progress between two pieces of work. Raises `Stopped` if the engine has ended."""
         self._board.note_progress()
         self._board.raise_if_stopped()
 
     def reading(self, tensor: Tensor) -> None:
-        """The tensor's bytes are about to be read."""
+        """Announce that the tensor's bytes are about to be read."""
         self._board.observer.touched(reads=[tensor], writes=())
 
     def finished_reading(self, name: str) -> None:
-        """The named tensor is not read again. With the last one of a bundle, the bundle may be updated."""
+        """Declare that the named tensor is not read again. After its last one, a bundle may be updated."""
         bundle = self._bundle_of.pop(name, None)
         if bundle is None:
             return
@@ -69,40 +68,32 @@ class SaveSource:
             self._ordering.read_by_save(bundle, self.step, self._index)
 
     def before_publishing(self) -> None:
-        """Nothing is read again. Waits for `PendingSave.may_publish`. Raises `Stopped` where the engine has ended.
+        """Declare that no tensor is read again, and wait for `PendingSave.may_publish`.
 
-        Also where it might have gone on before: whoever ended the engine may be at these files by now.
+        Raises `Stopped` if the engine has ended, even if publishing was allowed before: the thread that ended the
+        engine may be working on these files by now.
         """
         self.finish_reading()
-        self._board.wait(Fact("save may be published", self._index))
+        self._board.wait(MAY_PUBLISH(self._index))
         self._board.raise_if_stopped()
 
     def finish_reading(self) -> None:
-        """Whatever was not read is not going to be."""
+        """Declare that tensors that were not read so far will not be."""
         for name in list(self._bundle_of):
             self.finished_reading(name)
 
 
-@dataclass(frozen=True)
-class SaveJob:
-    """A save of the store after `step` steps: `write` does it and returns what its caller wants to know."""
-
-    step: int
-    write: Callable[[SaveSource], object]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What `write` returned, or what it raised."""
-
-    value: object = None
-    error: Exception | None = None
+# A save: the step after which the store is saved, and the function that does it.
+SAVE = HandOver[tuple[int, Callable[[SaveSource], object]]]("save {0}")
+MAY_PUBLISH = HandOver[None]("save {0} to be allowed to appear")
+# What the function returned, or what it raised.
+SAVE_ENDED = HandOver[tuple[object, Exception | None]]("the end of save {0}")
 
 
 class PendingSave(Generic[T]):
     """A save under way beside training."""
 
-    def __init__(self, index: int, board: Board, wait: Callable[[Fact], object]) -> None:
+    def __init__(self, index: int, board: Board, wait: WaitForHandOver) -> None:
         self._index = index
         self._board = board
         self._wait = wait
@@ -110,60 +101,53 @@ class PendingSave(Generic[T]):
     @property
     def ended(self) -> bool:
         """Whether `result` would return or raise at once."""
-        return self._board.ready(self._fact)
+        return self._board.ready(SAVE_ENDED(self._index))
 
     def may_publish(self) -> None:
-        """Whatever must be on record before the checkpoint counts is: a save goes no further before."""
-        self._board.post(Fact("save may be published", self._index))
+        """Let the checkpoint appear: everything that must be on record before it counts is on record."""
+        self._board.signal(MAY_PUBLISH(self._index))
 
     def wait(self) -> None:
         """Wait for the save to end, well or not."""
-        self._wait(self._fact)
+        self._wait(SAVE_ENDED(self._index))
 
     def result(self) -> T:
-        """Wait for the save to end: what its function returned, or the error that it raised."""
-        outcome = self._wait(self._fact)
-        assert isinstance(outcome, Outcome), f"save {self._index} ended with {outcome!r}"
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value  # type: ignore[return-value]
-
-    @property
-    def _fact(self) -> Fact:
-        return Fact("save ended", self._index)
+        """Wait for the save to end. Returns what its function returned, or raises what it raised."""
+        value, error = self._wait(SAVE_ENDED(self._index))
+        if error is not None:
+            raise error
+        return cast(T, value)
 
 
-class Saver:
-    """Runs jobs `Fact("save", 0)`, `Fact("save", 1)`, ... in order; posts `Fact("save ended", index)` for each."""
+def saver_thread(store: HostStore, board: Board, ordering: Ordering) -> threading.Thread:
+    """Return the thread that runs saves `SAVE(0)`, `SAVE(1)`, ... one after the other."""
+    return threading.Thread(
+        target=_run_saves, args=(store, board, ordering), name="torchround saver", daemon=True
+    )
 
-    def __init__(self, store: HostStore, board: Board, ordering: Ordering) -> None:
-        self._store = store
-        self._board = board
-        self._ordering = ordering
-        self.thread = threading.Thread(target=self._main, name="torchround saver", daemon=True)
 
-    def _main(self) -> None:
-        index = 0
-        try:
-            while True:
-                fact = Fact("save", index)
-                job: SaveJob = self._board.wait(fact)
-                self._run(index, job)
-                self._board.forget(fact)
-                index += 1
-        except Stopped:
-            pass
-        finally:
-            self._ordering.saver_ended()
+def _run_saves(store: HostStore, board: Board, ordering: Ordering) -> None:
+    index = 0
+    try:
+        while True:
+            step, write = board.wait(SAVE(index))
+            source = SaveSource(store, board, ordering, index, step, ordering.before_save(step))
+            _run_save(board, source, index, write)
+            board.forget(SAVE(index))
+            index += 1
+    except Stopped:
+        pass
+    finally:
+        # Also after an error: an update under way would otherwise wait for this thread for ever.
+        ordering.saver_ended()
 
-    def _run(self, index: int, job: SaveJob) -> None:
-        """A save that fails is its caller's to tell: training goes on."""
-        state = self._ordering.before_save(job.step)
-        source = SaveSource(self._store, self._board, self._ordering, index, job.step, state)
-        try:
-            outcome = Outcome(job.write(source))
-        except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
-            outcome = Outcome(error=error)
-        source.finish_reading()
-        self._board.forget(Fact("save may be published", index))
-        self._board.post(Fact("save ended", index), outcome)
+
+def _run_save(board: Board, source: SaveSource, index: int, write: Callable[[SaveSource], object]) -> None:
+    """Run one save. An error is for the caller of `PendingSave.result`: training continues."""
+    try:
+        outcome: tuple[object, Exception | None] = write(source), None
+    except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
+        outcome = None, error
+    source.finish_reading()
+    board.forget(MAY_PUBLISH(index))
+    board.post(SAVE_ENDED(index), outcome)

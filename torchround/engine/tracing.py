@@ -1,14 +1,14 @@
-"""Traces of chosen steps: every stage slot, transfer and update, as the simulator's own kind of timeline.
+"""Traces of chosen steps: every computation, copy and update around a step, as the simulator's own kind of timeline.
 
-A `CopyWatch` marks the start and end of each copy; computation is in the devices'
-reports anyway, updates in the optimizer's.
+Tracing never waits for a device, so the trace of an asynchronous step shows how it overlaps the steps before and after
+it. Devices report computations and the optimizer reports updates anyway; copies are noted only near a traced step.
 """
 
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,10 +16,15 @@ from torch import Tensor
 
 from torchround.config import TraceTable
 from torchround.engine.device import Device, DeviceWatcher, Mark, Stream
-from torchround.engine.results import StepResult
+from torchround.engine.results import DeviceSpan, StepResult
 from torchround.pipeline.timeline import HOST, Task, TaskKind, Timeline, trace_events
 
-TRANSFERS = {
+logger = logging.getLogger(__name__)
+
+# A task and the time at which it started, by the host's clock.
+Started = tuple[Task, float]
+
+_COPIES = {
     Stream.WEIGHT_UPLOAD: TaskKind.WEIGHTS,
     Stream.ACTIVATION_UPLOAD: TaskKind.RELOAD,
     Stream.ACTIVATION_DOWNLOAD: TaskKind.OFFLOAD,
@@ -27,22 +32,100 @@ TRANSFERS = {
 }
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """One copy over the link."""
+class StepTraces(DeviceWatcher):
+    """The traces that `[trace]` asks for: `step-N.json` for ui.perfetto.dev in `folder`.
 
-    stream: Stream
-    nbytes: int
-    start: Mark
-    end: Mark
+    With `trace.memory` there is also `step-N-memory.pickle` for pytorch.org/memory_viz. Steps count from 1 in the
+    config and in file names, from 0 in results and tasks.
 
+    A caller says `start` for each new engine, then for each step `before_dispatch` and, when it is done, `add`. The
+    trace of step N is written once step N + 1 is done, or at `finish`: the engine collects a step before it dispatches
+    the next but one, so only N - 1 and N + 1 can overlap step N.
+    """
 
-class CopyWatch(DeviceWatcher):
-    """The copies of one device, between two marks each."""
+    def __init__(self, table: TraceTable, folder: Path, devices: Sequence[Device], total_steps: int) -> None:
+        self._steps = frozenset(step - 1 for step in table.steps)
+        self._folder = folder
+        self._devices = devices
+        self._memory = table.memory and any(device.torch_device.type == "cuda" for device in devices)
+        self._notes_copies = False
+        self._begun: dict[tuple[str, Stream], Mark] = {}
+        self._copies: dict[int, list[tuple[Device, DeviceSpan]]] = defaultdict(list)
+        self._finished: dict[int, StepResult] = {}
+        self._unwritten: list[int] = []
+        # For each device a moment by its own clock, and the same moment by the host's.
+        self._anchors: list[tuple[Mark, float]] = []
+        if table.memory and not self._memory:
+            logger.warning("trace.memory: cpu devices have no memory snapshots; only timelines are written")
+        if beyond := sorted(step for step in table.steps if step > total_steps):
+            logger.warning(
+                "trace.steps: %s will not be traced; the run ends after training.steps = %d",
+                ", ".join(map(str, beyond)),
+                total_steps,
+            )
 
-    def __init__(self) -> None:
-        self.transfers: list[Transfer] = []
-        self._start: Mark | None = None
+    def start(self) -> None:
+        """Watch the devices, on which a new engine has no work yet. Does nothing if no step is traced."""
+        if not self._steps:
+            return
+        for device in self._devices:
+            device.watchers.append(self)
+            device.finish()
+        # All devices are idle, so these marks and the host's time are the same moment.
+        self._anchors = [(device.mark(Stream.COMPUTE), time.perf_counter()) for device in self._devices]
+
+    def before_dispatch(self, step: int) -> None:
+        """Get ready for `step`, counted from 1, which is dispatched next. Waits for nothing."""
+        self._notes_copies = self._is_near(step - 1)
+        if self._memory and step - 1 in self._steps:
+            torch.cuda.memory._record_memory_history(stacks="python")
+
+    def add(self, result: StepResult) -> None:
+        """Take a finished step; steps come in order. Writes the trace of the step before it, if that is traced."""
+        newest = result.step
+        if not self._is_near(newest):
+            return
+        self._finished[newest] = result
+        self._move_anchors(result)
+        if newest in self._steps:
+            self._unwritten.append(newest)
+            self._dump_memory(newest)
+        self._write_up_to(newest - 1)
+        # The newest step may be traced too and then needs the one before it, but none before that.
+        for kept in (self._finished, self._copies):
+            for old in [step for step in kept if step < newest - 1]:
+                del kept[old]
+
+    def finish(self) -> None:
+        """Write what still waits for a step after it: an engine ends and no such step comes."""
+        self._write_up_to(max(self._unwritten, default=-1))
+
+    def timeline(self, step: int) -> Timeline:
+        """Return what ran while finished step `step`, counted from 0, was under way, neighbouring steps included.
+
+        Its time runs from its first task to its last, its update included.
+        """
+        tasks = [
+            *(started for result in self._finished.values() for started in self._computations(result)),
+            *(started for result in self._finished.values() for started in self._updates(result)),
+            *self._noted_copies(),
+        ]
+        own = [(start_s, start_s + task.duration_s) for task, start_s in tasks if task.step == step]
+        first_s, last_s = min(start_s for start_s, _ in own), max(end_s for _, end_s in own)
+        shown = [
+            (task, start_s)
+            for task, start_s in tasks
+            if task.step == step or (start_s < last_s and start_s + task.duration_s > first_s)
+        ]
+        zero_s = min(start_s for _, start_s in shown)
+        return Timeline(
+            tasks=tuple(task for task, _ in shown),
+            start_s=tuple(start_s - zero_s for _, start_s in shown),
+            end_s=tuple(start_s - zero_s + task.duration_s for task, start_s in shown),
+            num_devices=len(self._devices),
+        )
+
+    # The copies, seen by the threads that enqueue them.
 
     def begins(
         self,
@@ -52,78 +135,45 @@ class CopyWatch(DeviceWatcher):
         writes: Sequence[Tensor],
         copied_bytes: int,
     ) -> None:
-        if copied_bytes:
-            self._start = device.mark(stream)
+        if copied_bytes and self._notes_copies:
+            self._begun[device.name, stream] = device.mark(stream)
 
     def ends(self, device: Device, stream: Stream, copied_bytes: int) -> None:
-        if copied_bytes and self._start is not None:
-            self.transfers.append(Transfer(stream, copied_bytes, self._start, device.mark(stream)))
+        start = self._begun.pop((device.name, stream), None)
+        if start is not None:
+            span = DeviceSpan(
+                _COPIES[stream], start, device.mark(stream), stream=stream, copied_bytes=copied_bytes
+            )
+            self._copies[device.step_of[stream]].append((device, span))
 
+    # A trace's tasks.
 
-class Tracer:
-    """Traces one step at a time of an engine that runs on `devices`."""
-
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self.devices = devices
-        self._watches: list[CopyWatch] = []
-        self._bases: list[Mark] = []
-        self._base_s = 0.0
-
-    def start(self) -> None:
-        """Note what the devices do from now on; time 0 of the trace is now. No pass may be under way."""
-        for device in self.devices:
-            device.finish()
-        self._watches = [CopyWatch() for _ in self.devices]
-        for device, watch in zip(self.devices, self._watches, strict=True):
-            device.watchers.append(watch)
-        self._bases = [device.mark(Stream.COMPUTE) for device in self.devices]
-        self._base_s = time.perf_counter()
-
-    def stop(self, result: StepResult) -> Timeline:
-        """Wait for the step, and return what happened in it, as the simulator would."""
-        result.collect()
-        for device, watch in zip(self.devices, self._watches, strict=True):
-            device.finish()
-            device.watchers.remove(watch)
-        spans = [*self._computation(result), *self._transfers(result.work.step), *self._updates(result)]
-        tasks, starts = zip(*spans, strict=True)
-        ends = tuple(start + task.duration_s for task, start in spans)
-        return Timeline(tasks, starts, ends, len(self.devices))
-
-    def _computation(self, result: StepResult) -> Iterable[tuple[Task, float]]:
+    def _computations(self, result: StepResult) -> Iterator[Started]:
         for report in result.reports():
-            base, stage = self._bases[report.task.device], report.task.stage
-            for piece in report.pieces:
-                yield (
-                    Task(
-                        device=report.task.device,
-                        kind=piece.kind,
-                        duration_s=piece.end.seconds_since(piece.start),
-                        layers=range(stage.start, stage.stop),
-                        micro_batch=piece.micro_batch,
-                        step=report.step,
-                    ),
-                    piece.start.seconds_since(base),
-                )
+            stage = report.task.stage
+            for span in report.spans:
+                yield self._started(report.task.device, span, result.step, range(stage.start, stage.stop))
 
-    def _transfers(self, step: int) -> Iterable[tuple[Task, float]]:
-        for index, watch in enumerate(self._watches):
-            for transfer in watch.transfers:
-                yield (
-                    Task(
-                        device=index,
-                        kind=TRANSFERS[transfer.stream],
-                        duration_s=transfer.end.seconds_since(transfer.start),
-                        layers=range(0),
-                        micro_batch=0,
-                        stream=transfer.stream.value,
-                        step=step,
-                        moves_bytes=transfer.nbytes,
-                    ),
-                    transfer.start.seconds_since(self._bases[index]),
-                )
+    def _noted_copies(self) -> Iterator[Started]:
+        places = {device.name: index for index, device in enumerate(self._devices)}
+        for step in self._finished:
+            for device, span in self._copies.get(step, ()):
+                yield self._started(places[device.name], span, step, layers=range(0))
 
-    def _updates(self, result: StepResult) -> Iterable[tuple[Task, float]]:
+    def _started(self, device: int, span: DeviceSpan, step: int, layers: range) -> Started:
+        task = Task(
+            device=device,
+            kind=span.kind,
+            duration_s=span.seconds,
+            layers=layers,
+            micro_batch=span.micro_batch,
+            stream=span.stream.value,
+            step=step,
+            moves_bytes=span.copied_bytes,
+        )
+        return task, self._host_time_s(device, span.start)
+
+    def _updates(self, result: StepResult) -> Iterator[Started]:
         for update in result.update().bundles:
             task = Task(
                 device=HOST,
@@ -132,66 +182,54 @@ class Tracer:
                 layers=range(update.layer, update.layer + 1),
                 micro_batch=0,
                 stream="update",
-                step=result.work.step,
+                step=result.step,
             )
-            yield task, update.start_s - self._base_s
+            yield task, update.start_s
 
+    # Device clocks and the host's.
 
-def write_trace(timeline: Timeline, name: str, path: Path) -> None:
-    """The timeline as a file that ui.perfetto.dev opens."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(trace_events([(name, timeline)])))
+    def _host_time_s(self, device: int, mark: Mark) -> float:
+        anchor, anchor_s = self._anchors[device]
+        return anchor_s + mark.seconds_since(anchor)
 
+    def _move_anchors(self, result: StepResult) -> None:
+        """Anchor each device at its first computation of a finished step.
 
-# `[trace]`: timelines of chosen steps in the run's folder, and snapshots of device memory beside them.
+        CUDA gives the time between two marks as float32 milliseconds: hours after an engine's start, that would place
+        the tasks of a trace only to a millisecond.
+        """
+        first = {report.task.device: report.spans[0].start for report in reversed(result.reports())}
+        for device, mark in first.items():
+            self._anchors[device] = mark, self._host_time_s(device, mark)
 
+    # Files.
 
-logger = logging.getLogger(__name__)
+    def _is_near(self, step: int) -> bool:
+        """Whether `step` or a step next to it is traced."""
+        return any(near in self._steps for near in (step - 1, step, step + 1))
 
+    def _write_up_to(self, last: int) -> None:
+        """Write the traces of finished steps up to `last`. A disk that fails costs the trace, not the run."""
+        for step in [step for step in self._unwritten if step <= last]:
+            self._unwritten.remove(step)
+            events = trace_events([(f"step {step + 1}", self.timeline(step))])
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                (self._folder / f"step-{step + 1}.json").write_text(json.dumps(events))
+            except OSError as error:
+                _warn(step, error)
 
-class StepTraces:
-    """Writes `step-N.json` (for ui.perfetto.dev) and, with `memory`, `step-N-memory.pickle` (pytorch.org/memory_viz).
-
-    `devices` are what the engine must run on. Without any step to trace they are the given ones, and nothing is
-    recorded at any time.
-    """
-
-    def __init__(self, table: TraceTable, folder: Path, devices: Sequence[Device], total_steps: int) -> None:
-        self._steps = frozenset(table.steps)
-        self._folder = folder
-        self._tracer = Tracer(devices) if self._steps else None
-        self.devices: Sequence[Device] = devices if self._tracer is None else self._tracer.devices
-        self._memory = table.memory and any(device.torch_device.type == "cuda" for device in devices)
-        if table.memory and not self._memory:
-            logger.warning("trace.memory: cpu devices have no memory snapshots; only timelines are written")
-        if beyond := sorted(step for step in self._steps if step > total_steps):
-            logger.warning(
-                "trace.steps: %s will not be traced; the run ends after training.steps = %d",
-                ", ".join(map(str, beyond)),
-                total_steps,
-            )
-
-    def wants(self, step: int) -> bool:
-        """Whether `step`, counted from 1, is to be traced."""
-        return step in self._steps
-
-    def start(self) -> None:
-        """Just before a traced step is dispatched; nothing may be under way."""
-        assert self._tracer is not None, "no step is to be traced"
-        if self._memory:
-            torch.cuda.memory._record_memory_history(stacks="python")
-        self._tracer.start()
-
-    def finish(self, step: int, result: StepResult) -> None:
-        """Wait for the step and write its files. A disk that fails costs the trace, not the step."""
-        assert self._tracer is not None, "no step is to be traced"
-        timeline = self._tracer.stop(result)
+    def _dump_memory(self, step: int) -> None:
+        if not self._memory:
+            return
         try:
-            write_trace(timeline, f"step {step}", self._folder / f"step-{step}.json")
-            if self._memory:
-                torch.cuda.memory._dump_snapshot(str(self._folder / f"step-{step}-memory.pickle"))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"step-{step + 1}-memory.pickle"))
         except OSError as error:
-            logger.warning("the trace of step %d could not be written: %s", step, error)
+            _warn(step, error)
         finally:
-            if self._memory:
-                torch.cuda.memory._record_memory_history(enabled=None)
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _warn(step: int, error: OSError) -> None:
+    logger.warning("the trace of step %d could not be written: %s", step + 1, error)

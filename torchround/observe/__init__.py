@@ -1,11 +1,10 @@
 """What a run tells about itself: a file, the console, Weights & Biases. No training step fails by it."""
 
 from torchround.observe.logger import MetricsLogger, open_metrics
-from torchround.observe.record import EngineRecord, StepRecord, host_gib, host_peak_gib
+from torchround.observe.record import StepRecord, host_gib, host_peak_gib
 from torchround.observe.reporters import MetricsFile
 
 __all__ = [
-    "EngineRecord",
     "MetricsFile",
     "MetricsLogger",
     "StepRecord",

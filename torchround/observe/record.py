@@ -1,46 +1,26 @@
-"""What is reported of a logged step: one object of `metrics.jsonl`, one console line."""
+"""What a run logs of a step: one object of `metrics.jsonl`, one console line. Also the process's host memory."""
 
 import math
 import resource
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
 
 @dataclass(frozen=True)
-class EngineRecord:
-    """Tuples have one value for each device, in device order. Times and bytes are means per step; GiB are 2^30 bytes.
-
-    A device computes (`busy_s`) or stands still for want of an input or gradient of a neighbouring stage
-    (`input_wait_s`), of weights on their way up (`weights_wait_s`), or of weights that the optimizer still has to
-    write (`optimizer_wait_s`; `optimizer_exposed_s` is its mean over the devices). Peaks are over the whole run; GPUs
-    that several workers share tell each of them the card's. Allocations are numbers since the record before.
-    """
-
-    busy_s: tuple[float, ...]
-    input_wait_s: tuple[float, ...]
-    weights_wait_s: tuple[float, ...]
-    optimizer_wait_s: tuple[float, ...]
-    optimizer_exposed_s: float
-    uploaded_gib: tuple[float, ...]
-    downloaded_gib: tuple[float, ...]
-    device_peak_gib: tuple[float, ...]
-    host_peak_gib: float
-    host_pool_gib: float
-    device_allocations: int
-    host_allocations: int
-
-
-@dataclass(frozen=True)
 class StepRecord:
-    """One logged step. Rates and times are means over the steps since the last record.
+    """One logged step. Rates, times and bytes are means per step over the steps since the last record.
 
-    `step` counts finished updates, so the first is 1. `tokens` counts the labels trained on since the run
-    began; padding and masked tokens are not among them. `tokens_per_s` and `mfu` leave out padding alone. `loss` is the mean over the step's labels,
-    `grad_norm` the norm before clipping, `bubble` and `mfu` fractions of 1, GiB are 2^30 bytes. `None` is a
-    value that is not known here (`mfu` of a device whose peak is not, `device_peak_gib` without a device).
-    `engine` tells more about the devices; a record without it has no such key.
+    `step` counts finished updates, so the first is 1. `tokens` counts the labels trained on since the run began, without
+    padding and masked tokens. `tokens_per_s` and `mfu` leave out padding alone. `loss` is the mean over the step's
+    labels, `grad_norm` the norm before clipping. `bubble` and `mfu` are fractions of 1. GiB are 2^30 bytes. None means
+    a value that is not known, such as the `mfu` of a card whose peak is not known.
+
+    Tuples have one value for each device, in device order; a record without device figures has empty ones. A device
+    computes (`busy_s`), or it is idle until an input or gradient of a neighbouring stage arrives (`input_wait_s`), until
+    its weights are uploaded (`weights_wait_s`), or until the optimizer has written them (`optimizer_wait_s`). Peaks are
+    over the whole run; workers that share a GPU each report the whole card's. Allocations count since the last record.
     """
 
     step: int
@@ -54,43 +34,86 @@ class StepRecord:
     data_s: float
     optimizer_s: float
     bubble: float | None
-    device_peak_gib: float | None
     host_gib: float
     skipped_steps: int
     validation_loss: float | None = None
-    engine: EngineRecord | None = None
+
+    busy_s: tuple[float, ...] = ()
+    input_wait_s: tuple[float, ...] = ()
+    weights_wait_s: tuple[float, ...] = ()
+    optimizer_wait_s: tuple[float, ...] = ()
+    uploaded_gib: tuple[float, ...] = ()
+    downloaded_gib: tuple[float, ...] = ()
+    device_peaks_gib: tuple[float, ...] = ()
+    host_peak_gib: float = 0.0
+    host_pool_gib: float = 0.0
+    device_allocations: int = 0
+    host_allocations: int = 0
+
+    @property
+    def device_peak_gib(self) -> float | None:
+        """The most memory held at once on any device so far."""
+        return max(self.device_peaks_gib, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """The keys and values to store. Those of a validation are there only for a step that was validated.
+        """Return the keys and values to store. Only a validated step has those of a validation.
 
-        What is not finite becomes `None`, JSON's null: a NaN is no JSON, and one such line would keep strict
-        readers from the whole file.
+        A number that is not finite becomes None, JSON's null: strict readers refuse a whole file with one NaN in it.
         """
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if self.validation_loss is None:
-            del values["validation_loss"]
-        else:
+        values: dict[str, Any] = {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "tokens": self.tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "step_s": self.step_s,
+            "data_s": self.data_s,
+            "optimizer_s": self.optimizer_s,
+            "bubble": self.bubble,
+            "device_peak_gib": self.device_peak_gib,
+            "host_gib": self.host_gib,
+            "skipped_steps": self.skipped_steps,
+        }
+        if self.validation_loss is not None:
+            values["validation_loss"] = self.validation_loss
             values["validation_perplexity"] = perplexity(self.validation_loss)
-        if self.engine is None:
-            del values["engine"]
-        else:
-            values["engine"] = asdict(self.engine)
+        if self.busy_s:
+            values["engine"] = self._engine()
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
 
+    def _engine(self) -> dict[str, Any]:
+        """Return the object `engine` of a line: what the devices did, and memory besides."""
+        return {
+            "busy_s": self.busy_s,
+            "input_wait_s": self.input_wait_s,
+            "weights_wait_s": self.weights_wait_s,
+            "optimizer_wait_s": self.optimizer_wait_s,
+            "optimizer_exposed_s": sum(self.optimizer_wait_s) / len(self.optimizer_wait_s),
+            "uploaded_gib": self.uploaded_gib,
+            "downloaded_gib": self.downloaded_gib,
+            "device_peak_gib": self.device_peaks_gib,
+            "host_peak_gib": self.host_peak_gib,
+            "host_pool_gib": self.host_pool_gib,
+            "device_allocations": self.device_allocations,
+            "host_allocations": self.host_allocations,
+        }
+
 
 def perplexity(loss: float) -> float:
-    """`exp(loss)`, the number of tokens that are equally likely at such a mean loss; infinite above 1e300."""
+    """Return `exp(loss)`: the number of equally likely tokens with such a mean loss. Infinite above 1e300."""
     return math.exp(loss) if loss < 690 else math.inf
 
 
 def host_gib() -> float:
-    """Resident memory of this process in GiB (2^30 bytes), pinned buffers and shared libraries included."""
+    """Return this process's resident memory in GiB (2^30 bytes), pinned buffers and shared libraries included."""
     return float(psutil.Process().memory_info().rss) / 2**30
 
 
 def host_peak_gib() -> float:
-    """The most that `host_gib` has been in this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # counted in KiB
+    """Return the most that `host_gib` has been in this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # the system counts in KiB

@@ -11,6 +11,7 @@ from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel
+from torchround.optim import SpikeBounds
 from torchround.pipeline.plan import Plan
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers
@@ -33,7 +34,7 @@ def build_store(
         policy=POLICIES[numbers.engine.update],
         pinned=hardware.kind == "cuda",
         gradient_dtype=numbers.gradient_dtype,
-        spikes=numbers.spikes,
+        spikes=SpikeBounds(numbers.spike_factor, numbers.training.spike_window),
         mapped=mapped,
     )
 

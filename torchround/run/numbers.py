@@ -12,7 +12,6 @@ import torch
 from torchround.config import EngineTable, TrainingTable
 from torchround.engine.errors import EngineUsageError
 from torchround.layer import LayeredModel, LayerWork
-from torchround.optim import SpikeBounds
 from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
 from torchround.pipeline.devices import ASSUMED_DEVICE
 from torchround.pipeline.memory import HostMemory, ParameterCounts, size_text
@@ -47,10 +46,9 @@ class RunNumbers:
         return DTYPES[self.engine.accumulate_dtype]
 
     @property
-    def spikes(self) -> SpikeBounds:
-        """How far a step may leave the usual before it counts as a spike; a factor of 0 finds none."""
-        factor = 0.0 if self.training.on_spike == "off" else self.training.spike_factor
-        return SpikeBounds(factor, self.training.spike_window)
+    def spike_factor(self) -> float:
+        """Deviations from the median above which a step is a spike; 0 finds none."""
+        return 0.0 if self.training.on_spike == "off" else self.training.spike_factor
 
 
 def run_question(

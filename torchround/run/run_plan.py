@@ -5,6 +5,7 @@ decides how gradients round, and results must not depend on timing.
 """
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import Plan, PlannedStage
 from torchround.pipeline.plan_report import RunQuestion, plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
+
+logger = logging.getLogger(__name__)
 
 
 class PlanByMeasuring:
@@ -37,6 +40,7 @@ class PlanByMeasuring:
         self._costs = question.costs()
         self._measured: list[StepResult] = []
         self._is_kept = False
+        self._unmeasured = ""
         self._first_step = first_step
         self.settled = counted
         self.until = first_step
@@ -45,8 +49,13 @@ class PlanByMeasuring:
         if kept is not None and first_step >= measure_steps and self._fits(kept, counted):
             self.settled, self._is_kept = kept, True
             return
+        try:
+            self.measuring = self._evaluated(one_layer_a_stage(self._costs.num_layers), counted.rounds)
+        except InfeasiblePlanError as error:
+            # Most stages mean most boundaries on the host. The counted plan, which fits, then stays.
+            self._unmeasured = f"; no step is measured, because one layer a stage does not fit: {error}"
+            return
         self.until = min(first_step + measure_steps, total_steps)
-        self.measuring = self._evaluated(one_layer_a_stage(self._costs.num_layers), counted.rounds)
 
     def text(self) -> str:
         """Say what is known of the plan when the run starts. A card of unknown speed gets no times."""
@@ -54,7 +63,8 @@ class PlanByMeasuring:
         if self._is_kept:
             return f"plan     as in the run so far\n{self.settled}"
         if self.until == self._first_step:
-            return f"plan     of {len(self.settled.stages)} stages\n{self.settled.text(is_timed)}"
+            stages = f"of {len(self.settled.stages)} stages{self._unmeasured}"
+            return f"plan     {stages}\n{self.settled.text(is_timed)}"
         first = (
             f"each layer is a stage for {self.until - self._first_step} steps, which are measured to make it"
         )
@@ -70,7 +80,11 @@ class PlanByMeasuring:
         reports = [report for result in self._measured for report in result.reports()]
         updates = [result.update().bundles for result in self._measured]
         costs = costs_from_reports(self._costs, reports, updates)
-        self.settled = plan_for(replace(self._question, rounds=self.settled.rounds), costs)
+        try:
+            self.settled = plan_for(replace(self._question, rounds=self.settled.rounds), costs)
+        except InfeasiblePlanError as error:
+            # The search is not exhaustive: under other times it may miss the partitions that fit. One is known.
+            logger.warning("no plan from measured times fits, so the counted one stays: %s", error)
         self._measured.clear()
 
     def _fits(self, kept: Plan, counted: Plan) -> bool:

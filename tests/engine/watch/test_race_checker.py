@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, watched
-from torchround.engine.board import Fact
+from torchround.engine.board import HandOver
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.watch.race_checker import AccessLog, Action, Entry, Region, find_races
+from torchround.engine.watch.race_checker import AccessLog, Entry, Region, find_races
 
 ONE_STAGE = PARTITIONS["one stage"]
 
@@ -30,15 +30,15 @@ def record(
     poisoned=False,
     **settings,
 ):
-    """The races of a short recorded run; when `poisoned`, no gradient is finite and every update is skipped."""
+    """Return the races of a short recorded run. If `poisoned`, no gradient is finite and every update is skipped."""
     log = AccessLog()
     model = toy_model(tied)
     for layer in frozen:
         model.layers[layer].requires_grad_(False)
     store = toy_store(model, dtype, policy=policy)
     if poisoned:
-        for master in store.bundles[1].masters:
-            master.fill_(torch.inf)
+        for device_weight in store.bundles[1].device_weights:
+            device_weight.fill_(torch.inf)
 
     def wrap(device):
         return watched(device, log)
@@ -47,17 +47,17 @@ def record(
         for step, micro_batches in enumerate(toy_batches(steps, micro_batches=4)):
             train_step(engine, micro_batches, evaluate and step == 1)
         engine.drain()
-    assert sum(entry.action is Action.ACCESS for entry in log.entries) > 100
+    assert sum(entry.action == "access" for entry in log.entries) > 100
     return find_races(log.entries)
 
 
 def train_step(engine, micro_batches, evaluate):
     if evaluate:
-        engine.evaluate(micro_batches)  # not waited for: it runs beside the step that follows
+        engine.evaluate(micro_batches)  # not awaited, so that it runs beside the next step
     result = engine.forward_backward(micro_batches)
     engine.step(1e-2)
     if evaluate:
-        result.update()  # before anybody asks for the evaluation's loss, which would order the two
+        result.update()  # first: asking for the evaluation's loss would order the two
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
@@ -87,7 +87,7 @@ def test_no_race_with_tied_frozen_rounded_and_several_rounds(options, policy):
 def test_rule_1_a_version_is_overwritten_only_after_its_uploads(monkeypatch):
     """The evaluation on device 0 still reads the version that the step on device 1 replaces."""
     assert record(ONE_STAGE, 3, evaluate=True, steps=2) == []
-    monkeypatch.setattr(Ordering, "before_master_write", lambda *_: None)
+    monkeypatch.setattr(Ordering, "before_device_weight_write", lambda *_: None)
     assert record(ONE_STAGE, 3, evaluate=True, steps=2)
 
 
@@ -97,20 +97,22 @@ def test_rule_2_an_upload_waits_for_the_complete_version(monkeypatch):
 
 
 def test_rule_3_a_gradient_is_read_only_after_it_landed(monkeypatch):
-    monkeypatch.setattr(Ordering, "retire", lambda *_: None)  # the optimizer runs ahead of the facts' life
+    monkeypatch.setattr(
+        Ordering, "retire", lambda *_: None
+    )  # otherwise hand-overs are forgotten that the optimizer runs past
     monkeypatch.setattr(Ordering, "before_gradient_read", lambda *_: None)
     assert record(PARTITIONS["forward coarser"], 3)
 
 
 def test_rule_4_a_gradient_is_overwritten_only_after_it_was_consumed(monkeypatch):
-    """In sync, rule 2 implies it; in async the next step's backward overtakes the update."""
+    """Rule 2 implies it in sync; in async the next step's backward overtakes the update."""
     monkeypatch.setattr(Ordering, "before_gradient_write", lambda *_: None)
     assert record(PARTITIONS["forward coarser"], 3, ASYNC)
 
 
 @pytest.mark.parametrize("rule_holds", [True, False])
 def test_rule_5_updates_of_a_layer_follow_each_other(monkeypatch, rule_holds):
-    """One optimizer thread orders its own updates; with a thread for each update, only the rule does.
+    """One optimizer thread orders its own updates. With a thread for each update, only the rule does.
 
     An update that reads its gradient follows the previous one by rules 3 and 4 alone. A skipped one, which
     carries the weights over to the next version, does not.
@@ -122,16 +124,17 @@ def test_rule_5_updates_of_a_layer_follow_each_other(monkeypatch, rule_holds):
     assert bool(races) is not rule_holds
 
 
+HANDED_OVER = HandOver[None]("step {0} to be updated")
+
+
 def on_a_thread_of_its_own(update):
-    def start(worker, job):
-        handed_over = Fact("handed over", job.step)
-
+    def start(worker, step, lr):
         def run():
-            worker._board.wait(handed_over)
-            update(worker, job)
+            worker._board.wait(HANDED_OVER(step))
+            update(worker, step, lr)
 
-        worker._board.post(handed_over)
-        threading.Thread(target=run, name=f"update {job.step}").start()
+        worker._board.signal(HANDED_OVER(step))
+        threading.Thread(target=run, name=f"update {step}").start()
 
     return start
 
@@ -144,49 +147,49 @@ def region(start, stop):
     ("entries", "expected"),
     [
         pytest.param(
-            [Entry("a", Action.ACCESS, writes=region(0, 8)), Entry("b", Action.ACCESS, reads=region(4, 12))],
+            [Entry("a", "access", writes=region(0, 8)), Entry("b", "access", reads=region(4, 12))],
             1,
             id="unordered overlap",
         ),
         pytest.param(
-            [Entry("a", Action.ACCESS, writes=region(0, 8)), Entry("b", Action.ACCESS, reads=region(8, 12))],
+            [Entry("a", "access", writes=region(0, 8)), Entry("b", "access", reads=region(8, 12))],
             0,
             id="disjoint bytes",
         ),
         pytest.param(
-            [Entry("a", Action.ACCESS, reads=region(0, 8)), Entry("b", Action.ACCESS, reads=region(0, 8))],
+            [Entry("a", "access", reads=region(0, 8)), Entry("b", "access", reads=region(0, 8))],
             0,
             id="two reads",
         ),
         pytest.param(
             [
-                Entry("a", Action.ACCESS, writes=region(0, 8)),
-                Entry("a", Action.SIGNAL, "done"),
-                Entry("c", Action.WAIT, "done"),
-                Entry("c", Action.SIGNAL, "passed on"),
-                Entry("b", Action.WAIT, "passed on"),
-                Entry("b", Action.ACCESS, writes=region(0, 8)),
+                Entry("a", "access", writes=region(0, 8)),
+                Entry("a", "signal", "done"),
+                Entry("c", "wait", "done"),
+                Entry("c", "signal", "passed on"),
+                Entry("b", "wait", "passed on"),
+                Entry("b", "access", writes=region(0, 8)),
             ],
             0,
             id="ordered through a third actor",
         ),
         pytest.param(
             [
-                Entry("a", Action.SIGNAL, "too early"),
-                Entry("a", Action.ACCESS, writes=region(0, 8)),
-                Entry("b", Action.WAIT, "too early"),
-                Entry("b", Action.ACCESS, reads=region(0, 8)),
+                Entry("a", "signal", "too early"),
+                Entry("a", "access", writes=region(0, 8)),
+                Entry("b", "wait", "too early"),
+                Entry("b", "access", reads=region(0, 8)),
             ],
             1,
             id="signal before the write",
         ),
         pytest.param(
             [
-                Entry("a", Action.ACCESS, writes=region(0, 4)),
-                Entry("b", Action.ACCESS, writes=region(4, 8)),
-                Entry("a", Action.SIGNAL, "a"),
-                Entry("c", Action.WAIT, "a"),
-                Entry("c", Action.ACCESS, reads=region(0, 8)),
+                Entry("a", "access", writes=region(0, 4)),
+                Entry("b", "access", writes=region(4, 8)),
+                Entry("a", "signal", "a"),
+                Entry("c", "wait", "a"),
+                Entry("c", "access", reads=region(0, 8)),
             ],
             1,
             id="one of two writers heard of",

@@ -1,7 +1,7 @@
-"""A hang is told from work: one report of what every thread and every device queue waits for, and no thread is left.
+"""The watchdog tells a hang from work, reports what every thread and device queue waits for, and no thread is left.
 
 What blocks blocks on an event, not for a time, and the watchdog looks only once it does: however slow the machine,
-nothing is taken for a hang before the one that is planted, and everybody else has the time-out to come to a halt.
+nothing is taken for a hang before the planted one, and all other threads have the time-out to come to a halt.
 """
 
 import re
@@ -21,10 +21,15 @@ from tests.support.toy import (
     train,
 )
 from torchround.engine import lifecycle
-from torchround.engine.board import Board, Fact
+from torchround.engine.board import Board, HandOver
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import HangError
+from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED
+from torchround.engine.ordering import GRADIENT_LANDED, UPLOADED, WEIGHTS
+from torchround.engine.passes import STAGE_JOB, TRAINING_PASS
+from torchround.engine.results import STAGE_DONE
 from torchround.engine.watch.watchdog import LOOKS, QueueWatch, Watchdog
+from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
 
 __all__ = ["over", "planted"]
 
@@ -35,7 +40,7 @@ TIMEOUT_S = 0.4
 
 @pytest.fixture(scope="module", autouse=True)
 def undisturbed():
-    """What three steps give, made before anything else: a process's first step imports what torch needs for it."""
+    """Return the state after three steps, made first because a process's first step imports parts of torch."""
     store = toy_store(toy_model())
     with toy_engine(toy_model(), store, PARTITION, 1) as engine:
         train(engine, BATCHES)
@@ -54,7 +59,7 @@ def hanging_engine(store=None, num_devices=2, **options):
 
 
 def hang(engine):
-    """What three steps and the questions after them raise. Ends the engine whatever comes."""
+    """Return the error of three steps and of the questions after them. Ends the engine in any case."""
     try:
         with pytest.raises(HangError) as raised:
             for micro_batches in BATCHES:
@@ -68,7 +73,7 @@ def hang(engine):
 
 
 def block_forwards(monkeypatch, planted, over, call):
-    """The blocks' `call`-th forward of the run ends with the test."""
+    """Let the blocks' `call`-th forward of the run end only with the test."""
     forward, lock, calls = ToyBlock.forward, threading.Lock(), [0]
 
     def blocking(self, hidden, micro_batch):
@@ -87,7 +92,7 @@ def block_forwards(monkeypatch, planted, over, call):
 @pytest.mark.parametrize(
     ("call", "stage", "step"), [(1, "forward", 0), (20, "backward", 0), (59, "backward", 1)]
 )
-def test_a_layer_that_blocks_is_reported_with_what_everybody_else_waits_for(
+def test_a_layer_that_blocks_is_reported_with_what_all_others_wait_for(
     monkeypatch, planted, over, call, stage, step
 ):
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
@@ -114,43 +119,47 @@ def test_a_layer_that_blocks_is_reported_with_what_everybody_else_waits_for(
 @pytest.mark.parametrize(
     ("kind", "waiting"),
     [
-        ("boundary", r"torchround cpu:\d: .*waits for the input of layer \d for micro-batch 1 of pass 1"),
+        (BOUNDARY, r"torchround cpu:\d: .*waits for the input of layer \d for micro-batch 1 of pass 1"),
         (
-            "boundary gradient",
+            BOUNDARY_GRADIENT,
             r"torchround cpu:\d: .*waits for the gradient of layer \d's input for micro-batch 1 of pass 1",
         ),
-        ("loss", r"torchround optimizer: waits for the loss of micro-batch 1 of pass 1"),
-        ("gradient landed", r"torchround optimizer: waits for part 0 of step 1's gradient of bundle 1 "),
-        ("weights", r"torchround cpu:\d: .*waits for version 1 of bundle 1 \(ordering rule 2"),
+        (LOSS, r"torchround optimizer: waits for the loss of micro-batch 1 of pass 1"),
+        (GRADIENT_LANDED, r"torchround optimizer: waits for part 0 of step 1's gradient of bundle 1 "),
+        (WEIGHTS, r"torchround cpu:\d: .*waits for version 1 of bundle 1 \(ordering rule 2"),
         (
-            "uploaded",
+            UPLOADED,
             r"torchround optimizer: waits for upload \d+ of version 1 of bundle 1 \(ordering rule 1",
         ),
-        ("done", r"MainThread .*: waits for stage slot 12 to be enqueued"),
-        ("updated", r"MainThread .*: waits for the update of step 2"),
-        ("job", r"torchround optimizer: waits for job 2 of the optimizer"),
-        ("task", r"torchround cpu:0: in device cpu:0: waits for stage slot 12 to be handed out"),
+        (STAGE_DONE, r"MainThread .*: waits for stage slot 12 to be enqueued"),
+        (UPDATED, r"MainThread .*: waits for the update of step 2"),
+        (TRAINING_PASS, r"torchround optimizer: waits for step 1 to be dispatched"),
+        (LEARNING_RATE, r"torchround optimizer: waits for the learning rate of step 1"),
+        (STAGE_JOB, r"torchround cpu:0: in device cpu:0: waits for stage slot 12 to be handed out"),
     ],
+    ids=lambda value: value.words if isinstance(value, HandOver) else "",
 )
-def test_a_fact_that_is_lost_is_named_and_every_thread_ends(monkeypatch, planted, undisturbed, kind, waiting):
-    """Each kind of hand-over once: the first of the second step that concerns bundle 1, or micro-batch 1."""
+def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(
+    monkeypatch, planted, undisturbed, kind, waiting
+):
+    """Lose one hand-over of each kind: the first of the second step that concerns bundle 1 or micro-batch 1."""
     post, wait, lost, waited = Board.post, Board.wait, [], []
 
-    def losing(self, fact, value=None):
-        epoch = {"task": 12, "done": 12, "job": 2, "updated": 2}.get(kind, 1)
-        mine = (fact.kind, fact.epoch) == (kind, epoch) and (not fact.key or 1 in (fact.key[0], fact.key[-1]))
+    def losing(self, key, value):
+        epoch = {STAGE_JOB: 12, STAGE_DONE: 12, UPDATED: 2}.get(kind, 1)
+        mine = key.kind is kind and key.epoch == epoch and (not key.key or 1 in (key.key[0], key.key[-1]))
         if mine and not lost:
-            lost.append(fact)
-            if fact in waited:
+            lost.append(key)
+            if key in waited:
                 planted.set()
         else:
-            post(self, fact, value)
+            post(self, key, value)
 
-    def waiting_for_it(self, fact, *arguments):
-        waited.append(fact)
-        if fact in lost:
+    def waiting_for_it(self, key, *arguments):
+        waited.append(key)
+        if key in lost:
             planted.set()
-        return wait(self, fact, *arguments)
+        return wait(self, key, *arguments)
 
     monkeypatch.setattr(Board, "post", losing)
     monkeypatch.setattr(Board, "wait", waiting_for_it)
@@ -167,7 +176,7 @@ def test_a_fact_that_is_lost_is_named_and_every_thread_ends(monkeypatch, planted
 
 
 class StuckEvent:
-    """A point that a device passes when the test says so. `planted` is set when somebody waits for it."""
+    """A point that a device passes when the test allows it. `planted` is set when a thread waits for it."""
 
     def __init__(self, over, planted):
         self._over, self._planted = over, planted
@@ -183,7 +192,7 @@ class StuckEvent:
 
 
 class StuckDevice(CpuDevice):
-    """As a GPU whose queue `stream` stops at its `after`-th event: its thread goes on enqueueing, nothing arrives."""
+    """A device like a GPU whose queue `stream` stops at its `after`-th event while its thread still enqueues."""
 
     def __init__(self, index, stream, after, over, planted):
         super().__init__(index)
@@ -197,7 +206,7 @@ class StuckDevice(CpuDevice):
         return super()._record(stream)
 
     def _wait(self, stream, event):
-        pass  # enqueues no more than the wait
+        pass  # like a GPU, enqueues the wait and returns
 
     def finish(self):
         self._over.wait()
@@ -209,14 +218,14 @@ class StuckDevice(CpuDevice):
 def test_a_device_queue_that_stands_still_is_named_with_its_first_unfinished_event(
     monkeypatch, planted, over, stream
 ):
-    """The caller itself waits for a device then, or for the optimizer that does."""
+    """The caller waits for the device itself, or for the optimizer, which waits for the device."""
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
 
     def stuck(device):
         return StuckDevice(0, stream, 2, over, planted) if device.name == "cpu:0" else device
 
     engine = hanging_engine(wrap=stuck)
-    if stream is Stream.COMPUTE:  # nothing on the host waits for it but the end
+    if stream is Stream.COMPUTE:  # only the end of the engine waits for it
         result = engine.forward_backward(BATCHES[0])
         engine.step(1e-2)
         result.collect()
@@ -266,7 +275,7 @@ def test_one_thing_that_moves_between_two_looks_is_enough(monkeypatch):
 
     memory = device.allocate(1)
     look_while(
-        lambda: board.post(Fact("job", 0)),
+        lambda: board.post(LEARNING_RATE(0), 1e-2),
         board.note_progress,
         lambda: device.run(Stream.COMPUTE, memory.zero_),
         lambda: device.copy(Stream.WEIGHT_UPLOAD, memory, memory),
@@ -276,7 +285,7 @@ def test_one_thing_that_moves_between_two_looks_is_enough(monkeypatch):
 
 
 def test_events_that_a_device_passes_count_as_movement():
-    """A thread that has enqueued everything is silent while its device works on."""
+    """A thread that has enqueued everything is silent while its device still works."""
     passed = threading.Event()
 
     class Later(CpuDevice):
@@ -293,7 +302,7 @@ def test_events_that_a_device_passes_count_as_movement():
 
 
 def test_a_look_that_comes_late_because_the_whole_process_stood_still_is_one_look():
-    """So a process that was stopped for longer than the time-out goes on."""
+    """A process that was stopped for longer than the time-out therefore continues."""
     hangs = []
     watchdog = Watchdog(Board(), [], [], [], 1e-9, hangs.append)
     for _ in range(LOOKS):

@@ -1,8 +1,10 @@
 """Finds races in a recorded run: two conflicting accesses that no event, stream or hand-over orders.
 
-Each actor carries a vector clock. A signal stores the actor's clock under its token, a wait joins it, and two
-accesses are ordered when the later actor had heard of the earlier one. This judges what was synchronised, not
-what happened to run first, so one run on the CPU speaks for every timing on CUDA.
+Only tests and a benchmark use this (`benchmarks/shared_link.py`); production runs record nothing. An `AccessLog` records
+copies and launches with the shared buffers they read and write, events, and the host's hand-overs and accesses. Its
+actors are threads and streams. Each actor carries a vector clock: a signal stores the actor's clock under its token, a
+wait joins it. Two accesses are ordered if the later actor had heard of the earlier one. The verdict depends on what
+was synchronised, not on what happened to run first, so one run on the CPU speaks for every timing on CUDA.
 """
 
 import itertools
@@ -10,19 +12,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal
 
 from torch import Tensor
 
+from torchround.engine.board import Observer
 from torchround.engine.device import Device, DeviceWatcher, Event, Stream
 
-
-class Action(Enum):
-    """What an actor did. A signal and a wait with the same token order the two actors."""
-
-    SIGNAL = "signal"
-    WAIT = "wait"
-    ACCESS = "access"
+Clock = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -35,23 +32,32 @@ class Region:
 
     @staticmethod
     def of(tensor: Tensor) -> "Region":
+        """Return the bytes of a contiguous tensor."""
         storage = tensor.untyped_storage()
         start = tensor.data_ptr() - storage.data_ptr()
         return Region(storage.data_ptr(), start, start + tensor.numel() * tensor.element_size())
 
+    def overlaps(self, other: "Region") -> bool:
+        """Tell whether two regions of one allocation share bytes."""
+        return self.start < other.stop and other.start < self.stop
+
+    def covers(self, other: "Region") -> bool:
+        """Tell whether all bytes of `other`, of the same allocation, are in this region."""
+        return self.start <= other.start and other.stop <= self.stop
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One action of one actor; `token` for signals and waits, regions for accesses."""
+    """One action of one actor. A signal and a wait with the same token order the two actors; regions are accesses."""
 
     actor: str
-    action: Action
+    action: Literal["signal", "wait", "access"]
     token: object = None
     reads: tuple[Region, ...] = ()
     writes: tuple[Region, ...] = ()
 
 
-class AccessLog(DeviceWatcher):
+class AccessLog(Observer, DeviceWatcher):
     """The log of one engine run: an observer of its host hand-overs and a watcher of its devices, in causal order."""
 
     def __init__(self) -> None:
@@ -68,14 +74,17 @@ class AccessLog(DeviceWatcher):
         self.access(_this_thread(), reads, writes)
 
     def signal(self, actor: str, token: object) -> None:
-        self.entries.append(Entry(actor, Action.SIGNAL, token))
+        """Record that everything `actor` did so far comes before every wait for `token`."""
+        self.entries.append(Entry(actor, "signal", token))
 
     def wait(self, actor: str, token: object) -> None:
-        self.entries.append(Entry(actor, Action.WAIT, token))
+        """Record that everything `actor` does from now on comes after the signal with `token`."""
+        self.entries.append(Entry(actor, "wait", token))
 
     def access(self, actor: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """Record accesses to shared buffers."""
         regions = [tuple(Region.of(tensor) for tensor in group) for group in (reads, writes)]
-        self.entries.append(Entry(actor, Action.ACCESS, None, *regions))
+        self.entries.append(Entry(actor, "access", None, *regions))
 
     def begins(
         self,
@@ -109,6 +118,8 @@ class AccessLog(DeviceWatcher):
 
 
 class _RecordedEvent:
+    """A device's event that also tells the log when a host thread waits for it."""
+
     def __init__(self, inner: Event, log: AccessLog) -> None:
         self.inner = inner
         self.token = ("event", next(log.tokens))
@@ -119,19 +130,17 @@ class _RecordedEvent:
         self._log.wait(_this_thread(), self.token)
 
     def query(self) -> bool:
-        return self.inner.query()  # orders nothing: whoever goes on from here synchronizes
+        # Orders nothing: a thread that continues because of the answer calls `synchronize` as well.
+        return self.inner.query()
 
 
 def _this_thread() -> str:
     return threading.current_thread().name
 
 
-Clock = dict[str, int]
-
-
 @dataclass(frozen=True)
 class Access:
-    """One actor's access to a region. `moment` is the actor's own time, `index` the place in the log."""
+    """One actor's access to a region. `moment` is the actor's own time, `index` the entry's index in the log."""
 
     actor: str
     moment: int
@@ -144,19 +153,11 @@ class Access:
         return f"[{self.index}] {self.actor} {verb} bytes {self.region.start}..{self.region.stop}"
 
 
-@dataclass(frozen=True)
-class Race:
-    """Two accesses to overlapping bytes, at least one a write, that nothing orders."""
+def find_races(entries: Iterable[Entry]) -> list[tuple[Access, Access]]:
+    """Return all races of a log, in log order.
 
-    earlier: Access
-    later: Access
-
-    def __str__(self) -> str:
-        return f"{self.earlier} | {self.later}"
-
-
-def find_races(entries: Iterable[Entry]) -> list[Race]:
-    """All races of a log, in log order."""
+    A race is two accesses to overlapping bytes, at least one of them a write, that nothing orders.
+    """
     clocks: dict[str, Clock] = defaultdict(dict)
     signals: dict[object, Clock] = {}
     history: dict[int, list[Access]] = defaultdict(list)
@@ -164,10 +165,11 @@ def find_races(entries: Iterable[Entry]) -> list[Race]:
     for index, entry in enumerate(entries):
         clock = clocks[entry.actor]
         clock[entry.actor] = clock.get(entry.actor, 0) + 1
-        if entry.action is Action.SIGNAL:
+        if entry.action == "signal":
             signals[entry.token] = dict(clock)
-        elif entry.action is Action.WAIT:
-            _join(clock, signals[entry.token])
+        elif entry.action == "wait":
+            for actor, moment in signals[entry.token].items():
+                clock[actor] = max(clock.get(actor, 0), moment)
         for regions, writes in ((entry.reads, False), (entry.writes, True)):
             for region in regions:
                 access = Access(entry.actor, clock[entry.actor], index, region, writes)
@@ -175,29 +177,16 @@ def find_races(entries: Iterable[Entry]) -> list[Race]:
     return races
 
 
-def _check(history: list[Access], access: Access, clock: Clock) -> list[Race]:
-    """Races of `access` with what came before, which it then joins."""
+def _check(history: list[Access], access: Access, clock: Clock) -> list[tuple[Access, Access]]:
+    """Return the races of `access` with earlier accesses, then add it to them."""
     races, kept = [], []
     for earlier in history:
         ordered = earlier.moment <= clock.get(earlier.actor, 0)
-        if _overlap(earlier, access) and not ordered and (earlier.writes or access.writes):
-            races.append(Race(earlier, access))
-        if not (ordered and _supersedes(access, earlier)):
+        if earlier.region.overlaps(access.region) and not ordered and (earlier.writes or access.writes):
+            races.append((earlier, access))
+        # An earlier access may be forgotten if each later one that it would race with races with `access` too.
+        supersedes = access.region.covers(earlier.region) and (access.writes or not earlier.writes)
+        if not (ordered and supersedes):
             kept.append(earlier)
     history[:] = [*kept, access]
     return races
-
-
-def _join(clock: Clock, heard: Clock) -> None:
-    for actor, moment in heard.items():
-        clock[actor] = max(clock.get(actor, 0), moment)
-
-
-def _overlap(one: Access, other: Access) -> bool:
-    return one.region.start < other.region.stop and other.region.start < one.region.stop
-
-
-def _supersedes(later: Access, earlier: Access) -> bool:
-    """Whether whoever is ordered after `later` is also ordered after `earlier`, and conflicts with both."""
-    covers = later.region.start <= earlier.region.start and earlier.region.stop <= later.region.stop
-    return covers and (later.writes or not earlier.writes)

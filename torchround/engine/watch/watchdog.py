@@ -1,8 +1,8 @@
-"""Notices that nothing moves any more, and says what every thread and every device queue waits for.
+"""Notices that nothing moves any more, and reports what every thread and every device queue waits for.
 
-Whoever waits looks around now and then (`Watchdog`); no thread is spent on it. What counts as moving: facts that
-are posted, operations that are enqueued and, since a GPU works on long after its thread has enqueued everything,
-points of its queues that are passed (`QueueWatch`).
+The caller's thread looks around now and then while it waits (`Watchdog`); no thread is spent on it. Three things count
+as movement: hand-overs that are posted, operations that are enqueued, and points of device queues that are passed
+(`QueueWatch`). The last one matters on a GPU, which works on long after its thread has enqueued everything.
 """
 
 import sys
@@ -11,50 +11,53 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import Board, Fact
+from torchround.engine.board import Board, HandOverKey
 from torchround.engine.device import Device, DeviceWatcher, Event, Stream
-from torchround.engine.errors import FaultLocation, HangError
+from torchround.engine.errors import HangError
+from torchround.engine.worker.device_worker import DeviceWorker, WorkerState
 
-# Looks in a row that find nothing moved before it is a hang. Counted rather than timed: a process that was stopped
-# for an hour and goes on has missed one look.
+T = TypeVar("T")
+
+# Looks in a row that find no movement before it is a hang. Looks are counted and time is not, because a process that
+# was stopped for an hour and then continued has missed one look only.
 LOOKS = 8
 CALLS_SHOWN = 3
 LONGEST_NAP_S = 0.001  # between two questions whether a device has passed an event
 
 
 class QueueWatch(DeviceWatcher):
-    """What each queue of one device has not finished.
+    """The unfinished work of each queue of one device.
 
-    `position` returns where in the pipeline the device's thread is; the watch keeps that with each operation and event.
+    `state` returns where in the pipeline the device's thread is; the watch keeps that with each operation and event.
     """
 
-    def __init__(self, device: Device, position: Callable[[], object]) -> None:
+    def __init__(self, device: Device, state: Callable[[], WorkerState]) -> None:
         device.watchers.append(self)
-        self._position = position
+        self._state = state
         self._moves = 0
-        self._inside: dict[Stream, object] = {}
-        self._events: dict[Stream, deque[tuple[Event, object]]] = {stream: deque() for stream in Stream}
+        self._inside: dict[Stream, WorkerState] = {}
+        self._events: dict[Stream, deque[tuple[Event, WorkerState]]] = {stream: deque() for stream in Stream}
         self._lock = threading.Lock()  # the device's thread and the one that looks both forget passed events
 
     def moves(self) -> int:
-        """Grows as long as the device or its thread gets anywhere."""
+        """Return a count that grows as long as the device or its thread progresses."""
         for events in self._events.values():
             self._forget_passed(events)
         return self._moves
 
-    def unfinished(self) -> dict[Stream, tuple[str, Any]]:
-        """Of each queue that is not empty: what it is at, and that operation's or event's position."""
-        found: dict[Stream, tuple[str, Any]] = {}
+    def unfinished(self) -> dict[Stream, tuple[str, WorkerState]]:
+        """Describe, for each queue that is not empty, its first unfinished operation or event and its state."""
+        found: dict[Stream, tuple[str, WorkerState]] = {}
         for stream, events in self._events.items():
             self._forget_passed(events)
             if events:
                 found[stream] = f"has not passed {len(events)} event(s), the first one of", events[0][1]
-        for stream, position in list(self._inside.items()):
-            found[stream] = "is inside an operation of", position
+        for stream, state in list(self._inside.items()):
+            found[stream] = "is inside an operation of", state
         return found
 
     def begins(
@@ -65,7 +68,7 @@ class QueueWatch(DeviceWatcher):
         writes: Sequence[Tensor],
         copied_bytes: int,
     ) -> None:
-        self._inside[stream] = self._position()
+        self._inside[stream] = self._state()
 
     def ends(self, device: Device, stream: Stream, copied_bytes: int) -> None:
         self._inside.pop(stream)
@@ -73,45 +76,35 @@ class QueueWatch(DeviceWatcher):
 
     def recorded(self, device: Device, stream: Stream, event: Event) -> Event:
         events = self._events[stream]
-        events.append((event, self._position()))
+        events.append((event, self._state()))
         self._forget_passed(events)
         return event
 
-    def _forget_passed(self, events: deque[tuple[Event, object]]) -> None:
-        # A device that has failed says so where somebody waits for it; here it just gets no further.
+    def _forget_passed(self, events: deque[tuple[Event, WorkerState]]) -> None:
+        # A failed device raises where a thread waits for it. Here it only makes no progress.
         with self._lock, suppress(RuntimeError):
             while events and events[0][0].query():
                 events.popleft()
                 self._moves += 1
 
 
-class Driver(Protocol):
-    """What drives a device: a worker."""
-
-    thread: threading.Thread
-
-    def position(self) -> Any: ...
-
-    def place(self, position: Any) -> FaultLocation: ...
-
-
 class Watchdog:
     """Looks for the caller, while it waits, whether anything moves. `on_hang` must stop the board.
 
-    `queues` are those of the drivers' devices; `others` are the engine's further threads.
+    `queues` are those of the workers' devices; `others` are the engine's further threads.
     """
 
     def __init__(
         self,
         board: Board,
-        drivers: Sequence[Driver],
+        workers: Sequence[DeviceWorker],
         queues: Sequence[QueueWatch],
         others: Sequence[threading.Thread],
         timeout_s: float,
         on_hang: Callable[[HangError], None],
     ) -> None:
         self._board = board
-        self._drivers = drivers
+        self._workers = workers
         self._queues = queues
         self._others = others
         self._timeout_s = timeout_s
@@ -119,14 +112,15 @@ class Watchdog:
         self._last_moves = -1
         self._looks = 0
 
-    def wait(self, fact: Fact) -> Any:
-        """`Board.wait` in the caller's thread."""
+    def wait(self, key: HandOverKey[T]) -> T:
+        """Wait for a hand-over in the caller's thread, as `Board.wait` does."""
         self._last_moves = -1
-        return self._board.wait(fact, self._look, self._timeout_s / LOOKS)
+        return self._board.wait(key, self._look, self._timeout_s / LOOKS)
 
     def synchronize(self, event: Event) -> None:
         """Wait for an event in the caller's thread. Raises what a failed device raises, `Stopped` after a hang."""
         self._last_moves = -1
+        # Asked again and again instead of `event.synchronize()`, which would not return after a hang.
         nap_s, next_look_s = 1e-5, time.monotonic() + self._timeout_s / LOOKS
         while not event.query():
             self._board.raise_if_stopped()
@@ -145,20 +139,20 @@ class Watchdog:
             self._on_hang(HangError(self._timeout_s, self._report()))
 
     def _report(self) -> list[str]:
-        """One line for each thread, and one for each queue that is not empty below its device's."""
+        """Return a line for each thread; below a device's thread, a line for each of its queues that is not empty."""
         waiting = self._board.waiting()
         caller = threading.current_thread()
         lines = [f"{caller.name} (the call in progress): {waiting.get(caller.name, 'waits for a device')}"]
-        for driver, queues in zip(self._drivers, self._queues, strict=True):
-            doing = _doing(driver.thread, waiting)
-            lines.append(f"{driver.thread.name}: in {driver.place(driver.position())}: {doing}")
-            for stream, (what, position) in queues.unfinished().items():
-                lines.append(f"  its {stream.value} queue {what} {driver.place(position)}")
+        for worker, queues in zip(self._workers, self._queues, strict=True):
+            doing = _doing(worker.thread, waiting)
+            lines.append(f"{worker.thread.name}: in {worker.location(worker.state())}: {doing}")
+            for stream, (what, state) in queues.unfinished().items():
+                lines.append(f"  its {stream.value} queue {what} {worker.location(state)}")
         return lines + [f"{thread.name}: {_doing(thread, waiting)}" for thread in self._others]
 
 
 def _doing(thread: threading.Thread, waiting: dict[str, str]) -> str:
-    """What a thread waits for, or the lines of code that it is at."""
+    """Describe what a thread waits for, or the lines of code where it is."""
     if thread.name in waiting:
         return waiting[thread.name]
     frame = sys._current_frames().get(thread.ident or 0)

@@ -1,19 +1,50 @@
-"""What a stage computes for one micro-batch: forward, and recompute with backward. No device, no threads."""
+"""The computation of a stage for one micro-batch: forward, and recomputation with backward. No device, no threads."""
 
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchround.engine.worker.transfers import as_hidden, as_tuple
+from torchround.engine.store.bundles import owner_of
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker.slots import DeviceSlot, StageLayout, as_hidden, as_tuple
 from torchround.layer import Hidden, MicroBatch
 
 # A layer with its parameters bound, compiled or not.
 LayerCall = Callable[[Hidden | None, MicroBatch], Hidden]
 
 
+def bind(
+    store: HostStore,
+    skeletons: list[nn.Module],
+    layout: StageLayout,
+    weights: DeviceSlot,
+    gradients: DeviceSlot | None,
+) -> list[nn.Module]:
+    """Return the stage's layers with their parameters as views of the slots.
+
+    With `gradients`, trainable parameters are leaves whose `.grad` is a view of that slot, so that autograd
+    accumulates into it in the slot's dtype.
+    """
+    weight_start = {(part.layer, part.bundle): part.start for part in layout.weights}
+    gradient_start = {(part.layer, part.bundle): part.start for part in layout.gradients}
+    for layer in layout.layers:
+        for location in store.locations[layer]:
+            use = (layer, location.bundle)
+            parameter = location.parameter
+            leaf = nn.Parameter(parameter.view(weights.memory[weight_start[use] :]), requires_grad=False)
+            if gradients is not None and use in gradient_start:
+                leaf.requires_grad_(True)
+                # Before `.grad` is set: PyTorch refuses a gradient of another dtype than the leaf expects.
+                leaf.grad_dtype = gradients.memory.dtype
+                leaf.grad = parameter.view(gradients.memory[gradient_start[use] :])
+            module, name = owner_of(skeletons[layer], location.path)
+            setattr(module, name, leaf)
+    return [skeletons[layer] for layer in layout.layers]
+
+
 def with_own_seed(index: int, layer: LayerCall) -> LayerCall:
-    """Layer `index` of the model, which draws its dropout masks from numbers of its own."""
+    """Let layer `index` of the model draw its dropout masks from numbers of its own."""
     return lambda hidden, micro_batch: layer(hidden, micro_batch.for_layer(index))
 
 
@@ -40,10 +71,10 @@ def forward(
 
 
 class Recomputation:
-    """A stage's forward with what its backward needs: all activations, or with `layerwise` one layer's at a time.
+    """A stage's forward with everything that its backward needs: all activations, or one layer's with `layerwise`.
 
     Layerwise keeps only layer inputs and recomputes each layer again in the backward, as gradient checkpointing
-    does: one more forward, for the activations of one layer instead of the stage's.
+    does. It costs one more forward and holds the activations of one layer instead of the stage's.
     """
 
     def __init__(
@@ -53,13 +84,14 @@ class Recomputation:
         groups = [[layer] for layer in layers] if layerwise else [list(layers)]
         self._groups = groups
         self._inputs = [hidden]
+        # All groups but the last run without gradients: their activations are made anew in the backward.
         for group in groups[:-1]:
             [(_, hidden)] = forward(group, 0, hidden, micro_batch, keep=())
             self._inputs.append(hidden)
         self._leaf, self.output = self._run(groups[-1], self._inputs[-1])
 
     def backward(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-        """Gradients of the stage's inputs, or None where the stage starts the model.
+        """Return the gradients of the stage's inputs, or None if the stage starts the model.
 
         `gradients` belong to the floating-point tensors of the output, in order. Parameter gradients are
         accumulated into the leaves' `.grad`.
@@ -71,10 +103,12 @@ class Recomputation:
                 return None
             gradients = [_gradient_of(tensor) for tensor in as_tuple(leaf) if tensor.is_floating_point()]
             if position > 0:
+                # Rebinding the names drops the deeper group's graph, whose activations autograd has freed already.
                 leaf, output = self._run(self._groups[position - 1], self._inputs[position - 1])
         return tuple(gradients)
 
     def _run(self, group: list[LayerCall], hidden: Hidden | None) -> tuple[Hidden | None, Hidden]:
+        """Run a group with gradients from a leaf of its own, so that its backward ends at its input."""
         leaf = None if hidden is None else _as_leaf(hidden)
         output: Hidden | None = leaf
         with torch.enable_grad():
@@ -92,9 +126,10 @@ def _as_leaf(hidden: Hidden) -> Hidden:
 def _backward(output: Hidden, gradients: Sequence[Tensor]) -> None:
     floating = [tensor for tensor in as_tuple(output) if tensor.is_floating_point()]
     pairs = [(tensor, grad) for tensor, grad in zip(floating, gradients, strict=True) if tensor.requires_grad]
-    if pairs:  # a stage whose layers are all frozen and whose input is the tokens has nothing to do
+    if pairs:  # there are none if every layer of the stage is frozen and its input is the tokens
         torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:
+    """Return the leaf's gradient; zeros if the output does not depend on it."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

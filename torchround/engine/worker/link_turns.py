@@ -1,13 +1,7 @@
-"""LinkTurns of devices that share a link to the host: their chunks of weights go up one after the other.
+"""Devices that share a link to the host: turns at its use, and the measurement that finds which devices share one.
 
-A turn adds waits between streams and nothing else, so results cannot depend on it. It cannot hang either: a chunk
-waits only for events that are recorded already, so on the devices everything waits for what was enqueued before it,
-and no thread waits for another one's turn. Whoever is late, slow or dead in the middle of its turn holds nobody up.
-
-Threads run far ahead of their devices. In the order in which chunks are enqueued, one of the next micro-batch would
-therefore wait for the last one of a stage. The order is that of the stage slots instead (`pipeline/shared_links.py`,
-`Waves`): a chunk waits for the others' chunks of its own window and of those before it, as far as they are enqueued.
-Of two chunks of one window, whichever is enqueued second waits.
+The measurement runs at the start of a run. It copies what a run copies, a piece of pinned weights into device memory, on
+the stream that uploads weights: each device alone, then every pair together. Times are the devices' own.
 """
 
 import threading
@@ -25,13 +19,25 @@ from torchround.engine.device import Device, Event, Stream
 from torchround.engine.store.host_store import HostStore
 from torchround.pipeline.shared_links import LinkRates, LinkUse, use_of_links
 
-# Chunks of a device that are remembered: more than a thread is ahead of the others. One that is forgotten is not
-# waited for.
+# Turns of a device that are remembered: more than a thread gets ahead of the others. No device waits for a turn that
+# is forgotten.
 REMEMBERED = 256
 
 
 class LinkTurns:
-    """Orders the weight uploads of each group of devices. A device outside all groups takes no turns."""
+    """The order in which devices that share a link to the host upload chunks of weights: one after the other.
+
+    `groups` are the devices that share a link, by index. A device outside all groups takes no turns.
+
+    A turn adds waits between streams and nothing else, so results cannot depend on it. It cannot hang either: a chunk
+    waits only for events that are recorded already, so on the devices everything waits for what was enqueued before
+    it, and no thread waits for another thread's turn. A device that is late, slow or dead in its turn delays no other.
+
+    The order is that of transfer windows over the whole run (`pipeline/shared_links.py`), not that of enqueueing:
+    threads run far ahead of their devices, so a chunk for the next micro-batch would wait for the last one of a stage.
+    A chunk waits for the others' chunks of its own window and of earlier ones, as far as they are enqueued. If two
+    chunks have the same window, the one that is enqueued second waits.
+    """
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._others = {
@@ -44,7 +50,7 @@ class LinkTurns:
 
     @contextmanager
     def turn(self, index: int, device: Device, window: int) -> Iterator[None]:
-        """What device `index` enqueues for uploading weights within the block is its turn at `window`."""
+        """Make the weight uploads that device `index` enqueues in the block its turn at `window`."""
         if index not in self._others:
             yield
             return
@@ -56,7 +62,7 @@ class LinkTurns:
             self._taken[index].append((window, event))
 
     def _before(self, index: int, window: int) -> list[Event]:
-        """Of each other device of the group, the end of its last turn up to `window`."""
+        """Return, for each other device of the group, the end of its last turn up to `window`."""
         with self._lock:
             return [
                 event
@@ -72,7 +78,7 @@ def _last_up_to(window: int, taken: deque[tuple[int, Event]]) -> Event | None:
 
 # Measures at the start of a run which devices share a link to the host: each alone, then every pair together.
 #
-# It copies what a run copies, a piece of pinned master weights into device memory, on the stream that uploads weights.
+# It copies what a run copies, a piece of pinned device_weight weights into device memory, on the stream that uploads weights.
 # Times are the devices' own.
 
 
@@ -151,7 +157,7 @@ class _Probe:
 
 
 def _source(store: HostStore) -> Tensor:
-    """Up to `PROBE_BYTES` of the largest master weights that devices read from the store's own memory."""
-    masters = [master for bundle in store.bundles for master in bundle.masters]
+    """Up to `PROBE_BYTES` of the largest device_weight weights that devices read from the store's own memory."""
+    masters = [device_weight for bundle in store.bundles for device_weight in bundle.device_weights]
     largest = max(masters, key=torch.Tensor.numel)
     return largest.view(torch.uint8)[:PROBE_BYTES]

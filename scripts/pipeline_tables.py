@@ -1,0 +1,328 @@
+"""The tables of docs/schedules.md and docs/planning.md, from simulation: a tool for maintainers.
+
+    python scripts/pipeline_tables.py            print them
+    python scripts/pipeline_tables.py --write    put them between their markers in the pages
+    python scripts/pipeline_tables.py --check    compare them with the pages; exit code 1 if one differs
+
+A table is between `<!-- table NAME -->` and `<!-- end -->`. Nothing in them is measured on this machine.
+"""
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from torchround.commands.plan_run import main as plan_run
+from torchround.pipeline.baselines import (
+    SCHEDULES,
+    ScheduleReport,
+    SimulationSetup,
+    measure_schedule,
+    simulate_schedule,
+)
+from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.memory import GIB, MemoryLimits
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.planner import make_plan
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "docs" / "schedules.md", ROOT / "docs" / "planning.md")
+MODELS = {
+    "Qwen3-1.7B": "qwen3_1.7b",
+    "Llama-3.1-8B": "llama3_8b",
+    "GPT-OSS-20B": "gpt_oss_20b",
+    "Qwen3-32B": "qwen3_32b",
+    "Qwen3-235B LoRA": "qwen3_235b_lora",
+}
+CONFIGS = ("qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_lora")
+DEVICES, MICRO_BATCHES, DEVICE_GIB = 8, 16, 24
+# The paper's batches in sequences of 2048 tokens, in micro-batches of four; the tokens/s that RoundPipe's authors measured on
+# RTX 4090s (fp16, everything recomputed), and the longest sequences that they trained on 24 GB.
+BATCHES, SEQUENCES, TOKENS = (512, 256, 128, 128, 64), 4, 2048
+MEASURED = {
+    ("async", 8): (65417, 24275, 18122, 5516, 1820),
+    ("sync", 8): (56489, 18888, 12549, 4164, 1592),
+    ("async", 1): (8881, 3142, 3022, 740, 480),
+}
+LONGEST = ("73K", "49K", "39K", "28K", "31K")
+BOUND = [name for name in SCHEDULES if not name.startswith("roundpipe")]
+ROUNDPIPE = ["roundpipe_sync", "roundpipe_async"]
+
+# RoundPipe's artifact: layers per virtual stage of the bound schedules, the head one more in the last; then
+# RoundPipe's forward and backward stages, its fused stage the head alone. Bubbles: its figure 15, in %.
+FLAT = ([3, 3, 4, 4, 4, 4, 4, 2], [4] * 8, [3] * 8, [8] * 8, [11, *[12] * 6, 11])
+LOOPED = ([1] * 18 + [2] * 5 + [0], [1] * 32, [1] * 24, [1] * 64, [0, *[1] * 94, 0])
+DISPATCHED = (
+    ([7] * 4, [3] * 8 + [2, 2]),
+    ([5] * 4 + [6, 6], [2] * 16),
+    ([4] + [5] * 4, [1] * 24),
+    ([2, 2] + [3] * 20, [1] * 64),
+    ([2] * 47, [1] * 94),
+)
+PUBLISHED = {
+    "gpipe": (36.13, 42.08, 41.73, 34.88, 31.18),
+    "1f1b": (35.19, 42.08, 41.73, 34.88, 31.21),
+    "interleaved_1f1b": (27.75, 30.64, 30.94, 15.15, 5.96),
+    "looped_bfs": (25.01, 29.20, 30.39, 13.68, 4.39),
+    "roundpipe_sync": (19.07, 14.28, 13.98, 6.67, 3.29),
+    "roundpipe_async": (4.05, 1.29, 3.30, 2.65, 0.98),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print, write or check the tables. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", action="store_true", help="put the tables into the pages")
+    action.add_argument("--check", action="store_true", help="compare the tables with the pages")
+    options = parser.parse_args(arguments)
+    if not (options.write or options.check):
+        print("\n\n".join(table() for table in TABLES.values()))
+        return 0
+    stale = []
+    for path in PAGES:
+        page = path.read_text(encoding="utf-8")
+        for name in tables_in(page):
+            table = TABLES[name]()
+            if table != table_in(page, name):
+                stale.append(f"{path.name}: {name}")
+            page = with_table(page, name, table)
+        if options.write:
+            path.write_text(page, encoding="utf-8")
+    if options.check and stale:
+        print("stale tables, to be renewed with --write: " + ", ".join(stale), file=sys.stderr)
+        return 1
+    return 0
+
+
+def tables_in(page: str) -> list[str]:
+    """List the names of the page's tables."""
+    return re.findall(r"^<!-- table (\S+) -->$", page, flags=re.MULTILINE)
+
+
+def table_in(page: str, name: str) -> str:
+    """Return a table as the page shows it."""
+    return page.partition(f"<!-- table {name} -->\n")[2].partition("\n<!-- end -->")[0]
+
+
+def with_table(page: str, name: str, table: str) -> str:
+    """Return the page with another table between the markers."""
+    before, marker, rest = page.partition(f"<!-- table {name} -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    if not marker or not end:
+        raise ValueError(f"the page has no place for the table {name}")
+    return before + marker + table + "\n" + end + after
+
+
+def published_table() -> str:
+    """Compare bubbles in % with the published partitions: published, then simulated here."""
+    rows = []
+    for name, figures in PUBLISHED.items():
+        cells = [
+            f"{figure:.2f} / {100 * published(name, model).bubble:.2f}"
+            for model, figure in enumerate(figures)
+        ]
+        rows.append([f"`{name}`", *cells])
+    return markdown(["published / ours", *MODELS], rows)
+
+
+def published(name: str, model: int) -> ScheduleReport:
+    """Simulate one schedule with the partition that it was published with."""
+    costs = published_costs(list(MODELS.values())[model])
+    if name in ROUNDPIPE:
+        forward, backward = DISPATCHED[model]
+        partition = Partition.from_lists(forward, 1, backward)
+        return measure_schedule(
+            SCHEDULES[name](SimulationSetup(costs, DEVICES, MICRO_BATCHES, partition=partition))
+        )
+    stages = list((LOOPED if name in ("interleaved_1f1b", "looped_bfs") else FLAT)[model])
+    stages[-1] += 1
+    return measure_schedule(
+        SCHEDULES[name](SimulationSetup(costs, DEVICES, MICRO_BATCHES, stages=tuple(stages)))
+    )
+
+
+def bound_table() -> str:
+    """Compare all schedules with bound stages on the published layer times, partitioned by us."""
+    return compared_table(BOUND)
+
+
+def roundpipe_table() -> str:
+    """Show RoundPipe's plans on the same layer times, in one round and within a card's memory."""
+    return compared_table(ROUNDPIPE)
+
+
+def compared_table(names: Sequence[str]) -> str:
+    """Show bubbles in % per model; for the 8B model also step time, activations, drift and transfers."""
+    rows = []
+    for name in names:
+        reports = {model: compared(name, model) for model in MODELS}
+        bubbles = [f"{100 * result.bubble:.1f}" for result in reports.values()]
+        rows.append([f"`{name}`", *bubbles, *other_cells(reports["Llama-3.1-8B"])])
+    return markdown(["bubble, %", *MODELS, "8B: ms / step", "GiB", "drift", "GB / step"], rows)
+
+
+def other_cells(result: ScheduleReport) -> list[str]:
+    """Format step time, most activations on a device, drift, and bytes moved per step."""
+    memory = max(result.peak_activation_bytes) / GIB
+    step_ms, moved_gb = result.makespan_s * 1e3, result.moved_bytes / 1e9
+    return [f"{step_ms:.0f}", f"{memory:.1f}", f"{result.drift}", f"{moved_gb:.0f}"]
+
+
+def compared(name: str, model: str) -> ScheduleReport:
+    """Simulate a schedule on a model's published costs, partitioned by us, with 24 GiB for RoundPipe's plan."""
+    return simulate_schedule(name, fair_setting(MODELS[model]))
+
+
+def fair_setting(file: str) -> SimulationSetup:
+    """Set up the published costs within 24 GiB, and one round for RoundPipe."""
+    limits = MemoryLimits(device_bytes=DEVICE_GIB * GIB)
+    return SimulationSetup(published_costs(file), DEVICES, MICRO_BATCHES, rounds=1, limits=limits)
+
+
+def pipeoffload_table(devices: int = 8, chunks: int = 4, micro_batches: int = 32) -> str:
+    """Simulate PipeOffload's Table 1 for equal chunks with T_F = T_B = T_W = 1: formula, then simulation."""
+    d, v = devices, chunks
+    model = d * v
+    formulas = {
+        "1f1b": (f"{model}", f"{v * (d - 1) * 3}"),
+        "interleaved_1f1b": (f"{model + d - 1}", f"{(d - 1) * 3}"),
+        "gis": (f"{model}", f"{(d - 1) * 2}"),
+        "gis_h": (f"{(v + 1) * d // 2}", f"{(d - 1) * 2 + (v - 1) * d // 2}"),
+        "po_h": (f"about {(v + 2) * d / 8:.0f}", f"< {v * (d - 1) * 3}"),
+        "po_f": ("constant", f"< {v * (d - 1) * 3}"),
+    }
+    rows = []
+    for name, (memory, bubble) in formulas.items():
+        result = equal_chunks(name, devices, chunks, micro_batches)
+        lost = result.makespan_s - 3 * micro_batches * chunks
+        rows.append([f"`{name}`", memory, f"{max(result.peak_activation_bytes)}", bubble, f"{lost:g}"])
+    return markdown(["", "chunks kept: formula", "simulated", "bubble: formula", "simulated"], rows)
+
+
+def paci_table(devices: int = 8, micro_batches: int = 8) -> str:
+    """Show the drift of PACI by its accumulation factor, and of asynchronous 1F1B, with equal stages."""
+    rows = []
+    for accumulate in (1, 2, 4, 8):
+        result = equal_chunks("paci", devices, 1, micro_batches, accumulate=accumulate)
+        bound = -(-(devices - 1) // accumulate)
+        rows.append(
+            [f"`paci`, a = {accumulate}", f"{bound}", f"{result.drift}", f"{100 * result.bubble:.1f}"]
+        )
+    result = equal_chunks("async_1f1b", devices, 1, micro_batches)
+    rows.append(["`async_1f1b`", f"{devices - 1}", f"{result.drift}", f"{100 * result.bubble:.1f}"])
+    flush = equal_chunks("1f1b", devices, 1, micro_batches)
+    rows.append(["`1f1b` (flush)", "0", f"{flush.drift}", f"{100 * flush.bubble:.1f}"])
+    return markdown(["8 equal stages, 8 micro-batches", "drift: bound", "measured", "bubble, %"], rows)
+
+
+def equal_chunks(name: str, devices: int, chunks: int, micro_batches: int, **fields: int) -> ScheduleReport:
+    """Simulate chunks of one layer: forward 1 s, backward 2 s, one byte kept, nothing recomputed."""
+    layers = tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=1) for i in range(devices * chunks))
+    setting = SimulationSetup(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)
+    return measure_schedule(SCHEDULES[name](setting))
+
+
+def planned_table() -> str:
+    """Show the bubbles of our plans in one round: within a card's memory first, then what no limit would take."""
+    rows = []
+    for update, published_name in (("sync", "roundpipe_sync"), ("async", "roundpipe_async")):
+        plans = [planned(file, update, DEVICE_GIB) for file in MODELS.values()]
+        rows.append([f"`{update}`, published", *(f"{figure:.2f}" for figure in PUBLISHED[published_name])])
+        rows.append(
+            [f"`{update}` within {DEVICE_GIB} GiB per card", *(percent(plan.bubble) for plan in plans)]
+        )
+        above = [percent(plan.step_s / plan.lower_bound_s - 1) for plan in plans]
+        rows.append(["step above the lower bound", *above])
+    for update in ("sync", "async"):
+        plans = [planned(file, update, None) for file in MODELS.values()]
+        cells = [f"{percent(plan.bubble)} ({plan.device_bytes / GIB:.0f} GiB)" for plan in plans]
+        rows.append([f"`{update}`, no limit (needed per card)", *cells])
+    return markdown(["bubble, %", *MODELS], rows)
+
+
+def planned(file: str, update: str, device_gib: int | None) -> Plan:
+    """Plan a model's published layer times in one round."""
+    limits = MemoryLimits(device_bytes=None if device_gib is None else device_gib * GIB)
+    return make_plan(published_costs(file), DEVICES, MICRO_BATCHES, update, 1, limits)
+
+
+def percent(share: float) -> str:
+    """Format a share; a tiny negative one is rounding."""
+    return f"{100 * max(share, 0.0):.2f}"
+
+
+def throughput_table() -> str:
+    """Compare predicted and measured tokens/s with the paper's batches, in one round and within a card's memory."""
+    rows = []
+    for (update, devices), measured in MEASURED.items():
+        predicted = [tokens_per_s(model, update, devices) for model in range(len(MODELS))]
+        cards = f"{devices} x RTX 4090"
+        rows.append([f"{cards}, `{update}`, predicted", *(f"{rate:.0f}" for rate in predicted)])
+        shares = zip(measured, predicted, strict=True)
+        cells = [f"{rate} ({rate / ours:.2f})" for rate, ours in shares]
+        rows.append([f"{cards}, RoundPipe `{update}`, measured", *cells])
+    return markdown(["tokens/s", *MODELS], rows)
+
+
+def tokens_per_s(model: int, update: str, devices: int) -> float:
+    """Predict the tokens/s of a model's plan with the paper's batch."""
+    costs, batch = published_costs(list(MODELS.values())[model]), BATCHES[model]
+    limits = MemoryLimits(device_bytes=DEVICE_GIB * GIB)
+    return batch * TOKENS / make_plan(costs, devices, batch // SEQUENCES, update, 1, limits).step_s
+
+
+def longest_table() -> str:
+    """Ask the plan command for the longest sequence of each of the paper's configs."""
+    predicted = [f"{longest_tokens(config)}" for config in CONFIGS]
+    return markdown(["tokens", *MODELS], [["predicted", *predicted], ["published", *LONGEST]])
+
+
+def longest_tokens(config: str) -> int:
+    """Run `scripts/plan.py` with a config on eight RTX 4090s and read its last line."""
+    output = io.StringIO()
+    arguments = ["--config", str(ROOT / "configs" / f"{config}.toml"), "--device", "rtx4090"]
+    with contextlib.redirect_stdout(output):
+        plan_run([*arguments, "--num-devices", "8", "--host-memory-gib", "800"])
+    # The console wraps lines, so the text is joined before the search.
+    found = re.search(r"longest sequence that fits.*?: ([\d,]+) tokens", " ".join(output.getvalue().split()))
+    assert found, f"the plan of {config} says nothing of the longest sequence"
+    return int(found[1].replace(",", ""))
+
+
+def published_costs(file: str) -> Costs:
+    """Read the layer times measured by RoundPipe's authors, with bytes counted from the model's shapes."""
+    return Costs.from_json((ROOT / "docs" / "costs" / f"rtx4090_{file}.json").read_text(encoding="utf-8"))
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a table with numbers to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {
+        "published": published_table,
+        "bound": bound_table,
+        "roundpipe": roundpipe_table,
+        "pipeoffload": pipeoffload_table,
+        "paci": paci_table,
+        "planned": planned_table,
+        "throughput": throughput_table,
+        "longest": longest_table,
+    }
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""The order in which a device worker enqueues transfers and computation, and the memory that its computation holds.
+
+Nothing here measures time: what is checked is what the worker enqueued, in which order, and what waits for what.
+"""
+
+import threading
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train, watched
+from torchround.engine.board import Board
+from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
+from torchround.engine.worker.activation_transfers import BOUNDARY_GRADIENT
+from torchround.engine.worker.device_worker import DeviceWorker
+from torchround.pipeline.timeline import TaskKind
+
+MICRO_BATCHES = 4
+PARTITION = PARTITIONS["one layer a stage"]
+
+
+class ClockedEvent:
+    """An event that knows how many operations of each stream come before it."""
+
+    def __init__(self, inner, clock):
+        self.inner, self.clock = inner, clock
+        self.synchronize, self.query = inner.synchronize, inner.query
+
+
+class Copy:
+    """A copy, the window and stage job it belongs to, and what was enqueued before it and is ordered before it."""
+
+    def __init__(self, stream, nbytes, window, enqueued, ordered):
+        self.stream, self.nbytes, self.window = stream, nbytes, window
+        self.enqueued, self.ordered = Counter(enqueued), Counter(ordered)
+
+
+class TransferOrder(DeviceWatcher):
+    """All copies of one device. Nothing runs before every stage job is `dispatched`, so each window finds the next."""
+
+    def __init__(self):
+        self.dispatched = threading.Event()
+        self.window = None
+        self.copies = []
+        self._enqueued = Counter()
+        self._ordered = defaultdict(Counter)
+
+    def begins(self, device, stream, reads, writes, copied_bytes):
+        assert self.dispatched.wait(60)
+        if copied_bytes:
+            self.copies.append(Copy(stream, copied_bytes, self.window, self._enqueued, self._ordered[stream]))
+        self._enqueued[stream] += 1
+        self._ordered[stream][stream] += 1
+
+    def recorded(self, device, stream, event):
+        return ClockedEvent(event, self._ordered[stream].copy())
+
+    def waits(self, device, stream, event):
+        if not isinstance(event, ClockedEvent):
+            return event
+        self._ordered[stream] |= event.clock
+        return event.inner
+
+
+@pytest.fixture
+def copies_in_windows(monkeypatch):
+    """Copies that one device makes in the transfer windows of one step. A window is (stage job, windows left)."""
+    order, advance, jobs = TransferOrder(), DeviceWorker._advance_transfers, Counter()
+
+    def in_window(worker, remaining, window):
+        if remaining == MICRO_BATCHES:
+            jobs["begun"] += 1
+        order.window = (jobs["begun"] - 1, remaining)
+        advance(worker, remaining, window)
+        order.window = None
+
+    monkeypatch.setattr(DeviceWorker, "_advance_transfers", in_window)
+    model = toy_model()
+    with toy_engine(
+        model, toy_store(model), PARTITION, 1, wrap=lambda device: watched(device, order)
+    ) as engine:
+        engine.forward_backward(toy_batches(1, MICRO_BATCHES)[0])
+        order.dispatched.set()
+        engine.step(1e-2)
+        engine.drain()
+    return [copy for copy in order.copies if copy.window is not None]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "activations"),
+    [
+        (Stream.WEIGHT_UPLOAD, Stream.ACTIVATION_UPLOAD),
+        (Stream.GRADIENT_DOWNLOAD, Stream.ACTIVATION_DOWNLOAD),
+    ],
+    ids=["weights", "gradients"],
+)
+def test_each_chunk_queues_behind_the_activations_already_on_their_way(
+    copies_in_windows, chunks, activations
+):
+    found = [copy for copy in copies_in_windows if copy.stream is chunks]
+    assert len({copy.enqueued[activations] for copy in found}) > 2 * MICRO_BATCHES
+    for copy in found:
+        assert copy.ordered[activations] == copy.enqueued[activations], copy.window
+
+
+@pytest.mark.parametrize("stream", [Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD])
+def test_a_stage_is_moved_in_equal_chunks_one_in_each_window(copies_in_windows, stream):
+    """The weights of the next stage, in every stage but the last; gradients of the last one, after the fused stage."""
+    moved = defaultdict(Counter)
+    for copy in copies_in_windows:
+        if copy.stream is stream:
+            job, remaining = copy.window
+            moved[job][remaining] += copy.nbytes // 4
+    stages = len(PARTITION.stages())
+    first = 0 if stream is Stream.WEIGHT_UPLOAD else len(PARTITION.forward) + 1
+    assert sorted(moved) == list(range(first, stages - (stream is Stream.WEIGHT_UPLOAD)))
+    for chunks in moved.values():
+        assert set(chunks) == set(range(1, MICRO_BATCHES + 1)), "a window without a chunk"
+        assert max(chunks.values()) - min(chunks.values()) <= 1
+
+
+def test_a_recomputation_is_enqueued_before_its_incoming_gradient_is_waited_for(monkeypatch):
+    done, wait, compute = defaultdict(list), Board.wait, DeviceWorker._compute
+
+    def waiting(board, key, *arguments):
+        if key.kind is BOUNDARY_GRADIENT:
+            done[threading.current_thread().name].append(("gradient", key.key[-1]))
+        return wait(board, key, *arguments)
+
+    def computing(worker, kind, *arguments, **options):
+        if kind is TaskKind.RECOMPUTE:
+            done[threading.current_thread().name].append(("recomputation", worker.state()[1]))
+        return compute(worker, kind, *arguments, **options)
+
+    monkeypatch.setattr(Board, "wait", waiting)
+    monkeypatch.setattr(DeviceWorker, "_compute", computing)
+    model = toy_model()
+    with toy_engine(model, toy_store(model), PARTITION, 3) as engine:
+        train(engine, toy_batches(1, MICRO_BATCHES))
+    pairs = [pair for steps in done.values() for pair in zip(steps[::2], steps[1::2], strict=True)]
+    assert len(pairs) == len(PARTITION.backward) * MICRO_BATCHES
+    for (first, m), (second, waited_for) in pairs:
+        assert (first, second) == ("recomputation", "gradient") and m == waited_for
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of results that were alive at once, beside the engine's own buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self._storages = {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        before = {tensor.untyped_storage()._cdata for tensor in arguments if isinstance(tensor, torch.Tensor)}
+        result = function(*arguments, **(options or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in before:
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._storages = {k: (ref, size) for k, (ref, size) in self._storages.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+        return result
+
+
+class CountingDevice(CpuDevice):
+    """Counts what its computation holds at once."""
+
+    def __init__(self):
+        super().__init__(0)
+        self.live = LiveBytes()
+
+    def _run(self, stream, work):
+        with self.live:
+            return super()._run(stream, work)
+
+
+@pytest.mark.parametrize("partition", ["one stage", "backward coarser"])
+def test_layerwise_recomputation_holds_the_activations_of_one_layer_instead_of_a_stage(partition):
+    peaks = {}
+    for layerwise in (False, True):
+        device, model = CountingDevice(), toy_model()
+        with toy_engine(
+            model,
+            toy_store(model),
+            PARTITIONS[partition],
+            1,
+            wrap=lambda _, device=device: device,
+            layerwise_recompute=layerwise,
+        ) as engine:
+            train(engine, toy_batches(1, MICRO_BATCHES))
+        peaks[layerwise] = device.live.peak
+    # Stages of 5 and 4 blocks; beside one block's activations, inputs of the others and gradients are held.
+    assert peaks[True] < 0.6 * peaks[False], peaks

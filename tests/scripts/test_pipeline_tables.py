@@ -1,0 +1,61 @@
+"""The pages on schedules and planning show the tables that simulation gives, and the commands for pictures run."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from scripts import pipeline_tables
+from torchround.commands.simulate_schedules import main
+
+SCHEDULES_PAGE = pipeline_tables.PAGES[0]
+PAGE = SCHEDULES_PAGE.read_text(encoding="utf-8")
+PICTURES = re.findall(r"^python scripts/simulate\.py (.*--plot (\S+))$", PAGE, flags=re.MULTILINE)
+SHOWN = [
+    pytest.param(path, name, id=name)
+    for path in pipeline_tables.PAGES
+    for name in pipeline_tables.tables_in(path.read_text(encoding="utf-8"))
+]
+
+
+def test_the_pages_have_a_place_for_each_table() -> None:
+    assert sorted(parameters.values[1] for parameters in SHOWN) == sorted(pipeline_tables.TABLES)
+
+
+@pytest.mark.parametrize(("path", "name"), SHOWN)
+def test_a_table_in_a_page_is_what_simulation_gives(path: Path, name: str) -> None:
+    page = path.read_text(encoding="utf-8")
+    table = pipeline_tables.TABLES[name]()
+    assert pipeline_tables.table_in(page, name) == table
+    assert pipeline_tables.with_table(page, name, table) == page
+
+
+def test_the_check_names_a_stale_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table paci -->\n| old |\n<!-- end -->\n", encoding="utf-8")
+    monkeypatch.setattr(pipeline_tables, "PAGES", (page,))
+    assert pipeline_tables.main(["--check"]) == 1
+    assert "page.md: paci" in capsys.readouterr().err
+    assert pipeline_tables.main(["--write"]) == 0
+    assert pipeline_tables.main(["--check"]) == 0
+
+
+def test_every_picture_of_the_page_exists_and_has_its_command() -> None:
+    shown = set(re.findall(r"\]\(images/(\S+)\)", PAGE))
+    assert shown == {name for _, name in PICTURES}
+    assert all((SCHEDULES_PAGE.parent / "images" / name).is_file() for name in shown)
+
+
+@pytest.mark.parametrize("command", [command for command, name in PICTURES if name != "roundpipe.png"])
+def test_a_command_for_a_picture_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(pipeline_tables.ROOT)
+    monkeypatch.syspath_prepend(str(pipeline_tables.ROOT / "scripts"))
+    words = shlex.split(command)
+    words[-1] = str(tmp_path / words[-1])
+    drawable = importlib.util.find_spec("matplotlib") is not None
+    assert main(words if drawable else words[:-2]) == 0
+    assert not drawable or Path(words[-1]).stat().st_size > 10_000

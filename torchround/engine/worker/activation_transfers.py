@@ -1,0 +1,159 @@
+"""Activations on their way: from the host to a device's slots, and from the device back to the host.
+
+A boundary activation is kept in a pool buffer on the host, from the stage that made it to the last stage that reads it.
+"""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from torchround.engine.board import Board, HandOver, HandOverKey
+from torchround.engine.device import Device, Event, Stream
+from torchround.engine.store.host_memory import HostBuffer, HostPool
+from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, aligned, as_hidden, fill
+from torchround.layer import Hidden, MicroBatch
+
+LOSS_BYTES = 4
+
+
+class Boundary:
+    """Tensors between two stages, on the host. They are valid after `landed`; the last reader gives them back.
+
+    `facts` go with a micro-batch's integers (`MicroBatch.facts`).
+    """
+
+    def __init__(
+        self,
+        buffer: HostBuffer,
+        packing: Packing,
+        landed: Event,
+        readers: int,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.packing = packing
+        self.facts = facts or {}
+        self.landed = landed
+        self.memory = buffer.memory
+        self._buffer = buffer
+        self._readers = readers
+        self._reads: list[Event] = []
+        self._lock = threading.Lock()
+
+    def read(self, event: Event, pool: HostPool) -> None:
+        """Note that one reader's read ends at `event`."""
+        with self._lock:
+            self._reads.append(event)
+            last = len(self._reads) == self._readers
+        if last:
+            pool.give(self._buffer, self._reads)
+
+
+BOUNDARY = HandOver[Boundary]("the input of layer {1} for micro-batch {2} of pass {0}")
+BOUNDARY_GRADIENT = HandOver[Boundary]("the gradient of layer {1}'s input for micro-batch {2} of pass {0}")
+LOSS = HandOver[Boundary]("the loss of micro-batch {1} of pass {0}")
+
+
+@dataclass(frozen=True)
+class StagingSizes:
+    """Bytes of the largest boundary and of the largest micro-batch's integers, and micro-batches in a round."""
+
+    boundary_bytes: int
+    integer_bytes: int
+    micro_batches: int
+    training: bool
+
+
+class ActivationTransfers:
+    """The transfers of one device's activations. Uploaded tensors are valid until `release`, on the compute stream."""
+
+    def __init__(self, device: Device, board: Board, pool: HostPool) -> None:
+        self._device = device
+        self._board = board
+        self._pool = pool
+        self._hidden_in, self._gradients_in, self._out = SlotRing(device), SlotRing(device), SlotRing(device)
+        # By position in the round: space for a micro-batch's integers, and the micro-batch whose integers it holds.
+        self._integers = SlotRing(device, depth=0)
+        self._micro_batches: dict[int, tuple[Boundary, MicroBatch]] = {}
+        self._prepared: set[StagingSizes] = set()
+        self._stage_end: Event | None = None
+
+    def prepare(self, sizes: StagingSizes) -> None:
+        """Allocate now everything that passes of these sizes need, instead of each buffer at its first use."""
+        if sizes in self._prepared:
+            return
+        self._prepared.add(sizes)
+        for position in range(sizes.micro_batches):
+            self._integers.at(position, sizes.integer_bytes)
+        if sizes.boundary_bytes:
+            self._hidden_in.reserve(sizes.boundary_bytes)
+            if sizes.training:
+                self._gradients_in.reserve(sizes.boundary_bytes)
+        self._out.reserve(max(sizes.boundary_bytes, aligned(LOSS_BYTES)))
+
+    def bring_micro_batch(self, boundary: Boundary, position: int) -> tuple[MicroBatch, DeviceSlot]:
+        """Upload a micro-batch's integers, once per round: later stages of the round on this device find them there.
+
+        `position` is the micro-batch's position in its round.
+        """
+        slot = self._integers.at(position, boundary.memory.numel())
+        cached = self._micro_batches.get(position)
+        if cached is not None and cached[0] is boundary:
+            return cached[1], slot
+        # Only stages of earlier rounds read the micro-batch that was here, and all of those are enqueued.
+        slot.released = self._stage_end
+        micro_batch = MicroBatch(*self._upload(boundary, slot), **boundary.facts)
+        self._micro_batches[position] = (boundary, micro_batch)
+        return micro_batch, slot
+
+    def end_stage(self) -> None:
+        """Note that all computation of a stage is enqueued."""
+        self._stage_end = self._device.record(Stream.COMPUTE)
+
+    def bring_hidden(self, boundary: Boundary) -> tuple[Hidden, DeviceSlot]:
+        """Upload the input of a stage."""
+        slot = self._hidden_in.next(boundary.memory.numel())
+        return as_hidden(self._upload(boundary, slot), boundary.packing.single), slot
+
+    def bring_gradients(self, boundary: Boundary) -> tuple[tuple[Tensor, ...], DeviceSlot]:
+        """Upload the gradients of a stage's output."""
+        slot = self._gradients_in.next(boundary.memory.numel())
+        return self._upload(boundary, slot), slot
+
+    def release(self, slot: DeviceSlot | None) -> None:
+        """Note that the computation enqueued so far is the last that reads `slot`."""
+        if slot is not None:
+            slot.released = self._device.record(Stream.COMPUTE)
+
+    def send(self, key: HandOverKey[Boundary], hidden: Hidden, readers: int) -> None:
+        """Copy tensors to the host and post them under `key` for `readers` readers."""
+        device, packing = self._device, Packing.of(hidden)
+        slot = self._out.next(packing.nbytes)
+        if slot.released is not None:
+            device.wait(Stream.COMPUTE, slot.released)
+        # Packed into a slot on the compute stream: the tensors belong to PyTorch's allocator, which may give their
+        # memory to the next computation while a copy on another stream still reads it.
+        device.run(Stream.COMPUTE, lambda: fill(slot.views(packing), hidden), writes=[slot.memory])
+        device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))
+        buffer = self._pool.take(packing.nbytes)
+        # Devices that used the buffer for something else may still read it.
+        for event in buffer.busy:
+            device.wait(Stream.ACTIVATION_DOWNLOAD, event)
+        device.copy(Stream.ACTIVATION_DOWNLOAD, buffer.memory, slot.memory[: packing.nbytes])
+        landed = slot.released = device.record(Stream.ACTIVATION_DOWNLOAD)
+        # Posted when enqueued, not when landed: the reader's stream waits for `landed`, its thread for nothing.
+        self._board.post(key, Boundary(buffer, packing, landed, readers))
+
+    def _upload(self, boundary: Boundary, slot: DeviceSlot) -> tuple[Tensor, ...]:
+        device, nbytes = self._device, boundary.memory.numel()
+        if slot.released is not None:
+            device.wait(Stream.ACTIVATION_UPLOAD, slot.released)
+        device.wait(Stream.ACTIVATION_UPLOAD, boundary.landed)
+        device.copy(Stream.ACTIVATION_UPLOAD, slot.memory[:nbytes], boundary.memory)
+        uploaded = device.record(Stream.ACTIVATION_UPLOAD)
+        device.wait(Stream.COMPUTE, uploaded)
+        # As soon as the copy is enqueued: the next writer of the buffer waits for `uploaded`, not for this stage.
+        boundary.read(uploaded, self._pool)
+        return slot.views(boundary.packing)

@@ -1,0 +1,222 @@
+"""Chunked transfers of weights and gradients between device slots and the host store.
+
+Transfers advance by one equal chunk in each transfer window, which is one micro-batch of a stage (RoundPipe paper,
+section 4.2). The bundle is the unit of every ordering rule: it is complete, uploaded or consumed as a whole.
+"""
+
+import time
+
+from torch import Tensor
+
+from torchround.engine.device import Device, Event, Stream
+from torchround.engine.ordering import Ordering
+from torchround.engine.store.host_memory import HostBuffer, HostPool
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker.slots import DeviceSlot, SlotRange, StageLayout
+from torchround.pipeline.memory import ROUNDING_ELEMENTS
+
+
+class WeightUpload:
+    """The upload of one stage's weights into a slot.
+
+    `slot_number` is the number of the stage slot that needs them. `waited_s` is the host time spent waiting for the
+    optimizer to complete them.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        store: HostStore,
+        ordering: Ordering,
+        slot: DeviceSlot,
+        layout: StageLayout,
+        version: int,
+        slot_number: int,
+    ) -> None:
+        self.slot = slot
+        self.layout = layout
+        self.waited_s = 0.0
+        self._device = device
+        self._store = store
+        self._ordering = ordering
+        self._version = version
+        self._slot_number = slot_number
+        self._next_range = 0
+        self._done_elements = 0  # of the next range
+        # The stage before last may still compute with what the slot holds.
+        if slot.released is not None:
+            device.wait(Stream.WEIGHT_UPLOAD, slot.released)
+
+    def advance(self, numel: int) -> None:
+        """Enqueue up to `numel` elements. Stops at a bundle whose version is not complete yet."""
+        while numel > 0 and self.may_advance:
+            numel -= self._enqueue(numel)
+
+    def finish(self) -> Event:
+        """Enqueue the rest, waiting for versions if needed. Returns the event after which the slot is filled."""
+        while not self.complete:
+            self._enqueue(self.layout.weight_numel)
+        return self._device.record(Stream.WEIGHT_UPLOAD)
+
+    @property
+    def remaining(self) -> int:
+        """Count the elements that are not enqueued yet."""
+        return sum(part.numel for part in self.layout.weights[self._next_range :]) - self._done_elements
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is enqueued."""
+        return self._next_range == len(self.layout.weights)
+
+    @property
+    def may_advance(self) -> bool:
+        """Whether `advance` would enqueue anything."""
+        if self.complete:
+            return False
+        bundle = self._store.bundles[self.layout.weights[self._next_range].bundle]
+        return not bundle.trainable or self._ordering.may_upload(bundle.index, self._version)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether `finish` would have to wait for the optimizer."""
+        return not self.complete and not all(
+            self._ordering.may_upload(part.bundle, self._version)
+            for part in self.layout.weights[self._next_range :]
+            if self._store.bundles[part.bundle].trainable
+        )
+
+    def _enqueue(self, numel: int) -> int:
+        part = self.layout.weights[self._next_range]
+        bundle = self._store.bundles[part.bundle]
+        # Rule 2 once per bundle: when its first chunk may go, so may the others. Frozen weights have one version.
+        if bundle.trainable and self._done_elements == 0:
+            start_s = time.perf_counter()
+            self._ordering.before_upload(bundle.index, self._version)
+            self.waited_s += time.perf_counter() - start_s
+        start, stop = self._done_elements, min(self._done_elements + numel, part.numel)
+        # Several sources if the weights are mapped from files, one tensor each.
+        for source in bundle.sources(self._version, start, stop):
+            target = self.slot.memory[part.start + source.start :][: source.memory.numel()]
+            self._device.copy(Stream.WEIGHT_UPLOAD, target, source.memory)
+        self._done_elements = stop
+        if stop == part.numel:
+            self._next_range, self._done_elements = self._next_range + 1, 0
+            # Posted per bundle, not per stage: the optimizer may overwrite this version as soon as it has gone up.
+            if bundle.trainable:
+                use = upload_use(self._slot_number, part.layer)
+                event = self._device.record(Stream.WEIGHT_UPLOAD)
+                self._ordering.uploaded(bundle.index, self._version, use, event)
+        return stop - start
+
+
+def upload_use(slot_number: int, layer: int) -> int:
+    """Number the upload of a bundle by a stage slot on behalf of `layer`, uniquely in a run."""
+    return slot_number * 2**20 + layer
+
+
+class GradientDownload:
+    """The download of one stage's gradients from a slot to the host store, rounded to the store's gradient dtype.
+
+    `contribution` gives, by layer and bundle, which part of the step's gradient they are. `rounding` is device memory
+    for rounded elements, None if slots have the store's gradient dtype.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        store: HostStore,
+        ordering: Ordering,
+        pool: HostPool,
+        rounding: Tensor | None,
+        slot: DeviceSlot,
+        layout: StageLayout,
+        step: int,
+        contribution: dict[tuple[int, int], int],
+    ) -> None:
+        self._device = device
+        self._store = store
+        self._ordering = ordering
+        self._pool = pool
+        self._rounding = rounding
+        self._slot = slot
+        self._layout = layout
+        self._step = step
+        self._contribution = contribution
+        self._next_range = 0
+        self._done_elements = 0  # of the next range
+        self._landing: tuple[Tensor, HostBuffer | None] | None = None
+        # The stage's last backward must have added to the slot.
+        device.wait(Stream.GRADIENT_DOWNLOAD, device.record(Stream.COMPUTE))
+
+    def advance(self, numel: int) -> None:
+        """Enqueue up to `numel` elements. Stops at a gradient whose buffer the optimizer still reads."""
+        while numel > 0 and not self.complete and self._may_download():
+            numel -= self._enqueue(numel)
+
+    def finish(self) -> None:
+        """Enqueue the rest, waiting for the optimizer if needed, and release the slot."""
+        while not self.complete:
+            self._enqueue(self._layout.gradient_numel)
+        self._slot.released = self._device.record(Stream.GRADIENT_DOWNLOAD)
+
+    @property
+    def remaining(self) -> int:
+        """Count the elements that are not enqueued yet."""
+        return sum(part.numel for part in self._layout.gradients[self._next_range :]) - self._done_elements
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is enqueued."""
+        return self._next_range == len(self._layout.gradients)
+
+    def _may_download(self) -> bool:
+        part = self._layout.gradients[self._next_range]
+        return self._ordering.may_write_gradient(part.bundle, self._step, self._previous_part(part))
+
+    def _enqueue(self, numel: int) -> int:
+        part = self._layout.gradients[self._next_range]
+        if self._landing is None:
+            self._landing = self._open_landing(part)
+        target, buffer = self._landing
+        start = self._done_elements
+        stop = min(start + min(numel, ROUNDING_ELEMENTS), part.numel)  # the rounding space holds no more
+        self._copy(target[start:stop], self._slot.memory[part.start + start : part.start + stop])
+        self._done_elements = stop
+        if stop == part.numel:
+            event = self._device.record(Stream.GRADIENT_DOWNLOAD)
+            contribution = self._contribution[part.layer, part.bundle]
+            self._ordering.gradient_landed(part.bundle, self._step, contribution, event, buffer)
+            self._next_range, self._done_elements, self._landing = self._next_range + 1, 0, None
+        return stop - start
+
+    def _open_landing(self, part: SlotRange) -> tuple[Tensor, HostBuffer | None]:
+        """Return where a part goes: the bundle's gradient if the part is the whole sum, otherwise a pool buffer.
+
+        There is one such buffer for each use of a bundle, because rule 4 holds back the next round's part.
+        """
+        bundle = self._store.bundles[part.bundle]
+        assert bundle.gradient is not None, f"bundle {part.bundle} has no gradient buffer"
+        self._ordering.before_gradient_write(part.bundle, self._step, self._previous_part(part))
+        if not bundle.adds_up:
+            return bundle.gradient, None
+        buffer = self._pool.take(part.numel * self._store.gradient_dtype.itemsize)
+        # Devices that used the buffer for other things may still read it.
+        for event in buffer.busy:
+            self._device.wait(Stream.GRADIENT_DOWNLOAD, event)
+        return buffer.memory.view(self._store.gradient_dtype), buffer
+
+    def _previous_part(self, part: SlotRange) -> int:
+        """Return the index of the previous round's contribution to this gradient; negative in the first round."""
+        return self._contribution[part.layer, part.bundle] - len(self._store.bundles[part.bundle].layers)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        if self._rounding is None:
+            self._device.copy(Stream.GRADIENT_DOWNLOAD, target, source)
+            return
+        # Rounded before the copy, so that fewer bytes cross the link. Both are in one stream: the next chunk's rounding
+        # starts only after this chunk has left the rounding space.
+        rounded = self._rounding[: source.numel()]
+        self._device.run(
+            Stream.GRADIENT_DOWNLOAD, lambda: rounded.copy_(source), reads=[source], writes=[rounded]
+        )
+        self._device.copy(Stream.GRADIENT_DOWNLOAD, target, rounded)
