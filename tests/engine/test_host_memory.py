@@ -171,7 +171,7 @@ def test_a_store_locks_weights_and_gradients_and_nothing_else(monkeypatch):
     from tests.support.toy import toy_model
 
     locker = RecordingLocker()
-    monkeypatch.setattr(host_memory, "CudaPageLocker", lambda: locker)
+    monkeypatch.setattr(host_memory, "PageLocker", lambda: locker)
     store = HostStore(toy_model(), policy=ASYNC, pinned=True)
     store.allocate_gradients(rounds=1)
     assert len(locker.locked) == 3 * len(store.trained)
