@@ -23,6 +23,8 @@ from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim.kernel import AdamWKernel, KernelError
 from torchround.run import engine_parts
 
+pytestmark = pytest.mark.compiles
+
 PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
 

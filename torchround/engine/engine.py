@@ -116,8 +116,10 @@ class Engine:
         self._awaiting_step = False
         self._results: list[StepResult] = []
         self._saves: list[PendingSave[Any]] = []
+        # The rounds decide which gradients add up on the host, and so which pool buffers they need.
         store.allocate_gradients(self.settings.rounds)
         self._reservation = BufferReservation(model, store, self.pool, len(self.devices))
+        # Before any thread starts, so that the first wait for each rule finds the store as it is.
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
         self._ordering.settled(self._step, store.resume_state())
         workers = self._make_workers(model)
@@ -198,7 +200,9 @@ class Engine:
             index, self._next_save = self._next_save, self._next_save + 1
             self._ordering.expect_save([bundle.index for bundle in self.store.trained], self._step, index)
             self._board.post(SAVE(index), (self._step, write))
-            self._saves = [save for save in self._saves if not save.ended]
+            self._saves = [
+                save for save in self._saves if not save.ended
+            ]  # a long run keeps none of the others
             self._saves.append(PendingSave(index, self._board, self._wait_in_call))
             return self._saves[-1]
 
@@ -207,6 +211,7 @@ class Engine:
         with self._life.call():
             for result in self._results:
                 result.wait()
+            # If the store is at the last step already, `UPDATED` may be forgotten, or may never have been posted.
             if self.store.step < self._step or not self.store.is_consistent:
                 self._watchdog.wait(UPDATED(self._step - 1))
 
@@ -217,7 +222,7 @@ class Engine:
         try:
             self.drain()
             for save in self._saves:
-                save.may_publish()
+                save.may_publish()  # otherwise a save that waits for this would never end
                 save.wait()
         finally:
             self._life.stop()
@@ -242,6 +247,7 @@ class Engine:
         problem = check_micro_batches(micro_batches)
         if problem is not None:
             raise EngineUsageError(problem)
+        # Each device that works on a micro-batch uploads its integers; the last one gives the host buffer back.
         readers: dict[int, set[int]] = {}
         for task in tasks:
             for index in task.micro_batches:
@@ -299,6 +305,8 @@ class Engine:
             self._collect(self._results.pop(0))
         if not self._results:
             return
+        # All passes before this one are collected, updates included. Rule 4 of this one asks for the step before it,
+        # hence the minus one.
         oldest = self._results[0]
         self._ordering.retire(oldest.pass_.version - 1)
         self._board.retire(TRAINING_PASS, oldest.pass_.step)

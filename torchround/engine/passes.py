@@ -166,7 +166,7 @@ def read_loss(boundary: Boundary, pool: HostPool) -> float:
     """Return the sum of a micro-batch's token losses, as one of the boundary's readers. Waits until it has landed."""
     boundary.landed.synchronize()
     [loss_sum] = boundary.packing.views(boundary.memory)
-    value = float(loss_sum)
+    value = float(loss_sum)  # read before the buffer is given back
     boundary.read(PastEvent(), pool)
     return value
 
@@ -214,12 +214,14 @@ class BufferReservation:
         Without a previous pass, reserves for this one and another like it after it. If the devices have to wait for
         the previous pass's update, only stages of frozen layers at the start of this pass overlap with it.
         """
+        # The second pass is made up here rather than met later, where it would page-lock memory in the middle of a run.
         if before is None:
             next_step = this.step + 1
             before, this = (
                 this,
                 replace(this, step=next_step, version=self._store.policy.version_read(next_step)),
             )
+        # Steps of a run have few shapes, so most passes are covered already and this costs a look-up.
         key = this, before, this.runs_beside(before)
         if key not in self._covered:
             ahead = len(this.stages) if this.runs_beside(before) else self._frozen(this)
@@ -242,6 +244,7 @@ class BufferReservation:
         shapes = tuple(dict.fromkeys((*before.shapes, *this.shapes)))
         passes = [_held(before, shapes, 0), _held(this, shapes, ahead)]
         needed = most_buffers(passes, self._num_devices, lambda cut, size: self._bytes(cut, shapes[size]))
+        # One buffer for each micro-batch's integers and loss: all of a pass are on the host at once.
         needed.update(before.integer_bytes + this.integer_bytes)
         needed[LOSS_BYTES] += len(before.shapes) + len(this.shapes)
         return needed + self._parts
