@@ -10,7 +10,7 @@ from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, tra
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.config.config import PlanTable
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.store.host_memory import CudaPageLocker, HostAllocator
+from torchround.engine.store.host_memory import HostAllocator, PageLocker
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.plan_report import plan_for
@@ -33,14 +33,14 @@ def locks(monkeypatch):
     """Every registration and its reverse, with CUDA's answer."""
     calls = {"lock": [], "unlock": []}
     for name, answers in calls.items():
-        original = getattr(CudaPageLocker, name)
+        original = getattr(PageLocker, name)
 
         def counted(self, *arguments, answers=answers, original=original):
             status = original(self, *arguments)
             answers.append((arguments[0], status))
             return status
 
-        monkeypatch.setattr(CudaPageLocker, name, counted)
+        monkeypatch.setattr(PageLocker, name, counted)
     return calls
 
 
@@ -49,12 +49,12 @@ def test_what_devices_touch_is_page_locked_and_released(locks):
     store = toy_store(model, torch.bfloat16, pinned=True)
     with cuda_engine(model, store, PARTITIONS["one layer a stage"], 2) as engine:
         for bundle in store.trained:
-            assert bundle.masters[0].is_pinned() and bundle.gradient.is_pinned()
+            assert bundle.device_weights[0].is_pinned() and bundle.gradient.is_pinned()
             assert not bundle.weight.is_pinned()
         train(engine, toy_batches(2, micro_batches=4))
     assert len(locks["lock"]) > 2 * len(store.trained), "the pool's buffers too"
     store.close()
-    assert not any(bundle.masters[0].is_pinned() for bundle in store.bundles)
+    assert not any(bundle.device_weights[0].is_pinned() for bundle in store.bundles)
     assert all(status == 0 for calls in locks.values() for _, status in calls)
     assert sorted(address for address, _ in locks["lock"]) == sorted(
         address for address, _ in locks["unlock"]
@@ -69,7 +69,7 @@ def test_memory_that_is_dropped_without_closing_can_be_locked_again(locks):
 
 
 def test_a_failed_registration_leaves_no_error_behind():
-    locker, memory = CudaPageLocker(), HostAllocator(True)
+    locker, memory = PageLocker(), HostAllocator(True)
     taken = memory.allocate(MIB, for_devices=True)
     assert locker.lock(taken.data_ptr(), MIB) != 0, "it is locked already"
     assert torch.ones(5, device="cuda").sum().item() == 5
