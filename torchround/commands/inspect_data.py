@@ -147,10 +147,7 @@ def print_survey(config: Config, tokenizer: Tokenizer, max_documents: int) -> No
         print(f"     {record}")
 
 
-# Counts the documents and tokens of each source of a mix, and lists its longest documents.
-#
-# It reads in the order of training, so it counts the documents that a run sees first.
-
+# Counts of each source, in the order of training: the survey sees the documents that a run sees first.
 
 LONGEST = 5
 
