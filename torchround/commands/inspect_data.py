@@ -22,7 +22,6 @@ from torchround.data import DataError, Tokenizer, build_loader, build_tokenizer,
 from torchround.data.document_types import Document
 from torchround.data.loader import mix_settings, open_sources, packs_whole_documents
 from torchround.data.reader import Reader
-from torchround.data.text.tokenizer import Tokenizer
 from torchround.data.tokenising import tokenise
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
