@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.costs import Costs, LayerCost, ParameterCounts
 from torchround.pipeline.devices import DeviceSpec
-from torchround.pipeline.memory import GIB, ParameterCounts
+from torchround.pipeline.memory import GIB
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import micro_batches_to_hide, plan_transfers
 from torchround.pipeline.plan_report import RunQuestion, fits, longest_tokens, report_plan
