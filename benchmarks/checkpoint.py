@@ -44,7 +44,7 @@ def filled_store(model: LayeredModel) -> HostStore:
         for index, flat in enumerate((bundle.weight, bundle.exp_avg, bundle.exp_avg_sq, bundle.gradient)):
             assert flat is not None, "a trained bundle lacks a buffer"
             flat.uniform_(0.1 * index, 0.1 * index + 0.1)
-    store.refresh_masters()
+    store.refresh_device_weights()
     return store
 
 

@@ -1,42 +1,12 @@
-"""Draws the loss curves of one or several runs over each other: `scripts/plot_loss.py outputs/RUN [outputs/RUN ...]`.
+"""Draw the loss curves of runs. The command itself is in `torchround/commands/plot_loss.py`."""
 
-A run draws its own `loss.png` when it ends; this draws a run that is still going, and compares runs.
-"""
-
-import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torchround.observe.loss_curve import PICTURE_FILE, draw_curves, read_losses
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Draw the picture. Returns the exit code: 2 if a folder has no metrics, or none of them a loss."""
-    parser = argparse.ArgumentParser(description="Draw the loss curves of runs.")
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, with metrics.jsonl"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="PNG",
-        help=f"the picture (default: {PICTURE_FILE} in the folder of the first run)",
-    )
-    options = parser.parse_args(arguments)
-    picture = options.output or options.runs[0] / PICTURE_FILE
-    try:
-        draw_curves([read_losses(run) for run in options.runs], picture)
-    except ImportError as error:
-        print(f"plot_loss: drawing needs matplotlib: pip install matplotlib ({error})", file=sys.stderr)
-        return 2
-    except (OSError, ValueError) as error:
-        print(f"plot_loss: {error}", file=sys.stderr)
-        return 2
-    print(picture)
-    return 0
-
+from torchround.commands import run_command
+from torchround.commands.plot_loss import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -201,9 +201,9 @@ def test_a_new_stage_begins_at_step_0_on_other_data_with_the_weights_of_a_checkp
         refresh(store)
         begun_with.append({name: view.clone() for name, view in store.named_views().items()})
 
-    refresh = HostStore.refresh_masters
+    refresh = HostStore.refresh_device_weights
     with monkeypatch.context() as patch:
-        patch.setattr(HostStore, "refresh_masters", look)
+        patch.setattr(HostStore, "refresh_device_weights", look)
         before_step(patch, 2, interrupt)
         assert small_runs("second", *stage) == 128 + signal.SIGTERM
     assert small_runs("second", *stage) == 0  # goes on from its own checkpoint

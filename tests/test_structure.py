@@ -35,8 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": BELOW_ENGINE,
     "engine": BELOW_ENGINE | {"optim", "observe"},
 }
-# Who may know the model families: what a user starts. Everything else knows the layer protocol alone.
-KNOW_MODELS = {"commands"}
+# Who may know the model families: what a user starts, and the names that the package offers. Everything else knows the layer protocol alone.
+KNOW_MODELS = {"commands", "__init__"}
 IMPURE = {
     *("torch", "threading", "multiprocessing", "concurrent", "asyncio", "subprocess"),
     *("io", "os", "pathlib", "shutil", "tempfile", "glob"),

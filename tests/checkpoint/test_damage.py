@@ -176,14 +176,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: forge_tensors(path, (10**5).to_bytes(8, "little") + b"[" * 10**5),
         f"header of {TENSORS} is damaged",
     ),
-    "offsets outside": (lambda path: forge_tensors(path, one_tensor([2], [0, 800])), "w is at \\[0, 800\\]"),
+    "offsets outside": (lambda path: forge_tensors(path, one_tensor([2], [0, 800])), "w takes 800 bytes"),
     "more data than tensors": (
         lambda path: forge_tensors(path, one_tensor([1], [0, 4])),
         "take 4 of 8 bytes",
     ),
     "absurd shape": (
         lambda path: forge_tensors(path, one_tensor([2**62, 2**62], [0, 8])),
-        "w is at \\[0, 8\\]",
+        "w takes 8 bytes",
     ),
     "sizes below zero": (
         lambda path: forge_tensors(path, one_tensor([-1, -2], [0, 8])),

@@ -1,5 +1,6 @@
 """Hand-overs are typed, wake only the threads that wait for them, and are forgotten by kind and age."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from torchround.engine import ordering
 from torchround.engine.board import Board, HandOver
 from torchround.engine.errors import Stopped
 
@@ -15,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 COUNT, NAME, DONE = HandOver[int]("count {0}"), HandOver[str]("name {1} of {0}"), HandOver[None]("end")
 
 MISTAKES = """
+from torchround.engine import ordering
 from torchround.engine.board import Board, HandOver
 
 COUNT, DONE = HandOver[int]("count {0}"), HandOver[None]("end")
@@ -29,7 +32,7 @@ text: str = board.wait(COUNT(0))  # mistake
 
 
 def test_a_value_of_another_type_is_found_by_mypy(tmp_path):
-    """Without what the board imports, so that this takes no minute."""
+    """Mypy skips what the board imports, torch above all, which would take a minute."""
     snippet = tmp_path / "snippet.py"
     snippet.write_text(MISTAKES)
     board = ROOT / "torchround" / "engine" / "board.py"
@@ -52,6 +55,17 @@ def test_a_value_of_another_type_is_found_by_mypy(tmp_path):
         int(line.split(":")[1]) for line in found.splitlines() if "snippet.py" in line and "error" in line
     ]
     assert lines == [n for n, line in enumerate(MISTAKES.split("\n"), 1) if "# mistake" in line], found
+
+
+def test_the_table_of_kinds_lists_each_one_with_the_module_that_defines_it():
+    listed = set(re.findall(r"^\| `([A-Z_]+)` \| (?:`([\w/]+)\.py`|here)", ordering.__doc__, re.MULTILINE))
+    folder = ROOT / "torchround" / "engine"
+    defined = {
+        (name, "" if path.stem == "ordering" else path.relative_to(folder).with_suffix("").as_posix())
+        for path in folder.rglob("*.py")
+        for name in re.findall(r"^([A-Z_]+) = HandOver\[", path.read_text(), re.MULTILINE)
+    }
+    assert listed == defined and len(defined) == 20
 
 
 def test_a_waiting_thread_gets_the_value_and_others_sleep_on():

@@ -49,12 +49,12 @@ def test_what_devices_touch_is_page_locked_and_released(locks):
     store = toy_store(model, torch.bfloat16, pinned=True)
     with cuda_engine(model, store, PARTITIONS["one layer a stage"], 2) as engine:
         for bundle in store.trained:
-            assert bundle.masters[0].is_pinned() and bundle.gradient.is_pinned()
+            assert bundle.device_weights[0].is_pinned() and bundle.gradient.is_pinned()
             assert not bundle.weight.is_pinned()
         train(engine, toy_batches(2, micro_batches=4))
     assert len(locks["lock"]) > 2 * len(store.trained), "the pool's buffers too"
     store.close()
-    assert not any(bundle.masters[0].is_pinned() for bundle in store.bundles)
+    assert not any(bundle.device_weights[0].is_pinned() for bundle in store.bundles)
     assert all(status == 0 for calls in locks.values() for _, status in calls)
     assert sorted(address for address, _ in locks["lock"]) == sorted(
         address for address, _ in locks["unlock"]

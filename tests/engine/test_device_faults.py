@@ -1,4 +1,4 @@
-"""A device that fails while somebody waits for it, as CUDA does after a fault in a kernel: a named error, no thread.
+"""A device that fails while a thread waits for it, as CUDA does after a fault in a kernel, gives a named error.
 
 The failing device computes like any other; only waiting for it, on the host, raises.
 """
@@ -27,7 +27,7 @@ class FailedError(RuntimeError):
 
 
 class FailedEvent:
-    """Raises in the threads of that name, once `left[0]` waits have passed there."""
+    """An event that raises in the threads of that name, after `left[0]` waits there."""
 
     def __init__(self, thread, left):
         self.thread, self.left = thread, left
@@ -68,7 +68,7 @@ def failing_engine(store, thread, finishes, waits=0):
 
 @pytest.mark.parametrize("thread", ["MainThread", "torchround optimizer", "torchround cpu:1"])
 @pytest.mark.parametrize("finishes", [True, False])
-def test_whoever_waits_first_the_caller_gets_a_pipeline_error(thread, finishes):
+def test_the_caller_gets_a_pipeline_error_no_matter_which_thread_waits_first(thread, finishes):
     store = toy_store(toy_model())
     with pytest.raises(PipelineError, match="FailedError: the context is gone") as raised:
         train(failing_engine(store, thread, finishes), BATCHES)
@@ -79,7 +79,7 @@ def test_whoever_waits_first_the_caller_gets_a_pipeline_error(thread, finishes):
 
 def test_a_device_that_fails_at_the_very_end_is_reported_too():
     store = toy_store(toy_model())
-    engine = failing_engine(store, "nobody", finishes=False)
+    engine = failing_engine(store, "no thread", finishes=False)
     train(engine, BATCHES)
     with pytest.raises(PipelineError, match="device cpu:0: FailedError"):
         engine.close()

@@ -38,12 +38,12 @@ def share_representable(tensors, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_masters_and_gradients_have_the_training_dtype_and_state_is_float32(dtype):
+def test_device_weights_and_gradients_have_the_training_dtype_and_state_is_float32(dtype):
     store = trained_store(dtype)
     for bundle in store.trained:
-        assert {bundle.masters[0].dtype, bundle.gradient.dtype} == {getattr(torch, dtype)}
+        assert {bundle.device_weights[0].dtype, bundle.gradient.dtype} == {getattr(torch, dtype)}
         assert {bundle.weight.dtype, bundle.exp_avg.dtype, bundle.exp_avg_sq.dtype} == {torch.float32}
-        assert torch.equal(bundle.masters[0], bundle.weight.to(bundle.masters[0].dtype))
+        assert torch.equal(bundle.device_weights[0], bundle.weight.to(bundle.device_weights[0].dtype))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

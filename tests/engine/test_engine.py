@@ -1,4 +1,4 @@
-"""The engine as a library: what its calls promise, beyond the numbers."""
+"""The promises of the engine's calls to a library user, beyond the numbers."""
 
 import gc
 import threading
@@ -43,7 +43,7 @@ def test_evaluate_gives_the_loss_of_the_newest_weights_and_changes_nothing(engin
     assert evaluated == train(engine, BATCHES[1:2])[0]
 
 
-def test_an_evaluation_between_steps_leaves_training_bitwise_alone():
+def test_an_evaluation_between_steps_changes_no_bit_of_training():
     states = []
     for evaluates in (False, True):
         model = toy_model()
@@ -58,7 +58,7 @@ def test_an_evaluation_between_steps_leaves_training_bitwise_alone():
 
 
 def test_steps_may_differ_in_number_and_size_of_micro_batches():
-    """The same sequences cut otherwise give the same mean loss, to the rounding of other matrix sizes."""
+    """The same sequences in other micro-batches give the same mean loss, up to the rounding of other matrix sizes."""
     [micro_batches] = toy_batches(1, micro_batches=4)
     whole = MicroBatch(
         *(torch.cat(parts) for parts in zip(*(m.tensors() for m in micro_batches), strict=True))
@@ -166,7 +166,7 @@ def test_device_memory_does_not_depend_on_how_many_steps_run():
 
 
 def test_a_device_can_be_used_by_one_engine_after_the_other():
-    """The second one needs all of the memory that the first one had."""
+    """The second engine needs all of the memory that the first one had."""
     model = toy_model()
     with toy_engine(model, toy_store(model), PARTITION, 1) as engine:
         train(engine, BATCHES)
@@ -178,7 +178,7 @@ def test_a_device_can_be_used_by_one_engine_after_the_other():
     assert device.peak_bytes() == probe.peak_bytes()
 
 
-def test_a_long_run_keeps_no_facts_of_old_steps():
+def test_a_long_run_keeps_no_hand_overs_of_old_steps():
     model = toy_model()
     counts = []
     with toy_engine(model, toy_store(model), PARTITION, 2) as engine:

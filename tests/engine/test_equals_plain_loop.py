@@ -1,4 +1,4 @@
-"""In fp32 on the CPU the engine's losses, weights and moments are bitwise those of a plain PyTorch loop."""
+"""The engine's losses, weights and moments equal those of a plain PyTorch loop bit for bit, in fp32 on the CPU."""
 
 import math
 
@@ -149,7 +149,7 @@ def torch_training(module: nn.Module, batches: list[list[MicroBatch]]) -> list[f
 
 
 def test_bf16_gradients_accumulate_in_fp32_and_are_rounded_once():
-    """With gradient sums in bf16, 32 micro-batches lose more than the final rounding does."""
+    """Sums of 32 micro-batches in bf16 would lose more than the final rounding does."""
     norms = {}
     for name, options in {
         "fp32 sums": {},
@@ -169,7 +169,7 @@ def test_bf16_gradients_accumulate_in_fp32_and_are_rounded_once():
 
 
 def bf16_gradient_in_fp64(micro_batches: list[MicroBatch]) -> dict[int, torch.Tensor]:
-    """The sum of every micro-batch's own bf16 gradient, added in fp64."""
+    """Return the sum of every micro-batch's own bf16 gradient, added in fp64."""
     total: dict[int, torch.Tensor] = {}
     labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
     for micro_batch in micro_batches:

@@ -1,4 +1,4 @@
-"""A fault anywhere is raised to the caller, leaves no thread behind, and the host store at a whole update."""
+"""A fault anywhere is raised to the caller, leaves no thread behind, and leaves the host store at a whole update."""
 
 import threading
 import time
@@ -34,7 +34,7 @@ def engine_threads():
 
 
 def state_after(steps):
-    """What the host store holds after `steps` whole updates."""
+    """Return the content of the host store after `steps` whole updates."""
     model = toy_model()
     store = toy_store(model)
     with toy_engine(model, store, PARTITION, 2) as engine:
@@ -43,7 +43,7 @@ def state_after(steps):
 
 
 def plant(monkeypatch, block, call):
-    """Block `block`, in whichever worker, fails at its `call`-th forward of the run (recomputes included)."""
+    """Let block `block`, in any worker, fail at its `call`-th forward of the run (recomputations included)."""
     forward, lock, calls = ToyBlock.forward, threading.Lock(), [0]
 
     def failing(self, hidden, micro_batch):
@@ -64,7 +64,7 @@ def marked_model():
     return model
 
 
-# Per step a block runs 4 forwards (its forward or fused stage), then 4 recomputes where it has a backward stage.
+# Per step a block runs 4 forwards (its forward or fused stage), then 4 recomputations if it has a backward stage.
 @pytest.mark.parametrize("num_devices", [1, 3])
 @pytest.mark.parametrize(
     ("block", "call", "stage", "micro_batch", "updates"),
@@ -77,7 +77,7 @@ def marked_model():
         (4, 16, "backward", 3, 1),
     ],
 )
-def test_a_fault_in_a_stage_names_its_place_and_leaves_the_last_update(
+def test_a_fault_in_a_stage_names_its_location_and_leaves_the_last_update(
     monkeypatch, num_devices, block, call, stage, micro_batch, updates
 ):
     plant(monkeypatch, block, call)
@@ -143,8 +143,8 @@ def test_an_update_that_fails_in_the_middle_is_completed_before_the_fault_is_rai
 
 
 @pytest.mark.parametrize("case", ["update", "readers", "readers, skipped"])
-def test_of_two_faults_that_an_update_overcame_the_first_is_raised(monkeypatch, case):
-    """In the bundles of layers 2 and 4, each at its first try."""
+def test_the_first_of_two_faults_that_an_update_overcame_is_raised(monkeypatch, case):
+    """The bundles of layers 2 and 4 fail, each at its first try."""
     owner, name = (
         (OptimizerWorker, "_update_bundle") if case == "update" else (Ordering, "before_device_weight_write")
     )
@@ -160,7 +160,7 @@ def test_of_two_faults_that_an_update_overcame_the_first_is_raised(monkeypatch, 
     monkeypatch.setattr(owner, name, failing)
     store = toy_store(toy_model())
     if "skipped" in case:
-        store.bundles[1].masters[0].fill_(torch.inf)
+        store.bundles[1].device_weights[0].fill_(torch.inf)
     with pytest.raises(PipelineError, match=r"optimizer worker, block\.1: PlantedError: bundle 2"):
         train(toy_engine(toy_model(), store, PARTITION, 2), BATCHES)
     assert failed == [2, 4]
@@ -212,7 +212,7 @@ def test_a_device_fault_during_an_update_lets_the_update_finish(monkeypatch):
 
 
 def test_an_update_that_outlasts_every_wait_is_waited_for_as_long_as_it_moves(monkeypatch):
-    """Each wait for the optimizer ends, as one whose time is up, when it has come to the next bundle."""
+    """Each wait for the optimizer ends, as if its time were up, when the update has come to the next bundle."""
     update, may_go_on, arrived = (
         OptimizerWorker._update_bundle,
         threading.Semaphore(0),
@@ -285,7 +285,7 @@ def test_every_later_call_raises_the_first_fault(monkeypatch):
             call()
 
 
-def test_training_goes_on_with_a_new_engine_from_the_state_a_fault_left(monkeypatch):
+def test_training_continues_with_a_new_engine_from_the_state_a_fault_left(monkeypatch):
     plant(monkeypatch, block=2, call=20)
     store = toy_store(toy_model())
     with pytest.raises(PipelineError):
@@ -311,12 +311,12 @@ def test_a_non_finite_gradient_skips_the_update_and_is_counted():
     with toy_engine(model, store, PARTITION, 2) as engine:
         train(engine, BATCHES[:1])
         before = {name: view.clone() for name, view in store.named_views().items()}
-        poisoned = store.bundles[1].masters[0][0].clone()
-        store.bundles[1].masters[0][0] = torch.inf
+        poisoned = store.bundles[1].device_weights[0][0].clone()
+        store.bundles[1].device_weights[0][0] = torch.inf
         result = engine.forward_backward(BATCHES[1])
         engine.step(1e-2)
         engine.drain()
-        store.bundles[1].masters[0][0] = poisoned
+        store.bundles[1].device_weights[0][0] = poisoned
         assert result.update().skipped
         assert store.step == 2 and store.applied_updates == 1
         assert_same_state(store.named_views(), before)

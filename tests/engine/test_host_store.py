@@ -26,7 +26,7 @@ BATCHES = toy_batches(6, micro_batches=3)
 
 
 def buffers(bundle: Bundle) -> list[Tensor]:
-    every = [*bundle.masters, bundle.gradient, bundle.weight, bundle.exp_avg, bundle.exp_avg_sq]
+    every = [*bundle.device_weights, bundle.gradient, bundle.weight, bundle.exp_avg, bundle.exp_avg_sq]
     return [buffer for buffer in every if buffer is not None]
 
 
@@ -95,10 +95,10 @@ def test_a_tied_parameter_is_stored_once_and_bound_in_both_layers() -> None:
     [shared] = [bundle for bundle in tied.bundles if len(bundle.layers) > 1]
     assert shared.layers == (0, 6)
     bound = [
-        binding.parameter.view(tied.bundles[binding.bundle].masters[0])
+        location.parameter.view(tied.bundles[location.bundle].device_weights[0])
         for layer, path in ((0, "weight"), (6, "weight"))
-        for binding in tied.bindings[layer]
-        if binding.path == path
+        for location in tied.locations[layer]
+        if location.path == path
     ]
     assert bound[0].data_ptr() == bound[1].data_ptr()
 
@@ -152,14 +152,16 @@ def test_initial_weights_depend_on_the_seed_and_on_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-def test_masters_are_the_rounded_weights(policy) -> None:
+def test_device_weights_are_the_rounded_weights(policy) -> None:
     for bundle in toy_store(toy_model(), torch.bfloat16, policy=policy).bundles:
-        assert len(bundle.masters) == policy.versions
-        assert all(torch.equal(master, bundle.weight.bfloat16()) for master in bundle.masters)
+        assert len(bundle.device_weights) == policy.versions
+        assert all(
+            torch.equal(device_weight, bundle.weight.bfloat16()) for device_weight in bundle.device_weights
+        )
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
-@pytest.mark.parametrize("how", ["refresh_masters", "resume"])
+@pytest.mark.parametrize("how", ["refresh_device_weights", "resume"])
 def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, how: str) -> None:
     """Other trainers overwrite loaded weights with an older copy of them at the next step (FIGURES section 5)."""
     model = toy_model()
@@ -167,8 +169,8 @@ def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, how:
     loaded = {name: view + 0.125 for name, view in store.weights().items()}
     for name, view in store.weights().items():
         view.copy_(loaded[name])
-    if how == "refresh_masters":
-        store.refresh_masters()
+    if how == "refresh_device_weights":
+        store.refresh_device_weights()
     else:
         saved = copy_of(store)
         for name in [name for name in saved if name.startswith("master_1_old/")]:
@@ -187,9 +189,9 @@ def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, how:
 
 
 def by_version(store: HostStore) -> list[list[Tensor]]:
-    """Per bundle the masters, newest first."""
+    """Return each bundle's device weights, newest first."""
     return [
-        [bundle.masters[(store.step - age) % len(bundle.masters)] for age in range(len(bundle.masters))]
+        [bundle.version(store.step - age) for age in range(len(bundle.device_weights))]
         for bundle in store.bundles
     ]
 
@@ -233,7 +235,7 @@ def test_a_resume_in_async_without_the_older_weights_would_be_another_run() -> N
         with toy_engine(model, store, PARTITION, 2) as engine:
             train(engine, BATCHES[:2])
         if forgets:
-            store.refresh_masters()
+            store.refresh_device_weights()
         with toy_engine(model, store, PARTITION, 2) as engine:
             losses.append(train(engine, BATCHES[2:3]))
     assert losses[0] != losses[1]
@@ -249,5 +251,5 @@ def test_parameters_of_a_layer_that_shares_them_inside_itself_are_stored_once() 
         "block.0.up.bias",
     }
     assert not any("again" in name for name in store.weights())
-    places = {binding.path: binding.parameter for binding in store.bindings[1]}
+    places = {location.path: location.parameter for location in store.locations[1]}
     assert places["up.weight"] == places["again.weight"]

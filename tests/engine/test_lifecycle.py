@@ -1,4 +1,4 @@
-"""How an engine ends: what was done can still be asked for, nothing hangs, and devices are free again."""
+"""An engine ends without hanging, results of finished steps can still be read, and its devices are free again."""
 
 import threading
 
@@ -25,7 +25,7 @@ BATCHES = toy_batches(4, micro_batches=4)
 
 
 class StuckDevice(CpuDevice):
-    """A kernel that never ends: waiting for the device takes as long as the test does."""
+    """A device whose kernel never ends: waiting for it takes as long as the test does."""
 
     def __init__(self, index: int, over: threading.Event) -> None:
         super().__init__(index)
@@ -70,13 +70,13 @@ def test_results_of_finished_steps_are_there_after_a_fault_and_after_close():
     assert result.update().grad_norm > 0 and result.loss() > 0 and result.reports()
 
 
-def test_a_skipped_async_update_that_meets_a_fault_is_whole_all_the_same(monkeypatch):
-    """Carrying weights over waits for the readers of the version overwritten; the second such wait fails."""
+def test_a_skipped_async_update_that_meets_a_fault_is_completed(monkeypatch):
+    """Carrying weights over waits for the readers of the overwritten version; the second such wait fails."""
     model = toy_model()
     store = toy_store(model, policy=ASYNC)
     before = {name: view.clone() for name, view in store.named_views().items()}
-    for master in store.bundles[1].masters:
-        master.fill_(float("inf"))
+    for device_weight in store.bundles[1].device_weights:
+        device_weight.fill_(float("inf"))
     original, calls = Ordering.before_device_weight_write, []
 
     def failing(self, bundle, version):
@@ -93,7 +93,7 @@ def test_a_skipped_async_update_that_meets_a_fault_is_whole_all_the_same(monkeyp
     names = [name for name in before if not name.startswith("master")]
     assert_same_state({name: views[name] for name in names}, {name: before[name] for name in names})
     for bundle in store.trained:
-        assert bundle.masters[0].equal(bundle.masters[1])
+        assert bundle.device_weights[0].equal(bundle.device_weights[1])
 
 
 def test_many_evaluations_without_a_step_remember_nothing():

@@ -79,7 +79,9 @@ class Store:
     """As much of a host store as the probe asks for."""
 
     def __init__(self, nbytes):
-        self.bundles = [type("Bundle", (), {"masters": [torch.zeros(nbytes // 2, dtype=torch.bfloat16)]})]
+        self.bundles = [
+            type("Bundle", (), {"device_weights": [torch.zeros(nbytes // 2, dtype=torch.bfloat16)]})
+        ]
 
 
 @pytest.mark.parametrize(

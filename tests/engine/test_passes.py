@@ -1,4 +1,4 @@
-"""All that a run needs of host buffers and device space is taken before its first step; later steps take nothing."""
+"""A run takes all host buffers and device space that it needs before its first step; later steps take nothing."""
 
 import time
 
@@ -14,7 +14,7 @@ STEPS = 6
 
 
 def taken(engine):
-    """Allocations on each device, and of the host's pool."""
+    """Count the allocations of each device and of the host pool."""
     return [*(device.num_allocations for device in engine.devices), engine.pool.num_allocations]
 
 
@@ -68,8 +68,8 @@ def test_a_slow_optimizer_does_not_make_parts_of_gradients_pile_up(monkeypatch, 
 
 @POLICIES
 @pytest.mark.parametrize("frozen", [(), (0, 1, 2)])
-def test_of_validations_in_between_only_the_first_allocates(policy, frozen):
-    """With frozen layers, a pass's first stages begin while the devices are still at the one before it."""
+def test_only_the_first_of_several_validations_allocates(policy, frozen):
+    """A pass whose first layers are frozen begins while the devices still work on the previous pass."""
     model = toy_model()
     for layer in frozen:
         model.layers[layer].requires_grad_(False)
@@ -100,7 +100,7 @@ def test_a_longer_batch_is_reserved_when_it_comes_and_a_shorter_one_is_free():
         assert engine.pool.reserved_bytes > before and nothing_is_taken_in_need(engine)
 
 
-def test_layers_that_do_not_tell_their_sizes_take_buffers_as_they_go(monkeypatch):
+def test_layers_that_declare_no_sizes_take_buffers_when_they_need_them(monkeypatch):
     monkeypatch.delattr(ToyLayer, "work")
     model = toy_model()
     with toy_engine(model, toy_store(model, torch.bfloat16), PARTITIONS["forward coarser"], 1) as engine:

@@ -48,9 +48,9 @@ def test_busy_time_is_the_time_spent_in_layers(monkeypatch):
 def test_waiting_for_a_slow_optimizer_is_told_apart(monkeypatch):
     update = optimizer_worker.OptimizerWorker._update
 
-    def slow(self, job):
+    def slow(self, step, lr):
         time.sleep(0.1)
-        update(self, job)
+        update(self, step, lr)
 
     monkeypatch.setattr(optimizer_worker.OptimizerWorker, "_update", slow)
     model = toy_model()

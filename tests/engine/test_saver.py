@@ -1,4 +1,4 @@
-"""Saves beside training: what they write is the store at their step, and training goes on as if there were none."""
+"""Saves beside training write the store as it is at their step, and do not change training."""
 
 import threading
 
@@ -44,8 +44,8 @@ def build(tied=False, frozen=(), policy=SYNC, dtype=torch.float32, poisoned=Fals
         model.layers[layer].requires_grad_(False)
     store = toy_store(model, dtype, policy=policy)
     if poisoned:
-        for master in store.bundles[1].masters:
-            master.fill_(torch.inf)
+        for device_weight in store.bundles[1].device_weights:
+            device_weight.fill_(torch.inf)
     return toy_engine(model, store, PARTITION, 3, **settings)
 
 
@@ -58,7 +58,7 @@ def files(folder):
 
 
 def saving(checkpointer):
-    """What a run does on the saving thread."""
+    """Return the function that a run gives to `Engine.save`."""
     return lambda source: checkpointer.save(source.step, source.tensors, source.state, source)
 
 
@@ -85,7 +85,7 @@ def test_a_save_of_each_step_beside_training_equals_one_that_blocks_byte_for_byt
 
 
 def test_no_update_of_a_bundle_begins_before_it_was_read_and_all_others_may(monkeypatch):
-    """The save reads one bundle and then waits: the next step is computed, and its update stops at the second."""
+    """The save reads one bundle and waits. The next step is computed, and its update stops at the second bundle."""
     read_one, go_on, updated = threading.Event(), threading.Event(), []
     update = OptimizerWorker._update_bundle
 
@@ -110,7 +110,7 @@ def test_no_update_of_a_bundle_begins_before_it_was_read_and_all_others_may(monk
             if engine._step == 1:
                 save = engine.save(slow)
         assert read_one.wait(60)
-        assert result.loss() > 0  # the whole step after the save's is computed meanwhile
+        assert result.loss() > 0  # the step after the save's is computed meanwhile
         result.reports()
         go_on.set()
         before_it_was_read = save.result()
@@ -136,7 +136,7 @@ def test_a_save_may_begin_before_the_first_step_and_twice_for_one_step(tmp_path)
     assert first == again and len(first) == 3
 
 
-def test_a_checkpoint_appears_only_once_it_may(tmp_path):
+def test_a_checkpoint_appears_only_when_it_is_allowed_to(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     with build() as engine:
         for index, micro_batches in enumerate(toy_batches(4, micro_batches=4)):
@@ -151,7 +151,7 @@ def test_a_checkpoint_appears_only_once_it_may(tmp_path):
         assert checkpointer.complete_steps() == [1]
 
 
-def test_a_save_that_fails_is_told_to_its_caller_and_holds_nothing_up(tmp_path):
+def test_a_save_that_fails_raises_for_its_caller_and_holds_nothing_up(tmp_path):
     (tmp_path / "file").write_text("")
     with build() as engine:
         for micro_batches in toy_batches(3, micro_batches=4):
@@ -165,7 +165,7 @@ def test_a_save_that_fails_is_told_to_its_caller_and_holds_nothing_up(tmp_path):
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
 def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(policy, monkeypatch, tmp_path):
-    """The update waits in its middle for a save that reads no further, and a device fails: it must be completed."""
+    """An update waits in its middle for a save that is stuck, and a device fails. The update must be completed."""
     waiting, failed = threading.Event(), threading.Event()
     update = OptimizerWorker._update_bundle
 
@@ -183,7 +183,7 @@ def test_a_fault_in_the_middle_of_a_save_gives_it_up_and_leaves_a_whole_update(p
         assert failed.wait(60)
         (tmp_path / "step-1.tmp").mkdir()
         source.raise_if_abandoned()
-        raise AssertionError("the engine has ended, and the save goes on")
+        raise AssertionError("the engine has ended, and the save continues")
 
     engine = build(policy=policy)
     batches = toy_batches(4, micro_batches=4)
@@ -236,7 +236,7 @@ def test_a_save_between_forward_backward_and_step_is_refused():
 
 
 def record(tmp_path, saves_every, policy, **options):
-    """The races of a recorded run with saves."""
+    """Return the races of a recorded run with saves."""
     log = AccessLog()
 
     def wrap(device):
@@ -268,7 +268,7 @@ def test_rule_6_a_save_is_ordered_with_the_updates_before_and_after_it(rule, pol
     assert record(tmp_path, 2, policy)
 
 
-def test_a_long_run_with_saves_keeps_few_facts_of_old_ones(tmp_path):
+def test_a_long_run_with_saves_keeps_few_hand_overs_of_old_ones(tmp_path):
     counts = []
     with build() as engine:
         for _ in range(3):
@@ -280,5 +280,5 @@ def test_a_long_run_with_saves_keeps_few_facts_of_old_ones(tmp_path):
             engine.drain()
             save.wait()
             counts.append(len(engine._board))
-    # How each ended, and the last one itself where the saver is not done with it.
+    # One for how each save ended, and the last save itself if the saver has not finished with it.
     assert counts[2] - counts[1] <= 6 + 1

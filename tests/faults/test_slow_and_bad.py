@@ -25,7 +25,7 @@ PARTITION = PARTITIONS["forward coarser"]
 
 
 class Slowdown(DeviceWatcher):
-    """Half speed: every operation on some of the queues takes as long again, and a millisecond for good measure."""
+    """A watcher that halves a device's speed: operations on some queues take twice as long, and a millisecond more."""
 
     def __init__(self, streams):
         self._slow = streams
@@ -69,7 +69,7 @@ def test_one_of_eight_devices_that_is_slow_changes_no_bit(update, streams):
 
 @pytest.fixture
 def nan_loss(monkeypatch):
-    """The loss of micro-batch 2 of step 1 is not a number."""
+    """Make the loss of micro-batch 2 of step 1 not a number."""
     forward, tokens = ToyHead.forward, BATCHES[1][2].tokens
 
     def failing(self, hidden, micro_batch):

@@ -89,7 +89,7 @@ def test_uploads_of_mapped_segments_race_with_nothing(releases, tools):
 
 def test_chunks_of_any_size_put_every_element_in_its_place(releases):
     _, store, _ = opened(releases("qwen3 moe"), mapped=True)
-    (bundle,) = (bundle for bundle in store.bundles if bundle.segments and bundle.layers == (1,))
+    (bundle,) = (bundle for bundle in store.bundles if bundle.mapped and bundle.layers == (1,))
     whole = torch.zeros(bundle.numel, dtype=BF16)
     for source in bundle.sources(0, 0, bundle.numel):
         whole[source.start : source.start + source.memory.numel()] = source.memory

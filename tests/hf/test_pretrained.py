@@ -50,13 +50,13 @@ def test_every_weight_is_the_tensor_that_its_name_stands_for(kind, releases):
         assert weight.dtype == torch.float32 and torch.equal(weight, expected.float()), name
 
 
-def test_masters_of_every_version_follow_the_weights(releases):
+def test_device_weights_of_every_version_follow_the_weights(releases):
     release = releases("llama3")
     store = initialised(release, read(release), policy=ASYNC)
     for bundle in store.bundles:
-        assert len(bundle.masters) == 2
-        for master in bundle.masters:
-            assert torch.equal(master, bundle.weight.bfloat16()) and master.any()
+        assert len(bundle.device_weights) == 2
+        for device_weight in bundle.device_weights:
+            assert torch.equal(device_weight, bundle.weight.bfloat16()) and device_weight.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -210,7 +210,7 @@ def test_weights_after_ten_adamw_steps_of_the_engine_equal_those_of_transformers
     store = HostStore(ours)
     for name, view in store.weights().items():
         view.copy_(tools.stored_parameters(ours)[name].detach())
-    store.refresh_masters()
+    store.refresh_device_weights()
     engine = Engine(
         ours,
         store,

@@ -62,7 +62,7 @@ def test_what_the_engine_did_is_an_object_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_the_engine_tells_is_documented_key_by_key() -> None:
-    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     [table] = re.findall(r"\| key of `engine` \|.*\n\|[-|]+\n((?:\|.*\n)+)", page)
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(record(1, **ENGINE).as_dict()["engine"])
 

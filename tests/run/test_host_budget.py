@@ -54,8 +54,10 @@ def test_the_budget_is_what_the_host_store_allocates(
     assert budget.state_bytes == about(store.nbytes() + landing)
     gradients = [bundle.gradient.nbytes for bundle in store.trained if bundle.gradient is not None]
     assert budget.gradient_bytes == about(sum(gradients) + landing)
-    masters = [master.nbytes for bundle in store.bundles for master in bundle.masters]
-    assert budget.weight_bytes == about(sum(masters))
+    device_weights = [
+        device_weight.nbytes for bundle in store.bundles for device_weight in bundle.device_weights
+    ]
+    assert budget.weight_bytes == about(sum(device_weights))
 
 
 @pytest.mark.parametrize("tied", [False, True])

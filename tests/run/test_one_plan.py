@@ -1,7 +1,6 @@
 """A run, its measuring steps, a dry run and the `plan` command plan with the same numbers, in one function."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -121,10 +120,3 @@ def test_numbers_of_a_run_are_its_configs() -> None:
     assert numbers.accumulate_dtype is torch.float32 and numbers.spike_factor == 0.0
     wide = RunNumbers(TrainingTable(dtype="bfloat16", on_spike="skip"), EngineTable(grad_dtype="float32"))
     assert wide.gradient_dtype is torch.float32 and wide.spike_factor > 0
-
-
-def test_the_scripts_folder_has_a_thin_entry_for_each_command() -> None:
-    scripts = Path(plan_run.__file__).parents[2] / "scripts"
-    for name in ("plan", "simulate", "inspect_data", "checkpoint", "export_hf"):
-        lines = (scripts / f"{name}.py").read_text().splitlines()
-        assert len(lines) < 15 and any(line.startswith("from torchround.commands.") for line in lines)

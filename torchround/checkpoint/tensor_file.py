@@ -6,7 +6,6 @@ written here. Unlike a pickle, nothing in them is ever executed.
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -26,6 +25,7 @@ from torchround.checkpoint.uncached_io import (
 )
 from torchround.untrusted.regular_file import open_regular
 from torchround.untrusted.strict_json import parse_json
+from torchround.untrusted.tensor_header import LENGTH_BYTES, read_tensor_header
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -41,6 +41,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
 # A file takes no further tensor once it holds this much. Files stay small enough to copy and check one by one.
 FILE_BYTES = 2**30
@@ -49,7 +50,6 @@ FILE_BYTES = 2**30
 _MOST_COPIED_BYTES = 2**24
 # Bytes between two reports of progress while a file is verified.
 _VERIFIED_BYTES = 2**25
-_LENGTH_BYTES = 8
 # Enough for about 80,000 tensors. The safetensors library reads up to 100 MB, but parsed JSON takes several times its
 # size in memory.
 _MAX_HEADER_BYTES = 2**24
@@ -152,23 +152,22 @@ def write_tensor_file(path: Path, file: TensorFile, watch: SaveWatch) -> str:
 def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Read name -> (dtype, shape), in file order. Raises `ValueError` if the tensors do not fill the file exactly."""
     with open_regular(path) as file:
-        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        left_bytes = os.fstat(file.fileno()).st_size - _LENGTH_BYTES
-        if not 0 < header_bytes <= min(left_bytes, _MAX_HEADER_BYTES):
-            raise ValueError(f"its header would take {header_bytes} of {left_bytes} bytes")
-        header = parse_json(file.read(header_bytes))
-    header.pop("__metadata__", None)
+        try:
+            start, entries = read_tensor_header(file, _MAX_HEADER_BYTES, _ITEM_BYTES)
+        except EOFError as error:
+            raise ValueError(str(error)) from error
+        left_bytes = os.fstat(file.fileno()).st_size - start
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     found = {}
     end = 0
-    for name, entry in header.items():
-        dtype, shape = dtypes[entry["dtype"]], _shape(entry["shape"])
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        if entry["data_offsets"] != [begin, end]:
-            raise ValueError(f"{name} is at {entry['data_offsets']} instead of {[begin, end]}")
-        found[name] = (dtype, shape)
-    if header_bytes + end != left_bytes:
-        raise ValueError(f"its tensors take {end} of {left_bytes - header_bytes} bytes")
+    for name, entry in entries.items():
+        # Tensors are read one after the other, so each must begin where the one before it ends.
+        if entry.dtype_name not in dtypes or entry.begin != end:
+            raise ValueError(f"{name} is {entry.dtype_name} at byte {entry.begin} instead of {end}")
+        end = entry.end
+        found[name] = (dtypes[entry.dtype_name], entry.shape)
+    if end != left_bytes:
+        raise ValueError(f"its tensors take {end} of {left_bytes} bytes")
     return found
 
 
@@ -179,7 +178,7 @@ def read_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
     ends early.
     """
     with open_regular(path) as file, closing(UncachedPass(file.fileno())) as one_pass:
-        length = file.read(_LENGTH_BYTES)
+        length = file.read(LENGTH_BYTES)
         header = file.read(int.from_bytes(length, "little"))
         one_pass.update(length + header)
         entries = parse_json(header)
@@ -247,8 +246,8 @@ def _plan_file(name: str, tensors: dict[str, Tensor]) -> TensorFile:
         }
     text = json.dumps(entries).encode()
     # Spaces, which JSON ignores, let the tensors begin at a block of the disk.
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % LARGEST_BLOCK_BYTES)
-    return TensorFile(name, ordered, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+    text += b" " * (-(LENGTH_BYTES + len(text)) % LARGEST_BLOCK_BYTES)
+    return TensorFile(name, ordered, len(text).to_bytes(LENGTH_BYTES, "little") + text)
 
 
 def _is_odd(tensor: Tensor) -> bool:
@@ -269,12 +268,6 @@ def _copy_odd(file: TensorFile, watch: SaveWatch) -> dict[str, memoryview]:
             watch.finished_reading(name)
             left_bytes -= tensor.nbytes
     return copies
-
-
-def _shape(sizes: list[object]) -> tuple[int, ...]:
-    if not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError(f"{sizes} is not a shape")
-    return tuple(sizes)  # type: ignore[arg-type]
 
 
 def _require_plain(name: str, tensor: Tensor) -> None:

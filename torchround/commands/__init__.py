@@ -1,5 +1,56 @@
-"""The commands that users start. They alone know the model families."""
+"""The commands that users start, and how each is started. They alone know the model families.
+
+`torchround COMMAND ..` is installed with the package; `train.py` and `scripts/` in a clone start the same commands.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import NoReturn
+
+# Name on the command line: module of this room. Each module has a `main(arguments)` that returns the exit code.
+COMMANDS = {
+    "train": "train_model",
+    "plan": "plan_run",
+    "simulate": "simulate_schedules",
+    "inspect_data": "inspect_data",
+    "checkpoint": "manage_checkpoints",
+    "export_hf": "export_hf",
+    "plot_loss": "plot_loss",
+}
 
 
 class CommandError(Exception):
     """A command line that a command cannot work with; the message says what is wrong and what is legal."""
+
+
+def main() -> NoReturn:
+    """Start the command that the first argument names."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name not in COMMANDS:
+        print(f"usage: torchround COMMAND ..\ncommands: {', '.join(COMMANDS)}")
+        sys.exit(0 if name in ("-h", "--help") else 2)
+    sys.argv = [f"torchround {name}", *sys.argv[2:]]  # argparse takes its usage line from argv[0]
+    run_command(import_module(f"{__name__}.{COMMANDS[name]}").main)
+
+
+def run_command(command: Callable[[list[str]], int]) -> NoReturn:
+    """Run a command with the arguments of this process, and exit with its code.
+
+    A reader that closes our output early, as `| head` does, ends the command without a traceback.
+    """
+    code: int | str | None
+    try:
+        code = command(sys.argv[1:])
+    except SystemExit as end:  # argparse, after --help or a mistake
+        code = end.code
+    except BrokenPipeError:
+        code = 128 + signal.SIGPIPE
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at exit. What is left in the buffer must then have somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *(ConfigError, ModelConfigError, CommandError, EngineUsageError),
         *(HFError, PlanError, UnknownPeakError),
     ) as error:
-        print(f"plan.py: {error}", file=sys.stderr)
+        print(f"plan: {error}", file=sys.stderr)
         return 2
     show_plan(answer)
     return 0 if answer.plan is not None else 1

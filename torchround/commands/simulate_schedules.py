@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(reports, setting)
         write_files(reports, setting, options)
     except (CommandError, PlanError, ScheduleError) as error:
-        print(f"simulate.py: {error}", file=sys.stderr)
+        print(f"simulate: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -122,7 +122,7 @@ def simulate_all(names: Sequence[str], setting: SimulationSetup) -> list[Schedul
         try:
             reports.append(simulate_schedule(name, setting))
         except (ScheduleError, InfeasiblePlanError) as error:
-            print(f"simulate.py: {name} left out: {error}", file=sys.stderr)
+            print(f"simulate: {name} left out: {error}", file=sys.stderr)
     if not reports:
         raise CommandError("no schedule is left to show")
     return reports

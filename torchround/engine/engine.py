@@ -9,7 +9,7 @@ The engine stops at the first fault; the call in progress, and each later one, r
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,8 +34,10 @@ from torchround.engine.passes import (
     StageJob,
     backward_inputs,
     check_micro_batches,
+    contributions,
     forward_inputs,
     host_micro_batch,
+    uploads,
 )
 from torchround.engine.results import STAGE_DONE, StepResult
 from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
@@ -43,11 +45,10 @@ from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, Boundary
-from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.partition import Partition, StageKind, StageTask, evaluation_tasks, step_tasks
+from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks, step_tasks
 from torchround.pipeline.shared_links import LinkWindows
 
 T = TypeVar("T")
@@ -115,8 +116,10 @@ class Engine:
         self._awaiting_step = False
         self._results: list[StepResult] = []
         self._saves: list[PendingSave[Any]] = []
+        # The rounds decide which gradients add up on the host, and so which pool buffers they need.
         store.allocate_gradients(self.settings.rounds)
         self._reservation = BufferReservation(model, store, self.pool, len(self.devices))
+        # Before any thread starts, so that the first wait for each rule finds the store as it is.
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
         self._ordering.settled(self._step, store.resume_state())
         workers = self._make_workers(model)
@@ -197,7 +200,9 @@ class Engine:
             index, self._next_save = self._next_save, self._next_save + 1
             self._ordering.expect_save([bundle.index for bundle in self.store.trained], self._step, index)
             self._board.post(SAVE(index), (self._step, write))
-            self._saves = [save for save in self._saves if not save.ended]
+            self._saves = [
+                save for save in self._saves if not save.ended
+            ]  # a long run keeps none of the others
             self._saves.append(PendingSave(index, self._board, self._wait_in_call))
             return self._saves[-1]
 
@@ -206,6 +211,7 @@ class Engine:
         with self._life.call():
             for result in self._results:
                 result.wait()
+            # If the store is at the last step already, `UPDATED` may be forgotten, or may never have been posted.
             if self.store.step < self._step or not self.store.is_consistent:
                 self._watchdog.wait(UPDATED(self._step - 1))
 
@@ -216,7 +222,7 @@ class Engine:
         try:
             self.drain()
             for save in self._saves:
-                save.may_publish()
+                save.may_publish()  # otherwise a save that waits for this would never end
                 save.wait()
         finally:
             self._life.stop()
@@ -241,6 +247,7 @@ class Engine:
         problem = check_micro_batches(micro_batches)
         if problem is not None:
             raise EngineUsageError(problem)
+        # Each device that works on a micro-batch uploads its integers; the last one gives the host buffer back.
         readers: dict[int, set[int]] = {}
         for task in tasks:
             for index in task.micro_batches:
@@ -275,31 +282,17 @@ class Engine:
 
     def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
         # All uploads are announced before the first job: an update must not overwrite a version that a later job reads.
-        for bundle, use in self._uploads(tasks):
+        for bundle, use in uploads(self.store, tasks):
             self._ordering.expect_upload(bundle, pass_.version, use)
         for task in tasks:
             window = self._windows.next(len(task.micro_batches))
-            job = StageJob(task, pass_, self._contributions(task), window)
+            job = StageJob(task, pass_, contributions(self.store, task), window)
             self._board.post(STAGE_JOB(task.slot), job)
         self._next_slot += len(tasks)
 
     def _expect_gradients(self, rounds: int) -> None:
         for bundle in self.store.trained:
             self._ordering.expect_gradient(bundle.index, self._step, rounds * len(bundle.layers))
-
-    def _contributions(self, task: StageTask) -> dict[tuple[int, int], int]:
-        """Return, by layer and bundle, which part of the gradient sum the task makes.
-
-        Parts count by round, then from the deepest layer that uses the bundle: the order in which they are made.
-        """
-        if task.stage.kind is StageKind.FORWARD:
-            return {}
-        parts = {}
-        for layer in range(task.stage.start, task.stage.stop):
-            for index in self.store.layer_bundles(layer):
-                users = self.store.bundles[index].layers
-                parts[layer, index] = task.round * len(users) + users[::-1].index(layer)
-        return parts
 
     def _track(self, pass_: Pass, tasks: list[StageTask]) -> StepResult:
         result = StepResult(pass_, tasks, self.pool, self._wait_in_call)
@@ -312,6 +305,8 @@ class Engine:
             self._collect(self._results.pop(0))
         if not self._results:
             return
+        # All passes before this one are collected, updates included. Rule 4 of this one asks for the step before it,
+        # hence the minus one.
         oldest = self._results[0]
         self._ordering.retire(oldest.pass_.version - 1)
         self._board.retire(TRAINING_PASS, oldest.pass_.step)
@@ -329,17 +324,9 @@ class Engine:
         if not result.pass_.training:
             self._ordering.finish_uploads(
                 result.pass_.version,
-                self._uploads(result.tasks),
+                uploads(self.store, result.tasks),
                 lambda key: self._synchronize(self._watchdog.wait(key)),
             )
-
-    def _uploads(self, tasks: list[StageTask]) -> Iterator[tuple[int, int]]:
-        """Yield bundle and use of each upload that rule 1 has to wait for; frozen weights are never overwritten."""
-        for task in tasks:
-            for layer in range(task.stage.start, task.stage.stop):
-                for bundle in self.store.layer_bundles(layer):
-                    if self.store.bundles[bundle].trainable:
-                        yield bundle, upload_use(task.slot, layer)
 
     # Faults and threads.
 

@@ -60,6 +60,7 @@ class Lifecycle:
             yield
         except Stopped:
             self.raise_if_ended(during_call=True)
+        # The call has its answer, but a fault came meanwhile, for example one that the update's second try overcame.
         if self.failure is not None and not is_there:
             self.raise_if_ended()
 
@@ -82,7 +83,7 @@ class Lifecycle:
             if self._stopped:
                 return
             self._stopped = True
-        self._board.stop()
+        self._board.stop()  # every thread unwinds at its next wait
         moves = self._optimizer.moves if self._optimizer else 0
         deadline_s = time.monotonic() + JOIN_S
         ours = [thread for thread in self._threads if thread is not threading.current_thread()]

@@ -119,7 +119,7 @@ class OptimizerWorker:
     def _dtypes(self) -> set[UpdateDtypes]:
         """Return the pairs of dtypes, of gradients and of device weights, that updates will meet."""
         return {
-            (bundle.gradient.dtype, bundle.masters[0].dtype)
+            (bundle.gradient.dtype, bundle.device_weights[0].dtype)
             for bundle in self._store.trained
             if bundle.gradient is not None
         }
@@ -288,8 +288,8 @@ class OptimizerWorker:
         assert weight is not None and first is not None and second is not None and gradient is not None, (
             "a trained bundle lacks a buffer"
         )
-        master = bundle.masters[(step + 1) % len(bundle.masters)]
-        self._board.observer.touched(reads=[gradient], writes=[weight, first, second, master])
+        device_weight = bundle.version(step + 1)
+        self._board.observer.touched(reads=[gradient], writes=[weight, first, second, device_weight])
         segments = (slice(0, bundle.decayed), slice(bundle.decayed, bundle.numel))
         decays = (self._settings.weight_decay, 0.0)
         for segment, weight_decay, done in zip(segments, decays, progress, strict=True):
@@ -298,7 +298,7 @@ class OptimizerWorker:
                 first[segment],
                 second[segment],
                 gradient[segment],
-                master[segment],
+                device_weight[segment],
                 lr=lr,
                 betas=self._settings.betas,
                 eps=self._settings.eps,
@@ -306,7 +306,7 @@ class OptimizerWorker:
                 bias_correction_step=self._store.applied_updates,
                 gradient_scale=gradient_scale,
                 progress=done,
-                kernel=kernels.get((gradient.dtype, master.dtype)),
+                kernel=kernels.get((gradient.dtype, device_weight.dtype)),
             )
 
     def _advance_version(self, step: int) -> PipelineError | None:
@@ -323,8 +323,8 @@ class OptimizerWorker:
             self._before_update(bundle, step)
             fault = self._await_readers(bundle, step)
             overcome = overcome or fault
-            if len(bundle.masters) > 1:
-                target, source = (bundle.masters[(step + back) % len(bundle.masters)] for back in (1, 0))
+            if len(bundle.device_weights) > 1:
+                target, source = (bundle.version(step + back) for back in (1, 0))
                 self._board.observer.touched(reads=[source], writes=[target])
                 target.copy_(source)
             self._ordering.updated(bundle.index, step)

@@ -6,7 +6,7 @@ page-lock memory in the middle of a step, whenever devices progress in an order 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +16,7 @@ from torchround.engine.device import Event, PastEvent
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import LOSS_BYTES, Boundary, StagingSizes
+from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
@@ -116,6 +117,30 @@ def backward_inputs(partition: Partition) -> frozenset[int]:
     return frozenset(start for start in starts if start > 0)
 
 
+def uploads(store: HostStore, tasks: Sequence[StageTask]) -> Iterator[tuple[int, int]]:
+    """Yield bundle and use of each upload that rule 1 has to wait for. Frozen weights are never overwritten."""
+    for task in tasks:
+        for layer in range(task.stage.start, task.stage.stop):
+            for bundle in store.layer_bundles(layer):
+                if store.bundles[bundle].trainable:
+                    yield bundle, upload_use(task.slot, layer)
+
+
+def contributions(store: HostStore, task: StageTask) -> dict[tuple[int, int], int]:
+    """Return, by layer and bundle, which part of a step's gradient sum the task makes.
+
+    Parts count by round, then from the deepest layer that uses the bundle: the order in which they are made.
+    """
+    if task.stage.kind is StageKind.FORWARD:
+        return {}
+    parts = {}
+    for layer in range(task.stage.start, task.stage.stop):
+        for index in store.layer_bundles(layer):
+            users = store.bundles[index].layers
+            parts[layer, index] = task.round * len(users) + users[::-1].index(layer)
+    return parts
+
+
 def host_micro_batch(
     micro_batch: MicroBatch,
     pool: HostPool,
@@ -141,7 +166,7 @@ def read_loss(boundary: Boundary, pool: HostPool) -> float:
     """Return the sum of a micro-batch's token losses, as one of the boundary's readers. Waits until it has landed."""
     boundary.landed.synchronize()
     [loss_sum] = boundary.packing.views(boundary.memory)
-    value = float(loss_sum)
+    value = float(loss_sum)  # read before the buffer is given back
     boundary.read(PastEvent(), pool)
     return value
 
@@ -189,12 +214,14 @@ class BufferReservation:
         Without a previous pass, reserves for this one and another like it after it. If the devices have to wait for
         the previous pass's update, only stages of frozen layers at the start of this pass overlap with it.
         """
+        # The second pass is made up here rather than met later, where it would page-lock memory in the middle of a run.
         if before is None:
             next_step = this.step + 1
             before, this = (
                 this,
                 replace(this, step=next_step, version=self._store.policy.version_read(next_step)),
             )
+        # Steps of a run have few shapes, so most passes are covered already and this costs a look-up.
         key = this, before, this.runs_beside(before)
         if key not in self._covered:
             ahead = len(this.stages) if this.runs_beside(before) else self._frozen(this)
@@ -217,6 +244,7 @@ class BufferReservation:
         shapes = tuple(dict.fromkeys((*before.shapes, *this.shapes)))
         passes = [_held(before, shapes, 0), _held(this, shapes, ahead)]
         needed = most_buffers(passes, self._num_devices, lambda cut, size: self._bytes(cut, shapes[size]))
+        # One buffer for each micro-batch's integers and loss: all of a pass are on the host at once.
         needed.update(before.integer_bytes + this.integer_bytes)
         needed[LOSS_BYTES] += len(before.shapes) + len(this.shapes)
         return needed + self._parts

@@ -1,6 +1,7 @@
 """Hugging Face folders: weights read straight into the host store, and written back from a checkpoint.
 
-This room knows tensor names, shapes and dtypes, and no model family: which parameter is which tensor is given.
+This room knows tensor names, shapes and dtypes, but no model family: its callers say which tensor holds which
+parameter.
 """
 
 from torchround.hf.pretrained import PretrainedWeights, WithAdapters, read_adapters

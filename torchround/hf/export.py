@@ -1,6 +1,6 @@
 """Writing a Hugging Face folder's safetensors from tensors that are in other files, piece by piece.
 
-Nothing is held in memory but one piece, so a model of any size is exported with a few MiB.
+Memory holds one piece at a time, so a model of any size is exported with a few MiB.
 """
 
 import json
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torchround.checkpoint.tensor_file import DTYPE_NAMES, memory_of
-from torchround.hf.pretrained import HFTensors
 from torchround.hf.tensor_folder import (
     INDEX_FILE,
     PIECE_BYTES,
@@ -23,13 +22,14 @@ from torchround.hf.tensor_folder import (
     StoredTensor,
     TensorFiles,
 )
+from torchround.layer import HFTensors
 
 SHARD_BYTES = 5 * 10**9  # as transformers writes them
 
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor to be written under `name` in `dtype`; its numbers are those of `source`."""
+    """A tensor to be written under `name` in `dtype`, with the numbers of `source`."""
 
     name: str
     source: StoredTensor
@@ -40,18 +40,26 @@ class ExportedTensor:
         return math.prod(self.source.shape) * self.dtype.itemsize
 
     def pieces(self, files: TensorFiles) -> Iterator[Tensor]:
-        """The numbers in order, flat, a few at a time."""
-        stored = self.source.dtype
-        assert stored is not None, f"{self.source.name} is {self.source.dtype_name}"
+        """Yield the numbers in order, flat, a few MiB at a time."""
+        stored = self.stored_dtype()
         step = PIECE_BYTES // stored.itemsize * stored.itemsize
         for start in range(0, self.source.nbytes, step):
             piece = files.read(self.source, start, min(step, self.source.nbytes - start))
             yield piece.view(stored).to(self.dtype)
 
+    def stored_dtype(self) -> torch.dtype:
+        """Return the type of the source, which is one that torchround reads."""
+        assert self.source.dtype is not None, f"{self.source.name} is {self.source.dtype_name}"
+        return self.source.dtype
+
 
 @dataclass(frozen=True)
 class MergedTensor(ExportedTensor):
-    """`source [Z, A] + scale * b [Z, r] @ a [r, A]`, added in fp32 and rounded once."""
+    """A weight with its adapter added in fp32 and rounded once: `source + scale * B A`.
+
+    A matrix is `source [Z, A]` with `a [r, A]` and `b [Z, r]`. A stack of experts is `source [E, A, Z]` with
+    `a [E r, A]` and `b [Z, r E]`, as PEFT stacks the adapters.
+    """
 
     a: StoredTensor
     b: StoredTensor
@@ -59,8 +67,13 @@ class MergedTensor(ExportedTensor):
 
     def pieces(self, files: TensorFiles) -> Iterator[Tensor]:
         a, b = (_read_whole(files, tensor).float() for tensor in (self.a, self.b))
-        (rows, columns), stored = self.source.shape, self.source.dtype
-        assert stored is not None, f"{self.source.name} is {self.source.dtype_name}"
+        if len(self.source.shape) == 3:
+            yield from self._experts(files, a, b)
+        else:
+            yield from self._rows(files, a, b)
+
+    def _rows(self, files: TensorFiles, a: Tensor, b: Tensor) -> Iterator[Tensor]:
+        (rows, columns), stored = self.source.shape, self.stored_dtype()
         row_bytes = columns * stored.itemsize
         step = max(1, PIECE_BYTES // row_bytes)
         for start in range(0, rows, step):
@@ -69,19 +82,13 @@ class MergedTensor(ExportedTensor):
             merged = piece.view(len(some), columns).float().addmm_(some, a, alpha=self.scale)
             yield merged.to(self.dtype)
 
-
-@dataclass(frozen=True)
-class MergedExperts(MergedTensor):
-    """`source [E, A, Z]`, to each expert added its part of `a [E r, A]` and `b [Z, r E]`, as PEFT stacks them."""
-
-    def pieces(self, files: TensorFiles) -> Iterator[Tensor]:
+    def _experts(self, files: TensorFiles, a: Tensor, b: Tensor) -> Iterator[Tensor]:
         num_experts, rows, columns = self.source.shape
-        a = _read_whole(files, self.a).float().unflatten(0, (num_experts, -1))  # [E, r, A]
-        b = _read_whole(files, self.b).float().unflatten(1, (-1, num_experts))  # [Z, r, E]
-        stored, expert_bytes = self.source.dtype, self.source.nbytes // num_experts
-        assert stored is not None, f"{self.source.name} is {self.source.dtype_name}"
+        a = a.unflatten(0, (num_experts, -1))  # [E r, A] -> [E, r, A]
+        b = b.unflatten(1, (-1, num_experts))  # [Z, r E] -> [Z, r, E]
+        expert_bytes = self.source.nbytes // num_experts
         for expert in range(num_experts):
-            piece = files.read(self.source, expert * expert_bytes, expert_bytes).view(stored)
+            piece = files.read(self.source, expert * expert_bytes, expert_bytes).view(self.stored_dtype())
             merged = piece.view(rows, columns).float().addmm_(a[expert].T, b[..., expert].T, alpha=self.scale)
             yield merged.to(self.dtype)
 
@@ -91,14 +98,13 @@ def merge_adapters(
     adapters: Mapping[str, tuple[ExportedTensor, ExportedTensor]],
     scale: float,
 ) -> Iterator[ExportedTensor]:
-    """The tensors, those that `adapters` name with their A and B added."""
+    """Yield the tensors; each that `adapters` names gets its A and B added."""
     for tensor in tensors:
-        if tensor.name not in adapters:
+        if tensor.name in adapters:
+            a, b = (adapter.source for adapter in adapters[tensor.name])
+            yield MergedTensor(tensor.name, tensor.source, tensor.dtype, a, b, scale)
+        else:
             yield tensor
-            continue
-        a, b = (adapter.source for adapter in adapters[tensor.name])
-        kind = MergedExperts if len(tensor.source.shape) == 3 else MergedTensor
-        yield kind(tensor.name, tensor.source, tensor.dtype, a, b, scale)
 
 
 def _read_whole(files: TensorFiles, tensor: StoredTensor) -> Tensor:
@@ -112,10 +118,10 @@ def unstack(
     dtype_of: Callable[[str], torch.dtype],
     base: Mapping[str, StoredTensor] | None = None,
 ) -> Iterator[ExportedTensor]:
-    """Every Hugging Face tensor of parameters `stored` by name; a parameter of several is cut into them.
+    """Yield every Hugging Face tensor of the parameters in `names`, cutting a stacked parameter into its tensors.
 
-    What is not stored was mapped from the `base`, whose tensors these are by their own names. Raises `HFError` where
-    there is none.
+    `stored` has the parameters of a checkpoint by name. A parameter that is missing there was mapped from the
+    folder `base`, whose tensors are given under their own names. Raises `HFError` if there is no base either.
     """
     for parameter, tensors in names.items():
         if parameter not in stored:
@@ -144,7 +150,10 @@ def write_tensors(
     shard_bytes: int = SHARD_BYTES,
     single_file: str = SINGLE_FILE,
 ) -> list[str]:
-    """One file, or several of at most `shard_bytes` (a larger tensor has its own) and an index. The file names."""
+    """Write one file, or several of at most `shard_bytes` (a larger tensor gets its own) and an index.
+
+    Returns the names of the files with tensors.
+    """
     shards = _shards(tensors, shard_bytes)
     where: dict[str, str] = {}
     with TensorFiles() as files:
@@ -173,7 +182,7 @@ def _shards(tensors: Iterable[ExportedTensor], shard_bytes: int) -> list[list[Ex
 
 
 def _write(out: BinaryIO, tensors: Sequence[ExportedTensor], files: TensorFiles) -> None:
-    # Wide elements first: each tensor is then aligned to its element, as the safetensors library has it.
+    # Wide elements first: each tensor is then aligned to its element, as in files of the safetensors library.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

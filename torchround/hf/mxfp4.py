@@ -17,7 +17,7 @@ SCALE_NAN = 255
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """uint8 `[..., G, 16]` and `[..., G]` to fp32 `[..., 32 G]`, exact but for numbers beyond fp32 (infinite)."""
+    """Expand uint8 `[..., G, 16]` and `[..., G]` to fp32 `[..., 32 G]`; exact, but numbers beyond fp32 become infinite."""
     values = torch.tensor(E2M1_VALUES, dtype=torch.float32)
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # by byte, [256, 2]
     numbers = pairs[blocks.int()].flatten(-2)  # [..., G, 32]

@@ -1,6 +1,6 @@
-"""Weights of a Hugging Face folder, read tensor by tensor into memory that is already there.
+"""Weights and adapters of Hugging Face folders, read tensor by tensor into memory that already exists.
 
-Everything that headers can tell is checked before the first byte is read, and reading takes a few MiB of scratch
+Names, shapes and types are checked by the headers before the first byte is read. Reading takes a few MiB of scratch
 (MXFP4: one expert matrix), so a model is never in memory twice.
 """
 
@@ -27,21 +27,21 @@ from torchround.hf.tensor_folder import (
     can_map,
     read_folder,
 )
+from torchround.layer import HFTensors
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LISTED_NAMES = 20
 
-# One tensor, or several that are stacked along a new first dimension.
-HFTensors = str | tuple[str, ...]
-NamedView = tuple[str, Tensor]
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_TENSOR_FILE = "adapter_model.safetensors"
 
 
 class PretrainedWeights:
     """The weights in `folder` for a model whose parameters have `shapes` by name.
 
     `names`: the tensor, or the tensors to stack, that hold a parameter; parameters without an entry are not read.
-    `redundant`: tensors that may be there and are left alone. Raises `HFError` that lists by name what is
-    missing, too many, of another shape, or of a type that is not read.
+    `redundant`: tensors that the folder may have although no parameter needs them. Raises `HFError` with a list of
+    the tensors that are missing, unknown, of another shape, or of a type that is not read.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PretrainedWeights:
 
     @property
     def total_bytes(self) -> int:
-        """Of the files, what `load` reads."""
+        """Bytes that `load` reads from the files."""
         return sum(
             self._tensors[part].nbytes
             for name, tensors in self._names.items()
@@ -73,7 +73,7 @@ class PretrainedWeights:
         )
 
     def load(self, views: Mapping[str, Tensor]) -> None:
-        """Fill the views of all parameters that have tensors here, but mapped ones; a progress bar on a terminal."""
+        """Fill the views of all parameters in `names` that are not mapped; shows a progress bar on a terminal."""
         with _progress(self.folder, self.total_bytes) as advance, TensorFiles() as files:
             for name, tensors in self._names.items():
                 if name in self._mapped:
@@ -83,9 +83,9 @@ class PretrainedWeights:
                     advance(sum(self._tensors[part].nbytes for part in self._stored(tensor)))
 
     def map_tensors(self, parameters: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
-        """Map those of the parameters that the files hold as numbers of `dtype`, and read none of them.
+        """Map the parameters that the files hold as aligned numbers of `dtype`, without reading any.
 
-        Each is flat tensors that make it up one after the other, read-only. From then on `load` leaves them alone.
+        Returns for each the flat, read-only tensors that make it up, in order. Later calls of `load` skip them.
         """
         files, mapped = MappedFiles(), {}
         for name in parameters:
@@ -96,11 +96,11 @@ class PretrainedWeights:
         return mapped
 
     def stored_tensors(self) -> Mapping[str, StoredTensor]:
-        """Every tensor of the folder by its name there."""
+        """Return every tensor of the folder by its name there."""
         return self._tensors
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The type of each tensor as the folder has it; bfloat16 where it is MXFP4."""
+        """Return the type of each tensor in the folder; bfloat16 for MXFP4."""
         found = {}
         for tensors in self._names.values():
             for name in _names_in(tensors):
@@ -109,7 +109,7 @@ class PretrainedWeights:
         return found
 
     def _stored(self, name: str) -> list[str]:
-        """The stored tensors that hold `name`: itself, or MXFP4 blocks and scales."""
+        """Return the stored tensors that hold `name`: the tensor itself, or its MXFP4 blocks and scales."""
         quantised = [f"{name}_blocks", f"{name}_scales"]
         if name not in self._tensors and all(part in self._tensors for part in quantised):
             return quantised
@@ -162,7 +162,7 @@ def _read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor) -> None:
 
 
 def _read_mxfp4(files: TensorFiles, blocks: StoredTensor, scales: StoredTensor, view: Tensor) -> None:
-    """Expert by expert: `[Z, G, 16]` and `[Z, G]` to `view[e] [32 G, Z]`."""
+    """Expand expert by expert, from `[Z, G, 16]` and `[Z, G]` to `view[e] [32 G, Z]`."""
     block_bytes, scale_bytes = (tensor.nbytes // len(view) for tensor in (blocks, scales))
     for expert, matrix in enumerate(view):
         shared = files.read(scales, expert * scale_bytes, scale_bytes).view(scales.shape[1:]).clone()
@@ -174,7 +174,7 @@ def _names_in(tensors: HFTensors) -> tuple[str, ...]:
     return (tensors,) if isinstance(tensors, str) else tensors
 
 
-def _parts(tensors: HFTensors, view: Tensor) -> Iterator[NamedView]:
+def _parts(tensors: HFTensors, view: Tensor) -> Iterator[tuple[str, Tensor]]:
     if isinstance(tensors, str):
         yield tensors, view
     else:
@@ -189,7 +189,10 @@ def _tensor_shapes(tensors: HFTensors, shape: tuple[int, ...]) -> dict[str, tupl
 
 
 def _quantised_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Of blocks and scales, for a 16-bit tensor `[E, inputs, outputs]`. A width that 32 does not divide has none."""
+    """Return the shapes of blocks and scales of a 16-bit tensor `[E, inputs, outputs]`.
+
+    Returns impossible shapes if 32 does not divide the inputs, so that the check fails.
+    """
     if len(shape) != 3 or shape[1] % BLOCK:
         return [(), ()]
     groups = (shape[0], shape[2], shape[1] // BLOCK)
@@ -204,7 +207,7 @@ def _some(names: list[str]) -> str:
 
 @contextmanager
 def _progress(folder: Path, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """A function to be told of each read's bytes; a bar where the console is a terminal, else nothing is shown."""
+    """Yield a function that takes each read's bytes; it draws a bar if the console is a terminal, otherwise nothing."""
     if not sys.stderr.isatty():
         yield lambda nbytes: None
         return
@@ -217,19 +220,13 @@ def _progress(folder: Path, total_bytes: int) -> Iterator[Callable[[int], object
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
-# LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
-
-
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-ADAPTER_TENSOR_FILE = "adapter_model.safetensors"
-
-
 def read_adapters(
     table: LoraTable, names: Mapping[str, HFTensors], shapes: Mapping[str, Sequence[int]]
 ) -> PretrainedWeights:
-    """The adapters in the folder `table.path`, for parameters `names`.
+    """Find the LoRA adapters of PEFT's format in the folder `table.path`, for the parameters `names`.
 
-    Raises `HFError` where they are of another rank or scale, of a kind that is not built, or other tensors.
+    Raises `HFError` for another rank or scale, for a kind of adapter that torchround does not build, and for
+    tensors that do not fit.
     """
     folder = Path(os.path.expanduser(table.path or ""))
     try:
@@ -251,17 +248,17 @@ def read_adapters(
 
 
 class WithAdapters:
-    """A base and the adapters on it, read one after the other."""
+    """The weights of a base and of the adapters on it, read one after the other."""
 
     def __init__(self, base: PretrainedWeights, adapters: PretrainedWeights) -> None:
         self.folder = base.folder
         self._parts = base, adapters
 
     def map_tensors(self, parameters: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
-        """Parameters of the base, as `PretrainedWeights.map_tensors`."""
+        """Map parameters of the base, as `PretrainedWeights.map_tensors`."""
         return self._parts[0].map_tensors(parameters, dtype)
 
     def load(self, views: Mapping[str, Tensor]) -> None:
-        """Fill the views of base and adapters."""
+        """Fill the views of the base, then those of the adapters."""
         for part in self._parts:
             part.load(views)

@@ -1,39 +1,45 @@
-"""The tensors of a Hugging Face folder: where each one's bytes are. Headers only; no tensor is read here.
+"""The tensors of a Hugging Face folder: finding them by their headers, reading them in pieces, mapping them.
 
-A folder holds `model.safetensors`, or several files with `model.safetensors.index.json` that says which tensor
-is in which.
+A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`, which says which tensor is in
+which file.
 """
 
-import itertools
 import json
-import math
 import mmap
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from torchround.checkpoint.tensor_file import DTYPE_NAMES
-from torchround.untrusted.strict_json import parse_json
+from torchround.untrusted.tensor_header import read_tensor_header
 from torchround.untrusted.terminal import terminal_safe
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+PIECE_BYTES = 8 * 2**20  # read and converted at once
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_LENGTH_BYTES = 8
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 _LFS_POINTER = b"version https://git-lfs"
 
 
+class HFError(Exception):
+    """A Hugging Face folder with something missing, damaged, or of another model; the message names path and names."""
+
+    def __init__(self, message: object, *lines: object) -> None:
+        super().__init__(terminal_safe(message, *lines))
+
+
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor: its bytes are `[begin, begin + nbytes)` of the file `path`.
+    """One tensor in a file: its bytes are `[begin, begin + nbytes)` of `path`.
 
-    `dtype` is None where torch has none of that name (`dtype_name`), or none that is read here.
+    `dtype` is None if torchround does not read the type that `dtype_name` names.
     """
 
     name: str
@@ -49,7 +55,7 @@ class StoredTensor:
 
 
 def read_folder(folder: Path, single_file: str = SINGLE_FILE) -> dict[str, StoredTensor]:
-    """Every tensor by name, of `single_file` or of the index's files.
+    """Find every tensor by name, in `single_file` or in the index's files. Reads headers only.
 
     Raises `HFError` for files that are missing, truncated or not safetensors.
     """
@@ -63,31 +69,25 @@ def read_folder(folder: Path, single_file: str = SINGLE_FILE) -> dict[str, Store
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file. Raises `HFError` if the file does not hold all of their bytes."""
+    """Find the tensors of one safetensors file. Raises `HFError` if the file does not hold all of their bytes."""
     try:
-        size_bytes = path.stat().st_size
         with open(path, "rb") as file:
-            length = file.read(_LENGTH_BYTES)
-            header_bytes = int.from_bytes(length, "little")
-            if not 0 < header_bytes <= min(size_bytes, _MAX_HEADER_BYTES):
-                raise HFError(f"{path}: {_strange(path, size_bytes)}")
-            text = file.read(header_bytes)
+            is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+            file.seek(0)
+            start, entries = read_tensor_header(file, _MAX_HEADER_BYTES, _ITEM_BYTES)
     except OSError as error:
         raise HFError(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(text) < header_bytes:
-        raise HFError(f"{path}: truncated: its header takes {header_bytes} bytes, the file has {size_bytes}")
-    start = _LENGTH_BYTES + header_bytes
-    try:
-        entries = parse_json(text)
-        entries.pop("__metadata__", None)
-        tensors = {name: _parse(path, name, entry, start) for name, entry in entries.items()}
-        _refuse_overlaps(list(tensors.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except EOFError as error:
+        advice = "a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
+        raise HFError(f"{path}: {advice if is_pointer else error}") from error
+    except ValueError as error:
         raise HFError(f"{path}: its header is damaged: {error}") from error
-    end = max((tensor.begin + tensor.nbytes for tensor in tensors.values()), default=start)
-    if end > size_bytes:
-        raise HFError(f"{path}: truncated: its tensors end at byte {end}, the file has {size_bytes}")
-    return tensors
+    return {
+        name: StoredTensor(
+            name, path, entry.dtype_name, entry.shape, start + entry.begin, entry.end - entry.begin
+        )
+        for name, entry in entries.items()
+    }
 
 
 def _files(folder: Path, single_file: str) -> list[Path]:
@@ -101,7 +101,7 @@ def _files(folder: Path, single_file: str) -> list[Path]:
         raise HFError(f"{folder}: no such folder")
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
     raise HFError(
-        f"{folder}: neither {single_file} nor {INDEX_FILE} is there (found: {found}); legal: a folder with "
+        f"{folder}: has neither {single_file} nor {INDEX_FILE} (found: {found}); legal: a folder with "
         "weights in safetensors format"
     )
 
@@ -112,6 +112,7 @@ def _indexed_files(index: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HFError(f"{index} cannot be read: {error}") from error
     for name in names:
+        # A path in an index could name any file of the machine.
         if not isinstance(name, str) or Path(name).name != name:
             raise HFError(f"{index}: {name!r} is not the name of a file beside it")
     absent = [name for name in names if not (index.parent / name).is_file()]
@@ -120,53 +121,15 @@ def _indexed_files(index: Path) -> list[str]:
     return names
 
 
-def _parse(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if not all(type(number) is int for number in (begin, end, *shape)):
-        raise ValueError(f"{name} has shape {shape} at bytes {begin} to {end}: not all are integers")
-    tensor = StoredTensor(name, path, str(entry["dtype"]), shape, start + begin, end - begin)
-    if begin < 0 or end < begin or any(size < 0 for size in shape):
-        raise ValueError(f"{name} has shape {shape} at bytes {begin} to {end}")
-    if tensor.dtype is not None and tensor.nbytes != math.prod(shape) * tensor.dtype.itemsize:
-        raise ValueError(
-            f"{name} takes {tensor.nbytes} bytes, its shape {shape} in {tensor.dtype_name} others"
-        )
-    return tensor
-
-
-def _refuse_overlaps(tensors: list[StoredTensor]) -> None:
-    """No byte is of two tensors."""
-    ordered = sorted(tensors, key=lambda tensor: (tensor.begin, tensor.nbytes))
-    for before, after in itertools.pairwise(ordered):
-        if before.begin + before.nbytes > after.begin:
-            raise ValueError(f"{before.name} and {after.name} overlap")
-
-
-def _strange(path: Path, size_bytes: int) -> str:
-    with open(path, "rb") as file:
-        beginning = file.read(len(_LFS_POINTER))
-    if beginning == _LFS_POINTER:
-        return "a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
-    return f"truncated, or no safetensors file ({size_bytes} bytes)"
-
-
-# Bytes of stored tensors, read by offset through one scratch buffer.
-
-
-# Read and converted at once.
-PIECE_BYTES = 8 * 2**20
-
-
 class TensorFiles:
-    """Files that are opened once, as a context manager."""
+    """Files that are opened once and read by offset through one scratch buffer; a context manager."""
 
     def __init__(self) -> None:
         self._open: dict[Path, BinaryIO] = {}
         self._scratch = bytearray(0)
 
     def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Tensor:
-        """uint8 `[nbytes]` from byte `start` of the tensor on; good until the next call."""
+        """Return uint8 `[nbytes]` from byte `start` of the tensor on; valid until the next call."""
         if len(self._scratch) < nbytes:
             self._scratch = bytearray(nbytes)
         piece = memoryview(self._scratch)[:nbytes]
@@ -193,25 +156,24 @@ class TensorFiles:
             file.close()
 
 
-# Tensors that stay in their files: memory-mapped, so that bytes are read when they are first used, and never written.
-#
-# The kernel may drop them again whenever it needs the memory. A file that is cut short while it is mapped ends the
-# process with SIGBUS at the next use of what is gone: no file of a running model may be changed.
-
-
 def can_map(tensor: StoredTensor, dtype: torch.dtype) -> bool:
-    """Whether the file's bytes are those of a tensor of `dtype`, at a place where one can begin."""
+    """Return whether the file's bytes can be used as a tensor of `dtype` as they are: same type, aligned."""
     return tensor.dtype == dtype and tensor.nbytes > 0 and tensor.begin % dtype.itemsize == 0
 
 
 class MappedFiles:
-    """Read-only mappings, one for each file. They live as long as a tensor refers to them."""
+    """Read-only memory maps, one for each file: bytes are read at first use and never written.
+
+    A map lives as long as a tensor refers to it. The kernel may drop its pages again whenever it needs the memory. If
+    a file is cut short while it is mapped, the next use of the missing part ends the process with SIGBUS, so no
+    file of a running model may be changed.
+    """
 
     def __init__(self) -> None:
         self._files: dict[Path, Tensor] = {}
 
     def flat(self, tensor: StoredTensor) -> Tensor:
-        """The tensor's numbers, flat, as a view of the file. Raises `HFError` if it cannot be mapped."""
+        """Return the tensor's numbers, flat, as a view of the file. Raises `HFError` if it cannot be mapped."""
         assert tensor.dtype is not None, f"{tensor.name} is {tensor.dtype_name}"
         if tensor.path not in self._files:
             self._files[tensor.path] = _map(tensor.path)
@@ -219,22 +181,13 @@ class MappedFiles:
 
 
 def _map(path: Path) -> Tensor:
-    """The whole file as uint8."""
+    """Map the whole file as uint8."""
     try:
         with open(path, "rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise HFError(f"{path} cannot be mapped: {error.strerror or error}") from error
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor is it to be written
+        # PyTorch warns because it cannot mark a tensor as read-only. Nothing here writes to it.
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-# The one error of this room: a Hugging Face folder that cannot be used as it is.
-
-
-class HFError(Exception):
-    """Something is missing, damaged, or of another model; the message holds the path and the names."""
-
-    def __init__(self, message: object, *lines: object) -> None:
-        super().__init__(terminal_safe(message, *lines))

@@ -105,7 +105,7 @@ class RunCheckpoints:
         """
         start_s = time.monotonic()
         views = store.named_views()
-        loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_master)
+        loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_weight)
         if loaded is None:
             self.positions.append(RunPosition(0, 0, loader.state_dict()))
             return False
@@ -117,14 +117,14 @@ class RunCheckpoints:
                 f"{loaded.path}: {error}. Go on with the data as it was, or begin a run of another name on other data "
                 f"with these weights: --run.name NAME --checkpoint.load weights --checkpoint.load_path {loaded.path}"
             ) from error
-        holds_older_masters = all(name in loaded.filled for name in views if _is_older_master(name))
+        holds_older_weights = all(name in loaded.filled for name in views if _is_older_weight(name))
         try:
             store.resume(
                 loaded.step,
                 state["applied_updates"],
                 state["loss_scale"],
                 state.get("spikes"),
-                holds_older_masters,
+                holds_older_weights,
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ResumeError(f"{loaded.path}: its state is not that of a run: {error!r}") from error
@@ -242,6 +242,6 @@ class RunCheckpoints:
         say(f"saved {saved.path} ({saved.seconds:.1f} s)")
 
 
-def _is_older_master(name: str) -> bool:
+def _is_older_weight(name: str) -> bool:
     """What only `async` needs, and `sync` neither saves nor wants."""
     return name.startswith(OLDER_WEIGHTS)

@@ -30,15 +30,15 @@ def record(
     poisoned=False,
     **settings,
 ):
-    """The races of a short recorded run; when `poisoned`, no gradient is finite and every update is skipped."""
+    """Return the races of a short recorded run. If `poisoned`, no gradient is finite and every update is skipped."""
     log = AccessLog()
     model = toy_model(tied)
     for layer in frozen:
         model.layers[layer].requires_grad_(False)
     store = toy_store(model, dtype, policy=policy)
     if poisoned:
-        for master in store.bundles[1].masters:
-            master.fill_(torch.inf)
+        for device_weight in store.bundles[1].device_weights:
+            device_weight.fill_(torch.inf)
 
     def wrap(device):
         return watched(device, log)
@@ -53,11 +53,11 @@ def record(
 
 def train_step(engine, micro_batches, evaluate):
     if evaluate:
-        engine.evaluate(micro_batches)  # not waited for: it runs beside the step that follows
+        engine.evaluate(micro_batches)  # not awaited, so that it runs beside the next step
     result = engine.forward_backward(micro_batches)
     engine.step(1e-2)
     if evaluate:
-        result.update()  # before anybody asks for the evaluation's loss, which would order the two
+        result.update()  # first: asking for the evaluation's loss would order the two
 
 
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
@@ -97,20 +97,22 @@ def test_rule_2_an_upload_waits_for_the_complete_version(monkeypatch):
 
 
 def test_rule_3_a_gradient_is_read_only_after_it_landed(monkeypatch):
-    monkeypatch.setattr(Ordering, "retire", lambda *_: None)  # the optimizer runs ahead of the facts' life
+    monkeypatch.setattr(
+        Ordering, "retire", lambda *_: None
+    )  # otherwise hand-overs are forgotten that the optimizer runs past
     monkeypatch.setattr(Ordering, "before_gradient_read", lambda *_: None)
     assert record(PARTITIONS["forward coarser"], 3)
 
 
 def test_rule_4_a_gradient_is_overwritten_only_after_it_was_consumed(monkeypatch):
-    """In sync, rule 2 implies it; in async the next step's backward overtakes the update."""
+    """Rule 2 implies it in sync; in async the next step's backward overtakes the update."""
     monkeypatch.setattr(Ordering, "before_gradient_write", lambda *_: None)
     assert record(PARTITIONS["forward coarser"], 3, ASYNC)
 
 
 @pytest.mark.parametrize("rule_holds", [True, False])
 def test_rule_5_updates_of_a_layer_follow_each_other(monkeypatch, rule_holds):
-    """One optimizer thread orders its own updates; with a thread for each update, only the rule does.
+    """One optimizer thread orders its own updates. With a thread for each update, only the rule does.
 
     An update that reads its gradient follows the previous one by rules 3 and 4 alone. A skipped one, which
     carries the weights over to the next version, does not.

@@ -1,7 +1,7 @@
-"""A hang is told from work: one report of what every thread and every device queue waits for, and no thread is left.
+"""The watchdog tells a hang from work, reports what every thread and device queue waits for, and no thread is left.
 
 What blocks blocks on an event, not for a time, and the watchdog looks only once it does: however slow the machine,
-nothing is taken for a hang before the one that is planted, and everybody else has the time-out to come to a halt.
+nothing is taken for a hang before the planted one, and all other threads have the time-out to come to a halt.
 """
 
 import re
@@ -40,7 +40,7 @@ TIMEOUT_S = 0.4
 
 @pytest.fixture(scope="module", autouse=True)
 def undisturbed():
-    """What three steps give, made before anything else: a process's first step imports what torch needs for it."""
+    """Return the state after three steps, made first because a process's first step imports parts of torch."""
     store = toy_store(toy_model())
     with toy_engine(toy_model(), store, PARTITION, 1) as engine:
         train(engine, BATCHES)
@@ -59,7 +59,7 @@ def hanging_engine(store=None, num_devices=2, **options):
 
 
 def hang(engine):
-    """What three steps and the questions after them raise. Ends the engine whatever comes."""
+    """Return the error of three steps and of the questions after them. Ends the engine in any case."""
     try:
         with pytest.raises(HangError) as raised:
             for micro_batches in BATCHES:
@@ -73,7 +73,7 @@ def hang(engine):
 
 
 def block_forwards(monkeypatch, planted, over, call):
-    """The blocks' `call`-th forward of the run ends with the test."""
+    """Let the blocks' `call`-th forward of the run end only with the test."""
     forward, lock, calls = ToyBlock.forward, threading.Lock(), [0]
 
     def blocking(self, hidden, micro_batch):
@@ -92,7 +92,7 @@ def block_forwards(monkeypatch, planted, over, call):
 @pytest.mark.parametrize(
     ("call", "stage", "step"), [(1, "forward", 0), (20, "backward", 0), (59, "backward", 1)]
 )
-def test_a_layer_that_blocks_is_reported_with_what_everybody_else_waits_for(
+def test_a_layer_that_blocks_is_reported_with_what_all_others_wait_for(
     monkeypatch, planted, over, call, stage, step
 ):
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
@@ -142,7 +142,7 @@ def test_a_layer_that_blocks_is_reported_with_what_everybody_else_waits_for(
 def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(
     monkeypatch, planted, undisturbed, kind, waiting
 ):
-    """Each kind of hand-over once: the first of the second step that concerns bundle 1, or micro-batch 1."""
+    """Lose one hand-over of each kind: the first of the second step that concerns bundle 1 or micro-batch 1."""
     post, wait, lost, waited = Board.post, Board.wait, [], []
 
     def losing(self, key, value):
@@ -176,7 +176,7 @@ def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(
 
 
 class StuckEvent:
-    """A point that a device passes when the test says so. `planted` is set when somebody waits for it."""
+    """A point that a device passes when the test allows it. `planted` is set when a thread waits for it."""
 
     def __init__(self, over, planted):
         self._over, self._planted = over, planted
@@ -192,7 +192,7 @@ class StuckEvent:
 
 
 class StuckDevice(CpuDevice):
-    """As a GPU whose queue `stream` stops at its `after`-th event: its thread goes on enqueueing, nothing arrives."""
+    """A device like a GPU whose queue `stream` stops at its `after`-th event while its thread still enqueues."""
 
     def __init__(self, index, stream, after, over, planted):
         super().__init__(index)
@@ -206,7 +206,7 @@ class StuckDevice(CpuDevice):
         return super()._record(stream)
 
     def _wait(self, stream, event):
-        pass  # enqueues no more than the wait
+        pass  # like a GPU, enqueues the wait and returns
 
     def finish(self):
         self._over.wait()
@@ -218,14 +218,14 @@ class StuckDevice(CpuDevice):
 def test_a_device_queue_that_stands_still_is_named_with_its_first_unfinished_event(
     monkeypatch, planted, over, stream
 ):
-    """The caller itself waits for a device then, or for the optimizer that does."""
+    """The caller waits for the device itself, or for the optimizer, which waits for the device."""
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.1)
 
     def stuck(device):
         return StuckDevice(0, stream, 2, over, planted) if device.name == "cpu:0" else device
 
     engine = hanging_engine(wrap=stuck)
-    if stream is Stream.COMPUTE:  # nothing on the host waits for it but the end
+    if stream is Stream.COMPUTE:  # only the end of the engine waits for it
         result = engine.forward_backward(BATCHES[0])
         engine.step(1e-2)
         result.collect()
@@ -285,7 +285,7 @@ def test_one_thing_that_moves_between_two_looks_is_enough(monkeypatch):
 
 
 def test_events_that_a_device_passes_count_as_movement():
-    """A thread that has enqueued everything is silent while its device works on."""
+    """A thread that has enqueued everything is silent while its device still works."""
     passed = threading.Event()
 
     class Later(CpuDevice):
@@ -302,7 +302,7 @@ def test_events_that_a_device_passes_count_as_movement():
 
 
 def test_a_look_that_comes_late_because_the_whole_process_stood_still_is_one_look():
-    """So a process that was stopped for longer than the time-out goes on."""
+    """A process that was stopped for longer than the time-out therefore continues."""
     hangs = []
     watchdog = Watchdog(Board(), [], [], [], 1e-9, hangs.append)
     for _ in range(LOOKS):

@@ -1,4 +1,4 @@
-"""Devices that share a link take turns to upload weights: in order, with the same bits, and nobody waits for the dead.
+"""Devices that share a link take turns to upload weights: in order, with the same bits, never waiting for a dead one.
 
 What is ordered is judged from what was synchronised, so no verdict depends on timing.
 """
@@ -34,7 +34,7 @@ MICRO_BATCHES = 4
 
 
 class EnqueuingDevice(CpuDevice):
-    """Only remembers what its upload stream was told: `waits` for events that are the numbers of records."""
+    """A device that only notes which events its upload stream waits for. An event is the number of its record."""
 
     def __init__(self, index):
         super().__init__(index)
@@ -52,14 +52,14 @@ class EnqueuingDevice(CpuDevice):
 
 
 def take(turns, devices, index, window):
-    """The events that this turn waits for."""
+    """Take a turn and return the events that it waits for."""
     devices[index].waits.clear()
     with turns.turn(index, devices[index], window):
         pass
     return devices[index].waits
 
 
-def test_a_turn_follows_the_others_turns_up_to_its_wave_as_far_as_they_were_taken():
+def test_a_turn_follows_the_others_turns_up_to_its_window_as_far_as_they_were_taken():
     devices, turns = [EnqueuingDevice(index) for index in range(4)], LinkTurns([(0, 1, 3)])
     assert take(turns, devices, 0, 0) == []
     assert take(turns, devices, 0, 1) == [], "its own stream orders its own chunks"
@@ -70,7 +70,7 @@ def test_a_turn_follows_the_others_turns_up_to_its_wave_as_far_as_they_were_take
     assert take(turns, devices, 1, 9) == ["cpu:0 5", "cpu:3 1"], "the last ones, though not of this window"
 
 
-def test_of_two_chunks_of_one_wave_the_second_waits():
+def test_of_two_chunks_of_one_window_the_second_waits():
     for first, second in ((0, 1), (1, 0)):
         devices, turns = [EnqueuingDevice(0), EnqueuingDevice(1)], LinkTurns([(0, 1)])
         assert take(turns, devices, first, 5) == []
@@ -87,7 +87,7 @@ def test_a_device_outside_all_groups_and_one_of_another_group_are_not_waited_for
     assert devices[4].records == 0
 
 
-def test_a_turn_that_fails_is_nobodys_to_wait_for():
+def test_no_device_waits_for_a_turn_that_failed():
     devices, turns = [EnqueuingDevice(0), EnqueuingDevice(1)], LinkTurns([(0, 1)])
     with pytest.raises(ConnectionError), turns.turn(0, devices[0], 0):
         raise ConnectionError
@@ -149,7 +149,7 @@ def races(partition, policy, **settings):
 
 
 class LinkRecorder(DeviceWatcher):
-    """Each upload of weights also reads the byte of `ruler` that says at which window it is, `current.window`.
+    """A watcher that logs, for each upload of weights, a read of the byte of `ruler` at its window's number.
 
     Nothing is computed before all stage slots are `dispatched`, so that each window finds the next slot's weights to
     upload. Goes before `log` among the watchers.
@@ -166,7 +166,7 @@ class LinkRecorder(DeviceWatcher):
 
 
 def unordered_uploads(monkeypatch, groups):
-    """Of one step on 2 devices: windows of chunks `(device 0's, device 1's)` that nothing orders."""
+    """Return the pairs of windows `(device 0's, device 1's)` of one step whose chunks nothing orders."""
     log, current, dispatched, original = AccessLog(), threading.local(), threading.Event(), LinkTurns.turn
     ruler = torch.zeros(1000, dtype=torch.uint8)
 
@@ -196,7 +196,7 @@ def unordered_uploads(monkeypatch, groups):
 
 
 class Upload(NamedTuple):
-    """`clock`: of each actor, how many of its actions are known to come before."""
+    """An upload of weights. `clock` counts, for each actor, the actions that are known to come before it."""
 
     actor: str
     window: int
@@ -218,7 +218,7 @@ def uploads_of(entries, actor, ruler):
 
 
 def out_of_turn(pairs):
-    """Chunks further apart than threads can get ahead of each other.
+    """Return the pairs of chunks that are further apart than threads can get ahead of each other.
 
     With 2 devices and M windows a stage, device 0's stages start at windows 0, M, 2M, .., device 1's one later. When a
     thread has come to window p >= 1 of a stage, window p - 1 of the stage before is enqueued, whose output it
@@ -236,12 +236,12 @@ def test_the_windows_of_devices_on_one_link_alternate(monkeypatch):
     assert out_of_turn(unordered_uploads(monkeypatch, [(0, 1)])) == []
 
 
-def test_without_turns_they_do_not(monkeypatch):
+def test_without_turns_the_windows_do_not_alternate(monkeypatch):
     assert out_of_turn(unordered_uploads(monkeypatch, []))
 
 
 class DyingDevice(CpuDevice):
-    """Raises in the middle of its `last` upload of weights."""
+    """A device that raises in the middle of its `last` upload of weights."""
 
     def __init__(self, index, last):
         super().__init__(index)
@@ -257,7 +257,7 @@ class DyingDevice(CpuDevice):
 
 @pytest.mark.parametrize("last", [1, 2, 9, 30])
 @pytest.mark.parametrize("dying", [0, 1])
-def test_a_worker_that_dies_in_its_turn_is_named_and_nobody_waits_for_it(dying, last):
+def test_a_worker_that_dies_in_its_turn_is_named_and_no_other_waits_for_it(dying, last):
     model = toy_model()
     store = toy_store(model)
 

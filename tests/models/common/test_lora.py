@@ -206,7 +206,7 @@ def test_evaluation_is_without_dropout(tools):
         _, model, _ = build("llama3", "debug", ATTENTION, dropout)
         store = toy_store(model)
         randomise_b(store.weights())
-        store.refresh_masters()
+        store.refresh_device_weights()
         with toy_engine(model, store, Partition((), 4, ()), 1) as engine:
             losses.append(engine.evaluate([batch]).loss())
     assert losses[0] == losses[1]

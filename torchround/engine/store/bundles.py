@@ -1,4 +1,7 @@
-"""Bundles: parameters that travel together, and their places in flat buffers."""
+"""Bundles: the parameters that travel together, and where each one lies in its bundle's flat buffers.
+
+Shared parameters (tied weights) are a bundle of their own, which belongs to every layer that uses it.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +12,30 @@ from torch import Tensor, nn
 from torchround.layer import LayeredModel
 from torchround.optim import decayed_names
 
-# 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and disks want it, and
-# matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
+# 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and direct disk writes
+# need it. Matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
 ALIGNMENT_ELEMENTS = 256
+
+
+@dataclass(frozen=True)
+class UpdatePolicy:
+    """How many versions of the weights are kept. Step `t` reads `v(t - versions + 1)`; the first steps read `v(0)`.
+
+    Under either policy step `t`'s gradient is applied to `v(t)` and gives `v(t + 1)`; they differ only in the version
+    that the gradient is computed with. The step's number alone decides that version, never timing.
+    """
+
+    name: str
+    versions: int
+
+    def version_read(self, step: int) -> int:
+        """Return the version that step `step` computes with."""
+        return max(step - (self.versions - 1), 0)
+
+
+SYNC = UpdatePolicy("sync", 1)
+ASYNC = UpdatePolicy("async", 2)
+POLICIES = {policy.name: policy for policy in (SYNC, ASYNC)}
 
 
 @dataclass(frozen=True)
@@ -24,15 +48,17 @@ class FlatParameter:
 
     @property
     def stop(self) -> int:
+        """The element after its last one."""
         return self.start + self.shape.numel()
 
     def view(self, flat: Tensor) -> Tensor:
+        """Return the parameter as a view of one of its bundle's flat buffers."""
         return flat[self.start : self.stop].view(self.shape)
 
 
 @dataclass(frozen=True)
 class MappedRange:
-    """Consecutive elements of a bundle, from element `start` on, flat in memory of their own."""
+    """Consecutive elements of a bundle, from element `start` on, in one flat tensor."""
 
     start: int
     memory: Tensor
@@ -40,12 +66,14 @@ class MappedRange:
 
 @dataclass
 class Bundle:
-    """Parameters with common flat buffers. `layers` use it, in model order; more than one means tied.
+    """Parameters with common flat buffers. `layers` use it, in model order; several layers mean tied parameters.
 
-    Elements `[0, decayed)` belong to parameters with weight decay. Frozen bundles have a master only.
-    `masters[v % len(masters)]` holds version `v`. A gradient that `adds_up` comes in several parts, from rounds
-    or from the layers that share the bundle, and is summed in fp32 on the host. A frozen bundle whose weights stay in
-    mapped files has `segments` instead of a master: they are only read.
+    `weight` (fp32), `exp_avg` and `exp_avg_sq` are the optimizer's, `device_weights` the copies in the training dtype
+    that devices upload, one for each version that is kept. Elements `[0, decayed)` belong to parameters with weight
+    decay. A frozen bundle has device weights only, or `mapped` memory in their place: files that are only read.
+
+    A gradient that `adds_up` comes in several parts, from rounds or from the layers that share the bundle; the host
+    sums them in fp32.
     """
 
     index: int
@@ -54,8 +82,8 @@ class Bundle:
     parameters: tuple[FlatParameter, ...]
     numel: int
     decayed: int
-    masters: list[Tensor] = field(default_factory=list)
-    segments: tuple[MappedRange, ...] = ()
+    device_weights: list[Tensor] = field(default_factory=list)
+    mapped: tuple[MappedRange, ...] = ()
     adds_up: bool = False
     gradient: Tensor | None = None
     weight: Tensor | None = None
@@ -64,38 +92,44 @@ class Bundle:
 
     @property
     def authority(self) -> Tensor:
-        """Where the bundle's values are decided: fp32 weights, or the master of a frozen bundle."""
-        return self.masters[0] if self.weight is None else self.weight
+        """The buffer that decides the bundle's values: fp32 weights, or the device weights of a frozen bundle."""
+        return self.device_weights[0] if self.weight is None else self.weight
+
+    def version(self, version: int) -> Tensor:
+        """Return the device weights of a version. Versions that are no longer kept share their buffer with newer ones."""
+        return self.device_weights[version % len(self.device_weights)]
 
     def sources(self, version: int, start: int, stop: int) -> Iterator[MappedRange]:
-        """Where elements `[start, stop)` of a version are uploaded from; in gaps between segments is nothing."""
-        if not self.segments:
-            yield MappedRange(start, self.masters[version % len(self.masters)][start:stop])
-        for segment in self.segments:
-            first, last = max(start, segment.start), min(stop, segment.start + segment.memory.numel())
+        """Yield the host memory that elements `[start, stop)` of a version are uploaded from.
+
+        Gaps between parameters in mapped files have no memory and are left out.
+        """
+        if not self.mapped:
+            yield MappedRange(start, self.version(version)[start:stop])
+        for mapped in self.mapped:
+            first, last = max(start, mapped.start), min(stop, mapped.start + mapped.memory.numel())
             if first < last:
-                yield MappedRange(first, segment.memory[first - segment.start : last - segment.start])
+                yield MappedRange(first, mapped.memory[first - mapped.start : last - mapped.start])
 
 
 @dataclass(frozen=True)
 class ParameterLocation:
-    """Where one parameter of a layer lives: `path` in the module, `parameter` in bundle `bundle`."""
+    """The place of one parameter of a layer: `path` in the module, `parameter` in bundle `bundle`."""
 
     path: str
     bundle: int
     parameter: FlatParameter
 
 
-def owner_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The submodule that holds parameter `path`, and the parameter's name in it."""
-    prefix, _, name = path.rpartition(".")
-    return layer.get_submodule(prefix), name
-
-
 def collect_bundles(
     model: LayeredModel, mapped: Mapping[str, object]
 ) -> tuple[list[Bundle], list[list[ParameterLocation]]]:
-    """Group parameters by (who uses them, trainable, mapped), in order of first use."""
+    """Group the model's parameters into bundles, in order of first use. Buffers are not allocated yet.
+
+    Returns the bundles and, for each layer, the locations of its parameters. Parameters share a bundle if the same
+    layers use them, and if they are alike in being trained and in being `mapped`.
+    """
+    # By the parameter's identity: all layers that use it, and the name and parameter of its first use.
     users: dict[int, list[int]] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
     for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
@@ -113,35 +147,20 @@ def collect_bundles(
         bundles.append(bundle)
         by_name = {parameter.name: parameter for parameter in bundle.parameters}
         place.update({key: (index, by_name[first[key][0]]) for key in keys})
-    bindings = [
+    locations = [
         [
             ParameterLocation(path, *place[id(parameter)])
             for path, parameter in layer.named_parameters(remove_duplicate=False)
         ]
         for layer in model.layers
     ]
-    return bundles, bindings
-
-
-def _lay_out(
-    index: int,
-    layers: tuple[int, ...],
-    trainable: bool,
-    parameters: list[tuple[str, nn.Parameter]],
-    with_decay: frozenset[str],
-) -> Bundle:
-    """Flat places, parameters with weight decay first."""
-    placed, start, decayed = [], 0, 0
-    for name, parameter in sorted(parameters, key=lambda item: item[0] not in with_decay):
-        placed.append(FlatParameter(name, start, parameter.shape))
-        start = -(-(start + parameter.numel()) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-        decayed = start if name in with_decay else decayed
-    return Bundle(index, layers, trainable, tuple(placed), start, decayed)
+    return bundles, locations
 
 
 def mapped_ranges(
     bundle: Bundle, mapped: Mapping[str, Sequence[Tensor]], dtype: torch.dtype
 ) -> Iterator[MappedRange]:
+    """Yield the ranges of a frozen bundle's mapped parameters, which files hold as consecutive flat tensors."""
     assert not bundle.trainable, f"{bundle.parameters[0].name} is trained, so it cannot stay in a file"
     for parameter in bundle.parameters:
         start = parameter.start
@@ -154,21 +173,23 @@ def mapped_ranges(
         assert start == parameter.stop, f"{parameter.name}: {start - parameter.start} elements are mapped"
 
 
-@dataclass(frozen=True)
-class UpdatePolicy:
-    """`versions` master buffers; step `t` reads `v(t - versions + 1)`, at the start of a run `v(0)`."""
-
-    name: str
-    versions: int
-
-    def version_read(self, step: int) -> int:
-        return max(step - (self.versions - 1), 0)
+def owner_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Return the submodule that holds parameter `path`, and the parameter's name in it."""
+    prefix, _, name = path.rpartition(".")
+    return layer.get_submodule(prefix), name
 
 
-SYNC = UpdatePolicy("sync", 1)
-
-
-ASYNC = UpdatePolicy("async", 2)
-
-
-POLICIES = {policy.name: policy for policy in (SYNC, ASYNC)}
+def _lay_out(
+    index: int,
+    layers: tuple[int, ...],
+    trainable: bool,
+    parameters: list[tuple[str, nn.Parameter]],
+    with_decay: frozenset[str],
+) -> Bundle:
+    """Give each parameter an aligned place. Those with weight decay come first, so the update has two ranges."""
+    placed, start, decayed = [], 0, 0
+    for name, parameter in sorted(parameters, key=lambda item: item[0] not in with_decay):
+        placed.append(FlatParameter(name, start, parameter.shape))
+        start = -(-(start + parameter.numel()) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+        decayed = start if name in with_decay else decayed
+    return Bundle(index, layers, trainable, tuple(placed), start, decayed)

@@ -1,11 +1,12 @@
-"""The flat host store: master weights, gradients and optimizer state of all layers, the one authority.
+"""The flat host store: fp32 weights, device weights, gradients and optimizer state of all layers, the one authority.
 
-Parameters that travel together form a bundle with one flat buffer per kind: a layer's own trainable ones, its
-frozen ones, and each parameter that several layers share (tied). An upload is then one contiguous copy, an
-update one pass over flat memory, and a checkpoint a set of named views (DESIGN section 4).
+Parameters that travel together form a bundle with one flat buffer for each kind of state: a layer's own trained
+parameters, its frozen ones, and each parameter that several layers share. So an upload is one contiguous copy, an update
+one pass over flat memory, and a checkpoint a set of named views.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,20 +25,22 @@ from torchround.engine.store.host_memory import HostAllocator
 from torchround.layer import LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
 
-# How the names of master weights older than the newest begin in a checkpoint.
+# In checkpoints the names of device weights older than the newest begin so. Files that exist keep the word.
 OLDER_WEIGHTS = "master_"
 
 
 class HostStore:
     """All weights, gradients and optimizer state of a model in host memory.
 
-    `dtype` is that of the master weights and of all computation. `policy` says how many weight versions are
-    kept. `step` counts steps whose update is complete, skipped ones included;
-    `applied_updates` leaves the skipped ones out and drives the bias correction. `loss_scaling` is dynamic in
-    float16. `spikes` says which updates are left out because their step is far off the ones before.
+    `dtype` is the dtype of the device weights and of all computation. `policy` says how many versions of the device
+    weights are kept. `step` counts steps whose update is complete, skipped ones included. `applied_updates` leaves the
+    skipped ones out and drives the bias correction. `loss_scaling` is dynamic in float16. `spikes` decides which
+    updates are left out because their step is far off the ones before.
 
-    `mapped` are frozen parameters that stay where they are: by name, flat tensors of `dtype` that hold them one after
-    the other. They are neither among `weights` nor in checkpoints.
+    `is_consistent` is False while an update is under way: the bundles then mix two versions, and a save would too.
+
+    `mapped` gives frozen parameters that stay in mapped files: for each name, flat tensors of `dtype` that hold the
+    parameter one after the other. They are neither among `weights` nor in checkpoints.
     """
 
     def __init__(
@@ -61,10 +64,10 @@ class HostStore:
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
         self.spikes = spikes or SpikeBounds()
         self._memory = HostAllocator(pinned)
-        self.bundles, self.bindings = collect_bundles(model, mapped or {})
+        self.bundles, self.locations = collect_bundles(model, mapped or {})
         for bundle in self.bundles:
             if bundle.parameters[0].name in (mapped or {}):
-                bundle.segments = tuple(mapped_ranges(bundle, mapped or {}, dtype))
+                bundle.mapped = tuple(mapped_ranges(bundle, mapped or {}, dtype))
             else:
                 self._allocate(bundle)
 
@@ -76,25 +79,26 @@ class HostStore:
     ) -> None:
         """Fill all weights by the layers' own `init_weights`, each layer from its own generator.
 
-        `read_weights` is for a model that was trained before: it fills `weights()`, all but what layers with an
-        `init_adapters` fill by that.
+        For a model that was trained before, `read_weights` fills `weights()`. Layers that have an `init_adapters` then
+        fill by that method what the model was trained without.
         """
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
+            # A generator of its own for each layer: its values do not depend on the layers before it.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
             fill: Callable[[torch.Generator], None] | None = getattr(layer, method, None)
             if fill is not None:
-                with torch.no_grad(), bound_to_host(self, index, layer, self._fills(index)):
+                with torch.no_grad(), bound_to_host(self, index, layer, self._first_used_in(index)):
                     fill(generator)
         if read_weights is not None:
             read_weights(self.weights())
-        self.refresh_masters()
+        self.refresh_device_weights()
 
-    def refresh_masters(self) -> None:
-        """Derive every version of the master weights from the fp32 weights; call after writing the latter."""
+    def refresh_device_weights(self) -> None:
+        """Derive every version of the device weights from the fp32 weights. Call it after writing the fp32 weights."""
         for bundle in self.bundles:
-            for master in bundle.masters:
-                master.copy_(bundle.authority)
+            for device_weights in bundle.device_weights:
+                device_weights.copy_(bundle.authority)
 
     def resume(
         self,
@@ -102,20 +106,22 @@ class HostStore:
         applied_updates: int,
         loss_scale: Mapping[str, Any] | None = None,
         spikes: Mapping[str, Any] | None = None,
-        holds_older_masters: bool = True,
+        holds_older_weights: bool = True,
     ) -> None:
-        """Continue at `step`; call after reading a checkpoint into `named_views`.
+        """Continue at `step`. Call it after reading a checkpoint into `named_views`.
 
-        `loss_scale` is `loss_scale_state`'s, `spikes` that of `spikes.state_dict`. The older masters that the
-        checkpoint holds move to the place of their version, and the newest are derived anew; without, all of them
-        are: the next step of `async` then reads the newest weights, as its first one does.
+        `loss_scale` comes from `loss_scale_state`, `spikes` from `spikes.state_dict`. A checkpoint that
+        `holds_older_weights` has filled the older versions: each moves to the buffer of its number, and only the newest
+        is derived anew. Otherwise every version is derived from the fp32 weights, so the next step of `async` reads
+        the newest ones, as the first step of a run does.
         """
         for bundle in self.trained:
-            turn = (step - self.step) % len(bundle.masters)
-            bundle.masters = bundle.masters[-turn:] + bundle.masters[:-turn]
-            anew = [bundle.masters[step % len(bundle.masters)]] if holds_older_masters else bundle.masters
-            for master in anew:
-                master.copy_(bundle.authority)
+            # The views were filled as of the store's own step, and version v belongs to buffer v modulo their number.
+            turn = (step - self.step) % len(bundle.device_weights)
+            bundle.device_weights = bundle.device_weights[-turn:] + bundle.device_weights[:-turn]
+            derived = [bundle.version(step)] if holds_older_weights else bundle.device_weights
+            for device_weights in derived:
+                device_weights.copy_(bundle.authority)
         self.step = step
         self.applied_updates = applied_updates
         self.is_consistent = True
@@ -123,7 +129,10 @@ class HostStore:
         self.spikes.load_state_dict(spikes or {})
 
     def resume_state(self) -> dict[str, Any]:
-        """What `resume` needs besides the views and the step, JSON-able and no longer changing. Between steps."""
+        """Return what `resume` needs besides the views and the step, JSON-able and no longer changing.
+
+        Only between steps.
+        """
         return {
             "applied_updates": self.applied_updates,
             "loss_scale": self.loss_scale_state(),
@@ -131,11 +140,11 @@ class HostStore:
         }
 
     def loss_scale_state(self) -> dict[str, Any]:
-        """What `resume` needs of the loss scale, JSON-able; empty but in float16. Between steps, after a drain."""
+        """Return what `resume` needs of the loss scale, JSON-able; empty except in float16. Only between steps."""
         return self.loss_scaling.state_dict(self.step)
 
     def allocate_gradients(self, rounds: int) -> None:
-        """Give each trainable bundle the gradient buffer that steps of `rounds` rounds need."""
+        """Give each trained bundle the gradient buffer that steps of `rounds` rounds need."""
         for bundle in self.trained:
             bundle.adds_up = rounds * len(bundle.layers) > 1
             dtype = torch.float32 if bundle.adds_up else self.gradient_dtype
@@ -148,13 +157,13 @@ class HostStore:
         return [bundle for bundle in self.bundles if bundle.trainable]
 
     def weights(self) -> dict[str, Tensor]:
-        """The authoritative values by name: fp32 where trained, the master's dtype where frozen. Views."""
+        """Return views of the authoritative values by name: fp32 if trained, otherwise in the store's dtype."""
         return {parameter.name: parameter.view(bundle.authority) for bundle, parameter in self._held()}
 
     def named_views(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, as views that it is written from and read into, bundle by bundle.
+        """Return what a checkpoint holds, as views that it is written from and read into, bundle by bundle.
 
-        Only between steps, after `Engine.drain`: with several versions, the older masters are part of it.
+        Only between steps, after `Engine.drain`: with several versions, the older device weights are part of it.
         """
         views: dict[str, Tensor] = {}
         for bundle in self.bundles:
@@ -162,14 +171,15 @@ class HostStore:
         return views
 
     def bundle_views(self, bundle: Bundle, step: int) -> dict[str, Tensor]:
-        """A bundle's part of the checkpoint after `step` steps: nothing of what stays in mapped files."""
-        if bundle.segments:
+        """Return a bundle's part of the checkpoint after `step` steps, without what stays in mapped files."""
+        if bundle.mapped:
             return {}
         kinds = {"weights": bundle.authority}
         if bundle.exp_avg is not None and bundle.exp_avg_sq is not None:
             kinds |= {"exp_avg": bundle.exp_avg, "exp_avg_sq": bundle.exp_avg_sq}
-        for age in range(1, len(bundle.masters)):
-            kinds[f"{OLDER_WEIGHTS}{age}_old"] = bundle.masters[(step - age) % len(bundle.masters)]
+        # The newest device weights are not saved: they are the fp32 weights, rounded.
+        for age in range(1, len(bundle.device_weights)):
+            kinds[f"{OLDER_WEIGHTS}{age}_old"] = bundle.version(step - age)
         return {
             f"{kind}/{parameter.name}": parameter.view(flat)
             for kind, flat in kinds.items()
@@ -177,33 +187,34 @@ class HostStore:
         }
 
     def layer_bundles(self, layer: int) -> list[int]:
-        """Bundles that a layer uses, in the order in which they lie in a weight slot."""
-        return list(dict.fromkeys(binding.bundle for binding in self.bindings[layer]))
+        """Return the bundles that a layer uses, in the order of a weight slot."""
+        return list(dict.fromkeys(location.bundle for location in self.locations[layer]))
 
     def num_parameters(self) -> int:
+        """Return the number of parameters, shared ones counted once."""
         return sum(parameter.shape.numel() for bundle in self.bundles for parameter in bundle.parameters)
 
     def nbytes(self) -> int:
-        """Host memory the store holds."""
+        """Return the bytes of host memory that the store holds."""
         return self._memory.allocated_bytes
 
     def close(self) -> None:
-        """Undo page-locking. The buffers live on as long as somebody refers to them."""
+        """Undo page-locking. Each buffer lives on while a tensor refers to it."""
         self._memory.close()
 
     def _held(self) -> Iterator[tuple[Bundle, FlatParameter]]:
-        """All but what stays in files."""
+        """Yield all parameters except those that stay in files."""
         for bundle in self.bundles:
-            if not bundle.segments:
+            if not bundle.mapped:
                 yield from ((bundle, parameter) for parameter in bundle.parameters)
 
-    def _fills(self, layer: int) -> set[int]:
-        """Bundles whose first user is `layer`: the ones it initialises."""
-        return {bundle.index for bundle in self.bundles if bundle.layers[0] == layer and not bundle.segments}
+    def _first_used_in(self, layer: int) -> set[int]:
+        """Return the bundles that `layer` is the first to use: the ones that it initialises."""
+        return {bundle.index for bundle in self.bundles if bundle.layers[0] == layer and not bundle.mapped}
 
     def _allocate(self, bundle: Bundle) -> None:
         versions = self.policy.versions if bundle.trainable else 1
-        bundle.masters = [self._flat(bundle.numel, self.dtype) for _ in range(versions)]
+        bundle.device_weights = [self._flat(bundle.numel, self.dtype) for _ in range(versions)]
         if bundle.trainable:
             bundle.weight = self._flat(bundle.numel, torch.float32, for_devices=False)
             bundle.exp_avg = self._flat(bundle.numel, torch.float32, for_devices=False)
@@ -213,34 +224,22 @@ class HostStore:
         return self._memory.allocate(numel * dtype.itemsize, for_devices).view(dtype)
 
 
-class bound_to_host:
-    """Within the block, a layer's parameters are views of the store's authority.
+@contextmanager
+def bound_to_host(store: HostStore, layer_index: int, layer: nn.Module, only: set[int]) -> Iterator[None]:
+    """Make a layer's parameters views of the store's authoritative values, for the block.
 
-    Bundles outside `only` are left on `meta`, so that a tied parameter is filled by its first user alone.
+    Bundles outside `only` stay on `meta`, so that only the first user of a shared parameter fills it.
     """
-
-    def __init__(self, store: HostStore, layer_index: int, layer: nn.Module, only: set[int]) -> None:
-        self._layer = layer
-        self._views = {
-            binding.path: binding.parameter.view(store.bundles[binding.bundle].authority)
-            for binding in store.bindings[layer_index]
-            if binding.bundle in only
-        }
-        self._originals: dict[str, nn.Parameter] = {}
-
-    def __enter__(self) -> None:
-        for path, view in self._views.items():
-            module, name = owner_of(self._layer, path)
-            self._originals[path] = getattr(module, name)
-            setattr(module, name, nn.Parameter(view, requires_grad=False))
-
-    def __exit__(self, *_: object) -> None:
-        for path, original in reversed(self._originals.items()):
-            module, name = owner_of(self._layer, path)
+    originals: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for location in store.locations[layer_index]:
+            if location.bundle in only:
+                module, name = owner_of(layer, location.path)
+                originals.append((module, name, getattr(module, name)))
+                view = location.parameter.view(store.bundles[location.bundle].authority)
+                setattr(module, name, nn.Parameter(view, requires_grad=False))
+        yield
+    finally:
+        # In reverse: a parameter that the layer has under two paths gets its original back at both.
+        for module, name, original in reversed(originals):
             setattr(module, name, original)
-
-
-# Update policies: how many weight versions are kept, and which one a step reads (DESIGN section 7).
-#
-# Either way step `t`'s gradient is applied to `v(t)` and gives `v(t+1)`; only where the gradient was computed
-# differs. The version a pass reads is fixed by its step number, never by timing.

@@ -67,7 +67,7 @@ class StagingSizes:
 
 
 class ActivationTransfers:
-    """Moves activations for one device worker. What it brings is valid until `release`, on the compute stream."""
+    """The transfers of one device's activations. Uploaded tensors are valid until `release`, on the compute stream."""
 
     def __init__(self, device: Device, board: Board, pool: HostPool) -> None:
         self._device = device
@@ -154,5 +154,6 @@ class ActivationTransfers:
         device.copy(Stream.ACTIVATION_UPLOAD, slot.memory[:nbytes], boundary.memory)
         uploaded = device.record(Stream.ACTIVATION_UPLOAD)
         device.wait(Stream.COMPUTE, uploaded)
+        # As soon as the copy is enqueued: the next writer of the buffer waits for `uploaded`, not for this stage.
         boundary.read(uploaded, self._pool)
         return slot.views(boundary.packing)

@@ -29,16 +29,16 @@ def bind(
     weight_start = {(part.layer, part.bundle): part.start for part in layout.weights}
     gradient_start = {(part.layer, part.bundle): part.start for part in layout.gradients}
     for layer in layout.layers:
-        for binding in store.bindings[layer]:
-            use = (layer, binding.bundle)
-            parameter = binding.parameter
+        for location in store.locations[layer]:
+            use = (layer, location.bundle)
+            parameter = location.parameter
             leaf = nn.Parameter(parameter.view(weights.memory[weight_start[use] :]), requires_grad=False)
             if gradients is not None and use in gradient_start:
                 leaf.requires_grad_(True)
                 # Before `.grad` is set: PyTorch refuses a gradient of another dtype than the leaf expects.
                 leaf.grad_dtype = gradients.memory.dtype
                 leaf.grad = parameter.view(gradients.memory[gradient_start[use] :])
-            module, name = owner_of(skeletons[layer], binding.path)
+            module, name = owner_of(skeletons[layer], location.path)
             setattr(module, name, leaf)
     return [skeletons[layer] for layer in layout.layers]
 

@@ -78,7 +78,7 @@ def _last_up_to(window: int, taken: deque[tuple[int, Event]]) -> Event | None:
 
 # Measures at the start of a run which devices share a link to the host: each alone, then every pair together.
 #
-# It copies what a run copies, a piece of pinned master weights into device memory, on the stream that uploads weights.
+# It copies what a run copies, a piece of pinned device_weight weights into device memory, on the stream that uploads weights.
 # Times are the devices' own.
 
 
@@ -157,7 +157,7 @@ class _Probe:
 
 
 def _source(store: HostStore) -> Tensor:
-    """Up to `PROBE_BYTES` of the largest master weights that devices read from the store's own memory."""
-    masters = [master for bundle in store.bundles for master in bundle.masters]
+    """Up to `PROBE_BYTES` of the largest device_weight weights that devices read from the store's own memory."""
+    masters = [device_weight for bundle in store.bundles for device_weight in bundle.device_weights]
     largest = max(masters, key=torch.Tensor.numel)
     return largest.view(torch.uint8)[:PROBE_BYTES]

@@ -51,7 +51,7 @@ class SlotRing:
         slot = self._slots[position]
         if slot is None or slot.memory.numel() < numel:
             if slot is not None:
-                self._outgrown.append(slot)
+                self._outgrown.append(slot)  # freed memory could be given to another stream's work
             memory = self._device.allocate(numel * self._dtype.itemsize).view(self._dtype)
             slot = self._slots[position] = DeviceSlot(memory)
         return slot
@@ -68,6 +68,7 @@ class DeviceSlot:
 
     def views(self, packing: "Packing") -> tuple[Tensor, ...]:
         """Return the tensors of `packing` in this buffer: the same objects as last time while the packing stays."""
+        # Kept, because views cost host time in every micro-batch, and layouts rarely change.
         if packing != self._packing:
             self._packing, self._views = packing, packing.views(self.memory)
         return self._views

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "plan.py"
 SERVER = ["--device", "rtx4090", "--num-devices", "8", "--host-memory-gib", "800"]
 

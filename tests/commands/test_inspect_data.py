@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from torchround.config import DataTable, SourceTable
-from torchround.data import Tokenizer
-from torchround.data.survey import survey
-
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -124,16 +120,3 @@ def test_a_users_mistake_ends_with_code_2_and_a_message_without_traceback(
     assert process.returncode == 2
     assert message in process.stderr
     assert "Traceback" not in process.stderr
-
-
-def test_a_survey_reads_a_long_document_as_one_and_stops_where_it_is_told(
-    corpus: Path, tokenizer: Tokenizer
-) -> None:
-    data = DataTable(sources=(SourceTable(path=str(corpus / "*.txt")),), shuffle=False)
-    (found,) = survey(data, tokenizer, seed=0, max_documents=2).sources
-    long_tokens = len((corpus / "long.txt").read_bytes()) + 2
-    assert found.num_documents == 2
-    assert found.longest == [
-        (long_tokens, str(corpus / "long.txt")),
-        (found.num_tokens - long_tokens, str(corpus / "note-0.txt")),
-    ]

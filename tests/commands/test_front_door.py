@@ -1,0 +1,79 @@
+"""What a user starts and what a program imports: the commands, their entry points, and the names of `torchround`."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchround
+from torchround import commands
+
+ROOT = Path(__file__).parents[2]
+ENTRIES = ["train.py", *(f"scripts/{name}.py" for name in commands.COMMANDS if name != "train")]
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_every_name_that_the_package_offers_is_known_to_editors_and_can_be_imported() -> None:
+    tree = ast.parse(Path(torchround.__file__).read_text())
+    declared = {
+        alias.asname: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torchround.")
+        for alias in node.names
+    }
+    assert declared == torchround._MODULES
+    assert set(declared) <= set(dir(torchround))
+    for name, module in declared.items():
+        assert getattr(torchround, name) is getattr(sys.modules[module], name)
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        _ = torchround.Trainer
+
+
+def test_importing_the_package_imports_neither_torch_nor_anything_else_of_it() -> None:
+    code = (
+        "import sys, torchround\n"
+        "loaded = [name for name in sys.modules if name.split('.')[0] in ('torch', 'pydantic')]\n"
+        "loaded += [name for name in sys.modules if name.startswith('torchround.')]\n"
+        "assert not loaded, loaded\n"
+        "sys.modules['torch'] = None\n"
+        "print(torchround.Partition((1, 1), 1, (1, 1)).num_layers, torchround.make_plan.__name__)\n"
+    )
+    done = python("-c", code)
+    assert done.stdout == "3 make_plan\n", done.stderr
+
+
+def test_each_command_has_a_thin_entry_point_in_the_clone() -> None:
+    for entry in ENTRIES:
+        lines = (ROOT / entry).read_text().splitlines()
+        assert len(lines) < 15 and "    run_command(main)" in lines, entry
+    found = {path.stem for path in (ROOT / "scripts").glob("*.py")}
+    assert set(commands.COMMANDS) - {"train"} <= found
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback(name: str) -> None:
+    """`--help | head`: the pipe's reader is gone before the command writes."""
+    code = (
+        "import os, sys\n"
+        "reader, writer = os.pipe()\n"
+        "os.close(reader)\n"
+        "os.dup2(writer, 1)\n"
+        f"sys.argv = ['torchround', {name!r}, '--help']\n"
+        "from torchround.commands import main\n"
+        "main()\n"
+    )
+    done = python("-c", code)
+    assert done.stderr == "" and done.returncode in (0, 141), done.stderr
+
+
+def test_the_dispatcher_lists_its_commands_and_refuses_others() -> None:
+    start = "import sys; from torchround.commands import main; sys.argv[0] = 'torchround'; main()"
+    listed, unknown, version = python("-c", start), python("-c", start, "trian"), python("-c", start, "plan")
+    assert listed.returncode == 0 and all(name in listed.stdout for name in commands.COMMANDS)
+    assert unknown.returncode == 2 and "commands: train, plan" in unknown.stdout
+    assert version.returncode == 2 and version.stderr.startswith("usage: torchround plan")

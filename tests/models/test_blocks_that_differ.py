@@ -1,0 +1,164 @@
+"""A model whose blocks differ: attention, feed-forward, rotary base, norm and activation are each block's own."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from tests.support.toy import PlainLoop, assert_same_state, toy_engine, toy_store, train
+from torchround.layer import LayerWork
+from torchround.models import ModelConfigError, TransformerConfig
+from torchround.models.common.attention import Attention
+from torchround.models.common.decoder import (
+    ATTENTION_NAMES,
+    GATED_MLP_NAMES,
+    BlockSettings,
+    assemble,
+    decoder_names,
+)
+from torchround.models.common.experts import GatedExperts
+from torchround.models.common.feed_forward import GatedMLP, MoE, MoEShape
+from torchround.models.common.primitives import RMSNorm
+from torchround.models.common.rope import Rope
+from torchround.models.qwen3.layers import QK_NORM_NAMES, expert_names
+from torchround.pipeline.partition import Partition
+
+CONFIG = TransformerConfig(
+    num_layers=4,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    vocab_size=50,
+    rope=Rope(10000.0),
+    max_positions=64,
+)
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+MIXTURE = MoEShape(4, 2, 24, balance_coefficient=0.01)
+EXPERT_NAMES = expert_names(4)
+
+
+class OffsetNorm(RMSNorm):
+    """Another kind of norm: its weight begins at 0 and scales by `1 + weight`."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.nn.functional.rms_norm(x, x.shape[-1:], eps=self.eps)
+
+    def init_weights(self):
+        with torch.no_grad():
+            self.weight.zero_()
+
+
+def block(attention, feed_forward, names, norm=RMSNorm, eps=1e-5):
+    return BlockSettings(attention, feed_forward, partial(norm, eps=eps), {**ATTENTION_NAMES, **names})
+
+
+def sliding(**settings):
+    return partial(Attention, **HEADS, rope=Rope(10000.0), window=5, **settings)
+
+
+def full(**settings):
+    return partial(Attention, **HEADS, rope=Rope(1000000.0), **settings)
+
+
+BLOCKS = [
+    block(sliding(), partial(GatedMLP, ffn_size=48), GATED_MLP_NAMES),
+    block(full(), partial(MoE, shape=MIXTURE, make_experts=GatedExperts), EXPERT_NAMES, eps=1e-6),
+    block(
+        sliding(qk_norm_eps=1e-6),
+        partial(GatedMLP, ffn_size=40, activation="gelu_tanh"),
+        {**GATED_MLP_NAMES, **QK_NORM_NAMES},
+        norm=OffsetNorm,
+    ),
+    block(full(), partial(MoE, shape=MIXTURE, make_experts=GatedExperts), EXPERT_NAMES),
+]
+
+
+def micro_batches(tools, steps=3):
+    documents = [[[12, 20], [32]], [[32]], [[7, 25]]]
+    return [
+        [
+            replace(tools.micro_batch(cut, 50, seed=10 * step + index), max_documents=2)
+            for index, cut in enumerate(documents)
+        ]
+        for step in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_training_is_bitwise_that_of_a_plain_loop(tied, devices, tools):
+    model = assemble(replace(CONFIG, tied_embeddings=tied), BLOCKS)
+    batches, store = micro_batches(tools), toy_store(model)
+    loop = PlainLoop(model, {name: view.clone() for name, view in store.weights().items()}, tied)
+    partition = Partition((1, 2, 2), 1, (1, 2, 2))  # embedding; pairs of blocks; head, and back in pairs
+    with toy_engine(model, store, partition, devices) as engine:
+        losses = train(engine, batches)
+    assert losses == loop.train(batches)
+    assert_same_state(store.named_views(), loop.state())
+
+
+def test_each_block_has_its_own_hugging_face_names():
+    model, names = assemble(CONFIG, BLOCKS), decoder_names(CONFIG, BLOCKS)
+    assert names.keys() == model.stored_shapes().keys()
+    assert names["block.0.mlp.gate.weight"] == "model.layers.0.mlp.gate_proj.weight"
+    assert names["block.1.mlp.router.weight"] == "model.layers.1.mlp.gate.weight"
+    assert names["block.1.mlp.experts.up"] == tuple(
+        f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in range(4)
+    )
+    assert names["block.2.attention.query_norm.weight"] == "model.layers.2.self_attn.q_norm.weight"
+    assert "block.0.attention.query_norm.weight" not in names
+
+
+def test_the_work_of_a_block_is_the_sum_of_its_parts_and_what_it_hands_on():
+    batch, tokens, element_bytes = 3, 32, 2
+    num_tokens = batch * tokens
+    model = assemble(CONFIG, BLOCKS)
+    stream_bytes, load_bytes = num_tokens * 32 * element_bytes, batch * 2 * 4 * 4
+    for index, layer in enumerate(model.layers[1:-1]):
+        work = layer.work(batch, tokens, element_bytes, "cpu")
+        parts = [
+            layer.attention_norm.work(num_tokens, element_bytes),
+            layer.attention.work(batch, tokens, element_bytes, "cpu"),
+            layer.mlp_norm.work(num_tokens, element_bytes),
+            layer.mlp.work(num_tokens, element_bytes),
+        ]
+        assert work.forward_flops == sum(part.forward_flops for part in parts)
+        assert work.activation_bytes == sum(part.activation_bytes for part in parts)
+        # From the first block with a penalty on, the load travels along, through a dense block too.
+        assert work.boundary_bytes == stream_bytes + (load_bytes if index >= 1 else 0)
+        largest = max(parameter.numel() for parameter in layer.parameters())
+        scratch = max(part.workspace_bytes for part in parts)
+        assert work.workspace_bytes == scratch + largest * (4 + element_bytes)
+
+
+def test_two_parts_add_up_in_flops_and_kept_memory_and_share_scratch():
+    one, other = LayerWork(10.0, 3, 7, 5, 4.0), LayerWork(1.0, 2, 0, 9, 1.0)
+    assert one + other == other + one == LayerWork(11.0, 5, 7, 9, 5.0)
+
+
+def test_the_penalty_counts_only_blocks_with_experts(tools):
+    model = tools.materialise(assemble(CONFIG, BLOCKS))
+    batch = tools.micro_batch([[32], [32]], 50)
+    stream, load = tools.hidden_before_head(model, batch)
+    # Each token chooses 2 experts in each of the 2 blocks with experts.
+    assert load[:, 0].sum(dim=-1).tolist() == [2 * 2 * 32] * 2
+    with torch.no_grad():
+        plain = model.layers[-1](stream, batch)
+    penalty = (model.layers[-1]((stream, load), batch) - plain) / (0.01 * batch.num_labels())
+    # Switch Transformer: E * sum of products of shares, 2 for a balanced choice of 2 experts; fresh routers are near.
+    assert penalty.item() == pytest.approx(2.0, rel=0.05)
+
+
+def test_penalties_that_cannot_be_added_up_are_refused_with_their_values():
+    other = partial(MoE, shape=replace(MIXTURE, num_experts=8), make_experts=GatedExperts)
+    blocks = [BLOCKS[1], replace(BLOCKS[3], feed_forward=other)]
+    with pytest.raises(ModelConfigError, match=r"\(4, 0.01\), \(8, 0.01\)"):
+        assemble(CONFIG, blocks)
+
+
+def test_an_unknown_activation_is_refused_with_the_legal_ones():
+    with pytest.raises(ModelConfigError, match="activation = 'relu'; legal: silu, gelu_tanh"):
+        GatedMLP(8, 16, activation="relu")

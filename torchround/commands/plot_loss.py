@@ -1,0 +1,40 @@
+"""Draw the loss curves of one or several runs over each other.
+
+    python scripts/plot_loss.py outputs/my-run outputs/another-run --output compared.png
+
+A run draws its own `loss.png` when it ends. This draws a run that is still training, and compares runs.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchround.observe.loss_curve import PICTURE_FILE, draw_curves, read_losses
+
+
+def main(arguments: list[str]) -> int:
+    """Draw the picture. Returns the exit code: 2 if a folder has no metrics or no loss."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, with metrics.jsonl"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="PNG",
+        help=f"the picture (default: {PICTURE_FILE} in the folder of the first run)",
+    )
+    options = parser.parse_args(arguments)
+    picture = options.output or options.runs[0] / PICTURE_FILE
+    try:
+        draw_curves([read_losses(run) for run in options.runs], picture)
+    except ImportError as error:
+        print(f"plot_loss: drawing needs matplotlib: pip install matplotlib ({error})", file=sys.stderr)
+        return 2
+    except (OSError, ValueError) as error:
+        print(f"plot_loss: {error}", file=sys.stderr)
+        return 2
+    print(picture)
+    return 0

@@ -1,0 +1,77 @@
+"""The headers of safetensors files, checked as if they were forged.
+
+A file begins with the length of its header (8 bytes, little endian), then comes JSON with dtype, shape and offsets of
+each tensor by name, then the tensors' bytes. A reader that trusts a header may allocate its lengths, read outside
+the file, or give two tensors the same bytes.
+"""
+
+import itertools
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+from torchround.untrusted.strict_json import parse_json
+
+LENGTH_BYTES = 8
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of a header; its bytes are `[begin, end)` behind the header."""
+
+    dtype_name: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_tensor_header(
+    file: BinaryIO, most_header_bytes: int, item_bytes: Mapping[str, int]
+) -> tuple[int, dict[str, TensorEntry]]:
+    """Return where the tensors begin in the file, and each tensor's entry in the order of the header.
+
+    `item_bytes` gives the size of an element of each known dtype; entries of other dtypes are returned, but their
+    lengths cannot be checked. Raises `EOFError` if the file ends before its header or its tensors do, or the header
+    is longer than `most_header_bytes`. Raises `ValueError` if the header is not the JSON of one, or describes a tensor
+    of the wrong length or over another one.
+    """
+    size_bytes = os.fstat(file.fileno()).st_size
+    header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    # Checked before the header is read: a forged length must not be allocated.
+    if not 0 < header_bytes <= min(size_bytes - LENGTH_BYTES, most_header_bytes):
+        raise EOFError(
+            f"truncated, or no safetensors file: its header would take {header_bytes} of {size_bytes} bytes"
+        )
+    start = LENGTH_BYTES + header_bytes
+    try:
+        content = parse_json(file.read(header_bytes))
+        content.pop("__metadata__", None)
+        entries = {name: _entry(name, fields, item_bytes) for name, fields in content.items()}
+        _refuse_overlaps(entries)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a header of tensors: {type(error).__name__} {error}") from error
+    end = start + max((entry.end for entry in entries.values()), default=0)
+    if end > size_bytes:
+        raise EOFError(f"truncated: its tensors end at byte {end}, the file has {size_bytes}")
+    return start, entries
+
+
+def _entry(name: str, fields: Any, item_bytes: Mapping[str, int]) -> TensorEntry:
+    begin, end = fields["data_offsets"]
+    shape, dtype_name = tuple(fields["shape"]), str(fields["dtype"])
+    # type(), not isinstance(): True is no offset.
+    if not all(type(number) is int for number in (begin, end, *shape)):
+        raise ValueError(f"{name} has shape {shape} at bytes {begin} to {end}: not all are integers")
+    if begin < 0 or end < begin or any(size < 0 for size in shape):
+        raise ValueError(f"{name} has shape {shape} at bytes {begin} to {end}")
+    if dtype_name in item_bytes and end - begin != math.prod(shape) * item_bytes[dtype_name]:
+        raise ValueError(f"{name} takes {end - begin} bytes, but its shape {shape} in {dtype_name} does not")
+    return TensorEntry(dtype_name, shape, begin, end)
+
+
+def _refuse_overlaps(entries: Mapping[str, TensorEntry]) -> None:
+    """Raise `ValueError` if two tensors share a byte."""
+    ordered = sorted((entry.begin, entry.end, name) for name, entry in entries.items())
+    for (_, end, before), (begin, _, after) in itertools.pairwise(ordered):
+        if end > begin:
+            raise ValueError(f"{before} and {after} overlap")
