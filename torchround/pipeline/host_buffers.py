@@ -58,12 +58,12 @@ def most_buffers(
     `bytes_of(cut, size)` gives the bytes of the input of layer `cut` for a micro-batch of a size.
     """
     most: Counter[int] = Counter()
-    tables = [_Table(held, bytes_of) for held in passes]
+    tables = [_buffers_after(held, bytes_of) for held in passes]
     for window in _windows(passes, num_devices):
         needed: Counter[int] = Counter()
         for index, round_index, fewest, furthest in window:
             for size, number in passes[index].rounds[round_index].items():
-                for nbytes, buffers in tables[index].most(size, fewest, furthest).items():
+                for nbytes, buffers in _most(tables[index][size], fewest, furthest).items():
                     needed[nbytes] += number * buffers
         most |= needed
     return most
@@ -81,22 +81,19 @@ def boundary_pool_bytes(
     return sum(nbytes * number for nbytes, number in buffers.items())
 
 
-class _Table:
-    """The buffers that a micro-batch of a pass holds, by its size and by the bytes of a buffer."""
+def _buffers_after(held: HeldPass, bytes_of: Callable[[int, int], int]) -> dict[int, list[Counter[int]]]:
+    """Count the buffers, by their bytes, that a micro-batch of each size holds after 0 to S stages."""
+    cuts = held_cuts(held.stages)
+    sizes = {size for round_sizes in held.rounds for size in round_sizes}
+    return {size: [Counter(bytes_of(cut, size) for cut in passed) for passed in cuts] for size in sizes}
 
-    def __init__(self, held: HeldPass, bytes_of: Callable[[int, int], int]) -> None:
-        cuts = held_cuts(held.stages)
-        sizes = {size for round_sizes in held.rounds for size in round_sizes}
-        self._counts = {
-            size: [Counter(bytes_of(cut, size) for cut in passed) for passed in cuts] for size in sizes
-        }
 
-    def most(self, size: int, fewest: int, furthest: int) -> Counter[int]:
-        """Count the most buffers of each kind after at least `fewest` and at most `furthest` stages."""
-        most: Counter[int] = Counter()
-        for counts in self._counts[size][fewest : furthest + 1]:
-            most |= counts
-        return most
+def _most(buffers_after: Sequence[Counter[int]], fewest: int, furthest: int) -> Counter[int]:
+    """Count the most buffers of each kind after at least `fewest` and at most `furthest` stages."""
+    most: Counter[int] = Counter()
+    for counts in buffers_after[fewest : furthest + 1]:
+        most |= counts
+    return most
 
 
 def _windows(passes: Sequence[HeldPass], num_devices: int) -> Iterator[list[tuple[int, int, int, int]]]:

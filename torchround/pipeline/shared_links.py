@@ -103,8 +103,8 @@ class LinkWindows:
     """The order of all stage slots' transfer windows on a shared link, in time units of one window.
 
     All windows count as equally long, so devices can agree on turns without asking each other. Window `p` of a slot comes at
-    time `start + p`. A slot starts one window after the slot before it, whose outputs
-    it reads, and not before its device is done with its last slot.
+    time `start + p`. A slot starts one window after the previous slot, whose outputs it reads, and not before its device has
+    finished its own last slot.
     """
 
     def __init__(self, num_devices: int) -> None:
