@@ -73,7 +73,7 @@ def test_the_longest_sequence_fits_and_one_step_more_does_not() -> None:
 
 @pytest.mark.parametrize("device_mib", [40, 60, 80, 120, 300])
 @pytest.mark.parametrize("host_mib", [440, 450, 470, 600])
-def test_what_is_said_to_fit_gets_a_plan_and_nothing_else_does(device_mib: int, host_mib: int) -> None:
+def test_a_question_gets_a_plan_exactly_if_the_report_says_that_it_fits(device_mib: int, host_mib: int) -> None:
     question = replace(QUESTION, device_bytes=device_mib * MIB, host_bytes=host_mib * MIB)
     answer = report_plan(question)
     assert (answer.plan is not None) == fits(question)

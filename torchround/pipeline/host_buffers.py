@@ -72,7 +72,7 @@ def most_buffers(
 def boundary_pool_bytes(
     partition: Partition, costs: Costs, num_devices: int, num_micro_batches: int, rounds: int, update: str
 ) -> int:
-    """Compute what the pool allocates for boundaries if all micro-batches are as long as those of the costs."""
+    """Compute the bytes of the pool of boundaries if all micro-batches have the length that the costs are for."""
     stages = partition.stages()
     sizes = tuple({0: len(part)} for part in split_evenly(num_micro_batches, rounds))
     # Two passes: in `async` mode the next step begins before this one has ended.

@@ -90,7 +90,7 @@ def _shapes(line: Timeline, ends_s: Sequence[float]) -> list[list[float]]:
 
 
 def _period(shapes: Sequence[Sequence[float]], tolerance_s: float) -> int:
-    """Find the shortest period with which steps repeat at least twice; 0 if there is none."""
+    """Find the shortest period with which steps repeat at least twice; 0 if they do not."""
     for period in range(1, len(shapes) // 2 + 1):
         if all(_alike(one, other, tolerance_s) for one, other in zip(shapes, shapes[period:], strict=False)):
             return period
