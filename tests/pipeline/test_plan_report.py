@@ -92,7 +92,7 @@ def test_a_change_that_is_said_to_fit_does() -> None:
     assert 'engine.update = "sync"' not in fitting  # it is that already
 
 
-def test_the_batch_that_is_said_to_fit_is_the_largest_halving_that_does() -> None:
+def test_the_proposed_batch_is_the_largest_halving_that_fits() -> None:
     tight = replace(QUESTION, host_bytes=453 * MIB, micro_batch_size=1, global_batch_size=64)
     answer = report_plan(tight)
     sizes = [size for size in (32, 16, 8, 4, 2, 1) if fits(replace(tight, global_batch_size=size))]
@@ -102,7 +102,7 @@ def test_the_batch_that_is_said_to_fit_is_the_largest_halving_that_does() -> Non
     assert sum("global_batch_size" in setting for setting in told) == 1
 
 
-def test_no_batch_is_proposed_that_has_no_micro_batch_for_each_round() -> None:
+def test_a_proposed_batch_has_a_micro_batch_for_each_round() -> None:
     never = replace(QUESTION, device_bytes=MIB, rounds=2, micro_batch_size=4)
     settings = {change.setting: change.fits for change in report_plan(never).changes}
     assert settings["training.global_batch_size = 8"] is False
@@ -110,10 +110,10 @@ def test_no_batch_is_proposed_that_has_no_micro_batch_for_each_round() -> None:
     assert not any("global_batch_size" in change.setting for change in least)
 
 
-def test_state_that_the_host_cannot_hold_is_told_in_gib() -> None:
+def test_a_report_says_how_many_gib_of_state_the_host_cannot_hold() -> None:
     answer = report_plan(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
     assert answer.plan is None
-    assert "16.00 GiB of 10.00 GiB" in answer.problem and "6.00 GiB are missing" in answer.problem
+    assert "need 16.00 GiB of host memory, and 10.00 GiB are available: 6.00 GiB are missing" in answer.problem
     assert any("lora.rank" in change.setting and change.fits for change in answer.changes)
 
 
