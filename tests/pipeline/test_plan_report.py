@@ -73,7 +73,9 @@ def test_the_longest_sequence_fits_and_one_step_more_does_not() -> None:
 
 @pytest.mark.parametrize("device_mib", [40, 60, 80, 120, 300])
 @pytest.mark.parametrize("host_mib", [440, 450, 470, 600])
-def test_a_question_gets_a_plan_exactly_if_the_report_says_that_it_fits(device_mib: int, host_mib: int) -> None:
+def test_a_question_gets_a_plan_exactly_if_the_report_says_that_it_fits(
+    device_mib: int, host_mib: int
+) -> None:
     question = replace(QUESTION, device_bytes=device_mib * MIB, host_bytes=host_mib * MIB)
     answer = report_plan(question)
     assert (answer.plan is not None) == fits(question)
@@ -113,7 +115,9 @@ def test_a_proposed_batch_has_a_micro_batch_for_each_round() -> None:
 def test_a_report_says_how_many_gib_of_state_the_host_cannot_hold() -> None:
     answer = report_plan(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
     assert answer.plan is None
-    assert "need 16.00 GiB of host memory, and 10.00 GiB are available: 6.00 GiB are missing" in answer.problem
+    assert (
+        "need 16.00 GiB of host memory, and 10.00 GiB are available: 6.00 GiB are missing" in answer.problem
+    )
     assert any("lora.rank" in change.setting and change.fits for change in answer.changes)
 
 

@@ -56,6 +56,8 @@ def test_no_other_cut_has_a_smaller_overshoot_or_a_faster_slowest_stage_at_the_s
 @pytest.mark.parametrize(
     ("seconds", "memory", "stages"), [([1.0], [1], 2), ([1.0, 1.0], [1], 2), ([1.0], [1], 0)]
 )
-def test_stages_that_cannot_be_bound_are_an_error(seconds: list[float], memory: list[int], stages: int) -> None:
+def test_stages_that_cannot_be_bound_are_an_error(
+    seconds: list[float], memory: list[int], stages: int
+) -> None:
     with pytest.raises(ScheduleError):
         bind_stages(seconds, memory, stages, None)
