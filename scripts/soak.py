@@ -115,7 +115,7 @@ class Soak:
                 text,
             )
             require("Traceback" not in text or trouble == "faulty device", started.trouble, text)
-            going_on = re.search(r"^going on after step (\d+) ", text, re.MULTILINE)
+            going_on = re.search(r"^resuming after step (\d+) ", text, re.MULTILINE)
             require(going_on is None or int(going_on[1]) == reached, f"step {reached} was saved before", text)
             before, reached = reached, newest(checkpoints, damaged)
             told = [int(step) for step in re.findall(r"^saved \S+step-(\d+) ", text, re.MULTILINE)]
