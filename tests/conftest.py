@@ -1,19 +1,28 @@
-"""For all tests: one thread inside each operation, signals as in a terminal, and a GPU only where there is one."""
+"""Settings of all tests: threads, signals, tiers, and no test that needs a GPU on a machine without one.
+
+docs/testing.md says which command runs which tier.
+"""
 
 import os
 import signal
 
 import pytest
 
-# Read when torch is first imported, here and in the processes that tests start: several of them on two cores would
-# otherwise wait for each other's threads.
+# Read when torch is first imported, here and in the processes that tests start. Otherwise several processes on two cores
+# would wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Control-C and a hang-up mean to the tests, and to the runs they start, what they mean in a terminal.
+# A test in one of these folders, or with one of these fixtures, trains whole runs or starts programs.
+WHOLE_RUN_FOLDERS = ("tests/benchmarks/", "tests/commands/", "tests/faults/", "tests/scripts/")
+WHOLE_RUN_FIXTURES = frozenset(["small_runs", "fork_server"])
+OTHER_TIERS = ("whole_run", "compiles", "documented", "slow")
 
-    A shell that starts a command in the background has the one ignored, nohup the other, and processes inherit that.
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give Control-C and a hang-up the meaning that they have in a terminal, here and in the runs that tests start.
+
+    A shell that starts a command in the background ignores the one, nohup the other, and processes inherit that.
     """
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     for number, handler in usual.items():
@@ -21,12 +30,22 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked `gpu` on a machine without one; pytest's closing line counts them."""
+    """Mark tests of whole runs and fast tests, and deselect tests marked `gpu` on a machine without a GPU."""
+    for item in items:
+        if item.nodeid.startswith(WHOLE_RUN_FOLDERS) or WHOLE_RUN_FIXTURES & set(_fixtures(item)):
+            item.add_marker("whole_run")
+        if not any(item.get_closest_marker(tier) for tier in OTHER_TIERS):
+            item.add_marker("fast")
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and not _has_gpu():
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if item not in needs_gpu]
+
+
+def _fixtures(item: pytest.Item) -> list[str]:
+    return getattr(item, "fixturenames", [])
 
 
 def _has_gpu() -> bool:

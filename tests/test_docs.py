@@ -88,6 +88,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.documented
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_runs(line: str, clone: Path) -> None:
     for command in line.split("&&"):
@@ -134,6 +135,7 @@ def test_readme_starts_with_the_two_commands_that_continuous_integration_runs() 
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
+@pytest.mark.documented
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_an_example_in_python_runs(block: Block, clone: Path) -> None:
     run([sys.executable, "-c", block.text], clone)

@@ -75,24 +75,21 @@ def cites_only_files_that_are_there(source: Source) -> Iterator[str]:
     for line, text in texts:
         yield from (f"line {line}: cites {found}" for found in FOREIGN_DOCUMENTS.findall(text))
         for path in PATH.findall(text):
-            if Path(path).name not in USERS_FILES and not _is_there(path):
+            if Path(path).name not in USERS_FILES and path not in ENDINGS:
                 yield f"line {line}: there is no {path}"
 
 
 FOLDERS = ("torchround", "tests", "scripts", "benchmarks", "docs", "configs", ".ci")
 
 
-def _all_paths() -> set[str]:
+def _endings() -> frozenset[str]:
+    """Return every path of the repository, with each of its endings: `docs/data.md` and `data.md`."""
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
-    return {path.relative_to(ROOT).as_posix() for path in [*found, *ROOT.iterdir()]}
+    parts = [path.relative_to(ROOT).parts for path in [*found, *ROOT.iterdir()]]
+    return frozenset("/".join(part[start:]) for part in parts for start in range(len(part)))
 
 
-ALL_PATHS = frozenset(_all_paths())
-
-
-def _is_there(path: str) -> bool:
-    """Return whether a path names a file of the repository, by its last parts at least."""
-    return any(known == path or known.endswith(f"/{path}") for known in ALL_PATHS)
+ENDINGS = _endings()
 
 
 def public_classes_of_one_name(checked: list[Source]) -> list[str]:

@@ -32,6 +32,8 @@ from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
 from torchround.run import engine_parts
 
+pytestmark = pytest.mark.compiles
+
 BATCHES = toy_batches(4, micro_batches=4)
 # fp32: the same operations in another order, through four updates of Adam.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

@@ -22,6 +22,8 @@ from torchround.engine.optimizer_worker import use_threads_here
 from torchround.optim import UpdateProgress, adamw_update_
 from torchround.optim.kernel import AdamWKernel, KernelError, UpdateDtypes, get_kernels, kernel_library
 
+pytestmark = pytest.mark.compiles
+
 HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # What engines ask for: gradients in the master's dtype, or in fp32 where they are added up on the host. Every

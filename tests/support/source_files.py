@@ -5,7 +5,7 @@ import io
 import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -69,8 +69,9 @@ Rule = Callable[[Source], Iterator[str]]
 """Yields the offences of one file, each as a text that names the line."""
 
 
+@cache
 def sources(*parts: str) -> list[Source]:
-    """Read the Python files in folders, or single files, named from the root."""
+    """Read the Python files in folders, or single files, named from the root. Read once per process."""
     paths = {path for part in parts for path in [ROOT / part, *(ROOT / part).rglob("*.py")] if path.is_file()}
     return [
         Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in sorted(paths)
