@@ -210,7 +210,9 @@ EXAMPLES: list[tuple[Callable[[Source], Iterator[str]], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "name", "text"), EXAMPLES, ids=lambda part: getattr(part, "__name__", str(part))[:60])
+@pytest.mark.parametrize(
+    ("rule", "name", "text"), EXAMPLES, ids=lambda part: getattr(part, "__name__", str(part))[:60]
+)
 def test_a_rule_about_a_file_finds_a_planted_offence(
     rule: Callable[[Source], Iterator[str]], name: str, text: str
 ) -> None:
