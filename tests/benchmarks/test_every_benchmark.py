@@ -14,10 +14,16 @@ from benchmarks.frame import in_turns, median_ratio
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
-LONG = {"compiled-layers": pytest.mark.slow}  # a compiler runs: 20 s of processor time
+COMPILES = {"compiled-layers", "optimizer-speed"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in BENCHMARKS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.compiles if name in COMPILES else pytest.mark.documented)
+        for name in BENCHMARKS
+    ],
+)
 def test_a_benchmark_runs_at_a_tiny_size_and_reports_its_machine(name: str, tmp_path: Path) -> None:
     """In a process of its own, as its users start it: several change threads or the environment for good."""
     command = [sys.executable, "-m", "benchmarks", name, *shlex.split(find(name).tiny)]

@@ -1,5 +1,6 @@
 """The compiled update inside the engine: same bits, same promises when it fails, and a run that does not wait."""
 
+import os
 import threading
 import time
 
@@ -17,7 +18,7 @@ from tests.support.toy import (
 )
 from torchround.config import EngineTable
 from torchround.engine.errors import PipelineError
-from torchround.engine.optimizer_worker import update_threads
+from torchround.engine.optimizer_worker import OptimizerWorker, update_threads
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim.kernel import AdamWKernel, KernelError
 from torchround.run import engine_parts
@@ -141,3 +142,22 @@ def test_the_update_leaves_each_device_a_core_but_keeps_half_of_them(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: torch_threads)
     assert update_threads(devices) == threads
+
+
+def test_the_optimizer_of_an_engine_leaves_a_core_for_each_devices_thread(monkeypatch):
+    seen, update, num_threads = [], OptimizerWorker._update, torch.get_num_threads()
+
+    def look(self, step, lr):
+        seen.append(torch.get_num_threads())
+        update(self, step, lr)
+
+    monkeypatch.setattr(OptimizerWorker, "_update", look)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    torch.set_num_threads(8)
+    try:
+        model = toy_model()
+        with toy_engine(model, toy_store(model), PARTITIONS["forward coarser"], 3) as engine:
+            train(engine, toy_batches(2, micro_batches=2))
+        assert seen == [5, 5]
+    finally:
+        torch.set_num_threads(num_threads)

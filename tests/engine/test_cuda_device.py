@@ -91,7 +91,7 @@ def current(monkeypatch):
     }
     for name, replacement in replaced.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
-    monkeypatch.setattr(host_memory, "CudaPageLocker", FakeLocker)
+    monkeypatch.setattr(host_memory, "PageLocker", FakeLocker)
     return default
 
 

@@ -10,7 +10,7 @@ from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store, tra
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.config.config import PlanTable
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.store.host_memory import CudaPageLocker, HostAllocator
+from torchround.engine.store.host_memory import HostAllocator, PageLocker
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.plan_report import plan_for
@@ -33,14 +33,14 @@ def locks(monkeypatch):
     """Every registration and its reverse, with CUDA's answer."""
     calls = {"lock": [], "unlock": []}
     for name, answers in calls.items():
-        original = getattr(CudaPageLocker, name)
+        original = getattr(PageLocker, name)
 
         def counted(self, *arguments, answers=answers, original=original):
             status = original(self, *arguments)
             answers.append((arguments[0], status))
             return status
 
-        monkeypatch.setattr(CudaPageLocker, name, counted)
+        monkeypatch.setattr(PageLocker, name, counted)
     return calls
 
 
@@ -69,7 +69,7 @@ def test_memory_that_is_dropped_without_closing_can_be_locked_again(locks):
 
 
 def test_a_failed_registration_leaves_no_error_behind():
-    locker, memory = CudaPageLocker(), HostAllocator(True)
+    locker, memory = PageLocker(), HostAllocator(True)
     taken = memory.allocate(MIB, for_devices=True)
     assert locker.lock(taken.data_ptr(), MIB) != 0, "it is locked already"
     assert torch.ones(5, device="cuda").sum().item() == 5

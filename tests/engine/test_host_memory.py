@@ -7,6 +7,7 @@ import ctypes
 import gc
 import mmap
 import os
+import threading
 import warnings
 
 import pytest
@@ -59,6 +60,27 @@ def test_buffers_are_exact_zeroed_and_share_no_page(small_chunks):
     assert locker.refused == 0 and len(locker.locked) == memory.locked_buffers() == 4 + 3
     memory.close()
     assert locker.locked == {} and memory.locked_buffers() == 0
+
+
+def test_several_threads_fill_a_large_buffer_before_it_is_locked(small_chunks, monkeypatch):
+    """One thread takes too long for hundreds of GiB: each of the first two fills waits until the other has begun."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    both, filled, memset = threading.Barrier(2), [], ctypes.memset
+    locker = RecordingLocker()
+
+    def fill(address, value, nbytes):
+        filled.append((address, nbytes))
+        if len(filled) <= 2:
+            both.wait(20.0)
+        assert not locker.locked, "pages are locked before they exist"
+        return memset(address, value, nbytes)
+
+    monkeypatch.setattr(ctypes, "memset", fill)
+    memory = HostAllocator(True, locker)
+    buffer = memory.allocate(20 * PAGE, for_devices=True)
+    start, ends = buffer.data_ptr(), sorted(address + nbytes for address, nbytes in filled)
+    assert sorted(address for address, _ in filled) == [start, *ends[:-1]] and ends[-1] == start + 20 * PAGE
+    memory.close()
 
 
 def test_memory_that_only_the_host_uses_is_not_locked():
@@ -149,7 +171,7 @@ def test_a_store_locks_weights_and_gradients_and_nothing_else(monkeypatch):
     from tests.support.toy import toy_model
 
     locker = RecordingLocker()
-    monkeypatch.setattr(host_memory, "CudaPageLocker", lambda: locker)
+    monkeypatch.setattr(host_memory, "PageLocker", lambda: locker)
     store = HostStore(toy_model(), policy=ASYNC, pinned=True)
     store.allocate_gradients(rounds=1)
     assert len(locker.locked) == 3 * len(store.trained)

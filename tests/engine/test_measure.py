@@ -6,8 +6,10 @@ import pytest
 
 from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.optimizer_worker import BundleUpdate
-from torchround.engine.results import costs_from_reports, one_layer_a_stage
+from torchround.engine.results import DeviceSpan, SlotReport, costs_from_reports, one_layer_a_stage
 from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.partition import StageKind, StageTask
+from torchround.pipeline.timeline import TaskKind
 
 COUNTED = Costs(tuple(LayerCost(f"layer.{index}", 1.0, 2.0, weight_bytes=7) for index in range(7)), hop_s=0.5)
 
@@ -66,6 +68,45 @@ def test_each_layer_gets_the_median_time_of_its_update_and_skipped_updates_do_no
     costs = costs_from_reports(COUNTED, reports_of(1), updates)
     assert [layer.optimizer_s for layer in costs.layers] == pytest.approx([2.0, 0, 0, 0.25, 0, 0, 0])
     assert all(layer.optimizer_s == 0 for layer in costs_from_reports(COUNTED, reports_of(1), [[]]).layers)
+
+
+class At:
+    """A mark at a known time."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def seconds_since(self, earlier):
+        return self.seconds - earlier.seconds
+
+
+def test_a_layers_time_is_the_median_of_its_samples_so_that_one_slow_sample_does_not_count():
+    """A mean would give each layer 34 s in place of 2 s or 4 s."""
+    partition = one_layer_a_stage(7)
+    samples_s = {
+        TaskKind.FORWARD: (1.0, 2.0, 99.0),
+        TaskKind.BACKWARD: (3.0, 4.0, 95.0),
+        TaskKind.FUSED: (96.0, 3.0, 1.0),
+    }
+    kinds = {
+        StageKind.FORWARD: [TaskKind.FORWARD],
+        StageKind.FUSED: [TaskKind.FUSED],
+        StageKind.BACKWARD: [TaskKind.RECOMPUTE, TaskKind.BACKWARD],
+    }
+    samples_s[TaskKind.RECOMPUTE] = samples_s[TaskKind.FORWARD]
+    reports = []
+    for slot, stage in enumerate(partition.stages()):
+        for sample in range(3):
+            spans = tuple(
+                DeviceSpan(kind, At(0.0), At(samples_s[kind][sample])) for kind in kinds[stage.kind]
+            )
+            task = StageTask(
+                slot=slot, device=0, round=0, stage_index=slot, stage=stage, micro_batches=range(1)
+            )
+            reports.append(SlotReport(task, sample, None, At(0.0), 0.0, spans, 0, 0))
+    costs = costs_from_reports(COUNTED, reports)
+    assert [layer.forward_s for layer in costs.layers] == [2.0] * 6 + [1.0]
+    assert [layer.backward_s for layer in costs.layers] == [4.0] * 6 + [2.0]
 
 
 def test_one_layer_a_stage_is_the_finest_partition():

@@ -20,12 +20,12 @@ Buffers = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def random_buffers(numel: int, seed: int = 0, gradient: torch.dtype = torch.bfloat16) -> Buffers:
-    """(weight, exp_avg, exp_avg_sq, gradient, master) with the spread of a model in training."""
+    """(weight, exp_avg, exp_avg_sq, gradient, device_weight) with the spread of a model in training."""
     generator = torch.Generator().manual_seed(seed)
     weight, exp_avg, grads = (torch.randn(numel, generator=generator) for _ in range(3))
     exp_avg_sq = torch.rand(numel, generator=generator) * 1e-2
-    master = torch.full((numel,), 7.0, dtype=torch.bfloat16)
-    return weight, exp_avg.mul_(0.1), exp_avg_sq, grads.to(gradient), master
+    device_weight = torch.full((numel,), 7.0, dtype=torch.bfloat16)
+    return weight, exp_avg.mul_(0.1), exp_avg_sq, grads.to(gradient), device_weight
 
 
 def update(
@@ -73,12 +73,12 @@ def test_a_hundred_steps_are_torch_adamw_within_rounding_and_as_near_to_float64(
     parameter = torch.nn.Parameter(start.clone())
     reference = torch.optim.AdamW([parameter], **HYPER, foreach=False)
     weight, exp_avg, exp_avg_sq = start.clone(), torch.zeros(numel), torch.zeros(numel)
-    master = torch.zeros(numel, dtype=torch.bfloat16)
+    device_weight = torch.zeros(numel, dtype=torch.bfloat16)
     for step in range(1, num_steps + 1):
         parameter.grad = gradient_of(step)
         reference.step()
         adamw_update_(
-            weight, exp_avg, exp_avg_sq, gradient_of(step), master, **HYPER, bias_correction_step=step
+            weight, exp_avg, exp_avg_sq, gradient_of(step), device_weight, **HYPER, bias_correction_step=step
         )
 
     theirs = parameter.detach()
@@ -87,7 +87,7 @@ def test_a_hundred_steps_are_torch_adamw_within_rounding_and_as_near_to_float64(
     state = reference.state[parameter]
     torch.testing.assert_close(exp_avg, state["exp_avg"], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(exp_avg_sq, state["exp_avg_sq"], rtol=1e-5, atol=1e-9)
-    assert torch.equal(master, weight.bfloat16())
+    assert torch.equal(device_weight, weight.bfloat16())
 
     exact = adamw_float64(start, gradient_of, num_steps)
     our_distance = (weight - exact).norm().item()
@@ -147,11 +147,11 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
 
 
-def test_master_may_be_the_fp32_weight_itself() -> None:
-    weight, exp_avg, exp_avg_sq, gradient, master = random_buffers(500)
+def test_the_device_weight_may_be_the_fp32_weight_itself() -> None:
+    weight, exp_avg, exp_avg_sq, gradient, device_weight = random_buffers(500)
     shared = weight.clone()
     moments = (exp_avg.clone(), exp_avg_sq.clone())
-    update((weight, exp_avg, exp_avg_sq, gradient, master))
+    update((weight, exp_avg, exp_avg_sq, gradient, device_weight))
     update((shared, *moments, gradient, shared))
     assert torch.equal(shared, weight)
 
@@ -231,7 +231,7 @@ def test_the_chunk_function_is_one_graph_with_the_same_bits() -> None:
         ({3: torch.zeros(9)}, "gradient has shape"),
         ({1: torch.zeros(10, dtype=torch.bfloat16)}, "exp_avg has dtype"),
         ({3: torch.zeros(10, dtype=torch.int64)}, "gradient has dtype"),
-        ({4: torch.zeros(2, 5)}, "master has shape"),
+        ({4: torch.zeros(2, 5)}, "device_weight has shape"),
     ],
 )
 def test_buffers_that_do_not_fit_together_are_refused_untouched(

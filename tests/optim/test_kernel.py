@@ -26,7 +26,7 @@ pytestmark = pytest.mark.compiles
 
 HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-# What engines ask for: gradients in the master's dtype, or in fp32 where they are added up on the host. Every
+# What engines ask for: gradients in the device weight's dtype, or in fp32 if they are added up on the host. Every
 # other pair is compared with the plain pass when a run gets it (`kernel._check_bits`).
 PAIRS: list[UpdateDtypes] = [(F32, F32), (BF16, BF16), (F16, F16), (F32, BF16)]
 
@@ -41,13 +41,13 @@ def kernels() -> dict[UpdateDtypes, AdamWKernel]:
 
 
 def random_buffers(numel: int, dtypes: UpdateDtypes, seed: int = 0) -> Buffers:
-    """(weight, exp_avg, exp_avg_sq, gradient, master); second moments down to denormal numbers and zero."""
+    """(weight, exp_avg, exp_avg_sq, gradient, device_weight); second moments down to denormal numbers and zero."""
     generator = torch.Generator().manual_seed(seed)
     weight, exp_avg, gradient = (torch.randn(numel, generator=generator) for _ in range(3))
     exponent = torch.randint(-46, 3, (numel,), generator=generator)
     exp_avg_sq = torch.rand(numel, generator=generator) * 10.0**exponent
-    master = torch.full((numel,), 7.0, dtype=dtypes[1])
-    return weight, exp_avg.mul_(0.1), exp_avg_sq, gradient.to(dtypes[0]), master
+    device_weight = torch.full((numel,), 7.0, dtype=dtypes[1])
+    return weight, exp_avg.mul_(0.1), exp_avg_sq, gradient.to(dtypes[0]), device_weight
 
 
 def copy_of(buffers: Buffers) -> Buffers:
@@ -135,14 +135,14 @@ def test_a_hundred_compiled_steps_are_as_near_to_float64_as_torch_adamw(
     exact = torch.nn.Parameter(start.double())
     references = [torch.optim.AdamW([p], **HYPER, foreach=False) for p in (parameter, exact)]
     weight, exp_avg, exp_avg_sq = start.clone(), torch.zeros(numel), torch.zeros(numel)
-    master = torch.zeros(numel, dtype=BF16)
+    device_weight = torch.zeros(numel, dtype=BF16)
     for step in range(1, 101):
         gradient = torch.randn(numel, generator=torch.Generator().manual_seed(step)).mul_(0.1).bfloat16()
         parameter.grad, exact.grad = gradient.float(), gradient.double()
         for reference in references:
             reference.step()
         adamw_update_(
-            *(weight, exp_avg, exp_avg_sq, gradient, master),
+            *(weight, exp_avg, exp_avg_sq, gradient, device_weight),
             **HYPER,
             bias_correction_step=step,
             kernel=kernels[BF16, BF16],
@@ -150,10 +150,10 @@ def test_a_hundred_compiled_steps_are_as_near_to_float64_as_torch_adamw(
     our_distance = (weight - exact.detach()).norm().item()
     their_distance = (parameter.detach() - exact.detach()).norm().item()
     assert 0 < our_distance <= 1.2 * their_distance
-    assert torch.equal(master, weight.bfloat16())
+    assert torch.equal(device_weight, weight.bfloat16())
 
 
-def test_master_may_be_the_fp32_weight_itself(kernels: dict[UpdateDtypes, AdamWKernel]) -> None:
+def test_the_device_weight_may_be_the_fp32_weight_itself(kernels: dict[UpdateDtypes, AdamWKernel]) -> None:
     plain = random_buffers(1000, (F32, F32))
     compiled = copy_of(plain)
     update((*plain[:4], plain[0]), None)
@@ -277,8 +277,8 @@ def test_a_kernel_with_other_bits_is_not_used(
 ) -> None:
     original = AdamWKernel.__call__
 
-    def one_bit_off(self, weight, exp_avg, exp_avg_sq, gradient, master, factors):  # type: ignore[no-untyped-def]
-        original(self, weight, exp_avg, exp_avg_sq, gradient, master, factors)
+    def one_bit_off(self, weight, exp_avg, exp_avg_sq, gradient, device_weight, factors):  # type: ignore[no-untyped-def]
+        original(self, weight, exp_avg, exp_avg_sq, gradient, device_weight, factors)
         weight[-1:].view(torch.int32).bitwise_xor_(1)
 
     monkeypatch.setattr(AdamWKernel, "__call__", one_bit_off)

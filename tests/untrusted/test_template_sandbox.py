@@ -1,10 +1,10 @@
-"""What a template may do, and that the limits change nothing for those that stay below them."""
+"""The sandbox stops templates that do too much, and changes nothing for the others."""
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchround.data.errors import DataError
-from torchround.data.text.chat import Template
+from torchround.data.text.chat import compile_template
 
 HARMLESS = [
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{% if loop.last %}!{% endif %}{{ m.a ~ '-' ~ 1 }}{% endfor %}",
@@ -21,13 +21,15 @@ HARMLESS = [
 def test_a_harmless_template_renders_as_in_jinja_s_own_sandbox(source: str) -> None:
     messages = [{"a": 1, "b": 2}, {"a": 3}]
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
-    assert Template(source, {}).render(messages, None) == plain.render(messages=messages)
+    assert compile_template(source, {})(messages, None) == plain.render(messages=messages)
 
 
 def test_the_work_of_one_rendering_is_not_charged_to_the_next() -> None:
-    template = Template("{% for i in range(90000) %}{% for j in range(10) %}{% endfor %}{% endfor %}", {})
+    render = compile_template(
+        "{% for i in range(90000) %}{% for j in range(10) %}{% endfor %}{% endfor %}", {}
+    )
     for _ in range(4):
-        assert template.render([], None) == ""
+        assert render([], None) == ""
 
 
 @pytest.mark.parametrize(
@@ -44,4 +46,4 @@ def test_the_work_of_one_rendering_is_not_charged_to_the_next() -> None:
 )
 def test_a_template_that_does_more_is_stopped_with_the_reason(source: str) -> None:
     with pytest.raises(DataError, match="TemplateLimitError: (more than|a text, list or number larger)"):
-        Template(source, {}).render([], None)
+        compile_template(source, {})([], None)

@@ -1,6 +1,6 @@
-"""What a mix of sources consists of: documents and tokens of each, and its longest documents.
+"""Counts the documents and tokens of each source of a mix, and lists its longest documents.
 
-Reads in training's own order, so what is counted is what a run sees first.
+It reads in the order of training, so it counts the documents that a run sees first.
 """
 
 import heapq
@@ -18,7 +18,7 @@ LONGEST = 5
 
 @dataclass
 class SourceSurvey:
-    """What was read of one source. `longest`: the longest documents and their tokens, longest first."""
+    """Counts for one source. `longest` lists the longest documents with their tokens, longest first."""
 
     name: str
     num_documents: int = 0
@@ -34,7 +34,7 @@ class SourceSurvey:
 
 @dataclass(frozen=True)
 class Survey:
-    """What was read of each source, how many records are bad, and the first of them with file and line."""
+    """Counts for each source, the number of bad records, and the first of these with file and line."""
 
     sources: list[SourceSurvey]
     num_bad: int
@@ -42,9 +42,9 @@ class Survey:
 
 
 def survey(data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int) -> Survey:
-    """The first `max_documents` documents of the mix, at most one pass over each source. Raises `DataError`.
+    """Read the first `max_documents` documents of the mix, at most one pass over each source. Raises `DataError`.
 
-    Bad records are passed over and listed, whatever `data.on_bad_record` says.
+    Bad records are skipped and listed, even if `data.on_bad_record` is `stop`.
     """
     data = data.model_copy(update={"epochs": 1, "on_bad_record": "skip"})
     sources = open_sources(data, tokenizer)

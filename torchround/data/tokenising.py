@@ -1,8 +1,8 @@
-"""The node that turns text into tokens, in the order it was read whatever the number of threads.
+"""The node that turns text into tokens. The order is the reading order for any number of threads.
 
-torchdata's `ParallelMapper` is not used: each of its worker threads calls `torch.set_num_threads(1)`, which
-leaves every thread started later, the engine's among them, with a single one for its matrix products; and its
-state has another shape without workers than with them.
+torchdata's `ParallelMapper` is not used. Each of its worker threads calls `torch.set_num_threads(1)`, which leaves
+every thread started later, the engine's among them, a single core for its matrix products. Its state also has another
+shape without workers than with them.
 """
 
 from collections import deque
@@ -24,11 +24,10 @@ Result = Callable[[], TokenPiece | DataError]
 
 
 class Tokenising(BaseNode[TokenPiece | DataError]):
-    """Token pieces of the pieces of `source`. `num_workers = 0` does the work in the calling thread.
+    """Token pieces, one for each piece of `source`. `num_workers = 0` does the work in the calling thread.
 
-    tiktoken works without Python's global lock, so threads run side by side. A `DataError` of the reader is
-    an item like any other, in its place, and the last one: what was read before it is still used, and it
-    reaches the caller as it was raised.
+    tiktoken releases Python's global lock, so threads run in parallel. A `DataError` of the reader is the last item:
+    the pieces before it are still used, and it reaches the caller as it was raised.
     """
 
     def __init__(self, source: BaseNode[DocumentPiece], tokenizer: Tokenizer, num_workers: int) -> None:
@@ -39,11 +38,12 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
         self._threads: ThreadPoolExecutor | None = None
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin at the start of the source, or where `initial_state` was taken."""
+        """Begin at the start of the source, or at the saved state."""
         super().reset(initial_state)
         self.close()
         if self._num_workers:
             self._threads = ThreadPoolExecutor(self._num_workers, thread_name_prefix="torchround-tokenise")
+        # Work under way, in reading order, each with the reader's state after its piece.
         self._ahead: deque[tuple[Result, dict[str, Any]]] = deque()
         self._ended = False
         self._failed = False
@@ -51,22 +51,22 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
         self._state: dict[str, Any] = self._source.state_dict()
 
     def get_state(self) -> dict[str, Any]:
-        """The reader's state after the piece that was handed out last; pieces in work are read again."""
+        """Return the reader's state after the last piece handed out. A resumed run reads pieces under way again."""
         return self._state
 
     def next(self) -> TokenPiece | DataError:
-        """The next piece; `StopIteration` at the end of the source or after an error."""
+        """Return the next piece. Raises `StopIteration` at the end of the source or after an error."""
         while not self._ended and len(self._ahead) < max(1, 2 * self._num_workers):
             self._read_one()
         if not self._ahead:
             if not self._failed:
-                self._state = self._source.state_dict()  # bad records behind the last piece count too
+                self._state = self._source.state_dict()  # also counts bad records after the last piece
             raise StopIteration
         result, self._state = self._ahead.popleft()
         return result()
 
     def close(self) -> None:
-        """End the threads, from any thread; a piece asked for after that is an error until the next `reset`."""
+        """End the threads. May be called from any thread. Asking for a piece is then an error until the next `reset`."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
@@ -87,9 +87,10 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
 
 
 def tokenise(tokenizer: Tokenizer, piece: DocumentPiece) -> TokenPiece:
-    """Token ids as they are, a conversation as its template wrote it, text between BOS and EOS.
+    """Turn the content of a piece into tokens.
 
-    BOS comes before a document's first token (where the vocabulary has one), EOS after its last.
+    Token ids stay unchanged, and a conversation is encoded as its template wrote it. Text gets BOS before a document's
+    first token, if the vocabulary has one, and EOS after its last.
     """
     learn = None
     if isinstance(piece.content, np.ndarray):

@@ -259,6 +259,6 @@ class WithAdapters:
         return self._parts[0].map_tensors(parameters, dtype)
 
     def load(self, views: Mapping[str, Tensor]) -> None:
-        """Fill the views of the base, then those of the adapters."""
+        """Fill the views of the base, then the views of the adapters."""
         for part in self._parts:
             part.load(views)

@@ -1,4 +1,4 @@
-"""What an update does to flat host memory: AdamW, gradient clipping, and the learning rate of each step."""
+"""The update of flat host memory: AdamW, gradient clipping, loss scaling, and the learning rate of each step."""
 
 from torchround.layer import decayed_names
 from torchround.optim.adamw import UpdateProgress, adamw_update_

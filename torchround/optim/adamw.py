@@ -1,10 +1,12 @@
-"""AdamW over flat host memory: one pass per layer, gradient in, fp32 state updated, master weights out.
+"""AdamW over flat host memory: one pass per layer reads the gradient, updates fp32 state, writes device weights.
 
-The arithmetic is `torch.optim.AdamW`'s (decoupled weight decay, bias correction), written with operations
-whose every rounding IEEE 754 fixes (add, subtract, multiply, divide, square root) and no fused ones. A
-vectorised body, a scalar tail and a compiled loop then give the same bits, so an element's result does not
-depend on where the buffer is cut, on its alignment, on the number of threads or on the compiler: a run may
+The arithmetic is `torch.optim.AdamW`'s (decoupled weight decay, bias correction; Loshchilov and Hutter, arXiv
+1711.05101). It uses only operations whose rounding IEEE 754 fixes: add, subtract, multiply, divide, square root; no
+fused ones. A vectorised body, a scalar tail and a compiled loop then give the same bits. So an element's result does
+not depend on where the buffer is cut, on its alignment, on the number of threads or on the compiler, and a run may
 use the compiled kernel (`kernel.py`) or not, or both in turn.
+
+The fp32 `weight` is the authority. The `device_weight` is its copy in the training dtype, which devices compute with.
 """
 
 from collections.abc import Callable
@@ -21,16 +23,17 @@ CHUNK_ELEMENTS = 256 * 1024
 
 NewValues = tuple[Tensor, Tensor, Tensor]
 
-# (weight, exp_avg, exp_avg_sq, gradient, master, factors): a whole update in place, or an exception before it.
+# (weight, exp_avg, exp_avg_sq, gradient, device_weight, factors): does a whole update in place, or raises before it
+# has touched anything.
 UpdateKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...]], None]
 
 
 @dataclass
 class UpdateProgress:
-    """How far an update of one flat buffer has come, so that a failed one can be finished.
+    """The progress of an update of one flat buffer, so that an interrupted one can be finished.
 
     Elements `[0, done)` hold the new values, the rest the old ones. An exception may also interrupt the
-    copies that commit a chunk: its new values are kept here, and the next call copies them again, whole.
+    copies that commit a chunk. The chunk's new values are kept here, and the next call copies all of them again.
     """
 
     done: int = 0
@@ -41,7 +44,7 @@ class UpdateProgress:
         return self.done == 0 and self._computed is None
 
     def computed_at(self, start: int) -> NewValues | None:
-        """New values of the chunk at `start` if an earlier call got as far as computing them."""
+        """Return the new values of the chunk at `start` if an earlier call has computed them."""
         return self._computed[1] if self._computed is not None and self._computed[0] == start else None
 
     def keep(self, start: int, values: NewValues) -> None:
@@ -54,7 +57,7 @@ def adamw_update_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     gradient: Tensor,
-    master: Tensor,
+    device_weight: Tensor,
     *,
     lr: float,
     betas: tuple[float, float],
@@ -65,35 +68,36 @@ def adamw_update_(
     progress: UpdateProgress | None = None,
     kernel: UpdateKernel | None = None,
 ) -> None:
-    """Update `weight`, `exp_avg`, `exp_avg_sq` (fp32) and `master` (= weight, cast) in place from `gradient`.
+    """Update `weight`, `exp_avg`, `exp_avg_sq` (fp32) and `device_weight` (= weight, cast) in place from `gradient`.
 
-    All are 1-D of equal length; `gradient` and `master` are of any floating dtype and are left alone or
-    written respectively, and `master` may be `weight` itself. The gradient is first multiplied by
-    `gradient_scale` in fp32 (clip factor, 1 / loss scale). `bias_correction_step` counts from 1.
+    All are 1-D of equal length. `gradient` and `device_weight` may have any floating dtype; the gradient is only
+    read, and `device_weight` may be `weight` itself. The gradient is first multiplied by `gradient_scale` in fp32
+    (clip factor, 1 / loss scale). `bias_correction_step` counts from 1.
 
     After an exception, calling again with the same arguments and the same `progress` finishes the update
     with the same bits; until then every chunk is either updated or untouched, except one whose commit itself
     was interrupted. Each update takes a fresh `progress`. Raises `ValueError` before touching anything when
     the buffers do not fit together.
 
-    `kernel`, compiled for these dtypes, does the whole buffer at once with the same bits. It is left aside for
-    an update that is already under way, and for one element, which compilers treat as a special case.
+    `kernel`, compiled for these dtypes, updates the whole buffer at once with the same bits. It is not used to
+    finish an interrupted update, nor for a single element, which compilers treat as a special case.
     """
-    _check(weight, exp_avg, exp_avg_sq, gradient, master, bias_correction_step)
+    _check(weight, exp_avg, exp_avg_sq, gradient, device_weight, bias_correction_step)
     progress = progress if progress is not None else UpdateProgress()
     factors = update_factors(lr, betas, eps, weight_decay, bias_correction_step, float(gradient_scale))
     if kernel is not None and progress.untouched and weight.numel() > 1:
-        kernel(weight, exp_avg, exp_avg_sq, gradient, master, factors)
+        kernel(weight, exp_avg, exp_avg_sq, gradient, device_weight, factors)
         progress.done = weight.numel()
     while progress.done < weight.numel():
         start = progress.done
         stop = min(start + CHUNK_ELEMENTS, weight.numel())
         old = (weight[start:stop], exp_avg[start:stop], exp_avg_sq[start:stop])
+        # Values of an interrupted chunk are reused: its old ones may be half overwritten.
         new = progress.computed_at(start)
         if new is None:
             new = new_values(*old, gradient[start:stop], factors, exact_root)
             progress.keep(start, new)
-        commit_(old, master[start:stop], new)
+        commit_(old, device_weight[start:stop], new)
         progress.done = stop
 
 
@@ -105,7 +109,7 @@ def new_values(
     factors: tuple[Tensor, ...],
     root: Callable[[Tensor], Tensor],
 ) -> NewValues:
-    """New `weight`, `exp_avg`, `exp_avg_sq` as fresh fp32 tensors; a plain function of tensors that compiles.
+    """Compute new `weight`, `exp_avg`, `exp_avg_sq` as fresh fp32 tensors; a plain function that compiles.
 
     `factors` from `update_factors` are `[]` tensors rather than numbers, so that a compiled version is not
     compiled again when the learning rate moves. `root` is an exactly rounded square root.
@@ -125,19 +129,19 @@ def new_values(
 
 
 def exact_root(values: Tensor) -> Tensor:
-    """Square root of fp32 values in host memory, correctly rounded, as the processor's own instruction gives it.
+    """Return the correctly rounded square root of fp32 values in host memory.
 
-    NumPy's, because eager `torch.sqrt` goes through MKL, whose last bit is off for 20 % of the values. Through
-    float64 the pass ran at 0.6 times the speed.
+    NumPy uses the processor's own instruction. Eager `torch.sqrt` goes through MKL, whose last bit is off for 20 %
+    of the values; through float64 the whole pass ran at 0.6 times the speed.
     """
     return torch.from_numpy(np.sqrt(values.numpy()))
 
 
-def commit_(old: NewValues, master: Tensor, new: NewValues) -> None:
-    """Copy a chunk's new values over its old ones and cast the new weight into `master`. Can be repeated."""
+def commit_(old: NewValues, device_weight: Tensor, new: NewValues) -> None:
+    """Copy a chunk's new values over its old ones and cast the new weight into `device_weight`. Can be repeated."""
     for old_part, new_part in zip(old, new, strict=True):
         old_part.copy_(new_part)
-    master.copy_(new[0])
+    device_weight.copy_(new[0])
 
 
 def update_factors(
@@ -148,7 +152,7 @@ def update_factors(
     bias_correction_step: int,
     gradient_scale: float,
 ) -> tuple[Tensor, ...]:
-    """The eight numbers of an update, computed in float64 and rounded once to `[]` fp32 tensors."""
+    """Compute the eight numbers of an update in float64 and round each once to a `[]` fp32 tensor."""
     beta1, beta2 = betas
     numbers = (
         gradient_scale,
@@ -168,11 +172,11 @@ def _check(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     gradient: Tensor,
-    master: Tensor,
+    device_weight: Tensor,
     bias_correction_step: int,
 ) -> None:
     state = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    for name, tensor in {**state, "gradient": gradient, "master": master}.items():
+    for name, tensor in {**state, "gradient": gradient, "device_weight": device_weight}.items():
         if tensor.shape != (weight.numel(),):
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, expected ({weight.numel()},) like weight"

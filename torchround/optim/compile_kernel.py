@@ -1,7 +1,8 @@
 """The program that compiles AdamW's pass: `python -m torchround.optim.compile_kernel bfloat16 bfloat16 out.so`.
 
-It runs in a process of its own (`kernel.py`): a quarter of a minute of Python beside the device workers
-would hold them up, and importing the compiler into a training run would cost it 200 MB.
+A run starts it as a child process (`kernel.py`): a quarter of a minute of Python beside the device workers would
+hold them up, and importing the compiler into a training run would cost it 200 MB. The text of this file is part
+of the key of a compiled kernel.
 """
 
 import os
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from torchround.optim.adamw import commit_, new_values
 
-# Any length that is not special to the compiler; the kernel takes every other one.
+# Any length that is not special to the compiler; the kernel takes every other length too.
 EXAMPLE_ELEMENTS = 100_001
 NUM_FACTORS = 8
 
@@ -29,20 +30,20 @@ class InPlaceUpdate(nn.Module):
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
         gradient: Tensor,
-        master: Tensor,
+        device_weight: Tensor,
         *factors: Tensor,
     ) -> None:
         # As one vector instruction the square root is exactly rounded, like `adamw.exact_root`.
         new = new_values(weight, exp_avg, exp_avg_sq, gradient, factors, torch.sqrt)
-        commit_((weight, exp_avg, exp_avg_sq), master, new)
+        commit_((weight, exp_avg, exp_avg_sq), device_weight, new)
 
 
-def compile_kernel(gradient: torch.dtype, master: torch.dtype, library: Path) -> None:
+def compile_kernel(gradient: torch.dtype, device_weight: torch.dtype, library: Path) -> None:
     """Compile for these dtypes and put the shared library at `library`, whole or not at all."""
-    import torch._inductor  # here, so that nobody else pays for it
+    import torch._inductor  # imported late: it costs 200 MB
 
     buffers = [torch.ones(EXAMPLE_ELEMENTS) for _ in range(3)]
-    buffers += [torch.ones(EXAMPLE_ELEMENTS, dtype=dtype) for dtype in (gradient, master)]
+    buffers += [torch.ones(EXAMPLE_ELEMENTS, dtype=dtype) for dtype in (gradient, device_weight)]
     factors = [torch.ones(()) for _ in range(NUM_FACTORS)]
     length = torch.export.Dim("length", min=2, max=2**48)
     program = torch.export.export(
@@ -66,11 +67,11 @@ def compile_kernel(gradient: torch.dtype, master: torch.dtype, library: Path) ->
 
 
 def main(arguments: list[str]) -> None:
-    """Gradient dtype, master dtype, and where the library goes."""
-    os.nice(10)  # training goes first
-    gradient, master, library = arguments
+    """Read the gradient's dtype, the device weight's dtype and the path of the library, and compile."""
+    os.nice(10)  # training has priority
+    gradient, device_weight, library = arguments
     Path(library).parent.mkdir(parents=True, exist_ok=True)
-    compile_kernel(getattr(torch, gradient), getattr(torch, master), Path(library))
+    compile_kernel(getattr(torch, gradient), getattr(torch, device_weight), Path(library))
 
 
 if __name__ == "__main__":

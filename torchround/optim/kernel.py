@@ -1,8 +1,10 @@
-"""AdamW's pass as one machine-code kernel: its library on disk, and calling it without holding Python's lock.
+"""AdamW's pass as compiled machine code: getting it from the cache or a compiler, and calling it.
 
-Inductor compiles `adamw.new_values` ahead of time (`compile_kernel.py`) to a shared library. It is called
-through ctypes, which lets go of the interpreter lock: PyTorch's own loader keeps it for the whole call, and the
-threads that drive devices would wait for every update.
+Inductor compiles `adamw.new_values` ahead of time to a shared library, in child processes (`compile_kernel.py`). The
+library is called through ctypes, which releases the interpreter lock. PyTorch's own loader holds it for the whole
+call, and the threads that drive devices would wait for every update.
+
+A missing kernel never stops a run: one line says why, and the uncompiled pass does the same update with the same bits.
 """
 
 import ctypes
@@ -27,16 +29,26 @@ from torch import Tensor
 from torchround.optim import adamw
 from torchround.optim.adamw import adamw_update_
 
+logger = logging.getLogger(__name__)
+
+# (gradient dtype, device weight dtype): a kernel is compiled for one such pair.
+UpdateDtypes = tuple[torch.dtype, torch.dtype]
+
+COMPILE_LIMIT_S = 600.0
+CHECKED_ELEMENTS = 10_007
+POLL_S = 0.05
+PLAIN_COST = "the optimizer uses its uncompiled pass, which is several times slower"
+
 
 class KernelError(RuntimeError):
     """The kernel cannot be compiled, loaded or called; the message says why in one line."""
 
 
 class AdamWKernel:
-    """A compiled update in place, for one gradient dtype and one master dtype; an `adamw.UpdateKernel`.
+    """A compiled in-place update for one gradient dtype and one device weight dtype; an `adamw.UpdateKernel`.
 
-    Any length, any number of threads, the bits of `adamw_update_`. A call raises `KernelError` before it has
-    touched anything, or does all of its work.
+    It takes any length and any number of threads and gives the bits of `adamw_update_`. A call either raises
+    `KernelError` before it has touched anything, or does all of its work.
     """
 
     def __init__(self, library: Path) -> None:
@@ -51,7 +63,7 @@ class AdamWKernel:
         self._check(
             self._library.AOTInductorModelContainerGetNumOutputs(self._container, ctypes.byref(num_outputs))
         )
-        self._num_outputs = num_outputs.value  # one: the None that the traced function returns
+        self._num_outputs = num_outputs.value  # 1: the None that the traced function returns
         weakref.finalize(self, self._library.AOTInductorModelContainerDelete, self._container)
 
     def __call__(
@@ -60,10 +72,10 @@ class AdamWKernel:
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
         gradient: Tensor,
-        master: Tensor,
+        device_weight: Tensor,
         factors: tuple[Tensor, ...],
     ) -> None:
-        tensors = [weight, exp_avg, exp_avg_sq, gradient, master, *factors]
+        tensors = [weight, exp_avg, exp_avg_sq, gradient, device_weight, *factors]
         if not all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in tensors):
             raise KernelError("the compiled update takes contiguous buffers in host memory only")
         nothing = ctypes.c_void_p()
@@ -88,10 +100,11 @@ class AdamWKernel:
         raise KernelError(f"the compiled update failed: {(last_error.value or b'no reason given').decode()}")
 
 
-def kernel_library(gradient: torch.dtype, master: torch.dtype) -> Path:
-    """Where the library for these dtypes lies or belongs: in Inductor's cache folder, by all that decides it.
+def kernel_library(gradient: torch.dtype, device_weight: torch.dtype) -> Path:
+    """Return the path of the library for these dtypes, in Inductor's cache folder.
 
-    That is the arithmetic's source, PyTorch, and the processor, for whose own instructions it is compiled.
+    Its name has a key made from everything that decides the code: the source of the arithmetic and of the compiling
+    program, PyTorch's version, and the processor, whose own instructions are used.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if folder is None:
@@ -103,7 +116,7 @@ def kernel_library(gradient: torch.dtype, master: torch.dtype) -> Path:
         str((platform.platform(), _processor(), torch.backends.cpu.get_cpu_capability())),
     )
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return Path(folder) / "torchround" / f"adamw-{_name(gradient)}-{_name(master)}-{key}.so"
+    return Path(folder) / "torchround" / f"adamw-{_name(gradient)}-{_name(device_weight)}-{key}.so"
 
 
 def _processor() -> str:
@@ -121,7 +134,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _handles(tensors: list[Tensor]) -> "ctypes.Array[ctypes.c_void_p]":
-    """Tensors as the library takes them. It gives the handles up itself."""
+    """Return handles of the tensors, as the library takes them. The library frees them itself."""
     address_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
         ("PyCapsule_GetPointer", ctypes.pythonapi)
     )
@@ -129,30 +142,13 @@ def _handles(tensors: list[Tensor]) -> "ctypes.Array[ctypes.c_void_p]":
     return (ctypes.c_void_p * len(tensors))(*(address_in(capsule, None) for capsule in capsules))
 
 
-# Getting AdamW's kernels for a run: from the cache on disk, else from a compiler in child processes.
-#
-# Nothing here can stop a run. Where a kernel cannot be had, one line says why, and the plain pass does the same
-# update with the same bits.
-
-
-logger = logging.getLogger(__name__)
-
-# (gradient dtype, master dtype): what a kernel is compiled for.
-UpdateDtypes = tuple[torch.dtype, torch.dtype]
-
-COMPILE_LIMIT_S = 600.0
-CHECKED_ELEMENTS = 10_007
-POLL_S = 0.05
-PLAIN_COST = "the optimizer uses its uncompiled pass, which is several times slower"
-
-
 def get_kernels(
     wanted: Collection[UpdateDtypes], meanwhile: Callable[[], None]
 ) -> dict[UpdateDtypes, AdamWKernel]:
-    """A kernel for each of `wanted`; none at all, after one warning, where one cannot be had.
+    """Return a kernel for each pair in `wanted`, or, after one warning, no kernel at all if one cannot be had.
 
-    Compiles what the cache does not hold, all at once, at low priority: about 15 s of a core each. Calls
-    `meanwhile` many times a second; what it raises ends the compilers and is raised from here.
+    Compiles the kernels that the cache lacks, all at once, at low priority: about 15 s of a core each. Calls
+    `meanwhile` many times a second; an exception from it ends the compilers and is raised from here.
     """
     try:
         libraries = {dtypes: kernel_library(*dtypes) for dtypes in wanted}
@@ -192,12 +188,12 @@ def _compile(libraries: dict[UpdateDtypes, Path], meanwhile: Callable[[], None])
 
 
 def cxx_compiler() -> str:
-    """The C++ compiler that Inductor will call."""
+    """Return the name of the C++ compiler that Inductor will call."""
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 class _Compilation:
-    """A child process that makes one library. What it prints is read only when it fails."""
+    """A child process that makes one library. Its output is read only if it fails."""
 
     def __init__(self, dtypes: UpdateDtypes, library: Path) -> None:
         self._library = library
@@ -216,7 +212,7 @@ class _Compilation:
         return self._process.poll() is None
 
     def check(self) -> None:
-        """Raises `KernelError` with the child's last line, where it left no library."""
+        """Raise `KernelError` with the child's last line if it left no library."""
         if self._process.returncode == 0 and self._library.exists():
             return
         self._output.seek(0)
@@ -231,11 +227,11 @@ class _Compilation:
         self._output.close()
 
 
-def _check_bits(kernel: AdamWKernel, gradient: torch.dtype, master: torch.dtype) -> None:
-    """Raises `KernelError` unless the kernel gives the plain pass's bits on this machine."""
+def _check_bits(kernel: AdamWKernel, gradient: torch.dtype, device_weight: torch.dtype) -> None:
+    """Raise `KernelError` unless the kernel gives the uncompiled pass's bits on this machine."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(CHECKED_ELEMENTS, generator=generator) for _ in range(4)]
-    plain = [values[0], values[1], values[2].square(), values[3].to(gradient), values[0].to(master)]
+    plain = [values[0], values[1], values[2].square(), values[3].to(gradient), values[0].to(device_weight)]
     compiled = [tensor.clone() for tensor in plain]
     for buffers, with_kernel in ((plain, None), (compiled, kernel)):
         adamw_update_(
@@ -253,14 +249,14 @@ def _check_bits(kernel: AdamWKernel, gradient: torch.dtype, master: torch.dtype)
 
 
 def _make_private(folder: Path) -> None:
-    """The folder, which must be this user's: code is loaded from it."""
+    """Make the folder, or check that it belongs to this user: code is loaded from it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
         raise KernelError(f"{folder} belongs to another user (TORCHINDUCTOR_CACHE_DIR names another folder)")
 
 
 def _environment() -> dict[str, str]:
-    """The child finds this very torchround, touches no GPU, and uses one core."""
+    """Return the child's environment: it imports this very torchround, touches no GPU, and uses one core."""
     root = str(Path(__file__).parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {

@@ -5,7 +5,7 @@ With t = step + 1 updates done after this one, W warm-up steps and S steps in al
     t <= W   lr * t / W                     the first step's rate is above 0, step W has the full rate
     t > W    lr * (1 - (1 - floor) * (1 - shape(p))),  p = (t - W) / (S - W),  floor = min_lr_factor
 
-so the last step's rate is the floor itself. Nothing is kept between calls: a resumed run needs the step
+so the last step's rate is the floor itself. A schedule keeps nothing between calls: a resumed run needs the step
 alone.
 """
 
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchround.config import LRScheduleTable
 
-# Part of the run, counted after the warm-up, in which `wsd` decays.
+# The last part of the run after the warm-up in which `wsd` (warmup-stable-decay, arXiv 2404.06395) decays.
 WSD_DECAY_FRACTION = 0.2
 
 
 class LRSchedule:
-    """`LRSchedule(table, lr, total_steps)(step)`: the rate of the update from `v(step)` to `v(step + 1)`."""
+    """The learning rate of every step: `schedule(step)` is the rate of the update from `v(step)` to `v(step + 1)`."""
 
     def __init__(self, table: "LRScheduleTable", lr: float, total_steps: int) -> None:
         if total_steps < 1:
@@ -32,7 +32,7 @@ class LRSchedule:
         self.total_steps = total_steps
 
     def __call__(self, step: int) -> float:
-        """Rate for `step`, counted from 0. From `total_steps` on, the last step's rate."""
+        """Return the rate for `step`, counted from 0. From `total_steps` on it is the last step's rate."""
         if step < 0:
             raise ValueError(f"steps count from 0, got {step}")
         updates = min(step + 1, self.total_steps)
@@ -47,7 +47,7 @@ class LRSchedule:
 
 
 def _shape(decay: str, progress: float) -> float:
-    """How much of the way from the floor to the full rate is left, `progress` in (0, 1]; 0 at 1."""
+    """Return the share of the way from floor to full rate at `progress` in (0, 1]; 0 at the end."""
     if decay == "linear":
         return 1.0 - progress
     if decay == "cosine":

@@ -1,7 +1,10 @@
-"""Gradient clipping by global norm, in parts that the engine can run as gradients land.
+"""What keeps training stable: clipping by global norm, loss scaling for float16, and bounds that detect spikes.
 
-Each parameter contributes one `sum_of_squares`; the caller adds them in a fixed order, takes the root and
-passes `clip_scale`'s factor on to the update, so no gradient is rewritten.
+Each is a function of the steps before, never of timing, so a run repeats, and a resumed run continues bit for bit.
+
+Clipping comes in parts that the engine can run as gradients arrive: each parameter contributes one `sum_of_squares`;
+the caller adds them in a fixed order, takes the root and passes `clip_scale`'s factor to the update. No gradient is
+rewritten.
 """
 
 import math
@@ -14,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Rows are summed one by one, so that the order of additions depends on the data's length alone and never
-# on the number of threads, which torch.sum over a long vector splits by.
+# Rows are summed one by one, so that the order of additions depends on the data's length alone. torch.sum over a
+# long vector splits it by the number of threads.
 _ROW = 4096
 # 256 Ki elements are 2 MiB of float64 scratch. Measured on 2 cores, bf16, Gelement/s by elements per chunk:
 # 64 Ki 2.0, 256 Ki 2.8, 1 Mi 1.2 (one thread).
@@ -26,14 +29,14 @@ _NORM_EPS = 1e-6
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """Sum of squares of a 1-D tensor of any floating dtype, as a `[]` float64 tensor.
+    """Return the sum of squares of a 1-D tensor of any floating dtype, as a `[]` float64 tensor.
 
-    Squared and added in float64: a finite 16-bit or 32-bit gradient never overflows to an infinite norm.
-    Bitwise the same for any number of threads. At most 2 MiB of scratch.
+    Squares and sums are float64, so a finite 16-bit or 32-bit gradient never overflows to an infinite norm. The bits
+    are the same for any number of threads. Takes at most 2 MiB of scratch.
     """
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     num_whole_rows = flat.numel() // _ROW
-    rows = flat[: num_whole_rows * _ROW].view(num_whole_rows, _ROW)
+    rows = flat[: num_whole_rows * _ROW].view(num_whole_rows, _ROW)  # the rest is added at the end
     for chunk in rows.split(_CHUNK_ROWS):
         total += chunk.to(torch.float64, copy=True).square_().sum(dim=1).sum()
     total += flat[num_whole_rows * _ROW :].to(torch.float64, copy=True).square_().sum()
@@ -41,21 +44,15 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 
 
 def clip_scale(total_norm: float | Tensor, max_norm: float) -> float:
-    """The factor that brings gradients of norm `total_norm` to at most `max_norm`: `clip_grad_norm_`'s.
+    """Return the factor that brings gradients of norm `total_norm` to at most `max_norm`, as `clip_grad_norm_` does.
 
-    `min(1, max_norm / (total_norm + 1e-6))`; 1 when `max_norm` is 0, which turns clipping off. A norm that is
-    not finite has no useful factor (it gives 0 or nan): the caller skips such an update altogether.
+    It is `min(1, max_norm / (total_norm + 1e-6))`, and 1 when `max_norm` is 0, which turns clipping off. A norm that
+    is not finite has no useful factor (the result is 0 or nan): the caller skips such an update altogether.
     """
     if max_norm == 0:
         return 1.0
     factor = max_norm / (float(total_norm) + _NORM_EPS)
     return min(factor, 1.0)
-
-
-# Dynamic loss scaling for float16, as a function of the step number.
-#
-# The scale of step t is fixed by the results of steps up to t - 2, because step t may be dispatched while step t - 1
-# is still computing. Timing plays no part, so a run repeats, and a resumed one goes on bit for bit.
 
 
 # Powers of two: scaling and its undoing are exact.
@@ -67,16 +64,16 @@ DELAY_STEPS = 2
 
 @dataclass(frozen=True)
 class ScaleState:
-    """The scale after some step, and how many steps without an overflow it has seen since it last moved."""
+    """The loss scale after some step, and the number of steps without an overflow since it last changed."""
 
     scale: float
     good_steps: int = 0
 
     def after(self, used_scale: float, overflowed: bool) -> "ScaleState":
-        """The state after one more step, which used `used_scale`.
+        """Return the state after one more step, which used `used_scale`.
 
-        An overflow halves what that step used: of two steps under way with the same scale, the second one's
-        overflow is no further news.
+        An overflow halves the scale that the step used, not the current one: when two steps in flight overflow with
+        the same scale, the second one halves nothing further.
         """
         if overflowed:
             return ScaleState(max(min(self.scale, used_scale / 2), LOWEST_SCALE))
@@ -86,9 +83,10 @@ class ScaleState:
 
 
 class LossScaling:
-    """The loss scale of each step. Without `dynamic` it is 1 throughout and nothing moves.
+    """The loss scale of each step: dynamic as in mixed precision training (arXiv 1710.03740), or constantly 1.
 
-    `record` is called for every step in order; `scale_of(t)` needs the records up to step t - 2.
+    The scale of step t is fixed by the results of steps up to t - 2, because step t may be dispatched while step t - 1
+    is still computing. `record` must be called for every step in order.
     """
 
     def __init__(self, dynamic: bool, initial_scale: float = INITIAL_SCALE) -> None:
@@ -97,52 +95,50 @@ class LossScaling:
         self.load_state_dict(0, {})
 
     def scale_of(self, step: int) -> float:
-        """The factor on step `step`'s loss."""
+        """Return the factor on the loss of step `step`; needs the records up to step - 2."""
         return self._after[step - DELAY_STEPS].scale
 
     def can_fall(self, scale: float) -> bool:
-        """Whether an overflow under `scale` is answered by a lower one: a step as usual, not a fault."""
+        """Return whether a lower scale can answer an overflow under `scale`: then it is no fault."""
         return self.dynamic and scale > LOWEST_SCALE
 
     def record(self, step: int, overflowed: bool) -> None:
-        """Whether step `step`'s gradient was not finite."""
+        """Record whether the gradient of step `step` was not finite (`overflowed`)."""
         before = self._after[step - 1]
         self._after[step] = before.after(self.scale_of(step), overflowed) if self.dynamic else before
         self._after.pop(step - DELAY_STEPS - 1, None)
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What a run that goes on at `step` needs, JSON-able; every earlier step is recorded."""
+        """Return what a run that resumes at `step` needs, JSON-able. Every earlier step must be recorded."""
         if not self.dynamic:
             return {}
         return {"after": [asdict(self._after[step - back]) for back in (2, 1)]}
 
     def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
-        """Go on at `step` with a `state_dict(step)`; with an empty one (no scaling before), at the initial scale.
+        """Resume at `step` from a `state_dict(step)`; an empty one (no scaling before) gives the initial scale.
 
-        Raises `ValueError` for a scale that no step has.
+        Raises `ValueError` for a scale or a count that no run can have reached.
         """
         after = [self._initial] * 2
         if self.dynamic and state:
             after = [ScaleState(**values) for values in state["after"]]
             for given in after:
                 if not (0 < given.scale <= HIGHEST_SCALE and 0 <= given.good_steps < GROWTH_INTERVAL_STEPS):
-                    raise ValueError(f"{given} is above {HIGHEST_SCALE}, or none at all")
+                    raise ValueError(
+                        f"{given}; legal: a scale above 0 and at most {HIGHEST_SCALE:g}, "
+                        f"less than {GROWTH_INTERVAL_STEPS} good steps"
+                    )
         self._after = {step - back: values for back, values in zip((2, 1), after, strict=True)}
 
 
-# Bounds beyond which a step's loss or gradient norm is a spike, from the good steps before it.
-#
-# The bound of step t is fixed by the steps before t, whose updates are complete when step t's begins. Timing plays no
-# part, so a run repeats, and a resumed one goes on bit for bit.
-
-
-# Steps that are all alike deviate by nothing, and the next one by rounding: at least this share of the median counts.
+# Equal steps have a deviation of 0, and the next one differs by a rounding: the deviation is at least this share of
+# the median.
 LEAST_DEVIATION = 0.01
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A value above its bound; `name` says which."""
+    """A loss or gradient norm above its bound; `name` says which of the two."""
 
     name: str
     value: float
@@ -154,9 +150,11 @@ class Spike:
 
 
 class SpikeBounds:
-    """`median + factor x max(median absolute deviation, 1 % of the median)` of the last `window` good steps.
+    """Bounds of loss and gradient norm, from the last `window` good steps.
 
-    Without a `factor` nothing is bounded and nothing kept; neither is anything bounded before `window` good steps.
+    A bound is `median + factor x max(median absolute deviation, 1 % of the median)`. The bound of step t is fixed by
+    the steps before t, whose updates are complete when that of step t begins. There is no bound before `window` good
+    steps, and none at all if `factor` is 0.
     """
 
     def __init__(self, factor: float = 0.0, window: int = 100) -> None:
@@ -166,7 +164,7 @@ class SpikeBounds:
         }
 
     def spike(self, loss: float, grad_norm: float) -> Spike | None:
-        """The first of the two that is above its bound."""
+        """Return the first of the two values that is above its bound, if any."""
         for (name, window), value in zip(self._values.items(), (loss, grad_norm), strict=True):
             if len(window) == window.maxlen:
                 median = statistics.median(window)
@@ -176,19 +174,19 @@ class SpikeBounds:
         return None
 
     def record(self, loss: float, grad_norm: float) -> None:
-        """A step whose update was applied."""
+        """Record a good step: one whose update was applied."""
         if self._factor:
             for window, value in zip(self._values.values(), (loss, grad_norm), strict=True):
                 window.append(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on needs, JSON-able."""
+        """Return what a resumed run needs, JSON-able."""
         return {name: list(window) for name, window in self._values.items() if window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a `state_dict`; with an empty one from nothing. Another window keeps the newest that fit.
+        """Resume from a `state_dict`; an empty one starts anew. A smaller window keeps the newest values.
 
-        Raises `ValueError` for values that no good step has.
+        Raises `ValueError` for values that no good step can have.
         """
         for name, window in self._values.items():
             values = state.get(name, ())

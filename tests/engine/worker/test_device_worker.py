@@ -12,11 +12,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train, watched
+from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.board import Board
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.worker.activation_transfers import BOUNDARY_GRADIENT
 from torchround.engine.worker.device_worker import DeviceWorker
+from torchround.pipeline.plan import Plan
 from torchround.pipeline.timeline import TaskKind
+from torchround.run.engine_parts import build_engine, build_store
+from torchround.run.hardware import find_hardware
+from torchround.run.numbers import RunNumbers
 
 MICRO_BATCHES = 4
 PARTITION = PARTITIONS["one layer a stage"]
@@ -179,19 +184,17 @@ class CountingDevice(CpuDevice):
 
 
 @pytest.mark.parametrize("partition", ["one stage", "backward coarser"])
-def test_layerwise_recomputation_holds_the_activations_of_one_layer_instead_of_a_stage(partition):
-    peaks = {}
-    for layerwise in (False, True):
+def test_recompute_layer_holds_the_activations_of_one_layer_instead_of_a_stage(partition):
+    """`engine.recompute` decides, in a run built from tables."""
+    plan, peaks = Plan(PARTITIONS[partition], 1, 1, MICRO_BATCHES, "sync", 1.0, 0.0, 1.0), {}
+    for recompute in ("stage", "layer"):
         device, model = CountingDevice(), toy_model()
-        with toy_engine(
-            model,
-            toy_store(model),
-            PARTITIONS[partition],
-            1,
-            wrap=lambda _, device=device: device,
-            layerwise_recompute=layerwise,
-        ) as engine:
+        table = EngineTable(devices="cpu", num_devices=1, recompute=recompute)
+        numbers = RunNumbers(TrainingTable(dtype="float32"), table)
+        store = build_store(model, numbers, find_hardware(table))
+        store.initialize(model, seed=0)
+        with build_engine(model, store, [device], plan, numbers, OptimizerTable()) as engine:
             train(engine, toy_batches(1, MICRO_BATCHES))
-        peaks[layerwise] = device.live.peak
-    # Stages of 5 and 4 blocks; beside one block's activations, inputs of the others and gradients are held.
-    assert peaks[True] < 0.6 * peaks[False], peaks
+        peaks[recompute] = device.live.peak
+    # Stages have 7 and 4 layers. Beside one layer's activations, inputs of the others and gradients are held.
+    assert peaks["layer"] < 0.6 * peaks["stage"], peaks

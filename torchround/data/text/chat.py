@@ -1,14 +1,15 @@
-"""A conversation to the text that a model's own chat template writes, and which parts of it are learnt.
+"""Writes a conversation with a model's own chat template, and finds which parts of the text are learnt.
 
-The template is rendered as it is, in a sandbox. What is learnt is found in the result: from behind the header that
-asks the model to speak (what `add_generation_prompt` adds) to the token that ends its turn, that one included. Both
-are special tokens, and text in a message that looks like one is kept text, so no message can fake a turn.
+The unchanged template is rendered in a sandbox. The learnt parts are then found in the result: each begins after the
+header that asks the model to speak (the text that `add_generation_prompt` adds), and ends with the token that ends its
+turn. Both contain special tokens. Text in a message that looks like a special token stays text, so no message can fake
+a turn.
 """
 
 import datetime
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any, NoReturn
 
@@ -23,16 +24,16 @@ from torchround.untrusted.template_sandbox import LimitedEnvironment
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>")
 GUARDS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
-"""Characters that Unicode reserves for use inside a program. One that a conversation has not is put into its text
-where that looks like a special token, and taken out again after the text was told from the template's own tokens."""
+"""Characters that Unicode reserves for use inside a program. One that does not occur in a conversation is inserted into
+each text that looks like a special token, and removed after the template's own special tokens have been found."""
 
 QUESTION, ANSWER, THOUGHT = "a question to probe with", "an answer to probe with", "a thought to probe with"
 
 
 class ChatTemplate:
-    """Renders conversations for a tokenizer. `loss_on`: `assistant` or `all`.
+    """A tokenizer's chat template, which renders conversations. `loss_on`: `assistant` or `all`.
 
-    Raises `TokenizerError` where there is no template, or none whose turns can be told apart.
+    Raises `TokenizerError` if there is no template, or if its turns cannot be told apart.
     """
 
     def __init__(self, tokenizer: Tokenizer, loss_on: str = "assistant") -> None:
@@ -42,21 +43,21 @@ class ChatTemplate:
                 "give tokenizer.chat_template"
             )
         self._where = f"chat template {tokenizer.template_file or ''}".rstrip()
-        self._template = Template(tokenizer.chat_template, tokenizer.template_tokens)
+        self._render = compile_template(tokenizer.chat_template, tokenizer.template_tokens)
         names = sorted(tokenizer.special, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, names))})")
         self._learns_all = loss_on == "all"
         self._find_turns(tokenizer)
 
     def __call__(self, conversation: Conversation) -> tuple[TextSpan, ...]:
-        """The rendered conversation, special tokens apart from text. Raises `DataError`."""
+        """Render a conversation, with special tokens apart from text. Raises `DataError`."""
         guard, messages, tools = self._guarded(conversation)
-        parts = self._parts(self._template.render(messages, tools))
+        parts = self._parts(self._render(messages, tools))
         segments, num_turns = self._marked(parts)
         wanted = sum(message["role"] == "assistant" for message in conversation.messages)
         if num_turns < (1 if self._joins_headers else wanted):
             raise DataError(
-                f"the chat template wrote {num_turns} turns of the assistant for {wanted} messages of it"
+                f"the chat template wrote {num_turns} turns of the assistant for {wanted} messages from it"
             )
         if guard is None:
             return tuple(segments)
@@ -65,7 +66,7 @@ class ChatTemplate:
         )
 
     def _marked(self, parts: Sequence[TextSpan]) -> tuple[list[TextSpan], int]:
-        """The parts with what is learnt of them, and how many turns of the assistant there are."""
+        """Mark which parts are learnt, and count the turns of the assistant."""
         segments: list[TextSpan] = []
         index, num_turns, speaking = 0, 0, False
         while index < len(parts):
@@ -79,6 +80,7 @@ class ChatTemplate:
             segments.append(TextSpan(part.text, speaking or self._learns_all, part.special))
             index += 1
             if speaking and part.special and part.text in self._ends:
+                # A template that writes thoughts apart from the answer continues the turn with another header.
                 speaking = self._joins_headers and self._is_header(parts, index)
         return segments, num_turns
 
@@ -93,19 +95,19 @@ class ChatTemplate:
         )
 
     def _cut_header(self, parts: Sequence[TextSpan], index: int) -> tuple[list[TextSpan], list[TextSpan]]:
-        """The header itself, and what its last text goes on with."""
+        """Split off the header from the text that follows it in the same part."""
         rest = parts[index + len(self._header) - 1].text[len(self._header[-1].text) :]
         return list(self._header), [TextSpan(rest, True)] if rest else []
 
     def _parts(self, text: str) -> list[TextSpan]:
-        """Special tokens and the text between them."""
+        """Split a text into special tokens and the text between them."""
         found = enumerate(self._special.split(text))
         return [TextSpan(part, False, special=index % 2 == 1) for index, part in found if part]
 
-    # What the template does, found out by rendering.
+    # How the template writes turns, found out by rendering probes.
 
     def _find_turns(self, tokenizer: Tokenizer) -> None:
-        """The header of the assistant's turns, the tokens that end them, and whether one turn has several headers."""
+        """Find the header of the assistant's turns, the tokens that end them, and whether a turn has several headers."""
         question, answer = _message("user", QUESTION), _message("assistant", ANSWER)
         asked = self._probe([question], add_generation_prompt=True)
         prompt = asked[len(commonprefix([asked, self._probe([question])])) :]
@@ -136,14 +138,14 @@ class ChatTemplate:
         self._joins_headers = self._has_several_headers(question)
 
     def _has_several_headers(self, question: dict[str, Any]) -> bool:
-        """Whether what the model says in one go is written as several turns, thoughts apart from the answer."""
+        """Say whether one message is written with several headers: its thoughts apart from its answer."""
         message = _message("assistant", ANSWER) | {"thinking": THOUGHT, "reasoning_content": THOUGHT}
         parts = self._parts(self._probe([question, message]))
         return sum(self._is_header(parts, index) for index in range(len(parts))) > 1
 
     def _probe(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         try:
-            return self._template.render(messages, None, add_generation_prompt)
+            return self._render(messages, None, add_generation_prompt)
         except DataError as error:
             raise TokenizerError(
                 f"{self._where}: a plain question and answer cannot be written: {error}"
@@ -152,14 +154,14 @@ class ChatTemplate:
     # Text that looks like a special token.
 
     def _guarded(self, conversation: Conversation) -> tuple[str | None, list[Any], list[Any] | None]:
-        """Messages and tools with a guard inside all text that looks like a special token, and which guard."""
+        """Insert a guard into all text that looks like a special token; return the guard, the messages and the tools."""
         messages, tools = list(conversation.messages), list(conversation.tools) or None
         strings = list(_strings([messages, tools]))
         if not any(self._special.search(string) for string in strings):
             return None, messages, tools
         guard = next((guard for guard in GUARDS if not any(guard in string for string in strings)), None)
         if guard is None:
-            raise DataError("it has all characters that Unicode reserves for use inside a program")
+            raise DataError("it contains all characters that Unicode reserves for use inside a program")
 
         def put_in(text: str) -> str:
             return self._special.sub(lambda match: match[0][:1] + guard + match[0][1:], text)
@@ -195,66 +197,65 @@ def _mapped(value: Any, change: Any) -> Any:
     return value
 
 
-# Jinja chat templates, rendered in a sandbox with what released templates expect to find.
-#
-# `strftime_now` gives one fixed day: a run that is resumed tomorrow reads what it would have read today.
+# Rendering of Jinja templates, with the functions and filters that released templates use.
 
+# `strftime_now` always gives this day, so that a run resumed tomorrow reads the same text as today. Llama 3.1's
+# template falls back to it.
+FIXED_DAY = datetime.datetime(2024, 7, 26)
 
-FIXED_DAY = datetime.datetime(2024, 7, 26)  # the one that Llama 3.1's template falls back to
+Render = Callable[..., str]
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks assistants' turns for other trainers; here it changes nothing."""
+    """The tag `{% generation %}`, which marks assistants' turns for other trainers and changes nothing here."""
 
     tags = {"generation"}  # noqa: RUF012 (a plain attribute of the base class)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Its content."""
+        """Replace the tag by its content."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class Template:
-    """One chat template. `tokens`: names of special tokens that it may ask for, such as `bos_token`.
+def compile_template(source: str, tokens: Mapping[str, str]) -> Render:
+    """Compile a chat template to a function `render(messages, tools, add_generation_prompt=False) -> str`.
 
-    Raises `TokenizerError` where it is no Jinja.
+    `tokens`: names of the special tokens that the template may ask for, such as `bos_token`. Raises `TokenizerError`
+    if the source is not Jinja; `render` raises `DataError` if the template fails or exceeds its limits.
     """
-
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        environment = LimitedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = to_json
-        environment.globals.update(raise_exception=raise_exception, strftime_now=FIXED_DAY.strftime)
-        try:
-            self._template = environment.from_string(environment.metered(source))
-        except (TemplateError, RecursionError, ValueError) as error:
-            raise TokenizerError(f"the chat template is not valid Jinja: {error}") from error
-        self._environment = environment
-        self._tokens = dict(tokens)
+    environment = LimitedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals.update(raise_exception=raise_exception, strftime_now=FIXED_DAY.strftime)
+    try:
+        template = environment.from_string(environment.metered(source))
+    except (TemplateError, RecursionError, ValueError) as error:
+        raise TokenizerError(f"the chat template is not valid Jinja: {error}") from error
 
     def render(
-        self, messages: Sequence[Any], tools: Sequence[Any] | None, add_generation_prompt: bool = False
+        messages: Sequence[Any], tools: Sequence[Any] | None, add_generation_prompt: bool = False
     ) -> str:
-        """The text of a conversation. Raises `DataError` where the template does, or cannot go on."""
-        self._environment.begin()
+        environment.begin()
         try:
-            return self._template.render(
+            return template.render(
                 messages=messages,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._tokens,
+                **tokens,
             )
-        except Exception as error:  # expressions in a template raise whatever Python raises
+        except Exception as error:  # expressions in a template can raise every Python error
             raise DataError(f"error in the chat template: {type(error).__name__}: {error}") from error
+
+    return render
 
 
 def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **further: Any) -> str:
-    """JSON for a model to read: no HTML escapes, letters of all scripts as they are."""
+    """Write JSON for a model to read: no HTML escapes, and letters of all scripts unescaped."""
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **further)
 
 
 def raise_exception(message: str) -> NoReturn:
-    """What templates call on a conversation that they do not write."""
+    """Raise the error by which a template refuses a conversation."""
     raise TemplateError(message)

@@ -1,7 +1,7 @@
-"""tiktoken rank files: each line a token in base64 and its rank. Llama 3's `tokenizer.model` and `qwen.tiktoken`.
+"""Reads tiktoken files, Llama 3's `tokenizer.model` and `qwen.tiktoken`: each line has a token in base64 and its rank.
 
-The file holds neither the pattern that text is split by nor the special tokens. Which ones belong to it is known by its
-number of ranks.
+The file holds neither the pattern that splits text nor the special tokens. The number of ranks tells which vocabulary
+it is, and so which pattern and special tokens belong to it.
 """
 
 import base64
@@ -12,6 +12,7 @@ from pathlib import Path
 import tiktoken
 
 from torchround.data.errors import TokenizerError
+from torchround.untrusted.data_limits import check_token_ids
 
 
 def _pattern(digits: str) -> str:
@@ -24,8 +25,11 @@ def _pattern(digits: str) -> str:
 
 @dataclass(frozen=True)
 class TiktokenVocabulary:
-    """What belongs to a rank file of `num_ranks`. Ids of `added` follow the ranks; from `first_in_text` on they are
-    recognised in any text. `bos` is None where documents begin with no token of their own."""
+    """Everything about a vocabulary that its file of `num_ranks` ranks does not hold.
+
+    The ids of `added` follow the ranks. Added tokens from index `first_in_text` on are recognised in any text. `bos`
+    is None if documents begin without a token of their own.
+    """
 
     name: str
     num_ranks: int
@@ -39,11 +43,11 @@ class TiktokenVocabulary:
     nfc: bool
 
     def ids(self) -> dict[str, int]:
-        """All added tokens."""
+        """Return the ids of all added tokens."""
         return {name: self.num_ranks + index for index, name in enumerate(self.added)}
 
     def in_text(self) -> dict[str, int]:
-        """Those that are recognised in any text."""
+        """Return the ids of the added tokens that are recognised in any text."""
         return {
             name: self.num_ranks + index
             for index, name in enumerate(self.added)
@@ -69,7 +73,7 @@ LLAMA3 = TiktokenVocabulary(
     end_of_turn="<|eot_id|>",
     nfc=False,
 )
-# The file came with Qwen 1; added tokens are those of Qwen3, whose ranks are the same. The first three are in both.
+# The file came with Qwen 1. Qwen3 has the same ranks; the added tokens are Qwen3's, the first three also Qwen 1's.
 QWEN = TiktokenVocabulary(
     name="qwen3",
     num_ranks=151_643,
@@ -99,7 +103,7 @@ QWEN = TiktokenVocabulary(
 
 
 def read_tiktoken_file(path: Path) -> tuple[TiktokenVocabulary, tiktoken.Encoding]:
-    """Raises `TokenizerError` where the file is damaged, or has a number of ranks that nothing is known for."""
+    """Read a tiktoken file. Raises `TokenizerError` if it is damaged, or its number of ranks is not a known one."""
     ranks = _read_ranks(path)
     for known in (LLAMA3, QWEN):
         if len(ranks) == known.num_ranks:
@@ -107,19 +111,21 @@ def read_tiktoken_file(path: Path) -> tuple[TiktokenVocabulary, tiktoken.Encodin
                 known.name, pat_str=known.pattern, mergeable_ranks=ranks, special_tokens=known.ids()
             )
     raise TokenizerError(
-        f"{path}: {len(ranks)} ranks, not the {LLAMA3.num_ranks} of Llama 3 or the {QWEN.num_ranks} of Qwen; which "
-        "pattern and special tokens belong to it is not known"
+        f"{path}: {len(ranks)} ranks, not the {LLAMA3.num_ranks} of Llama 3 or the {QWEN.num_ranks} of Qwen; its "
+        "pattern and special tokens are not known"
     )
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """tiktoken's own loader keeps a copy by path in a cache, which would hide a file that was replaced."""
+    # Not through tiktoken's own loader: it caches by path, which would hide that a file was replaced.
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         pairs = [line.split() for line in lines if line]
-        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        check_token_ids(list(ranks.values()))
     except (ValueError, binascii.Error) as error:
         raise TokenizerError(f"{path}: not a tiktoken rank file ({error})") from error
+    return ranks

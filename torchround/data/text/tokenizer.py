@@ -1,7 +1,7 @@
-"""Text to token ids and back, through tiktoken.
+"""Turns text into token ids and back, through tiktoken.
 
-`bytes` has one token per UTF-8 byte and needs no file. A byte-level BPE `tokenizer.json` is read in
-`tokenizer_json.py`, the tiktoken rank files of Llama 3 and Qwen in `tiktoken_file.py`.
+The tokenizer `bytes` has one token per UTF-8 byte and needs no file. `tokenizer_json.py` reads a byte-level BPE
+`tokenizer.json`, `tiktoken_file.py` the tiktoken files of Llama 3 and Qwen.
 """
 
 import json
@@ -38,10 +38,10 @@ DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>")
 class Tokenizer:
     """A tiktoken encoding and the ids that documents are framed and padded with.
 
-    `bos_id` is `None` where documents begin with no token of their own. `in_text`: added tokens that are no special
-    ones, so that they are recognised in any text (`<think>`). `nfc`: text is normalised first. `chat_template`:
-    Jinja source, where there is one, and `template_file`, where it was read; `template_tokens`: names that it may ask
-    for, such as `bos_token`.
+    `bos_id` is None if documents begin without a token of their own. `in_text` holds the added tokens that are not
+    special, so that they are recognised in any text (`<think>`). `nfc`: text is normalised first. `chat_template` is
+    Jinja source, if there is one, and `template_file` the file it came from. `template_tokens` are the names that it
+    may ask for, such as `bos_token`.
     """
 
     encoding: tiktoken.Encoding
@@ -57,7 +57,7 @@ class Tokenizer:
 
     @property
     def name(self) -> str:
-        """Name of the encoding; a saved data position is only good for the same one."""
+        """Name of the encoding. A saved data position is valid only for the same one."""
         return self.encoding.name
 
     @property
@@ -66,19 +66,19 @@ class Tokenizer:
         return self.encoding.n_vocab
 
     def special_id(self, name: str) -> int:
-        """Id of a special token."""
+        """Return the id of a special token."""
         return self.special[name]
 
     def encode(self, text: str) -> list[int]:
-        """TokenIds of `text` alone. Text that looks like a special token is encoded as text."""
+        """Encode `text` alone. Text that looks like a special token is encoded as plain text."""
         ids: list[int] = self.encode_array(text).tolist()
         return ids
 
     def encode_array(self, text: str) -> TokenIds:
-        """`encode` as an array `[n]`, without a Python object per token (twice as fast for `bytes`)."""
+        """Encode as an array `[n]`, without a Python object per token (twice as fast for `bytes`)."""
         if self._in_text is None:
             return self._encode_plain(text)
-        parts = self._in_text.split(text)
+        parts = self._in_text.split(text)  # added tokens are at the odd indices
         if len(parts) == 1:
             return self._encode_plain(text)
         return np.concatenate(
@@ -89,7 +89,7 @@ class Tokenizer:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`: special tokens by name, bytes that are no UTF-8 as U+FFFD."""
+        """Return the text of `ids`: special tokens by name, invalid UTF-8 as U+FFFD."""
         return self.encoding.decode(list(ids))
 
     def _encode_plain(self, text: str) -> TokenIds:
@@ -99,7 +99,7 @@ class Tokenizer:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # a lone surrogate, legal in JSON; this replaces it with U+FFFD
             return np.array(self.encoding.encode_ordinary(text), dtype=np.int64)
-        except ValueError as error:  # a pattern that tries one way after the other
+        except ValueError as error:  # a pattern that backtracks without end
             raise DataError(
                 f"the tokenizer's pattern cannot split a text of {len(text)} characters: {error}"
             ) from error
@@ -107,15 +107,15 @@ class Tokenizer:
 
     @cached_property
     def _in_text(self) -> re.Pattern[str] | None:
-        """The longest of the added tokens that begin at a place."""
+        """Pattern of the added tokens in text. The longest come first, so that the longest one at a place is found."""
         longest_first = sorted(self.in_text, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 
 
 def build_tokenizer(table: TokenizerTable, hf_path: str | Path | None = None) -> Tokenizer:
-    """The tokenizer that the table names; `hf_path` (the model's folder) where it names none.
+    """Build the tokenizer that the table names, otherwise the one in the model's folder `hf_path`.
 
-    Raises `TokenizerError` where there is none, or none that is supported.
+    Raises `TokenizerError` if there is none, or none that is supported.
     """
     if table.name == "bytes":
         _warn_of_another_vocabulary(hf_path)
@@ -130,7 +130,7 @@ def build_tokenizer(table: TokenizerTable, hf_path: str | Path | None = None) ->
         file = _find_file(Path(os.path.expanduser(path)))
         folder = file.parent.parent if file.parent.name == "original" else file.parent
         settings = _read_settings(folder / "tokenizer_config.json")
-        tokenizer = _from_json(file, settings) if file.suffix == ".json" else _from_ranks(file)
+        tokenizer = _from_json(file, settings) if file.suffix == ".json" else _from_tiktoken_file(file)
     template, template_file = _chat_template(table, folder)
     return replace(tokenizer, chat_template=template, template_file=template_file)
 
@@ -149,7 +149,7 @@ def _refuse_missing(table: TokenizerTable, hf_path: str | Path | None) -> None:
 
 
 def _warn_of_another_vocabulary(hf_path: str | Path | None) -> None:
-    """Legal, but weights that know another vocabulary begin as if at random."""
+    """Warn if the weights know another vocabulary. That is legal, but they then begin as if they were random."""
     folder = Path(os.path.expanduser(hf_path)) if hf_path is not None else None
     if folder is not None and any((folder / name).is_file() for name in FILES):
         logger.warning(
@@ -174,7 +174,7 @@ def _byte_tokenizer() -> Tokenizer:
 
 
 def _from_json(path: Path, settings: dict[str, Any]) -> Tokenizer:
-    """A document ends with the token that the vocabulary has for it; that of chats ends a turn."""
+    # The vocabulary's own end-of-document token comes first: the eos_token of a chat model ends a turn.
     bpe = read_tokenizer_json(path)
     names = {key: _token_name(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
     known = {key: name for key, name in names.items() if name in bpe.special}
@@ -200,7 +200,7 @@ def _from_json(path: Path, settings: dict[str, Any]) -> Tokenizer:
 
 
 def _token_name(value: Any) -> str:
-    """Older files say a token as an object with its `content`."""
+    """Return the name of a token, which older files give as an object with its `content`."""
     found = value.get("content") if isinstance(value, dict) else value
     return found if isinstance(found, str) else ""
 
@@ -218,7 +218,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _chat_template(table: TokenizerTable, folder: Path | None) -> tuple[str | None, Path | None]:
-    """The template, and the file that holds it."""
+    """Find the chat template, and the file that holds it."""
     given = Path(os.path.expanduser(table.chat_template)) if table.chat_template is not None else None
     if given is None and folder is not None and (folder / "chat_template.jinja").is_file():
         given = folder / "chat_template.jinja"
@@ -228,8 +228,9 @@ def _chat_template(table: TokenizerTable, folder: Path | None) -> tuple[str | No
         return None, None
     settings = folder / "tokenizer_config.json"
     template = _read_settings(settings).get("chat_template")
-    if isinstance(template, list):  # several by name
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    if isinstance(template, list):  # several templates, each with a name
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next(named, {}).get("template")
     return (template, settings) if isinstance(template, str) else (None, None)
 
 
@@ -240,7 +241,7 @@ def _read_template(path: Path) -> str:
         raise TokenizerError(f"chat template {path}: cannot be read: {error}") from error
 
 
-def _from_ranks(path: Path) -> Tokenizer:
+def _from_tiktoken_file(path: Path) -> Tokenizer:
     known, encoding = read_tiktoken_file(path)
     ids, in_text = known.ids(), known.in_text()
     names = {"bos_token": known.bos, "eos_token": known.end_of_turn}
@@ -268,14 +269,13 @@ def _find_file(path: Path) -> Path:
     )
 
 
-# Normalisation form C by the tables of Unicode 9, as the package tokenizers has it.
+# Normalisation form C by the tables of Unicode 9, which the package tokenizers uses.
 #
-# Python's tables are newer. They know marks that Unicode 9 does not, and move them past other marks; released models were
-# trained on text in which those stayed where they were.
+# Python's tables are newer. They know marks that Unicode 9 does not, and move them past other marks. Released models
+# were trained on text in which those marks stayed in place.
 
-
-# Combining marks from Unicode 10 on, and letters with new compositions: in Unicode 9 none of them combines. Found by
-# asking the package about each one that the tables of the package regex have (its version 2026.11.15: newer than 16).
+# Combining marks from Unicode 10 on, and letters with new compositions: in Unicode 9 none of them combines. The list
+# comes from asking the package about each mark in the tables of the package regex 2026.11.15 (newer than Unicode 16).
 NEWER = re.compile(
     "(["
     "\u05c8\u05c9\u07fd\u0897-\u089f\u08ca-\u08d3\u09fe\u0c3c\u0d3b\u0d3c\u0eba\u0ece\u1715\u1abf-\u1af0\u1df6-\u1dfa\ua82c"
@@ -291,10 +291,11 @@ NEWER = re.compile(
 
 
 def nfc(text: str) -> str:
-    """`text` normalised."""
-    if unicodedata.is_normalized("NFC", text):  # then it is by Unicode 9 too, which combines less
+    """Return `text` normalised to form C of Unicode 9."""
+    # Text that newer tables leave unchanged is normalised for Unicode 9 too, which combines less.
+    if unicodedata.is_normalized("NFC", text):
         return text
-    parts = NEWER.split(text)  # newer marks are at odd places
+    parts = NEWER.split(text)  # newer marks are at the odd indices
     return "".join(
         part if index % 2 else unicodedata.normalize("NFC", part) for index, part in enumerate(parts)
     )

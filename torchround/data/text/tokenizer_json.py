@@ -1,8 +1,8 @@
-"""A byte-level BPE `tokenizer.json` of the package tokenizers, turned into a tiktoken encoding.
+"""Turns a byte-level BPE `tokenizer.json` of the package tokenizers into a tiktoken encoding.
 
-Both merge the pair of lowest rank first, so the tokens are the same where ids rise with the order of the merges,
-as they do in every released byte-level BPE; a file in which they do not is refused, as is every setting that would
-change the tokens and is not known here.
+Both packages merge the pair of lowest rank first, so the tokens are the same if ids rise in the order of the merges.
+They do in every released byte-level BPE; other files are refused. So is every setting that would change the tokens
+and is not known here.
 """
 
 import hashlib
@@ -14,17 +14,17 @@ from typing import Any
 import tiktoken
 
 from torchround.data.errors import TokenizerError
+from torchround.untrusted.data_limits import check_token_ids
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SAMPLE = (
     "".join(map(chr, range(1, 0x0250))) + " a1 \u0301\u0915\u4e2d\u3042\uac00\u200d\ufffd\U0001f600\n\n x\t"
 )
-MOST_IDS = 2**24  # sixty times the largest vocabulary there is
 
 
 @dataclass(frozen=True)
 class ByteLevelBPE:
-    """An encoding, its special tokens, those that are recognised in any text, and whether text becomes NFC."""
+    """An encoding, its special tokens, its tokens recognised in any text, and whether text is normalised to NFC."""
 
     encoding: tiktoken.Encoding
     special: dict[str, int]
@@ -34,7 +34,7 @@ class ByteLevelBPE:
 
 
 def read_tokenizer_json(path: Path) -> ByteLevelBPE:
-    """Raises `TokenizerError` where the file is damaged or not a byte-level BPE of the supported kind."""
+    """Read a `tokenizer.json`. Raises `TokenizerError` if it is damaged or not a supported byte-level BPE."""
     try:
         data = path.read_bytes()
         content = json.loads(data)
@@ -53,10 +53,14 @@ def _convert(content: dict[str, Any], name: str) -> ByteLevelBPE:
     added = _added_tokens(content.get("added_tokens") or [])
     ranks = _ranks(model, {token["content"] for token in added})
     ids = {token["content"]: token["id"] for token in added}
-    _check_ids([*ranks.values(), *ids.values()])
+    try:
+        check_token_ids([*ranks.values(), *ids.values()])
+    except ValueError as error:
+        raise TokenizerError(error) from error
     encoding = tiktoken.Encoding(
         name, pat_str=_pattern(content.get("pre_tokenizer")), mergeable_ranks=ranks, special_tokens=ids
     )
+    # A pattern that does not match some character would silently drop it from the text.
     if encoding.decode(encoding.encode_ordinary(SAMPLE)) != SAMPLE:
         raise TokenizerError("its pre_tokenizer's pattern leaves out characters")
     special = {token["content"]: token["id"] for token in added if token["special"]}
@@ -76,15 +80,6 @@ def _check_model(model: dict[str, Any]) -> None:
             raise TokenizerError(f"its model has {key} {model[key]!r}, which is not supported")
 
 
-def _check_ids(ids: list[Any]) -> None:
-    """tiktoken ends the process, or takes one token for another, where ids are no ids."""
-    if strange := [number for number in ids if type(number) is not int or not 0 <= number <= MOST_IDS]:
-        raise TokenizerError(f"{strange[0]!r} is no token id; legal: 0 to {MOST_IDS}")
-    if len(set(ids)) < len(ids):
-        twice = next(number for number in ids if ids.count(number) > 1)
-        raise TokenizerError(f"id {twice} is that of several tokens")
-
-
 def _added_tokens(added: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for token in added:
         for key in ("lstrip", "rstrip", "single_word"):
@@ -94,7 +89,7 @@ def _added_tokens(added: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ranks(model: dict[str, Any], added: set[str]) -> dict[bytes, int]:
-    """Id of each token that bytes and merges make. With `ignore_merges`, of every token of the vocabulary."""
+    """Return the id of each token that bytes and merges make; with `ignore_merges`, of every token."""
     vocab = {token: number for token, number in model["vocab"].items() if token not in added}
     characters = _byte_of_character()
     if missing := sorted(set(characters) - set(vocab)):
@@ -117,7 +112,7 @@ def _ranks(model: dict[str, Any], added: set[str]) -> dict[bytes, int]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on, in order."""
+    """Map characters to bytes: printable Latin-1 to itself, the characters from U+0100 on to the other bytes in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {chr(0x100 + index): byte for index, byte in enumerate(others)}
@@ -125,7 +120,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
-    """How text is split before merging. One pattern and `ByteLevel`, or `ByteLevel` with its own, GPT-2's."""
+    """Return the pattern that splits text before merging: that of the one `Split`, or GPT-2's of `ByteLevel`."""
     if pre_tokenizer is None:
         raise TokenizerError("it has no pre_tokenizer: it is not byte-level")
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
@@ -158,7 +153,7 @@ def _is_nfc(normalizer: dict[str, Any] | None) -> bool:
 
 
 def _adds_bos(post_processor: dict[str, Any] | None, special: dict[str, int]) -> bool:
-    """Whether the tokenizer itself puts a special token before a text."""
+    """Say whether the tokenizer itself puts a special token before a text."""
     steps = [] if post_processor is None else post_processor.get("processors", [post_processor])
     for step in steps:
         if step["type"] == "TemplateProcessing" and step["single"]:

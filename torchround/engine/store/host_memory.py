@@ -1,10 +1,11 @@
 """The one place that allocates host memory, and the pool of host buffers that devices stream through.
 
-Buffers are mapped exactly, and begin at a page, so that checkpoints are written straight from them. PyTorch's pinned
-allocator rounds each block up to a power of two and keeps it, so buffers that devices touch are filled by several
-threads, then registered with CUDA in chunks (DESIGN section 4); no two of these share a page. They stay out of forked
-processes, whose copy-on-write would move pages away from under the devices, and are unregistered before they are
-unmapped, whoever drops them.
+Buffers have their exact size and begin at a page, so that checkpoints are written straight from them. PyTorch's pinned
+allocator rounds each block up to a power of two and keeps it. So buffers that devices touch are made here: several
+threads fill them, then CUDA registers them in chunks. No two of them share a page.
+
+Forked processes do not get these buffers: copy-on-write would move pages away from under the devices. A buffer is
+unregistered before it is unmapped, even if its last tensor is simply dropped.
 """
 
 import ctypes
@@ -18,7 +19,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torchround.engine.board import Observer
 from torchround.engine.device import GIB, Event
 
 REGISTRATION_BYTES = 64 * GIB  # one registration of 512 GiB or more fails and leaves an error behind
-FILL_BYTES = 64 * 2**20  # one thread's piece when a new buffer is filled
+FILL_BYTES = 64 * 2**20  # the piece that one thread fills of a new buffer
 MOST_FILL_THREADS = 16
 PAGE_BYTES = 4096  # pool buffers start and end at a page
 
@@ -36,21 +36,13 @@ class PinningWarning(UserWarning):
     """Host memory could not be page-locked; copies from and to it are slower and do not overlap."""
 
 
-class PageLocker(Protocol):
-    """Page-locks memory for all devices; the results are CUDA error codes, 0 for success."""
-
-    def lock(self, address: int, nbytes: int) -> int: ...
-
-    def unlock(self, address: int) -> int: ...
-
-
-class CudaPageLocker:
-    """`cudaHostRegister` and its reverse."""
+class PageLocker:
+    """`cudaHostRegister` and its reverse. Results are CUDA error codes, 0 for success."""
 
     PORTABLE = 1  # for every GPU of the process, not only the calling thread's
 
     def lock(self, address: int, nbytes: int) -> int:
-        """Page-lock `nbytes` from `address` on."""
+        """Page-lock `nbytes` from `address` on, for all devices."""
         return self._checked(torch.cuda.cudart().cudaHostRegister(address, nbytes, self.PORTABLE))
 
     def unlock(self, address: int) -> int:
@@ -60,28 +52,28 @@ class CudaPageLocker:
     def _checked(self, status: object) -> int:
         code = int(status)  # type: ignore[call-overload]
         if code != 0:
-            # CUDA hands a failed call's error to the thread's next kernel launch, whoever makes it: make it here.
+            # CUDA reports a failed call again at the thread's next kernel launch, in unrelated code: launch one here.
             with suppress(RuntimeError):
                 torch.ones(1, device="cuda")
         return int(code)
 
 
 class HostAllocator:
-    """Allocates buffers, page-locked ones on demand, and keeps track of what is locked.
+    """An allocator of host buffers, page-locked if `pinned` is set, which keeps track of what is locked.
 
-    After the first failure to lock there is one warning and everything else stays pageable.
+    After the first failure to lock it warns once, and everything that it allocates later stays pageable.
     """
 
     def __init__(self, pinned: bool, locker: PageLocker | None = None) -> None:
         self.allocated_bytes = 0
         self.num_allocations = 0
         self._pinned = pinned
-        self._locker = locker or CudaPageLocker()
+        self._locker = locker or PageLocker()
         self._lock = threading.Lock()
         self._unlocks: list[weakref.finalize[[PageLocker, int, int], mmap.mmap]] = []
 
     def allocate(self, nbytes: int, for_devices: bool) -> Tensor:
-        """A zeroed uint8 buffer of exactly `nbytes`; `for_devices` asks for page-locked memory."""
+        """Return a zeroed uint8 buffer of exactly `nbytes`; `for_devices` asks for page-locked memory."""
         with self._lock:
             self.allocated_bytes += nbytes
             self.num_allocations += nbytes > 0
@@ -93,6 +85,7 @@ class HostAllocator:
         if not (self._pinned and for_devices):
             return buffer
         _keep_from_forked_processes(mapping)
+        # Registration pins pages that exist. It would create missing ones itself, but with one thread.
         _fill(buffer)
         for start in range(0, nbytes, REGISTRATION_BYTES):
             if self._pinned:
@@ -101,11 +94,11 @@ class HostAllocator:
         return buffer
 
     def locked_buffers(self) -> int:
-        """Registrations that are in force."""
+        """Return the number of registrations that are in force."""
         return sum(unlock.alive for unlock in self._unlocks)
 
     def close(self) -> None:
-        """Undo all page-locking. No device may be using the buffers, which live on while referred to."""
+        """Undo all page-locking. No device may be using the buffers. Each lives on while a tensor refers to it."""
         with self._lock:
             unlocks, self._unlocks = self._unlocks, []
         for unlock in unlocks:
@@ -116,13 +109,14 @@ class HostAllocator:
         if status != 0:
             self._pinned = False
             warnings.warn(
-                f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (CUDA error {status}); this and what is "
-                "allocated from now on stays pageable, which makes copies slower and keeps them from overlapping "
-                "with compute. Raise the memlock limit (ulimit -l) or use a smaller model.",
+                f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (CUDA error {status}). This buffer and all "
+                "later ones stay pageable, so copies are slower and do not overlap with compute. Raise the memlock "
+                "limit (ulimit -l) or use a smaller model.",
                 PinningWarning,
                 stacklevel=3,
             )
             return
+        # Runs when the last tensor drops the mapping, just before the memory goes.
         unlock = weakref.finalize(mapping, _unlock, self._locker, address, os.getpid())
         unlock.atexit = False
         with self._lock:
@@ -131,12 +125,12 @@ class HostAllocator:
 
 
 def _unlock(locker: PageLocker, address: int, process: int) -> None:
-    if os.getpid() == process:  # a forked process holds copies of the objects, not of the memory
+    if os.getpid() == process:  # a forked process holds copies of the objects, but not the memory
         locker.unlock(address)
 
 
 def _advise(mapping: mmap.mmap, name: str) -> None:
-    advice = getattr(mmap, name, None)  # Linux has those used here
+    advice = getattr(mmap, name, None)  # only Linux has the advice that is used here
     if advice is not None:
         with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(advice)
@@ -149,7 +143,10 @@ def _keep_from_forked_processes(mapping: mmap.mmap) -> None:
 
 @cache
 def _kept_from_forked_processes() -> weakref.WeakSet[mmap.mmap]:
-    """What a forked process does not have. It must never unmap it either: something else may be in its place there."""
+    """Return the mappings that forked processes do not get, kept alive in every process that is forked from now on.
+
+    A forked process must never unmap them: something else may have taken their place there.
+    """
     mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     def never_drop() -> None:
@@ -161,12 +158,12 @@ def _kept_from_forked_processes() -> weakref.WeakSet[mmap.mmap]:
 
 
 def _fill(buffer: Tensor) -> None:
-    """Write every page once, so that they exist before they are registered: by one thread it takes too long."""
+    """Write every page once, with several threads: with one, hundreds of GiB would take minutes."""
     address, nbytes = buffer.data_ptr(), buffer.numel()
     starts = range(0, nbytes, FILL_BYTES)
 
     def fill(start: int) -> None:
-        ctypes.memset(address + start, 0, min(FILL_BYTES, nbytes - start))  # releases the GIL
+        ctypes.memset(address + start, 0, min(FILL_BYTES, nbytes - start))  # without holding the GIL
 
     if len(starts) == 1:
         fill(0)
@@ -178,7 +175,7 @@ def _fill(buffer: Tensor) -> None:
 class HostBuffer:
     """A pool buffer and the device events after which its bytes may be overwritten.
 
-    `memory` is as much of `space` as was asked for.
+    `memory` is the part of `space` that the taker asked for.
     """
 
     def __init__(self, space: Tensor) -> None:
@@ -188,10 +185,9 @@ class HostBuffer:
 
 
 class HostPool:
-    """Host buffers by size in pages, reused in turn, so that a steady run allocates nothing.
+    """Host buffers by size in pages, reused, so that a steady run allocates nothing.
 
-    A taker must make its writing stream wait for `HostBuffer.busy` first; what the giving thread did itself is
-    in the past.
+    A taker must make its writing stream wait for `HostBuffer.busy` first. What the giving thread did itself is over.
     """
 
     def __init__(self, pinned: bool, observer: Observer) -> None:
@@ -204,16 +200,16 @@ class HostPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Everything ever taken from the system: `reserved_bytes`, and what was taken in need."""
+        """The bytes ever taken from the system: `reserved_bytes` and what `take` had to add."""
         return self._memory.allocated_bytes
 
     @property
     def num_allocations(self) -> int:
-        """How often something was taken from the system."""
+        """The number of times that the pool took memory from the system."""
         return self._memory.num_allocations
 
     def reserve(self, counts: Mapping[int, int]) -> None:
-        """From now on there are at least so many buffers, by their bytes. One allocation for all that are missing."""
+        """Make sure that the pool owns at least `counts` buffers of each size in bytes. Allocates the missing ones at once."""
         wanted: Counter[int] = Counter()
         for nbytes, number in counts.items():
             wanted[_whole_pages(nbytes)] += number
@@ -228,7 +224,7 @@ class HostPool:
             self.give(HostBuffer(part), busy=[])
 
     def take(self, nbytes: int) -> HostBuffer:
-        """A buffer of `nbytes`: a free one, else a new one, which page-locks memory in the middle of a step."""
+        """Return a buffer of `nbytes`: a free one, otherwise a new one, which page-locks memory in the middle of a step."""
         size = _whole_pages(nbytes)
         buffer = self._take_free(size)
         if buffer is None:
@@ -238,13 +234,14 @@ class HostPool:
         return buffer
 
     def give(self, buffer: HostBuffer, busy: list[Event]) -> None:
-        """Return a buffer; `busy` are the events of the last reads of it."""
+        """Give a buffer back; `busy` are the events of its last reads."""
         buffer.busy = busy
         self._observer.posted(buffer)
         with self._lock:
             self._free[buffer.space.numel()].append(buffer)
 
     def close(self) -> None:
+        """Undo page-locking and forget the free buffers."""
         with self._lock:
             self._memory.close()
             self._free.clear()

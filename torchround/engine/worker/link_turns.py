@@ -23,6 +23,16 @@ from torchround.pipeline.shared_links import LinkRates, LinkUse, use_of_links
 # is forgotten.
 REMEMBERED = 256
 
+# One measurement times COPIES copies of PROBE_BYTES, 3 ms at 25 GB/s, so that starting them does not count. The better
+# one of REPEATS measurements counts.
+PROBE_BYTES = 16 * 2**20
+COPIES = 4
+REPEATS = 2
+# Less than this takes too short a time to measure, and is too short for turns to matter.
+LEAST_BYTES = 2**20
+# After so many seconds no further pair is measured.
+BUDGET_S = 1.0
+
 
 class LinkTurns:
     """The order in which devices that share a link to the host upload chunks of weights: one after the other.
@@ -76,88 +86,70 @@ def _last_up_to(window: int, taken: deque[tuple[int, Event]]) -> Event | None:
     return next((event for turn, event in reversed(taken) if turn <= window), None)
 
 
-# Measures at the start of a run which devices share a link to the host: each alone, then every pair together.
-#
-# It copies what a run copies, a piece of pinned device_weight weights into device memory, on the stream that uploads weights.
-# Times are the devices' own.
-
-
-# A measurement is so many copies of so many bytes, 3 ms at 25 GB/s: enough that starting them does not count.
-# The better one of two is taken.
-PROBE_BYTES = 16 * 2**20
-COPIES = 4
-REPEATS = 2
-# With less than this to copy, copies are too short to measure, and turns too short to matter.
-LEAST_BYTES = 2**20
-# No pair is begun after so many seconds.
-BUDGET_S = 1.0
-
-
 def find_link_use(
     share_links: bool | Literal["auto"], devices: Sequence[Device], store: HostStore
 ) -> LinkUse:
-    """What `engine.share_links` comes to on these devices, on which nothing may be allocated yet."""
+    """Decide which devices take turns, as `engine.share_links` says. Nothing may be allocated on the devices yet."""
     if len(devices) == 1 or share_links is False:
         return LinkUse()
-    everybody = tuple(range(len(devices)))
+    all_devices = tuple(range(len(devices)))
     if share_links is True:
-        return LinkUse((everybody,), f"links    devices 0 to {everybody[-1]} take turns (engine.share_links)")
+        return LinkUse(
+            (all_devices,), f"links    devices 0 to {all_devices[-1]} take turns (engine.share_links)"
+        )
     if not all(device.has_link for device in devices):
         return LinkUse()
-    source = _source(store)
+    source = _largest_weights(store)
     if source.numel() < LEAST_BYTES:
         return LinkUse((), f"links    not measured: {source.numel()} bytes of weights are too few")
     return use_of_links(measure_rates(devices, source))
 
 
 def measure_rates(devices: Sequence[Device], source: Tensor) -> LinkRates:
-    """Rates at which the devices take `source`, uint8, from the host. Gives back what it allocates on them.
+    """Measure the rates at which the devices copy `source`, uint8, from the host, alone and in pairs.
 
-    Pairs with neighbouring numbers come first: time may be short, and those are the likeliest to share a switch.
+    Gives back what it allocates on the devices. Pairs with neighbouring numbers come first: time may run out, and
+    neighbours are the likeliest to share a switch.
     """
     deadline_s = time.monotonic() + BUDGET_S
     targets = [device.allocate(source.numel()) for device in devices]
-    probe = _Probe(devices, targets, source)
-    everybody = range(len(devices))
-    for index in everybody:
-        probe.seconds([index])  # what a device does at its first copy is not the link's
-    alone = [probe.rates([index])[0] for index in everybody]
+
+    def rates(*indices: int) -> list[float]:
+        """Return the bytes per second of each of these devices while all of them copy."""
+        best = min((_copy_seconds(devices, targets, source, indices) for _ in range(REPEATS)), key=sum)
+        return [COPIES * source.numel() / seconds for seconds in best]
+
+    all_devices = range(len(devices))
+    for index in all_devices:
+        # A device's first copy also sets things up, which the link's rate must not include.
+        _copy_seconds(devices, targets, source, [index])
+    alone = [rates(index)[0] for index in all_devices]
     together = {}
-    for first, second in sorted(combinations(everybody, 2), key=lambda pair: (pair[1] - pair[0], pair)):
+    for first, second in sorted(combinations(all_devices, 2), key=lambda pair: (pair[1] - pair[0], pair)):
         if time.monotonic() >= deadline_s:
             break
-        rates = probe.rates([first, second])
-        together[first, second] = rates[0], rates[1]
+        one, other = rates(first, second)
+        together[first, second] = one, other
     for device in devices:
         device.finish()
         device.release()
     return LinkRates(alone, together)
 
 
-class _Probe:
-    def __init__(self, devices: Sequence[Device], targets: Sequence[Tensor], source: Tensor) -> None:
-        self._devices = devices
-        self._targets = targets
-        self._source = source
-
-    def rates(self, indices: Sequence[int]) -> list[float]:
-        """Bytes per second of each device while all of `indices` copy."""
-        best = min((self.seconds(indices) for _ in range(REPEATS)), key=sum)
-        return [COPIES * self._source.numel() / seconds for seconds in best]
-
-    def seconds(self, indices: Sequence[int]) -> list[float]:
-        """Of each device, for its copies beside those of the others. Waits for all of them."""
-        chosen = [self._devices[index] for index in indices]
-        starts = [device.mark(Stream.WEIGHT_UPLOAD) for device in chosen]
-        for _ in range(COPIES):
-            for index, device in zip(indices, chosen, strict=True):
-                device.copy(Stream.WEIGHT_UPLOAD, self._targets[index], self._source)
-        ends = [device.mark(Stream.WEIGHT_UPLOAD) for device in chosen]
-        return [max(end.seconds_since(start), 1e-9) for start, end in zip(starts, ends, strict=True)]
+def _copy_seconds(
+    devices: Sequence[Device], targets: Sequence[Tensor], source: Tensor, indices: Sequence[int]
+) -> list[float]:
+    """Let these devices copy at the same time. Returns the seconds that each one's copies took, and waits for all."""
+    chosen = [devices[index] for index in indices]
+    starts = [device.mark(Stream.WEIGHT_UPLOAD) for device in chosen]
+    for _ in range(COPIES):
+        for index, device in zip(indices, chosen, strict=True):
+            device.copy(Stream.WEIGHT_UPLOAD, targets[index], source)
+    ends = [device.mark(Stream.WEIGHT_UPLOAD) for device in chosen]
+    return [max(end.seconds_since(start), 1e-9) for start, end in zip(starts, ends, strict=True)]
 
 
-def _source(store: HostStore) -> Tensor:
-    """Up to `PROBE_BYTES` of the largest device_weight weights that devices read from the store's own memory."""
-    masters = [device_weight for bundle in store.bundles for device_weight in bundle.device_weights]
-    largest = max(masters, key=torch.Tensor.numel)
-    return largest.view(torch.uint8)[:PROBE_BYTES]
+def _largest_weights(store: HostStore) -> Tensor:
+    """Return up to `PROBE_BYTES` of the store's largest device weights. Mapped weights are no pinned memory."""
+    buffers = [weights for bundle in store.bundles for weights in bundle.device_weights]
+    return max(buffers, key=torch.Tensor.numel).view(torch.uint8)[:PROBE_BYTES]

@@ -1,1 +1,1 @@
-"""Parts that all families share."""
+"""The parts that all families share."""

@@ -216,7 +216,7 @@ def _constant(function: Callable[[], bool]) -> Callable[[], bool]:
 
 @_constant
 def _has_flash() -> bool:
-    """Return whether this machine's cards run the kernel; True without a card, where a plan is made for others."""
+    """Return whether this machine's cards run the kernel; True without a card: a plan may be for another machine."""
     if not torch.cuda.is_available():
         return True
     cards = range(torch.cuda.device_count())

@@ -1,12 +1,12 @@
-"""Sum of token cross entropies from hidden states, without ever holding all logits.
+"""The sum of token cross entropies from hidden states, without ever holding all logits.
 
-Both gradients are computed in the forward, chunk by chunk, while a chunk's logits are there: the head runs in
-the fused stage, where forward and backward are one, so nothing is recomputed. Besides the result, memory is
-one chunk of logits and the gradients themselves.
+Both gradients are computed in the forward, chunk by chunk, while a chunk's logits exist. The head runs in the fused
+stage, where forward and backward are one, so nothing is recomputed. Besides the result, memory holds one chunk of
+logits and the gradients themselves.
 
-`torch.nn.functional.linear_cross_entropy` (torch 2.13) does the same and is used where it is as good: for
-fp32 on the CPU. For bf16 it rounds the loss to bf16, which for a sum over thousands of tokens is useless; on
-CUDA it adds weight gradients with atomics, in no fixed order, so that two equal runs differ.
+`torch.nn.functional.linear_cross_entropy` (torch 2.13) does the same and is used for fp32 on the CPU, where it is as
+good. For bf16 it rounds the loss to bf16, which is useless for a sum over thousands of tokens. On CUDA it adds weight
+gradients atomically, in no fixed order, so that two equal runs differ.
 
 Shapes: N tokens of the whole micro-batch, D model width, V vocabulary.
 """
@@ -25,7 +25,7 @@ BLOCK_ROWS = 16384
 
 
 def token_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """fp32 `[]`: sum over tokens of `-log softmax(hidden @ weight.T)[label]`; ignored labels add nothing.
+    """Add up `-log softmax(hidden @ weight.T)[label]` over tokens, to fp32 `[]`; ignored labels add nothing.
 
     `hidden` is `[N, D]`, `weight` `[V, D]` of the same dtype, `labels` `[N]` int64. May be differentiated
     once, with respect to `hidden` and `weight`.
@@ -42,7 +42,7 @@ def token_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def torch_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The same through `torch.nn.functional.linear_cross_entropy`, for fp32 on the CPU."""
+    """Compute `token_loss_sum` through `torch.nn.functional.linear_cross_entropy`, for fp32 on the CPU."""
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens(weight.shape[0]))
     return F.linear_cross_entropy(
         hidden, weight, labels, reduction="sum", ignore_index=IGNORED_LABEL, options=options
@@ -50,19 +50,22 @@ def torch_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunked_loss_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The same by our own loop, for every device and dtype."""
+    """Compute `token_loss_sum` by our own loop over chunks, for every device and dtype."""
     return _ChunkedLoss.apply(hidden, weight, labels, torch.is_grad_enabled())
 
 
 def chunk_tokens(vocab_size: int) -> int:
-    """Tokens of one chunk: the power of two whose fp32 logits fit `CHUNK_BYTES`; it depends on V alone."""
+    """Return the tokens of one chunk: the largest power of two whose fp32 logits fit `CHUNK_BYTES`, at least 16.
+
+    It depends on V alone, so the order of additions does not depend on the micro-batch.
+    """
     return 1 << max(4, (CHUNK_BYTES // (4 * vocab_size)).bit_length() - 1)
 
 
 def loss_workspace_bytes(
     num_tokens: int, vocab_size: int, width: int, element_bytes: int, trained: bool
 ) -> int:
-    """Scratch of `chunked_loss_sum`: a chunk's logits and their gradient, and a `trained` weight's gradient in fp32."""
+    """Count the scratch of `chunked_loss_sum`: a chunk's logits, their gradient, a `trained` weight's fp32 gradient."""
     chunk_elements = min(num_tokens, chunk_tokens(vocab_size)) * vocab_size
     gradient_bytes = 4 * vocab_size * width if trained else 0
     if element_bytes == 4:
@@ -89,7 +92,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _OpaqueLoss(torch.autograd.Function):
-    """The same for a compiler, which would keep the logits of all chunks: one operation that it calls as it is."""
+    """The same loss for a compiler, as one operation that it does not look into: it would keep all chunks' logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -128,9 +131,9 @@ def _opaque_loss_shapes(
 def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss `[]`, its gradients for `hidden [N, D]` and, in fp32, for `weight [V, D]`."""
+    """Return the loss `[]`, its gradients for `hidden [N, D]` and, in fp32, for `weight [V, D]`."""
     grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-    # fp32, because chunks are added up; autograd casts to what the leaf's gradient wants.
+    # fp32, because chunks are added up; autograd casts to the dtype of the leaf's gradient.
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
     losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
     step = chunk_tokens(weight.shape[0])
@@ -144,16 +147,16 @@ def _loss_and_gradients(
 def _run_chunk(
     hidden: Tensor, weight: Tensor, labels: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None
 ) -> Tensor:
-    """Losses `[n]` fp32 of one chunk; writes `grad_hidden [n, D]` and adds to `grad_weight [V, D]`."""
+    """Return the losses `[n]` fp32 of one chunk; write `grad_hidden [n, D]` and add to `grad_weight [V, D]`."""
     logits = (hidden @ weight.T).float()  # [n, V], overwritten by its own gradient below
     counted = labels != IGNORED_LABEL
     index = labels.where(counted, 0)[:, None]
-    logits -= logits.amax(dim=-1, keepdim=True)
+    logits -= logits.amax(dim=-1, keepdim=True)  # so that no exponential overflows
     chosen = logits.gather(1, index)
     sums = logits.exp_().sum(dim=-1, keepdim=True)
     if grad_hidden is not None or grad_weight is not None:
         logits /= sums
-        # softmax - onehot(label). One entry per row: a plain scatter, which has no order to vary.
+        # softmax - onehot(label). Each row gets one entry, so the scatter has no order that could vary.
         logits.scatter_(1, index, logits.gather(1, index) - 1.0)
         grad_logits = logits.mul_(counted[:, None]).to(weight.dtype)
         if grad_hidden is not None:
@@ -164,7 +167,7 @@ def _run_chunk(
 
 
 def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """`total [V, D] fp32 += grad_logits [n, V].T @ hidden [n, D]`, with scratch for `BLOCK_ROWS` rows only."""
+    """Add `grad_logits [n, V].T @ hidden [n, D]` to `total [V, D]` fp32, with scratch for `BLOCK_ROWS` rows only."""
     if grad_logits.dtype == total.dtype:
         total.addmm_(grad_logits.T, hidden)
         return

@@ -1,8 +1,8 @@
-"""Attention over packed documents by a flash kernel that is told where each document begins.
+"""Attention over packed documents by a variable-length flash kernel, which takes the offset of each document.
 
-Nothing of size T^2 is built, windows and shared kv heads are the kernel's own, and sinks are folded in as in
-`sinks.py`. The kernel is PyTorch's, called as `torch.nn.attention.varlen` calls it; that function's own gradient
-would not know the sinks.
+Nothing of size T^2 is built. The kernel itself handles windows and shared kv heads; sinks are added as in `sinks.py`.
+It is PyTorch's kernel, called as `torch.nn.attention.varlen` calls it. That function itself cannot be used, because
+its gradient would leave out the sinks.
 
 Shapes: B sequences, T tokens, N = B T, H heads, K kv heads, C channels of a head, Q documents.
 """
@@ -16,13 +16,14 @@ from torchround.models.common.sinks import add_sinks, sink_gradient
 
 
 def document_offsets(document_ids: Tensor, max_documents: int) -> Tensor:
-    """First tokens of all documents of `[B, T]` in flat order, and N: int32 `[B max_documents + 1]`.
+    """Return the first token of each document of `[B, T]` in flat order, and N: int32 `[B max_documents + 1]`.
 
-    What is left of the list is N, too: documents without a token. Found on the tensor's device without waiting for it.
+    The list has a fixed length, so that no device has to be asked for the number of documents. Its unused rest is N:
+    documents without tokens.
     """
     begins = torch.ones_like(document_ids)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    numbers = begins.flatten().cumsum(0) - 1  # of each token's document, counted through the batch
+    numbers = begins.flatten().cumsum(0) - 1  # [N]: each token's document, counted through the batch
     every = torch.arange(len(document_ids) * max_documents + 1, device=document_ids.device)
     return torch.searchsorted(numbers, every, out_int32=True)
 
@@ -36,11 +37,11 @@ def attend_by_offsets(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`[B, T, H, C]` from query of that shape, key and value `[B, T, K, C]`; the rest is as in `attend`.
+    """Compute `[B, T, H, C]` from a query of that shape, key and value `[B, T, K, C]`; the rest is as in `attend`.
 
-    CUDA and 16 bits only.
+    Works on CUDA in 16 bits only.
     """
-    flat = (heads.flatten(0, 1).contiguous() for heads in (query, key, value))  # [N, H or K, C]
+    flat = (heads.flatten(0, 1).contiguous() for heads in (query, key, value))  # [B, T, ..] -> [N, H or K, C]
     mixed = _OffsetAttention.apply(*flat, document_ids, max_documents, window, sinks)
     return mixed.view_as(query)
 
@@ -108,7 +109,7 @@ def _backward(
     return _backward_kernel(grad, query, key, value, output, log_sums, offsets, longest, window, random_state)
 
 
-# The same for a compiler: the number of documents is data, so that one piece of code serves every batch.
+# The same two for a compiler. To it the number of documents is data, so that one piece of code serves every batch.
 
 
 @torch.library.custom_op("torchround::attend_by_offsets", mutates_args=())
@@ -162,7 +163,7 @@ def _opaque_backward_shapes(
 def _forward_kernel(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output `[N, H, C]`, fp32 log-sum-exp `[H, N]`, and a state for dropout, of which there is none."""
+    """Return the output `[N, H, C]`, the fp32 log-sum-exp `[H, N]`, and the (unused) state of dropout."""
     output, log_sums, random_state, _, _ = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -213,5 +214,5 @@ def _backward_kernel(
 
 
 def _left(window: int | None) -> int:
-    """Tokens before itself that a token sees; the kernel's -1 is all of them."""
+    """Return how many tokens before itself a token sees; to the kernel -1 means all of them."""
     return -1 if window is None else window - 1

@@ -1,7 +1,8 @@
-"""Rotary position embeddings, with the frequency scalings of Llama 3 and YaRN.
+"""Rotary position embeddings (RoPE, arXiv 2104.09864), with the frequency scalings of Llama 3 and YaRN.
 
-Nothing is stored: the tables are recomputed in fp32 from the micro-batch's positions, in operations that run
-on the positions' device and never wait for it. For 8192 tokens that is under 0.1 % of a block's time.
+The tables of cosines and sines are not stored: they are recomputed in fp32 from the micro-batch's positions, in
+operations that run on the positions' device and never wait for it. For 8192 tokens that is under 0.1 % of a block's
+time.
 
 Shapes: B sequences, T tokens, H heads, C channels of a head.
 """
@@ -17,8 +18,8 @@ from torch import Tensor
 class Llama3Scaling:
     """Llama 3.1's stretch of long wavelengths.
 
-    Wavelengths above `original_positions / low_freq_factor` tokens grow by `factor`, those below
-    `original_positions / high_freq_factor` stay, and the ones between are interpolated.
+    Wavelengths above `original_positions / low_freq_factor` tokens grow by `factor`. Wavelengths below
+    `original_positions / high_freq_factor` stay. The wavelengths between are interpolated.
     """
 
     factor: float
@@ -29,11 +30,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): slow rotations are stretched by `factor`, fast ones stay.
+    """YaRN (arXiv 2309.00071): slow rotations are stretched by `factor`, fast rotations stay.
 
-    Fast: more than `beta_fast` turns within `original_positions`; slow: fewer than `beta_slow`; the pairs between
-    are interpolated by their index, with bounds rounded outward if `truncate`. Cosines and sines are multiplied
-    by `attention_factor`, `0.1 ln(factor) + 1` where none is given.
+    Fast means more than `beta_fast` turns within `original_positions`, slow fewer than `beta_slow`. The pairs between
+    are interpolated by their index, with bounds rounded outward if `truncate`. Cosines and sines are multiplied by
+    `attention_factor`, which is `0.1 ln(factor) + 1` unless given.
     """
 
     factor: float
@@ -46,14 +47,14 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotation of channel pair `i` by `position * theta^(-2 i / C)` radians, before scaling."""
+    """The rotation of channel pair `i`: by `position * theta^(-2 i / C)` radians, before scaling."""
 
     theta: float
     scaling: Llama3Scaling | YarnScaling | None = None
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor on cosines and sines."""
         if not isinstance(self.scaling, YarnScaling):
             return 1.0
         if self.scaling.attention_factor is not None:
@@ -62,7 +63,8 @@ class Rope:
 
 
 def rotation(rope: Rope, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[B, T, 1, C / 2]` fp32 for positions `[B, T]`."""
+    """Return cosines and sines `[B, T, 1, C / 2]` fp32 for positions `[B, T]`."""
+    # [B, T, 1, 1] x [C / 2] -> [B, T, 1, C / 2]; the 1 stands for all heads.
     angles = positions[..., None, None].float() * inverse_frequencies(rope, head_dim, positions.device)
     return angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
 
@@ -72,12 +74,12 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     This is the pairing of the Hugging Face checkpoints (Meta's own files pair neighbours).
     """
-    first, second = heads.float().chunk(2, dim=-1)
+    first, second = heads.float().chunk(2, dim=-1)  # [B, T, H, C / 2] each
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
-    """Radians per token of each channel pair, `[C / 2]` fp32."""
+    """Return the radians per token of each channel pair, `[C / 2]` fp32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if isinstance(rope.scaling, Llama3Scaling):
@@ -88,7 +90,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tens
 
 
 def _stretch_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    # Share of the unscaled frequency: 0 for long wavelengths, 1 for short ones, linear in turns between.
+    # The share that the unscaled frequency keeps: 0 for long wavelengths, 1 for short ones, linear in turns between.
     turns = scaling.original_positions * frequencies / (2 * math.pi)
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     share = share.clamp(0.0, 1.0)
@@ -97,7 +99,7 @@ def _stretch_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def _stretch_yarn(frequencies: Tensor, scaling: YarnScaling, theta: float, head_dim: int) -> Tensor:
     def pair_with(turns: float) -> float:
-        """The (fractional) pair that turns so often within the original positions."""
+        """Return the (fractional) index of the pair that turns so often within the original positions."""
         return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)

@@ -1,9 +1,9 @@
-"""Attention with sinks: every query head has one learnt score more in its softmax, which takes no value.
+"""Attention with sinks: every query head has one learnt score more in its softmax, which has no value.
 
-A flash kernel gives the output `o` and log-sum-exp `l` without the sink `s`. With it they are
-`l' = log(exp(l) + exp(s))` and `o' = o exp(l - l')`. The kernels' backward needs only output, log-sum-exp and
-the gradient of the output, so called with `o'` and `l'` it gives the exact gradients of query, key and value;
-the sink's own is `-sum exp(s - l') (grad . o')`. Nothing of size T^2 is kept for it.
+A flash kernel computes the output `o` and the log-sum-exp `l` without the sink `s`. With it they are
+`l' = log(exp(l) + exp(s))` and `o' = o exp(l - l')`. The kernel's backward needs only output, log-sum-exp and the
+gradient of the output. Called with `o'` and `l'`, it gives the exact gradients of query, key and value; the gradient
+of the sink is `-sum exp(s - l') (grad . o')`. Nothing of size T^2 is kept.
 
 Shapes: B sequences, T tokens, H heads, K kv heads, C channels of a head.
 """
@@ -17,21 +17,27 @@ from torch import Tensor
 def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """`[B, H, T, C]` from query of that shape, key and value `[B, K, T, C]` and `sinks [H]`.
+    """Compute `[B, H, T, C]` from a query of that shape, key and value `[B, K, T, C]` and `sinks [H]`.
 
-    `mask` is an additive `[B, 1, T, T]` in the query's dtype; without one attention is causal.
+    `mask` is an additive `[B, 1, T, T]` in the query's dtype. Without a mask attention is causal.
     """
     return _SinkAttention.apply(query, key, value, sinks, mask)
 
 
 def add_sinks(log_sums: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left of each output, and the log-sum-exp with the sink in it; all fp32, `scores` broadcast to them."""
+    """Return the share that each output keeps, and the log-sum-exp with the sink in it.
+
+    All are fp32; the sinks' `scores` must broadcast to `log_sums`.
+    """
     with_sinks = torch.logaddexp(log_sums, scores)
     return (log_sums - with_sinks).exp(), with_sinks
 
 
 def sink_gradient(moved: Tensor, log_sums: Tensor, scores: Tensor) -> Tensor:
-    """Each query's part of a sink's gradient. `moved` is its gradient times output, `log_sums` has the sink in it."""
+    """Return each query's part of a sink's gradient.
+
+    `moved` is the gradient of the output times the output, summed over channels. `log_sums` has the sink in it.
+    """
     return -((scores - log_sums).exp() * moved)
 
 
@@ -57,7 +63,7 @@ class _SinkAttention(torch.autograd.Function):
 
 
 def _forward_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output `[B, H, T, C]` and fp32 log-sum-exp `[B, H, >= T]`."""
+    """Return the output `[B, H, T, C]` and the fp32 log-sum-exp `[B, H, >= T]`."""
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, mask is None, attn_mask=mask
@@ -85,8 +91,10 @@ def _backward_kernel(
         )
     groups = (key.shape[1], query.shape[1] // key.shape[1])
     bias = None if mask is None else mask.expand(-1, query.shape[1], -1, -1)
-    padded = torch.nn.functional.pad(log_sums, (0, -log_sums.shape[-1] % 32))  # as its forward gives them
-    no_seed = torch.zeros((), dtype=torch.int64, device=query.device)  # for dropout, of which there is none
+    padded = torch.nn.functional.pad(
+        log_sums, (0, -log_sums.shape[-1] % 32)
+    )  # the forward's padding, cut off before
+    no_seed = torch.zeros((), dtype=torch.int64, device=query.device)  # for dropout, which is 0
     grad_query, grad_key, grad_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad,
         query,
@@ -106,4 +114,5 @@ def _backward_kernel(
 
 
 def _repeat(heads: Tensor, query: Tensor) -> Tensor:
+    """Give each query head its own copy of its kv head: the CUDA kernel with a mask cannot share them."""
     return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)

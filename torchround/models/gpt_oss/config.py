@@ -1,4 +1,4 @@
-"""GPT-OSS sizes, and the reading of their `config.json`."""
+"""GPT-OSS's sizes, and the reading and writing of its `config.json`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,10 +17,10 @@ MODEL_TYPES = ("gpt_oss",)
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(TransformerConfig):
-    """Every block has experts. In blocks that slide, a token sees `window` tokens, itself included.
+    """GPT-OSS: experts in every block, and sliding windows, in which a token sees `window` tokens with itself.
 
-    `sliding`: whether each block slides; without it every other one does, from block 0 on. SwiGLU's inputs are
-    cut at `swiglu_limit`, its gate is `x sigmoid(swiglu_alpha x)`.
+    `sliding` says for each block whether it has the window; by default every other block has, from block 0 on.
+    SwiGLU's inputs are clamped at `swiglu_limit`, its gate is `x sigmoid(swiglu_alpha x)`.
     """
 
     moe: MoEShape
@@ -39,7 +39,7 @@ class GptOssConfig(TransformerConfig):
             )
 
     def window_of(self, index: int) -> int | None:
-        """Tokens that block `index` sees, or None for all."""
+        """Return how many tokens block `index` sees, or None for all."""
         slides = index % 2 == 0 if self.sliding is None else self.sliding[index]
         return self.window if slides else None
 
@@ -138,7 +138,7 @@ def _released(layers: int, num_experts: int) -> GptOssConfig:
     )
 
 
-# 260: 256 bytes and 4 special tokens; the tokenizer's own size takes its place. 1.3 M parameters.
+# Vocabulary of 260: 256 bytes and 4 special tokens; the tokenizer's own size replaces it. 1.3 M parameters.
 _DEBUG = GptOssConfig(
     num_layers=6,
     hidden_size=128,

@@ -1,4 +1,4 @@
-"""Llama 3 sizes, and the reading of their `config.json`."""
+"""Llama 3's sizes, and the reading and writing of its `config.json`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -50,7 +50,7 @@ def _rope(hf: HFConfig) -> Rope:
 def _released(
     layers: int, hidden: int, heads: int, head_dim: int, ffn: int, stretch: float = 0.0
 ) -> TransformerConfig:
-    # All released sizes: 8 kv heads, a vocabulary of 128256, theta 500000; a stretch (RoPE factor) since 3.1.
+    # All released sizes have 8 kv heads, a vocabulary of 128256 and theta 500000; since 3.1 a RoPE factor (stretch).
     return TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,
@@ -65,7 +65,7 @@ def _released(
 
 
 def _debug(layers: int, hidden: int, heads: int, ffn: int) -> TransformerConfig:
-    # 260: 256 bytes and 4 special tokens; the tokenizer's own size takes its place.
+    # Vocabulary of 260: 256 bytes and 4 special tokens; the tokenizer's own size replaces it.
     return TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,

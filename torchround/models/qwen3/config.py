@@ -1,4 +1,4 @@
-"""Qwen3 sizes, dense and with experts, and the reading of their `config.json`."""
+"""Qwen3's sizes, dense and with experts, and the reading and writing of its `config.json`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ MODEL_TYPES = ("qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class Qwen3Config(TransformerConfig):
-    """Every block has `moe`'s experts where it is given, else one SwiGLU of `ffn_size`."""
+    """Qwen3: with `moe` every block has its experts, without it one SwiGLU of `ffn_size`."""
 
     moe: MoEShape | None = None
 
@@ -70,7 +70,7 @@ def _experts(hf: HFConfig) -> MoEShape:
 def _released(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, tied: bool, moe: MoEShape | None = None
 ) -> Qwen3Config:
-    # All released sizes: heads of 128, a vocabulary of 151936, theta 10^6, 40960 positions.
+    # All released sizes have heads of 128, a vocabulary of 151936, theta 10^6 and 40960 positions.
     return Qwen3Config(
         num_layers=layers,
         hidden_size=hidden,
@@ -87,7 +87,7 @@ def _released(
     )
 
 
-# 260: 256 bytes and 4 special tokens; the tokenizer's own size takes its place. 1.1 M parameters.
+# Vocabulary of 260: 256 bytes and 4 special tokens; the tokenizer's own size replaces it. 1.1 M parameters.
 _DEBUG = Qwen3Config(
     num_layers=6,
     hidden_size=128,
