@@ -71,7 +71,7 @@ FAULTS = {
     ),
     "a folder without weights": (
         lambda folder: (folder / "release" / "model.safetensors").unlink(),
-        "release: neither model.safetensors nor",
+        "release: has neither model.safetensors nor",
     ),
     "another family": (
         lambda folder: change_config(folder, model_type="qwen3_moe"),

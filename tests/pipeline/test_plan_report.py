@@ -113,7 +113,8 @@ def test_no_batch_is_proposed_that_has_no_micro_batch_for_each_round() -> None:
 def test_state_that_the_host_cannot_hold_is_told_in_gib() -> None:
     answer = report_plan(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
     assert answer.plan is None
-    assert "16.00 GiB of 10.00 GiB" in answer.problem and "6.00 GiB are missing" in answer.problem
+    assert "16.00 GiB of host memory, and 10.00 GiB are available" in answer.problem
+    assert "6.00 GiB are missing" in answer.problem
     assert any("lora.rank" in change.setting and change.fits for change in answer.changes)
 
 
