@@ -29,7 +29,7 @@ class Failing:
         raise ConnectionError("still no network")
 
 
-def test_a_failing_reporter_is_one_warning_and_the_others_go_on(
+def test_a_failing_reporter_costs_one_warning_and_the_others_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = io.StringIO()
@@ -49,7 +49,7 @@ def test_a_failing_reporter_is_one_warning_and_the_others_go_on(
     assert stream.getvalue().count("\n") == 3
     assert [entry.getMessage() for entry in caplog.records] == [
         (
-            "reporting to the network failed: ConnectionError: step 1 was not sent; training goes on, "
+            "reporting to the network failed: ConnectionError: step 1 was not sent; training continues, "
             "records may be missing there"
         )
     ]

@@ -8,17 +8,21 @@ sequence before, that is the last label there.
 """
 
 import argparse
+import heapq
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
-from torchround.config import Config, ConfigError, load_config
+from torchround.config import Config, ConfigError, DataTable, load_config
 from torchround.data import DataError, Tokenizer, build_loader, build_tokenizer, num_tokens
-from torchround.data.loader import packs_whole_documents
-from torchround.data.survey import survey
+from torchround.data.document_types import Document
+from torchround.data.loader import mix_settings, open_sources, packs_whole_documents
+from torchround.data.reader import Reader
+from torchround.data.tokenising import tokenise
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
 CHARACTERS_SHOWN = 160
@@ -140,3 +144,55 @@ def print_survey(config: Config, tokenizer: Tokenizer, max_documents: int) -> No
     print(f"--- {found.num_bad} bad records")
     for record in found.bad_records:
         print(f"     {record}")
+
+
+# Counts of each source, in the order of training: the survey sees the documents that a run sees first.
+
+LONGEST = 5
+
+
+@dataclass
+class SourceSurvey:
+    """Counts for one source. `longest` lists the longest documents with their tokens, longest first."""
+
+    name: str
+    num_documents: int = 0
+    num_tokens: int = 0
+    longest: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, document: Document, num_tokens: int) -> None:
+        """Count a document that has been read to its end."""
+        self.num_documents += 1
+        self.num_tokens += num_tokens
+        self.longest = heapq.nlargest(LONGEST, [*self.longest, (num_tokens, str(document))])
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Counts for each source, the number of bad records, and the first of these with file and line."""
+
+    sources: list[SourceSurvey]
+    num_bad: int
+    bad_records: list[str]
+
+
+def survey(data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int) -> Survey:
+    """Read the first `max_documents` documents of the mix, at most one pass over each source. Raises `DataError`.
+
+    Bad records are skipped and listed, even if `data.on_bad_record` is `stop`.
+    """
+    data = data.model_copy(update={"epochs": 1, "on_bad_record": "skip"})
+    sources = open_sources(data, tokenizer)
+    found = [SourceSurvey(source.name) for source in sources]
+    reader = Reader(sources, mix_settings(data, sources, seed))
+    reader.reset()
+    num_tokens = 0
+    for piece in reader:
+        num_tokens += len(tokenise(tokenizer, piece).tokens)
+        if piece.last:
+            found[piece.source].add(piece.document, num_tokens)
+            num_tokens = 0
+            if sum(source.num_documents for source in found) == max_documents:
+                break
+    num_bad = sum(progress["bad"] for progress in reader.get_state()["sources"])
+    return Survey(found, num_bad, reader.bad_records)

@@ -31,7 +31,7 @@ class RecordReader:
     vocab_size: int | None = None
 
     def fields(self) -> tuple[str, ...] | None:
-        """Return the fields that are read, or None for all: those of a conversation vary."""
+        """Return the fields that are read, or None for all, as conversations have various fields."""
         if self.table.content == "alpaca":
             return ALPACA_FIELDS
         if self.table.content == "messages":

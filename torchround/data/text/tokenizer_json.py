@@ -120,7 +120,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
-    """Return the pattern that splits text before merging: that of the one `Split`, or GPT-2's of `ByteLevel`."""
+    """Return the pattern that splits text before merging: from the one `Split`, or GPT-2's if there is only `ByteLevel`."""
     if pre_tokenizer is None:
         raise TokenizerError("it has no pre_tokenizer: it is not byte-level")
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
