@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import THOROUGH_PLACES
 from tests.support.plain_english import odd_docstrings
 from tests.support.source_files import ROOT, Source, everything, everything_run, offences, product
 
@@ -179,6 +180,10 @@ def test_a_file_name_has_one_meaning() -> None:
 
 def test_there_are_few_files_and_classes_and_none_is_a_crumb() -> None:
     assert too_many_or_too_small(product()) == []
+
+
+def test_every_place_of_thorough_tests_exists() -> None:
+    assert all((ROOT / place).exists() for place in THOROUGH_PLACES)
 
 
 def test_docstrings_are_plain_english() -> None:

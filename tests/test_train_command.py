@@ -43,7 +43,7 @@ def cpu_s(process: "subprocess.Popen[str]") -> float:
     return psutil.Process(process.pid).cpu_times().user
 
 
-def test_terminated_then_killed_and_resumed_a_run_equals_an_uninterrupted_one(
+def test_a_run_that_is_terminated_then_killed_and_resumed_equals_an_uninterrupted_one(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = small_runs.start("run", *ENDLESS)
@@ -104,7 +104,7 @@ def test_torchrun_restarts_a_worker_that_was_killed_and_the_run_equals_an_uninte
 
 
 @pytest.mark.slow
-def test_torchrun_hands_a_signal_on_and_wandb_is_rejoined_afterwards(
+def test_torchrun_forwards_a_signal_and_the_resumed_run_rejoins_wandb(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("WANDB")]:

@@ -359,11 +359,11 @@ def given(harm: Callable[[Path], object]):
 GROUPS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a document longer than a sequence": (
         group(waiting=[[[1] * 17, [1] * 17, [0, 0, 0]]]),
-        "invalid data position: .*17 tokens of a document",
+        "invalid data position.*17 tokens of a document",
     ),
     "a document of nothing": (
         group(waiting=[[[], [], [0, 0, 0]]]),
-        "invalid data position: .*0 tokens of a document",
+        "invalid data position.*0 tokens of a document",
     ),
     "a group that nothing is known of": (group(so_far=None), "invalid data position"),
 }

@@ -18,7 +18,7 @@ from torchround.commands import CommandError
 from torchround.pipeline.baselines import SCHEDULES, ScheduleError, simulate_schedule
 from torchround.pipeline.baselines.device_bound import SimulationSetup
 from torchround.pipeline.baselines.schedule_report import ScheduleReport
-from torchround.pipeline.costs import Costs, CostsError, LayerParameters, costs_from_work
+from torchround.pipeline.costs import Costs, CostsError, ParameterCounts, costs_from_work
 from torchround.pipeline.devices import DEVICES, DeviceSpec, UnknownPeakError, find_device
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition, PlanError
@@ -196,7 +196,7 @@ def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str
         return costs_from_work(
             model.names,
             [layer.work(batch, tokens, element_bytes) for layer in model.layers],  # type: ignore[operator]
-            [LayerParameters(size, size) for size in sizes],
+            [ParameterCounts(size) for size in sizes],
             card,
             dtype,
             element_bytes,

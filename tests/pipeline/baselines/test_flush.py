@@ -10,7 +10,7 @@ from torchround.pipeline.costs import Costs, LayerCost
 COSTS = Path(__file__).parents[3] / "docs" / "costs"
 
 # RoundPipe artifact: layers per virtual stage (the head is one more in the last), then bubble in % of GPipe,
-# 1F1B, interleaved 1F1B and Looped BFS (FIGURES section 2) with 8 devices and 16 micro-batches.
+# 1F1B, interleaved 1F1B and Looped BFS (RoundPipe, figure 15) with 8 devices and 16 micro-batches.
 ONE_STAGE_PER_DEVICE = {
     "qwen3_1.7b": [3, 3, 4, 4, 4, 4, 4, 2],
     "llama3_8b": [4] * 8,
@@ -35,7 +35,7 @@ PUBLISHED_BUBBLE = {
 
 
 def uniform(name: str, devices: int, micro_batches: int, chunks: int = 1) -> ScheduleReport:
-    """A schedule of equal stages, forward 1 s, backward 2 s, one byte kept per stage and micro-batch."""
+    """Simulate equal stages: forward 1 s, backward 2 s, one byte kept per stage and micro-batch."""
     costs = Costs(
         tuple(LayerCost(f"layer.{i}", 1.0, 2.0, activation_bytes=1) for i in range(devices * chunks))
     )
@@ -81,7 +81,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(devices: int, micro_batch
 
 
 @pytest.mark.parametrize("model", PUBLISHED_BUBBLE)
-def test_published_bubbles_of_bound_schedules_are_reproduced(model: str) -> None:
+def test_bound_schedules_reproduce_their_published_bubbles(model: str) -> None:
     for schedule, bubble in PUBLISHED_BUBBLE[model].items():
         assert published(model, schedule).bubble * 100 == pytest.approx(bubble, abs=0.006)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchround.pipeline.costs import Costs
+from torchround.pipeline.costs import UPDATE_BYTES, Costs
 from torchround.pipeline.memory import STAGING_BUFFERS, MemoryLimits, device_memory, rounds_in_flight
 from torchround.pipeline.partition import Partition, split_evenly
 from torchround.pipeline.search.batch_time import BatchTimes, batch_async_seconds, batch_sync_seconds
@@ -24,7 +24,7 @@ from torchround.pipeline.simulation.step_time import LayerSums, step_seconds
 
 # Adding a round on the host moves 10 bytes per trained parameter: a 2-byte gradient is read, a float32 sum is read and
 # written. An update moves 28 (`costs.UPDATE_BYTES`), and its seconds are known.
-ADDING_SHARE = 10 / 28
+ADDING_SHARE = 10 / UPDATE_BYTES
 # Partitions timed together: few enough for their arrays to stay in the processor's cache.
 CHUNK = 1024
 # Step times closer than this share count as equal; among equals the plan with fewer rounds and stages wins.
