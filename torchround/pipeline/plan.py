@@ -110,7 +110,7 @@ class Plan:
             f"step {self.step_s:.4g} s, {bubble}, at most {100 * above:.2f} % above the fastest possible plan"
         )
         if not timed:
-            speed = f"{bubble} if time went by FLOPs; how long a step takes is not known before steps are measured"
+            speed = f"{bubble} if time is in proportion to FLOPs; the step time is unknown until steps are measured"
         return (
             f"{self.num_micro_batches} micro-batches in {self.rounds} round(s) on {self.num_devices} device(s), "
             f"{self.update}: {speed}; {size_text(self.device_bytes)} per device"
