@@ -274,7 +274,7 @@ def is_block(graph):
     return any("silu" in str(node.target) for node in graph.graph.nodes)
 
 
-def test_compiling_for_longer_than_a_hang_is_none():
+def test_compiling_for_longer_than_the_hang_limit_is_no_hang():
     def slow(graph, inputs):
         if is_block(graph):
             time.sleep(1.5)
