@@ -44,7 +44,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works
     assert small_runs("run", "--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0") == 0
     [warning] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "step 2 could not be written" in warning.getMessage()
-    assert "training goes on" in warning.getMessage()
+    assert "training continues" in warning.getMessage()
     assert small_runs.saved("run") == [4, 5]
 
 
@@ -63,7 +63,7 @@ def test_a_failed_save_before_a_fault_is_not_reported_as_one_that_will_be_retrie
     with pytest.raises(RuntimeError, match="planted"):
         small_runs("run", "--checkpoint.interval_steps=2")
     [warning] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "step 2 could not be written" in warning and "training goes on" not in warning
+    assert "step 2 could not be written" in warning and "training continues" not in warning
     assert len(small_runs.saved("run")) == 1
 
 
