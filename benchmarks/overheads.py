@@ -101,7 +101,7 @@ def seconds_per_mark() -> float:
     device = CpuDevice(0)
     start_s = time.thread_time()
     for _ in range(MARK_TURNS):
-        DeviceSpan(TaskKind.FORWARD, 0, device.mark(Stream.COMPUTE), device.mark(Stream.COMPUTE))
+        DeviceSpan(TaskKind.FORWARD, device.mark(Stream.COMPUTE), device.mark(Stream.COMPUTE))
     return (time.thread_time() - start_s) / (2 * MARK_TURNS)
 
 

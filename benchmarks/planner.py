@@ -88,14 +88,14 @@ def measured(
 
 def packing_seconds(costs: Costs, update: str, limits: MemoryLimits) -> float:
     """Time the paper's planner (RoundPipe section 4.4.2), the greedy packing for each longest stage, in our Python."""
-    start = time.perf_counter()
+    start_s = time.thread_time()
     problem = PlanningProblem(costs, NUM_DEVICES, NUM_MICRO_BATCHES, update, limits)
     published_packing(problem)
-    return time.perf_counter() - start
+    return time.thread_time() - start_s
 
 
 def _timed(costs: Costs, update: str, rounds: int | str, limits: MemoryLimits) -> tuple[float, Plan]:
-    # Processor time: planning is one thread that waits for nothing, and other programs shall not count.
+    # Processor time: planning is one thread that waits for nothing, so the time of other programs is left out.
     start_s = time.thread_time()
     plan = make_plan(costs, NUM_DEVICES, NUM_MICRO_BATCHES, update, rounds, limits)
     return time.thread_time() - start_s, plan
@@ -143,7 +143,7 @@ def headline(figures: Report) -> tuple[str, str]:
     longest = max(published, key=lambda row: row["planning_ms"])
     return (
         f"planning takes at most {longest['planning_ms']:.0f} ms ({longest['model']}, {longest['update']})",
-        "RoundPipe's partitioner 2.6 to 1470 ms (published, section 5.6.1)",
+        f"the published greedy packing is {longest['times_the_packing']:.1f} times as fast",
     )
 
 

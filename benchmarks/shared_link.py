@@ -11,7 +11,7 @@ from benchmarks.timed_layers import empty_micro_batches, sleep_model
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.engine import Engine, EngineSettings
-from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS, POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.race_checker import AccessLog, Entry
 from torchround.pipeline.partition import Partition
@@ -19,6 +19,8 @@ from torchround.pipeline.partition import Partition
 # Time of a layer while recording, so that threads run ahead of each other as little as on devices.
 SLEEP_S = 0.0005
 PARTITION = Partition((2,) * 7, 3, (2,) * 7)
+# Two layers in fp32; a layer's 8 weights are padded to the alignment of parameters.
+STAGE_BYTES = 2 * ALIGNMENT_ELEMENTS * 4
 
 
 class Replay:
@@ -126,14 +128,13 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for link, group in enumerate(links)
         for device in group
     }
-    stage_bytes = 2 * 128 * 4  # two layers, padded, in fp32
     for update in options.updates:
         recorded = {
             name: [record(options, update, turns) for _ in range(options.runs)]
             for name, turns in (("together", ()), ("in_turns", links))
         }
         for carries, share in product(options.carries, options.uploads):
-            rate = stage_bytes / (share * options.microbatches)
+            rate = STAGE_BYTES / (share * options.microbatches)
             figures: dict[str, Any] = {"update": update, "carries": carries, "upload": share}
             for name, runs in recorded.items():
                 steps = [Replay(run, link_of, rate, carries).duration() / options.steps for run in runs]

@@ -1,13 +1,13 @@
-"""Break runs again and again for a chosen time, and see that each ends as one that nobody disturbed.
+"""Break runs again and again for a chosen time, and check that each ends as an undisturbed run does.
 
     python scripts/soak.py --minutes 60 --seed 7
 
-Every iteration trains a small model, is killed, signalled, robbed of its disk, given slow and failing devices and
-damaged checkpoints at random, and started again until it is complete. Then its losses and all that was saved after
-the last step are compared, bit for bit, with a run that was left alone. After every start the newest checkpoint is
-read through, and no step that was saved may be lost. An iteration is fixed by seed and number but for the moments that
-are times; one that fails keeps its folder, and is repeated with `--only NUMBER`. Needs the extra `test`. Exit codes: 0
-all were the same, 1 some were not.
+Each iteration trains a small model. At random it kills the run, signals it, takes its disk away, gives it slow and failing
+devices, or damages its checkpoints, and starts it again until it is complete. Then it compares the losses, and all that
+was saved after the last step, bit for bit with an undisturbed run. After each start it reads the newest checkpoint
+through; no saved step may be lost. Seed and number fix an iteration, except the moments that are times. An iteration that
+fails keeps its folder; `--only NUMBER` repeats it. Needs the extra `test`. Exit codes: 0 all were the same, 1 some were
+not.
 """
 
 import argparse
@@ -48,7 +48,7 @@ DISKS = ("full", "filling", "read-only")
 
 @dataclass(frozen=True)
 class Broken:
-    """What a start met, and what may come of it."""
+    """A start of a run, the trouble that it met, and the exit codes that are right then."""
 
     trouble: str
     child: Child
@@ -56,7 +56,7 @@ class Broken:
 
 
 class SoakError(Exception):
-    """A run did what none may do."""
+    """A run that broke a promise: it lost a step, left damage, or differs from an undisturbed run."""
 
 
 class Soak:
@@ -77,7 +77,7 @@ class Soak:
         self._undisturbed: dict[str, Path] = {}
 
     def iterate(self, number: int) -> str:
-        """One run from its first start to its comparison; what happened to it. Raises `SoakError`."""
+        """Run one iteration, from the first start to the comparison. Returns what happened. Raises `SoakError`."""
         moment = random.Random(f"{self._seed}/{number}")
         mode = moment.choice(list(MODES))
         runs = self._runs(f"iteration-{number}")
@@ -98,7 +98,7 @@ class Soak:
         return f"{mode}: {', '.join(met)}: the same"
 
     def _until_complete(self, runs: SmallRuns, moment: random.Random, arguments: list[str]) -> Iterator[str]:
-        """Start after start, each on any number of devices; the last one is left alone."""
+        """Start the run again and again, on any number of devices, and leave the last start alone. Yields troubles."""
         checkpoints, damaged = runs.path("run") / "checkpoints", set[int]()
         reached = newest(checkpoints, damaged)
         for trouble in [*moment.choices(TROUBLES, k=moment.randint(1, 6)), "none"]:
@@ -115,7 +115,7 @@ class Soak:
                 text,
             )
             require("Traceback" not in text or trouble == "faulty device", started.trouble, text)
-            going_on = re.search(r"^going on after step (\d+) ", text, re.MULTILINE)
+            going_on = re.search(r"^resuming after step (\d+) ", text, re.MULTILINE)
             require(going_on is None or int(going_on[1]) == reached, f"step {reached} was saved before", text)
             before, reached = reached, newest(checkpoints, damaged)
             told = [int(step) for step in re.findall(r"^saved \S+step-(\d+) ", text, re.MULTILINE)]
@@ -124,7 +124,7 @@ class Soak:
         require(reached == STEPS, f"the run ends at step {reached}", text)
 
     def _start(self, trouble: str, folder: Path, moment: random.Random, arguments: list[str]) -> Broken:
-        """A start and the trouble that it meets, ended."""
+        """Start the run with a trouble, and wait for its end."""
         num_devices = moment.randint(1, 4)
         arguments = [*arguments, f"--engine.num_devices={num_devices}"]
         if trouble == "killed in a save":
@@ -154,7 +154,7 @@ class Soak:
         return Broken(trouble, self._ended("trains", arguments, folder=folder), (0,))
 
     def _starve(self, runs: SmallRuns, moment: random.Random, arguments: list[str]) -> str:
-        """A whole run on a disk of its own that can for some steps not be written."""
+        """Make a whole run on a disk of its own that cannot be written for some steps."""
         trouble, begin = moment.choice(DISKS), moment.choice((4, 6))
         end = begin + moment.choice((2, 4))
         child = self._ended("trains_while_the_disk_is", trouble, begin, end, arguments, folder=runs.folder)
@@ -165,7 +165,7 @@ class Soak:
         return f"disk {trouble} from step {begin} to {end}"
 
     def _compare(self, runs: SmallRuns, mode: str) -> None:
-        """Losses of every step, and every tensor, state and weight that is saved."""
+        """Compare the losses of every step, and every saved tensor and state. Raises `SoakError` if any differs."""
         if mode not in self._undisturbed:
             alone = self._runs(f"undisturbed-{mode.replace(' ', '-')}")
             child = self._ended(
@@ -196,7 +196,7 @@ class Soak:
         folder: Path,
         meanwhile: Callable[[Child], object] = lambda child: None,
     ) -> Child:
-        """Started, and ended by itself or `meanwhile`. Raises `SoakError` for one that hangs, after ending it."""
+        """Start a child and wait until it ends by itself or by `meanwhile`. Ends one that hangs, and raises `SoakError`."""
         child = self._fork_server.start(scenario, *arguments, folder=folder)
         hung = threading.Timer(HUNG_AFTER_S, child.send, [signal.SIGABRT])
         hung.start()
@@ -208,7 +208,7 @@ class Soak:
 
 
 def damage(checkpoint: Path, moment: random.Random) -> None:
-    """A byte of one of its files flipped, or the end cut off."""
+    """Flip a byte of one of the checkpoint's files, or cut off its end."""
     path = moment.choice(sorted(checkpoint.iterdir()))
     content = bytearray(path.read_bytes())
     place = moment.randrange(len(content))
@@ -220,10 +220,9 @@ def damage(checkpoint: Path, moment: random.Random) -> None:
 
 
 def newest(checkpoints: Path, damaged: set[int]) -> int:
-    """The newest step whose every byte is as it was written; 0 where there is none.
+    """Return the newest step whose checkpoint verifies, 0 if there is none.
 
-    Raises `SoakError` for any other that is unsound than those that we `damaged`, which are of no use until they are
-    saved again.
+    Raises `SoakError` for an unsound checkpoint that this script has not `damaged` itself.
     """
     for step, path in reversed(Checkpointer(checkpoints).checkpoints().items()):
         try:
@@ -235,12 +234,13 @@ def newest(checkpoints: Path, damaged: set[int]) -> int:
 
 
 def require(is_so: bool, what: str, text: str) -> None:
+    """Raise `SoakError` with the run's output if `is_so` is False."""
     if not is_so:
         raise SoakError(f"{what}\n{text}")
 
 
 def main(arguments: list[str], tamper: Callable[[Path], object] = lambda run: None) -> int:
-    """Soak, print, and return the exit code."""
+    """Run the iterations and print each. Returns the exit code."""
     options = parse(arguments)
     folder = Path(tempfile.mkdtemp(prefix="soak-", dir=options.folder))
     print(f"seed {options.seed}, in {folder}", flush=True)
@@ -267,7 +267,7 @@ def main(arguments: list[str], tamper: Callable[[Path], object] = lambda run: No
 
 
 def numbers(options: argparse.Namespace, start_s: float) -> Iterator[int]:
-    """Of the iterations that are asked for."""
+    """Yield the numbers of the iterations to run."""
     if options.only is not None:
         yield options.only
         return
@@ -280,7 +280,7 @@ def numbers(options: argparse.Namespace, start_s: float) -> Iterator[int]:
 
 
 def summary(met: Counter[str]) -> dict[str, int]:
-    """By kind, whatever place or device it was at."""
+    """Count troubles by kind, over all places and devices."""
     kinds: Counter[str] = Counter()
     for trouble, count in met.items():
         kinds[re.sub(r" (at file operation \d+|cpu:\d)$", "", trouble)] += count

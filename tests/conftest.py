@@ -13,10 +13,15 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# A test in one of these folders, or with one of these fixtures, trains whole runs or starts programs.
-WHOLE_RUN_FOLDERS = ("tests/benchmarks/", "tests/commands/", "tests/faults/", "tests/scripts/")
-WHOLE_RUN_FIXTURES = frozenset(["small_runs", "fork_server"])
-OTHER_TIERS = ("whole_run", "compiles", "documented", "slow")
+# A test in one of these places, or with one of these fixtures, trains whole runs, starts programs or compares many cases.
+THOROUGH_PLACES = (
+    *("tests/benchmarks/", "tests/commands/", "tests/faults/", "tests/scripts/"),
+    *("tests/engine/test_equals_plain_loop.py", "tests/engine/watch/test_race_checker.py"),
+    *("tests/models/test_against_transformers.py", "tests/hf/test_mapping.py", "tests/pipeline/test_plan.py"),
+    *("tests/data/test_tokenizer.py", "tests/data/test_tokenizer_json.py"),
+)
+THOROUGH_FIXTURES = frozenset(["small_runs", "fork_server"])
+OTHER_TIERS = ("thorough", "compiles", "documented", "slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,10 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests of whole runs and fast tests, and deselect tests marked `gpu` on a machine without a GPU."""
+    """Mark thorough and fast tests, and deselect tests marked `gpu` on a machine without a GPU."""
     for item in items:
-        if item.nodeid.startswith(WHOLE_RUN_FOLDERS) or WHOLE_RUN_FIXTURES & set(_fixtures(item)):
-            item.add_marker("whole_run")
+        if item.nodeid.startswith(THOROUGH_PLACES) or THOROUGH_FIXTURES & set(_fixtures(item)):
+            item.add_marker("thorough")
         if not any(item.get_closest_marker(tier) for tier in OTHER_TIERS):
             item.add_marker("fast")
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]

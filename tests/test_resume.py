@@ -92,7 +92,7 @@ def test_resumed_with_another_partition_it_equals_an_uninterrupted_run(
 # A step runs layer 1 (a block) 4 times forward and 4 times in its backward stage: calls 9 to 16 are step 2's.
 @pytest.mark.parametrize("mode", ["sync, tied", "async, tied, two rounds"])
 @pytest.mark.parametrize("call", [1, 9, 13, 16, 31])
-def test_after_a_fault_in_a_stage_the_run_goes_on_from_the_last_update_and_equals_one_without(
+def test_a_run_resumed_after_a_fault_in_a_stage_equals_one_without_the_fault(
     small_runs: SmallRuns,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -112,7 +112,7 @@ def test_after_a_fault_in_a_stage_the_run_goes_on_from_the_last_update_and_equal
     small_runs.assert_same("faulty", "whole")
 
 
-def test_after_a_fault_outside_the_engine_the_run_goes_on_from_the_last_update(
+def test_a_run_resumes_from_the_last_update_after_a_fault_outside_the_engine(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert small_runs("whole") == 0
@@ -152,7 +152,7 @@ def test_an_update_that_cannot_be_completed_is_not_saved(
     small_runs.assert_same("faulty", "whole")
 
 
-def test_a_run_that_goes_on_keeps_the_rounds_that_were_once_planned_for_it(
+def test_a_resumed_run_keeps_the_rounds_that_were_planned_for_it(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other devices would be planned with other rounds, which add gradients up in another order."""
@@ -185,7 +185,7 @@ def test_a_new_run_may_start_from_a_checkpoint_of_another(
     assert list(small_runs.losses("branch")) == [5, 6]
 
 
-def test_a_new_stage_begins_at_step_0_on_other_data_with_the_weights_of_a_checkpoint_and_nothing_else_of_it(
+def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0_on_other_data(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert small_runs("first", ASYNC) == 0
@@ -229,7 +229,7 @@ def test_a_new_stage_begins_at_step_0_on_other_data_with_the_weights_of_a_checkp
         ("outputs/first/checkpoints/step-5", [TIED], "model.flavor 'untied' -> 'tied'"),
     ],
 )
-def test_weights_that_do_not_fit_are_a_mistake(
+def test_weights_of_another_shape_are_refused(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], folder: str, overrides: list[str], message: str
 ) -> None:
     assert small_runs("first") == 0
@@ -264,7 +264,7 @@ def test_a_resumed_run_rejoins_its_page_in_wandb_and_a_branch_does_not(
         ("--checkpoint.load_path=nowhere", None),
     ],
 )
-def test_what_does_not_fit_a_checkpoint_is_a_mistake_with_what_to_do(
+def test_settings_that_do_not_fit_a_checkpoint_are_refused_with_a_remedy(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], change: str, expected: str | None
 ) -> None:
     name = "run" if expected else "new"
@@ -277,7 +277,7 @@ def test_what_does_not_fit_a_checkpoint_is_a_mistake_with_what_to_do(
     assert not expected or "--run.name" in message
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert small_runs("whole") == 0

@@ -44,11 +44,11 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_next_one_works
     assert small_runs("run", "--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0") == 0
     [warning] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "step 2 could not be written" in warning.getMessage()
-    assert "training goes on" in warning.getMessage()
+    assert "training continues" in warning.getMessage()
     assert small_runs.saved("run") == [4, 5]
 
 
-def test_a_checkpoint_that_could_not_be_written_before_a_fault_is_not_said_to_be_of_a_run_that_goes_on(
+def test_a_failed_save_before_a_fault_is_not_reported_as_one_that_will_be_retried(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     obstacle = file_for_checkpoints(small_runs)
@@ -63,7 +63,7 @@ def test_a_checkpoint_that_could_not_be_written_before_a_fault_is_not_said_to_be
     with pytest.raises(RuntimeError, match="planted"):
         small_runs("run", "--checkpoint.interval_steps=2")
     [warning] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "step 2 could not be written" in warning and "training goes on" not in warning
+    assert "step 2 could not be written" in warning and "training continues" not in warning
     assert len(small_runs.saved("run")) == 1
 
 
@@ -101,7 +101,7 @@ def test_a_stage_that_hangs_is_reported_after_the_timeout_and_the_state_is_saved
     assert small_runs.saved("run") == [2]
 
 
-def test_an_update_that_gets_stuck_is_not_saved_half_way_and_the_newest_checkpoint_is_named(
+def test_a_stuck_update_is_not_saved_and_the_newest_checkpoint_is_named(
     small_runs: SmallRuns,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -134,7 +134,7 @@ def test_an_update_that_gets_stuck_is_not_saved_half_way_and_the_newest_checkpoi
     assert small_runs.saved("run") == [2]
 
 
-def test_a_loss_that_is_not_finite_is_skipped_counted_and_still_counted_after_a_resume(
+def test_a_loss_that_is_not_finite_is_skipped_and_its_count_survives_a_resume(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = []

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import THOROUGH_PLACES
 from tests.support.plain_english import odd_docstrings
 from tests.support.source_files import ROOT, Source, everything, everything_run, offences, product
 
@@ -181,6 +182,10 @@ def test_there_are_few_files_and_classes_and_none_is_a_crumb() -> None:
     assert too_many_or_too_small(product()) == []
 
 
+def test_every_place_of_thorough_tests_exists() -> None:
+    assert all((ROOT / place).exists() for place in THOROUGH_PLACES)
+
+
 def test_docstrings_are_plain_english() -> None:
     found = offences(product(), odd_docstrings)
     assert odd_percent(product()) < MOST_ODD_PERCENT, "\n".join(found)
@@ -210,7 +215,9 @@ EXAMPLES: list[tuple[Callable[[Source], Iterator[str]], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "name", "text"), EXAMPLES, ids=lambda part: str(part)[:60])
+@pytest.mark.parametrize(
+    ("rule", "name", "text"), EXAMPLES, ids=lambda part: getattr(part, "__name__", str(part))[:60]
+)
 def test_a_rule_about_a_file_finds_a_planted_offence(
     rule: Callable[[Source], Iterator[str]], name: str, text: str
 ) -> None:

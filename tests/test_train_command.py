@@ -43,7 +43,7 @@ def cpu_s(process: "subprocess.Popen[str]") -> float:
     return psutil.Process(process.pid).cpu_times().user
 
 
-def test_terminated_then_killed_and_resumed_a_run_equals_an_uninterrupted_one(
+def test_a_run_that_is_terminated_then_killed_and_resumed_equals_an_uninterrupted_one(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = small_runs.start("run", *ENDLESS)
@@ -97,14 +97,14 @@ def test_torchrun_restarts_a_worker_that_was_killed_and_the_run_equals_an_uninte
     worker.kill()
     printed, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert printed.count("going on after step") == 1 and printed.count("the run is complete") == 1
+    assert printed.count("resuming after step") == 1 and printed.count("the run is complete") == 1
     assert [line["step"] for line in small_runs.steps("run")] == list(range(1, 41))
     assert small_runs("whole", *DEBUG, *often) == 0
     small_runs.assert_same("run", "whole", step=40)
 
 
 @pytest.mark.slow
-def test_torchrun_hands_a_signal_on_and_wandb_is_rejoined_afterwards(
+def test_torchrun_forwards_a_signal_and_the_resumed_run_rejoins_wandb(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("WANDB")]:
@@ -122,7 +122,7 @@ def test_torchrun_hands_a_signal_on_and_wandb_is_rejoined_afterwards(
     assert list(small_runs.losses("run")) == list(range(1, saved + 1))
     assert "SIGTERM: finishing the step and saving" in errors and "reporting to wandb failed" not in errors
     assert "run the same command to continue" in printed.splitlines()[-1]
-    assert process.returncode == 1 and "going on after step" not in printed  # stopped, not restarted
+    assert process.returncode == 1 and "resuming after step" not in printed  # stopped, not restarted
 
     one_more = [*ENDLESS, f"--training.steps={saved + 1}"]
     process = small_runs.start("run", *one_more, "--metrics.wandb=offline")

@@ -28,7 +28,7 @@ def test_a_resumed_run_with_dropout_has_the_same_bits(small_runs):
     assert small_runs.losses("dry") != small_runs.losses("whole")
 
 
-def test_validation_draws_nothing_from_the_dropout_of_training(small_runs):
+def test_validation_does_not_change_the_dropout_of_training(small_runs):
     validation = ("--validation.interval_steps=1", "--data.validation_fraction=0.1")
     assert small_runs("held-out", *LORA, *validation[1:]) == 0
     assert small_runs("validated", *LORA, *validation) == 0
@@ -36,6 +36,6 @@ def test_validation_draws_nothing_from_the_dropout_of_training(small_runs):
     small_runs.assert_same("validated", "held-out")
 
 
-def test_an_unknown_target_is_a_mistake(small_runs, capsys):
+def test_an_unknown_lora_target_is_refused(small_runs, capsys):
     assert small_runs("wrong", "--lora.rank=2", '--lora.targets=["query"]') == 2
     assert "lora.targets: this model has no 'query'; legal: down_proj" in capsys.readouterr().err

@@ -71,7 +71,7 @@ FAULTS = {
     ),
     "a folder without weights": (
         lambda folder: (folder / "release" / "model.safetensors").unlink(),
-        "release: neither model.safetensors nor",
+        "release: has neither model.safetensors nor",
     ),
     "another family": (
         lambda folder: change_config(folder, model_type="qwen3_moe"),
@@ -112,7 +112,7 @@ def test_a_fault_in_the_folder_is_one_message_before_anything_is_made(fault, fol
     assert "Traceback" not in printed.err and not (folder / "outputs").exists()
 
 
-def test_weights_beside_their_own_tokenizer_are_not_trained_on_bytes_without_a_word(folder, caplog):
+def test_bytes_as_the_tokenizer_of_weights_that_have_their_own_is_a_warning(folder, caplog):
     assert train.main(["--config", "small.toml", "--run.name=plain"]) == 0
     assert "vocabulary" not in caplog.text
     (folder / "release" / "tokenizer.json").write_text("{}")
@@ -187,7 +187,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-def test_a_base_that_stays_in_its_files_trains_the_same_adapters(folder, capsys):
+def test_a_mapped_base_trains_the_same_adapters_as_a_copied_one(folder, capsys):
     assert train.main(["--config", "small.toml", "--run.name=copied", *ADAPTED]) == 0
     assert "frozen weights" not in capsys.readouterr().out
     assert train.main(["--config", "small.toml", "--run.name=mapped", *MAPPED]) == 0
@@ -200,7 +200,7 @@ def test_a_base_that_stays_in_its_files_trains_the_same_adapters(folder, capsys)
     assert all(torch.equal(mapped[name], copied[name]) for name in mapped)
 
 
-def test_a_mapped_run_goes_on_with_the_same_bits_and_exports_what_a_copied_one_does(folder):
+def test_a_mapped_run_resumes_with_the_same_bits_and_exports_the_same_files_as_a_copied_one(folder):
     assert (
         train.main(["--config", "small.toml", "--run.name=copied", *ADAPTED, "--lr_schedule.decay=none"]) == 0
     )
@@ -248,7 +248,7 @@ def test_a_checkpoint_with_its_base_is_not_mixed_with_one_in_files(made_with, gi
         assert f"(lora.map_base {old} -> {new})" in printed and "Traceback" not in printed
 
 
-def test_a_run_that_goes_on_with_another_folder_says_so(folder, capsys, caplog):
+def test_a_run_resumed_with_another_base_folder_says_so(folder, capsys, caplog):
     assert train.main(["--config", "small.toml", *MAPPED]) == 0
     (folder / "release").rename(folder / "moved")
     moved = ("--model.hf_path=moved", "--training.steps=4")
@@ -290,7 +290,7 @@ def table_of(printed: str) -> dict[str, str]:
         ),
     ],
 )
-def test_a_base_is_mapped_only_where_there_is_one_that_stays(overrides, message, folder, capsys):
+def test_only_a_frozen_base_with_a_folder_can_be_mapped(overrides, message, folder, capsys):
     assert train.main(["--config", "small.toml", *overrides]) == 2
     assert message in capsys.readouterr().err
 
@@ -311,14 +311,14 @@ def test_a_complete_run_leaves_its_model_in_hugging_face_format(folder, capsys):
     assert "nothing to do" in capsys.readouterr().out  # nor is it written again
 
 
-def test_a_run_that_is_complete_already_is_exported_when_asked_for_it_later(folder):
+def test_a_complete_run_is_exported_when_the_key_is_set_later(folder):
     assert train.main(["--config", "small.toml"]) == 0
     assert not exported(folder).exists()
     assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
     assert (exported(folder) / "config.json").is_file()
 
 
-def test_adapters_left_by_a_run_start_the_next_one(folder):
+def test_exported_adapters_start_another_run(folder):
     assert train.main(["--config", "small.toml", *MAPPED, "--checkpoint.export=adapters"]) == 0
     again = ("--run.name=again", f"--lora.path={exported(folder, 3)}", "--optimizer.lr=1e-30")
     assert train.main(["--config", "small.toml", "--lora.rank=2", "--training.steps=1", *again]) == 0
@@ -327,7 +327,7 @@ def test_adapters_left_by_a_run_start_the_next_one(folder):
     assert len(adapters) == 16 and all(torch.equal(before[name], after[name]) for name in adapters)
 
 
-def test_an_export_that_cannot_be_written_says_that_the_checkpoint_is_whole(folder, capsys):
+def test_an_export_that_cannot_be_written_says_that_the_checkpoint_is_intact(folder, capsys):
     assert train.main(["--config", "small.toml"]) == 0
     (exported(folder).parent).write_text("a file where a folder should be")
     assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 2

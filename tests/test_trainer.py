@@ -90,7 +90,7 @@ def test_the_rate_counts_masked_tokens_and_no_padding(small_runs: SmallRuns) -> 
 
 
 @pytest.mark.parametrize("overrides", [[], [ASYNC, TWO_ROUNDS]], ids=["sync", "async, two rounds"])
-def test_metrics_tell_where_device_time_went_and_that_nothing_is_allocated_after_the_first_steps(
+def test_metrics_account_for_device_time_and_show_no_allocation_after_the_first_steps(
     small_runs: SmallRuns, overrides: list[str]
 ) -> None:
     assert small_runs("run", *overrides) == 0
@@ -107,7 +107,7 @@ def test_metrics_tell_where_device_time_went_and_that_nothing_is_allocated_after
     assert [told["device_allocations"] + told["host_allocations"] for told in later] == [0, 0, 0]
 
 
-def test_metrics_go_on_after_a_resume_without_repeating_steps(
+def test_metrics_continue_after_a_resume_without_repeating_steps(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint is older than the last logged steps, as after a kill."""
@@ -121,7 +121,7 @@ def test_metrics_go_on_after_a_resume_without_repeating_steps(
     assert small_runs.losses("sparse").items() <= small_runs.losses("run").items()
 
 
-def test_a_metrics_file_that_cannot_be_opened_before_step_3_has_every_step_and_is_one_warning(
+def test_a_metrics_file_that_opens_only_at_step_3_has_every_step_and_is_one_warning(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     obstacle = small_runs.path("run") / "metrics.jsonl"
@@ -141,7 +141,7 @@ def test_the_resolved_config_can_be_run_again_and_is_the_same(small_runs: SmallR
     small_runs.assert_same("again", "run")
 
 
-def test_the_plan_can_be_given_back(small_runs: SmallRuns) -> None:
+def test_the_written_plan_can_be_given_to_another_run(small_runs: SmallRuns) -> None:
     assert small_runs("planned", "--engine.plan=none") == 0
     given = small_runs.path("planned") / "plan.json"
     assert small_runs("given", f"--engine.plan={given}") == 0
@@ -169,7 +169,7 @@ def test_a_dry_run_prints_config_plan_and_memory_and_leaves_nothing(
 # The end.
 
 
-def test_a_complete_run_says_so_and_more_steps_go_on(
+def test_a_complete_run_says_so_and_continues_when_it_gets_more_steps(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     constant = "--lr_schedule.decay=none"
@@ -192,7 +192,7 @@ def test_a_signal_in_the_last_step_changes_nothing(
     assert small_runs.saved("run") == [STEPS]
 
 
-def test_control_c_before_the_first_step_is_no_traceback(
+def test_control_c_before_the_first_step_prints_no_traceback(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_model(monkeypatch, lambda model: interrupt(signal.SIGINT))
@@ -200,7 +200,7 @@ def test_control_c_before_the_first_step_is_no_traceback(
     assert capsys.readouterr().err == "interrupted before the first step\n"
 
 
-def test_signals_mean_again_what_they_meant_before(
+def test_signal_handlers_are_restored_after_a_run(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
@@ -251,7 +251,7 @@ def test_data_that_ends_ends_the_run_with_a_checkpoint(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_record_at_fault_ends_the_run_after_a_save_and_a_repair_lets_it_go_on(
+def test_a_bad_record_ends_the_run_after_a_save_and_a_repair_lets_it_continue(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], workers: int
 ) -> None:
     overrides = ["--data.shuffle=false", "--training.steps=20", f"--data.num_workers={workers}"]
@@ -272,7 +272,7 @@ def test_a_record_at_fault_ends_the_run_after_a_save_and_a_repair_lets_it_go_on(
     small_runs.assert_same("run", "whole", step=20)
 
 
-def test_records_that_are_skipped_are_counted_over_a_resume(
+def test_the_count_of_skipped_records_survives_a_resume(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = small_runs.folder / "text.jsonl"
@@ -301,7 +301,7 @@ def test_validation_is_logged_at_its_interval_and_changes_no_training_loss(small
         assert validated == [2, 4]
 
 
-def test_the_step_before_a_validation_counts_in_full_and_the_validation_not_at_all(
+def test_the_time_of_a_validation_counts_in_no_step(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block that takes 30 ms: four micro-batches one after the other are the least that a step can take."""
@@ -326,7 +326,7 @@ def test_validation_without_a_label_logs_no_loss_and_warns_once(
     assert caplog.text.count("hold no label") == 1
 
 
-def test_a_share_that_is_held_out_is_validated_and_never_trained_on(
+def test_held_out_documents_are_validated_and_never_trained_on(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the content of every document that a device computes, in two passes over the data and with a resume."""
@@ -363,9 +363,7 @@ def hashes_of_documents(batch: MicroBatch) -> Iterator[str]:
                 yield hashlib.sha256(bytes(content)).hexdigest()
 
 
-def test_the_validation_loss_is_that_of_the_newest_weights(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_uses_the_newest_weights(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text(small_runs.folder / "held-out.jsonl", lines=4, seed=1)
     models: list[LayeredModel] = []
     with_model(monkeypatch, models.append)

@@ -98,7 +98,7 @@ class Trainer:
     def run(self) -> int:
         """Train to the end, or until a signal. Returns the exit code of the process.
 
-        Raises `ResumeError`, `RunFolderError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`, after
+        Raises `RunError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`, after
         saving what can be saved.
         """
         newest = self._checkpoints.complete_step()

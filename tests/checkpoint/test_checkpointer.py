@@ -81,7 +81,7 @@ def test_a_folder_without_checkpoints_loads_nothing(tmp_path: Path) -> None:
     assert equal(target, random_state(3))
 
 
-def test_the_newest_is_the_highest_step_not_the_last_in_name_order(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step_not_the_last_by_name(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     for step in (9, 100, 20):
         checkpointer.save(step, random_state(step), {"step": step})
@@ -120,7 +120,7 @@ def test_keep_latest_k_counts_complete_ones_only(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path).complete_steps() == [2, 4]
 
 
-def test_the_one_just_saved_is_never_deleted_for_a_higher_step(tmp_path: Path) -> None:
+def test_the_checkpoint_just_saved_is_never_deleted_in_favour_of_a_higher_step(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, keep_latest_k=1)
     checkpointer.save(50, random_state(50), STATE)
     checkpointer.save(10, random_state(10), STATE)
@@ -138,7 +138,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"step-5"}
 
 
-def test_the_next_save_removes_what_killed_saves_left_and_nothing_else(tmp_path: Path) -> None:
+def test_the_next_save_removes_the_leftovers_of_killed_saves_and_nothing_else(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, random_state(1), STATE)
     for name in ("step-2.tmp", "step-0.trash", "step-1.replaced", "best", "step-x.tmp"):
@@ -175,7 +175,9 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_and_the_next_save_succeeds(t
     assert names_in(tmp_path) == {"step-2"}
 
 
-def test_more_than_the_free_space_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_checkpoint_larger_than_the_free_space_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
     free_bytes = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     # A mapping that is only read takes addresses and no memory.
     mapping = mmap.mmap(
@@ -263,7 +265,7 @@ def test_files_are_created_with_the_users_mask(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o750
 
 
-def test_an_explicit_path_is_loaded_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_from_any_given_path(tmp_path: Path) -> None:
     path = Checkpointer(tmp_path).save(3, random_state(3), STATE)
     moved = path.rename(tmp_path / "the best one")
     target = flat_state()

@@ -193,7 +193,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage, words = DAMAGES[kind]
@@ -209,7 +209,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGES if kind not in ("tensor altered", "another step")])
-def test_all_but_altered_tensor_bytes_is_found_before_a_tensor_is_touched(tmp_path: Path, kind: str) -> None:
+def test_every_damage_except_to_tensor_bytes_is_found_before_a_tensor_is_touched(
+    tmp_path: Path, kind: str
+) -> None:
     damage, words = DAMAGES[kind]
     two_checkpoints(tmp_path)
     damage(tmp_path / "step-2")
@@ -232,7 +234,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_whole_checkpoint_that_is_not_ours_is_refused_and_not_passed_over(
+def test_an_intact_checkpoint_of_another_model_or_version_is_refused_and_not_skipped(
     tmp_path: Path, kind: str
 ) -> None:
     change, words = FOREIGN[kind]
@@ -267,7 +269,7 @@ def test_a_checkpoint_of_format_1_is_refused_with_one_clear_message(tmp_path: Pa
         checkpointer.load_latest(state_of(0))
 
 
-def test_what_is_optional_may_be_missing_on_either_side_and_all_of_the_rest_is_filled(tmp_path: Path) -> None:
+def test_optional_tensors_may_be_missing_on_either_side_and_all_others_are_filled(tmp_path: Path) -> None:
     old = {"master/w": torch.full((5,), 3.0).bfloat16(), **state_of(4), "master/v": torch.ones(3)}
     path = Checkpointer(tmp_path).save(4, old, {})
     target = {**state_of(0), "other/w": torch.full((2,), 9.0)}
@@ -280,7 +282,7 @@ def test_what_is_optional_may_be_missing_on_either_side_and_all_of_the_rest_is_f
         load_checkpoint(path, target, lambda name: name.startswith(("master/", "other/")))
 
 
-def test_when_none_can_be_used_the_error_names_all(tmp_path: Path) -> None:
+def test_the_error_names_every_checkpoint_if_none_can_be_used(tmp_path: Path) -> None:
     checkpointer = two_checkpoints(tmp_path)
     (tmp_path / "step-1" / "state.json").unlink()
     truncate(tmp_path / "step-2" / TENSORS)
@@ -302,7 +304,7 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "checkpoints", "checkpoints/step-9"])
-def test_in_the_place_of_a_runs_folder_or_of_a_step_that_it_does_not_have_its_newest_whole_checkpoint_is_proposed(
+def test_the_newest_intact_checkpoint_is_proposed_for_a_runs_folder_and_for_a_missing_step(
     tmp_path: Path, given: str
 ) -> None:
     two_checkpoints(tmp_path / "checkpoints")

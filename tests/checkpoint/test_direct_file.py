@@ -126,7 +126,7 @@ def test_a_disk_gets_whole_blocks_and_all_but_the_last_directly(
     assert disk.refused == 0 and disk.cached_bytes < 8192
 
 
-def test_what_lies_in_blocks_is_not_copied(
+def test_aligned_blocks_are_written_without_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[int]
 ) -> None:
     """Nor is what comes after pieces that were, where file and memory are in step again. Small pieces are gathered."""
@@ -137,7 +137,7 @@ def test_what_lies_in_blocks_is_not_copied(
     assert disk.cached_bytes == 1024 and disk.direct_bytes == 512 + 2**16 + 2**18
 
 
-def test_of_blocks_larger_than_any_known_nothing_is_written_directly(
+def test_a_disk_with_larger_blocks_than_any_known_is_written_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces = [(0, 2**16), (77, 2**18)]
@@ -147,7 +147,7 @@ def test_of_blocks_larger_than_any_known_nothing_is_written_directly(
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 512, 5000])
-def test_a_transfer_that_is_cut_short_goes_on_where_it_stopped(
+def test_a_transfer_that_is_cut_short_continues_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_bytes: int
 ) -> None:
     disk = Disk(monkeypatch, 512, cut_bytes=cut_bytes)
@@ -156,7 +156,7 @@ def test_a_transfer_that_is_cut_short_goes_on_where_it_stopped(
     assert disk.refused == (cut_bytes % 512 != 0)
 
 
-def test_where_nothing_can_be_direct_files_are_ordinary(
+def test_a_platform_without_direct_transfers_writes_ordinary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces = [(3, 10_000), (0, 2**18)]
@@ -164,7 +164,7 @@ def test_where_nothing_can_be_direct_files_are_ordinary(
     assert written(tmp_path, pieces) == given_bytes(pieces)
 
 
-def test_a_disk_without_direct_transfers_is_told_once(
+def test_a_disk_without_direct_transfers_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     uncached_io._warn_once.cache_clear()
@@ -176,7 +176,7 @@ def test_a_disk_without_direct_transfers_is_told_once(
     ]
 
 
-def test_a_file_that_cannot_be_begun_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_whose_first_write_fails_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -187,7 +187,7 @@ def test_a_file_that_cannot_be_begun_is_closed(tmp_path: Path, monkeypatch: pyte
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_a_full_disk_and_a_file_that_is_there_are_the_ordinary_errors(
+def test_a_full_disk_and_an_existing_file_raise_the_ordinary_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(tmp_path, [(0, 10)])
@@ -207,7 +207,7 @@ def test_a_full_disk_and_a_file_that_is_there_are_the_ordinary_errors(
 @pytest.mark.parametrize(
     "family, flavor", [("llama3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
 )
-def test_the_host_store_is_written_from_where_it_lies(
+def test_the_host_store_is_written_without_a_copy(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     copied: list[int],

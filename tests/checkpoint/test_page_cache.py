@@ -60,7 +60,7 @@ def load(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "use", [lambda checkpoint: None, load, verify_checkpoint], ids=["saved", "loaded", "verified"]
 )
-def test_nothing_of_a_checkpoint_stays_in_the_page_cache(
+def test_no_page_of_a_checkpoint_stays_in_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], object], direct: bool
 ) -> None:
     """Compared with a file dropped by hand, since a folder in memory keeps every page."""
@@ -102,7 +102,7 @@ def test_pages_are_given_back_while_a_file_is_still_written(
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_where_the_system_takes_no_advice_checkpoints_work_all_the_same(
+def test_checkpoints_work_on_a_system_that_refuses_the_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
     """Python may know the call, and the kernel not."""

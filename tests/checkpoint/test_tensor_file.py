@@ -62,7 +62,7 @@ def test_tensors_are_spread_over_files_in_order() -> None:
     assert plan_files({}) == []
 
 
-def test_tensors_of_nothing_that_nobody_asks_for_are_passed_by(tmp_path: Path) -> None:
+def test_tensors_that_are_not_wanted_are_read_for_their_checksum_alone(tmp_path: Path) -> None:
     tensors = one_of_each_dtype()
     (file,) = plan_files(tensors)
     written = write_tensor_file(tmp_path / file.name, file, Unwatched())
@@ -73,7 +73,7 @@ def test_tensors_of_nothing_that_nobody_asks_for_are_passed_by(tmp_path: Path) -
 @pytest.mark.parametrize(
     "family, flavor", [("llama3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
 )
-def test_each_bundle_is_done_with_when_its_share_of_the_file_is_written(
+def test_each_bundle_is_released_once_its_share_of_the_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, flavor: str, policy: UpdatePolicy
 ) -> None:
     """Tensors that are last in the file for their size, biases and norms, keep no update waiting for the whole file."""

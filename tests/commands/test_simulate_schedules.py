@@ -166,7 +166,7 @@ def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(
         (["--costs", str(ROOT / "LICENSE")], "LICENSE: costs are not valid JSON"),
         (["--model", "llama3/3.2-1B"], "--model needs --device"),
         (["--model", "llama3/nope", "--device", "rtx4090"], "unknown llama3 flavor 'nope'"),
-        (["--model", "nope/1b", "--device", "rtx4090"], "'nope' is none of"),
+        (["--model", "nope/1b", "--device", "rtx4090"], "'nope' is not one of"),
         (["--costs", str(COSTS), "--schedules", "gis", "--group", "1"], "a group of 1 micro-batches"),
         (["--costs", str(COSTS), "--chunks", "0"], "chunks = 0 must be at least 1"),
         (["--costs", str(COSTS), "--rounds", "17"], "17 rounds of only 16 micro-batches"),

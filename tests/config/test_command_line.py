@@ -122,7 +122,7 @@ def test_a_mistake_in_the_arguments_is_one_line_that_says_what_to_write(
     assert expected in message and "\n" not in message
 
 
-def test_a_mistake_found_after_loading_is_said_like_all_others(tmp_path: Path) -> None:
+def test_a_mistake_found_after_loading_has_the_form_of_all_others(tmp_path: Path) -> None:
     options = parse_command_line(["--config", "debug.toml", "--model.family", "lama3"])
     text = str(options.unknown_name("model.family", "lama3", ["qwen3", "llama3"]))
     assert text == 'command line: model.family: given "lama3"; legal: "llama3" or "qwen3"; nearest: llama3'

@@ -52,7 +52,7 @@ def test_debug_toml_is_found_from_any_directory(tmp_path: Path, monkeypatch: pyt
     assert load_config("debug.toml").engine.devices == "cpu"
 
 
-def test_a_missing_file_is_named_with_every_place_that_was_looked_at(
+def test_a_missing_file_is_named_with_every_path_that_was_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -127,7 +127,7 @@ def test_a_cycle_of_bases_is_shown_as_a_path(
         position = message.index(name, position) + len(name)
 
 
-def test_a_base_in_a_diamond_is_no_cycle(tmp_path: Path) -> None:
+def test_a_base_reached_twice_is_not_a_cycle(tmp_path: Path) -> None:
     write(tmp_path, "root.toml", MINIMAL)
     write(tmp_path, "a.toml", 'base = "root.toml"')
     assert load_config(write(tmp_path, "b.toml", 'base = "a.toml"')).model.family == "llama3"
@@ -141,7 +141,7 @@ def test_a_missing_base_names_the_file_that_asks_for_it(tmp_path: Path) -> None:
     )
 
 
-def test_a_base_that_is_no_string_is_refused(tmp_path: Path) -> None:
+def test_a_base_that_is_not_a_string_is_refused(tmp_path: Path) -> None:
     assert "base: given 3; legal: a string" in refusal(write(tmp_path, "child.toml", "base = 3"))
 
 
@@ -161,7 +161,7 @@ def test_a_run_is_named_after_its_file_and_never_after_its_base(tmp_path: Path) 
     assert load_config(child, ["--run.name", "third"]).run.name == "third"
 
 
-def test_none_takes_back_what_a_base_gave(tmp_path: Path) -> None:
+def test_none_clears_a_key_that_a_base_set(tmp_path: Path) -> None:
     write(tmp_path, "base.toml", MINIMAL)
     child = write(tmp_path, "child.toml", 'base = "base.toml"\n[model]\nflavor = "none"\nhf_path = "folder"')
     assert (load_config(child).model.flavor, load_config(child).model.hf_path) == (None, "folder")
@@ -179,7 +179,7 @@ def test_none_takes_back_what_a_base_gave(tmp_path: Path) -> None:
         (b"\xff\xfe", "not UTF-8"),
     ],
 )
-def test_a_file_that_is_no_toml_is_refused_with_its_name(
+def test_a_file_that_is_not_toml_is_refused_with_its_name(
     tmp_path: Path, content: bytes, expected: str
 ) -> None:
     path = tmp_path / "broken.toml"
@@ -188,5 +188,5 @@ def test_a_file_that_is_no_toml_is_refused_with_its_name(
     assert message.startswith(f"{path}: {expected}") and "\n" not in message
 
 
-def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_configuration(tmp_path: Path) -> None:
     assert "no such file" in refusal(tmp_path)

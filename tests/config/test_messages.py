@@ -97,7 +97,7 @@ def test_the_command_line_is_blamed_only_for_what_it_gave(tmp_path: Path) -> Non
     ]
 
 
-def test_required_keys_that_nobody_gave_are_all_named(tmp_path: Path) -> None:
+def test_all_missing_required_keys_are_named(tmp_path: Path) -> None:
     lines = message(tmp_path, "").splitlines()
     assert lines == [
         "2 problems in the configuration",
@@ -107,7 +107,7 @@ def test_required_keys_that_nobody_gave_are_all_named(tmp_path: Path) -> None:
     ]
 
 
-def test_a_table_given_as_a_value_is_said_to_be_a_table(tmp_path: Path) -> None:
+def test_a_value_in_place_of_a_table_is_refused_with_the_way_to_write_a_table(tmp_path: Path) -> None:
     text = "training = 3\n" + VALID.partition("[training]")[0]
     assert message(tmp_path, text) == "run.toml: training: given 3; legal: a table, written [training]"
 
@@ -180,13 +180,13 @@ def test_all_conflicts_of_one_load_are_in_one_message(tmp_path: Path) -> None:
     assert lines[0] == "2 problems in the configuration" and len(lines) == 3
 
 
-def test_a_conflict_names_every_place_that_took_part_in_it(tmp_path: Path) -> None:
+def test_a_conflict_names_every_source_of_its_keys(tmp_path: Path) -> None:
     text = message(tmp_path, VALID, "--training.micro_batch_size=9")
     assert text.startswith(
         "command line and run.toml: training.micro_batch_size, training.global_batch_size: "
     )
 
 
-def test_a_mistake_inside_a_table_is_not_said_again_for_the_table(tmp_path: Path) -> None:
+def test_a_mistake_inside_a_table_is_not_repeated_for_the_table(tmp_path: Path) -> None:
     lines = message(tmp_path, VALID, "--engine.plan={forward = [1], fused = 0, backward = [1]}").splitlines()
     assert lines == ["command line: engine.plan.fused: given 0; legal: an integer of at least 1"]

@@ -39,7 +39,7 @@ def test_any_value_reads_back_as_it_was_written(value: Any) -> None:
     assert same_types(tomllib.loads(f"value = {toml_value(value)}")["value"], value)
 
 
-def test_a_value_that_toml_cannot_hold_is_refused() -> None:
+def test_a_value_that_toml_cannot_write_is_refused() -> None:
     with pytest.raises(TypeError, match="no form in TOML"):
         toml_value({"a": None})
 

@@ -1,4 +1,4 @@
-"""Records that cannot be used: the run stops or goes on without them, and file and line are told."""
+"""Records that cannot be used: the run stops or continues without them, and the message names file and line."""
 
 import gzip
 import json
@@ -106,7 +106,7 @@ def test_a_field_of_the_wrong_type_is_named(tmp_path: Path, content: str, bad: s
 
 @settings(max_examples=15, deadline=None)
 @given(bad=st.integers(0, 59), workers=st.integers(0, 2), packing=st.sampled_from(["contiguous", "best_fit"]))
-def test_a_run_that_a_bad_record_stopped_goes_on_without_it_as_if_it_had_been_left_out_from_the_start(
+def test_a_run_stopped_by_a_bad_record_continues_as_if_the_record_had_been_left_out_from_the_start(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, bad: int, workers: int, packing: str
 ) -> None:
     path = tmp_path_factory.mktemp("bad") / "x.jsonl"
@@ -126,7 +126,7 @@ def test_a_run_that_a_bad_record_stopped_goes_on_without_it_as_if_it_had_been_le
     assert content([*batches, *resumed]) == content(build_loader(skipping, tokenizer, 64, 2, 5))
 
 
-def test_after_a_repair_that_changed_a_files_size_a_run_goes_on_where_it_was_when_told_to(
+def test_after_a_repair_that_changes_a_files_size_a_run_continues_if_asked_to(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "x.jsonl"
@@ -152,9 +152,7 @@ def test_after_a_repair_that_changed_a_files_size_a_run_goes_on_where_it_was_whe
         ).load_state_dict(loader.state_dict())
 
 
-def test_where_every_record_is_bad_skipping_ends_with_an_error_that_says_so(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_skipping_ends_with_an_error_if_every_record_is_bad(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "x.jsonl").write_text("broken\nbroken\n")
     data = DataTable(
         sources=(SourceTable(path=str(tmp_path / "x.jsonl")),), on_bad_record="skip", validation_fraction=0.9
@@ -168,7 +166,7 @@ def test_where_every_record_is_bad_skipping_ends_with_an_error_that_says_so(
         next(build_loader(data, tokenizer, 64, 1, 0))
 
 
-def test_a_truncated_archive_is_skipped_behind_what_it_still_gives(
+def test_a_truncated_archive_still_gives_its_records_before_the_cut(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     lines = "\n".join(json.dumps({"text": f"{number} {number**9}"}) for number in range(2000))

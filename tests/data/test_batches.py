@@ -61,7 +61,7 @@ def test_a_token_that_pads_and_also_ends_documents_is_counted_where_it_ends_one(
     lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=20), min_size=1, max_size=9),
     size=st.integers(1, 9),
 )
-def test_how_many_documents_a_sequence_has_is_said_of_the_whole_batch_and_does_not_depend_on_the_cut(
+def test_the_bound_on_documents_is_of_the_whole_batch_and_does_not_depend_on_the_cut(
     lengths: list[list[int]], size: int
 ) -> None:
     tokens = max(map(sum, lengths))
@@ -72,6 +72,6 @@ def test_how_many_documents_a_sequence_has_is_said_of_the_whole_batch_and_does_n
     assert bounds == {max(map(len, lengths))}
 
 
-def test_nothing_is_said_of_documents_that_come_in_several_pieces() -> None:
+def test_there_is_no_bound_on_documents_that_come_in_several_pieces() -> None:
     ids = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
     assert [part.max_documents for part in cut(MicroBatch(ids, ids, ids, ids), 1)] == [None, None]

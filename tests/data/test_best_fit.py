@@ -55,7 +55,7 @@ def pack(items: list[Any], seq_len: int, long_documents: str = "cut") -> list[An
 
 
 def expected(document: list[int]) -> Document:
-    """Each token and what is learnt there: the next one, where that is learnt."""
+    """Return each token and its label: the next token, if that is learnt."""
     labels = [token if is_learnt(token) else IGNORED_LABEL for token in document[1:]]
     return list(zip(document, [*labels, IGNORED_LABEL], strict=True))
 
@@ -96,9 +96,7 @@ def test_every_document_is_whole_in_one_sequence_and_a_long_one_is_handled_as_as
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=lengths_strategy, seq_len=st.integers(4, 15), stop=st.integers(0, 40))
-def test_a_group_that_is_half_used_up_goes_on_from_its_state(
-    lengths: list[int], seq_len: int, stop: int
-) -> None:
+def test_a_half_used_group_continues_from_its_state(lengths: list[int], seq_len: int, stop: int) -> None:
     pieces = pieces_of(numbered(lengths))
 
     def lists(rows: list[PackedSequence]) -> list[Any]:
@@ -162,13 +160,13 @@ def test_an_error_comes_in_place_of_its_group_and_ends_the_data() -> None:
     assert len(unpacked(rows[:-1])) == 3  # the fourth waits for the second group
 
 
-def test_a_document_that_a_bad_record_broke_off_ends_where_the_next_one_starts() -> None:
+def test_a_document_broken_off_by_a_bad_record_ends_where_the_next_one_starts() -> None:
     broken = TokenPiece(np.array([1, 2]), True, None, ends_document=False)
     rows = pack([broken, TokenPiece(np.array([4, 5]), True, None)], 8)
     assert [[token for token, _ in document] for document in unpacked(rows)] == [[1, 2], [4, 5]]
 
 
-def test_where_nothing_fits_a_search_without_end_is_an_error() -> None:
+def test_an_endless_search_for_a_document_that_fits_is_an_error() -> None:
     pieces = [TokenPiece(np.arange(9), True, None, epoch=epoch) for epoch in range(10)]
     (error,) = pack(pieces, 8, "skip")
     assert isinstance(error, DataError)

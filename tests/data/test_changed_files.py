@@ -1,4 +1,4 @@
-"""Runs that go on in files in which a record was changed, with half of a group of whole documents used up."""
+"""Runs that continue in files with a changed record, when half of a group of whole documents is used up."""
 
 import json
 from collections import Counter
@@ -34,7 +34,7 @@ def write(path: Path, texts: list[str]) -> None:
 
 
 class Run:
-    """A run over two sources that stops, is saved as JSON, and goes on after `change`."""
+    """A run over two sources that stops, is saved as JSON, and continues after `change`."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, keys: dict[str, Any]) -> None:
         self.texts = {name: [text_of(number) + name for number in range(40)] for name in ("a", "b")}
@@ -80,14 +80,14 @@ changes = st.tuples(
     workers=st.integers(0, 2),
     shuffle=st.booleans(),
 )
-def test_every_document_is_trained_on_once_whichever_record_was_changed_wherever_the_run_stopped(
+def test_every_document_is_trained_on_once_for_any_changed_record_and_any_stop(
     tmp_path_factory: pytest.TempPathFactory,
     tokenizer: Tokenizer,
     stops: list[tuple[int, str, int, str]],
     workers: int,
     shuffle: bool,
 ) -> None:
-    """A changed record, too, is read as it was or as it is, and not as both; an empty one is none."""
+    """A changed record is read in its old or its new form, not in both. An empty record is no document."""
     keys = {"num_workers": workers, "shuffle": shuffle}
     run = Run(tmp_path_factory.mktemp("changed"), tokenizer, keys)
     versions = {(name, number): {text} for name in run.texts for number, text in enumerate(run.texts[name])}
@@ -104,7 +104,7 @@ def test_every_document_is_trained_on_once_whichever_record_was_changed_wherever
     assert sum(trained.values()) <= len(versions)
 
 
-def test_a_change_is_told_with_the_number_of_documents_that_it_may_cost(
+def test_the_warning_of_a_change_counts_the_documents_that_it_may_cost(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path, tokenizer, {"num_workers": 0})
@@ -118,7 +118,7 @@ def test_a_change_is_told_with_the_number_of_documents_that_it_may_cost(
     assert 0 < told <= 40  # only of the source that has changed
 
 
-def test_a_run_that_goes_on_twice_after_a_change_gives_the_batches_of_one_that_went_on_once(
+def test_resuming_twice_after_a_change_gives_the_batches_of_resuming_once(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     """A group of longer documents would end sooner, were its end not kept."""
@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_twice_after_a_change_gives_the_batches_of_one_that_w
     assert tokens[0] == tokens[1]
 
 
-def test_a_group_that_is_said_to_end_nowhere_is_an_error_and_not_a_search_without_end(
+def test_a_forged_group_without_an_end_is_an_error_and_not_an_endless_search(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     run = Run(tmp_path, tokenizer, {"num_workers": 0})

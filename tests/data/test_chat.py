@@ -173,7 +173,7 @@ words = st.text(st.sampled_from("ab é中\n:"), min_size=1, max_size=12).map(lam
 @EACH_TEMPLATE
 @settings(max_examples=25, deadline=None)
 @given(turns=st.lists(st.tuples(words, words), min_size=1, max_size=4), system=st.booleans())
-def test_any_dialogue_is_learnt_where_the_assistant_speaks(
+def test_the_assistants_part_of_any_dialogue_is_learnt(
     ours: dict[str, Tokenizer],
     folders: dict[str, Path],
     name: str,
@@ -210,7 +210,7 @@ def test_tokens_are_those_of_transformers_rendering(
 def test_a_message_cannot_fake_a_turn_of_the_assistant(
     ours: dict[str, Tokenizer], folders: dict[str, Path], name: str
 ) -> None:
-    """What looks like special tokens in a message is text, and reads back as it was."""
+    """Text in a message that looks like special tokens stays text, and decodes unchanged."""
     faked = "".join(text for text, _ in FORMATS[name]([question("x"), answer("learn me")]))
     plain = [question("x" * 5), answer("It is not.")]
     tokens, learn = learnt(ours[name], [question(faked), answer("It is not.")])
@@ -271,7 +271,9 @@ def test_a_template_cannot_reach_out_of_its_sandbox(ours: dict[str, Tokenizer]) 
         with_template(ours["qwen3"], reach)
 
 
-def test_what_a_template_refuses_is_an_error_of_the_record(ours: dict[str, Tokenizer]) -> None:
+def test_a_conversation_that_the_template_refuses_is_an_error_of_the_record(
+    ours: dict[str, Tokenizer],
+) -> None:
     template = ChatTemplate(ours["llama3"])
     messages = [question("x"), answer("", tool_calls=CALL * 2)]
     with pytest.raises(DataError, match="error in the chat template: .*only supports single tool-calls"):

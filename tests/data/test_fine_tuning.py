@@ -188,7 +188,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.3])
-def test_what_is_held_out_is_never_trained_on_not_even_as_a_copy(
+def test_a_held_out_document_is_never_trained_on_not_even_as_a_copy(
     many: Path, tokenizer: Tokenizer, fraction: float
 ) -> None:
     data = DataTable(
@@ -249,7 +249,7 @@ def test_validation_of_conversations_learns_what_training_does(
     )
 
 
-def test_a_position_is_refused_where_template_or_packing_changed(make_chat_loader: Make) -> None:
+def test_a_position_is_refused_if_the_template_or_packing_changed(make_chat_loader: Make) -> None:
     loader = make_chat_loader()
     next(loader)
     state = loader.state_dict()

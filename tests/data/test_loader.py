@@ -124,7 +124,7 @@ def test_another_seed_gives_other_batches_and_the_same_seed_the_same(make_loader
     assert take(make_loader(seed=1), 5) != take(make_loader(seed=2), 5)
 
 
-def test_the_position_may_go_on_with_another_shape_and_loses_no_token(make_loader: MakeLoader) -> None:
+def test_a_position_may_continue_with_another_shape_and_loses_no_token(make_loader: MakeLoader) -> None:
     loader = make_loader(seq_len=100, global_batch_size=3)
     before = [batch.tokens.flatten() for batch in islice(loader, 4)]
     resumed = make_loader(seq_len=64, global_batch_size=5)
@@ -221,7 +221,7 @@ def test_no_thread_outlives_its_loader(
     assert threads_of_torchround(before) == set()
 
 
-def test_a_closed_loader_goes_on_where_it_was(make_loader: MakeLoader) -> None:
+def test_a_closed_loader_continues_at_its_position(make_loader: MakeLoader) -> None:
     loader = make_loader(num_workers=2)
     expected = take(make_loader(), 6)
     first = take(loader, 3)
@@ -252,7 +252,7 @@ def validation_table(corpus: Path, max_batches: int) -> ValidationTable:
     return ValidationTable(interval_steps=1, sources=(source,), max_batches=max_batches)
 
 
-def test_validation_is_bounded_and_the_same_each_time_also_after_a_part(
+def test_validation_is_bounded_and_the_same_each_time_even_if_one_stopped_early(
     corpus: Path, tokenizer: Tokenizer
 ) -> None:
     validation = build_validation_loader(validation_table(corpus, 4), tokenizer, 128, 3)

@@ -44,7 +44,7 @@ def pack(items: list[Any], seq_len: int) -> list[Any]:
 
 
 def reference_rows(documents: list[list[int]], seq_len: int) -> list[dict[str, list[int]]]:
-    """What each row must hold, from the definition: inputs in order, the label is the document's next token."""
+    """Return the content of each row by the definition: inputs in order, and the document's next token as label."""
     inputs = [(token, number) for number, document in enumerate(documents) for token in document]
     following = {token: after for document in documents for token, after in pairwise(document)}
     rows = []
@@ -95,7 +95,7 @@ def test_no_token_is_lost_or_repeated_as_input_or_as_label(lengths: list[int], s
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=documents_strategy, seq_len=st.integers(1, 12), stop=st.integers(0, 30))
-def test_a_half_filled_pack_goes_on_from_its_state(lengths: list[int], seq_len: int, stop: int) -> None:
+def test_a_half_filled_packer_continues_from_its_state(lengths: list[int], seq_len: int, stop: int) -> None:
     pieces = pieces_of(numbered(lengths), {3})
     packer = ContiguousPacker(IterableWrapper(pieces), seq_len, PAD)
     packer.reset()

@@ -1,6 +1,6 @@
 """A position means the same remaining batches, byte for byte, in a new process with another number of workers.
 
-Whatever the kinds of source, weights, packing and handling of records are, and wherever the run stopped.
+This holds for all kinds of source, weights, packing and handling of records, and any batch to stop at.
 """
 
 import gzip
@@ -76,7 +76,7 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return build_tokenizer(TokenizerTable(name="bytes", chat_template=str(template)))
 
 
-def assert_goes_on(data: dict[str, Any], tokenizer: Tokenizer, stop: int, workers: tuple[int, int]) -> None:
+def assert_continues(data: dict[str, Any], tokenizer: Tokenizer, stop: int, workers: tuple[int, int]) -> None:
     """An uninterrupted loader against one that stops after `stop` batches, is saved as JSON, and resumed."""
     whole = content(build_loader(DataTable(**data), tokenizer, 64, 3, 7))
     first = build_loader(DataTable(**data, num_workers=workers[0]), tokenizer, 64, 3, 7)
@@ -104,7 +104,7 @@ WORKERS = st.tuples(st.integers(0, 3), st.integers(0, 3))
     stop=st.integers(0, 10_000),
     workers=WORKERS,
 )
-def test_any_mix_of_files_goes_on_from_any_batch(
+def test_any_mix_of_files_continues_from_any_batch(
     sources: dict[str, SourceTable],
     chat_tokenizer: Tokenizer,
     mix: list[tuple[str, float]],
@@ -118,13 +118,13 @@ def test_any_mix_of_files_goes_on_from_any_batch(
     tables = tuple(sources[name].model_copy(update={"weight": weight}) for name, weight in mix)
     keys = {"packing": packing[0], "long_documents": packing[1], "shuffle": shuffle, "epochs": epochs, **more}
     data = {"sources": tables, "on_bad_record": "skip", **keys}
-    assert_goes_on(data, chat_tokenizer, stop, workers)
+    assert_continues(data, chat_tokenizer, stop, workers)
 
 
 @settings(max_examples=4, deadline=None)
 @given(packing=EACH_PACKING, stop=st.integers(0, 10_000), workers=WORKERS)
 @pytest.mark.parametrize("kind", ["streamed", "saved"])
-def test_a_dataset_goes_on_from_any_batch(
+def test_a_dataset_continues_from_any_batch(
     sources: dict[str, SourceTable],
     chat_tokenizer: Tokenizer,
     kind: str,
@@ -133,6 +133,6 @@ def test_a_dataset_goes_on_from_any_batch(
     workers: tuple[int, int],
 ) -> None:
     data = {"sources": (sources[kind], sources["gzip"]), "on_bad_record": "skip", "epochs": 2}
-    assert_goes_on(
+    assert_continues(
         {**data, "packing": packing[0], "long_documents": packing[1]}, chat_tokenizer, stop, workers
     )

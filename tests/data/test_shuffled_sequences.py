@@ -45,7 +45,7 @@ def test_each_window_has_the_sequences_that_it_has_without_shuffling(
 
 
 def test_the_seed_and_the_window_fix_the_order(make_loader: MakeLoader) -> None:
-    """Every document is the same here, so nothing but the shuffle can change the order."""
+    """Documents are not shuffled here, so only the shuffle of sequences can change the order."""
     keys: dict[str, Any] = {"epochs": 1, "seq_len": SEQ_LEN, "shuffle": False}
     plain = sequences(make_loader(**keys))
     orders = []
@@ -154,7 +154,7 @@ def test_a_forged_position_is_refused(make_loader: MakeLoader, name: str) -> Non
 def test_a_bad_record_stops_a_run_where_its_window_began(
     make_loader: MakeLoader, corpus: Path, tmp_path: Path
 ) -> None:
-    """Nothing of the window is trained before the record is repaired, and everything of it after."""
+    """No sequence of the window is trained before the record is repaired, and each is trained after."""
     records = (corpus / "records.jsonl").read_text().splitlines()
     repaired, broken = tmp_path / "repaired", tmp_path / "broken"
     for folder, line in ((repaired, records[30]), (broken, "x" * len(records[30]))):

@@ -1,4 +1,4 @@
-"""Which documents a source finds, the text it reads, and what it says about files that are no good."""
+"""The documents that a source finds, the text it reads, and its messages about unusable files."""
 
 import json
 import sysconfig
@@ -23,7 +23,7 @@ def read_all(source: Source) -> list[str]:
 
 
 def documents_of(source: Source) -> list[Document]:
-    """As listed, by walking through the places of a pass."""
+    """Return the documents as listed, by walking through the cursors of a pass."""
     documents = []
     place = source.first_cursor()
     while (found := source.locate(place, None)) is not None:
@@ -187,9 +187,7 @@ def test_a_source_without_documents_is_named_when_it_is_built(
         (["LICENSE"], ".txt"),
     ],
 )
-def test_in_the_place_of_a_folder_a_glob_of_what_is_in_it_is_proposed(
-    tmp_path: Path, names: list[str], ending: str
-) -> None:
+def test_for_a_folder_a_glob_of_its_files_is_proposed(tmp_path: Path, names: list[str], ending: str) -> None:
     (tmp_path / "below").mkdir()
     for name in names:
         (tmp_path / name).touch()

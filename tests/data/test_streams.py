@@ -100,7 +100,7 @@ def test_every_record_is_read_once_in_each_pass_and_shuffled_by_key(tmp_path: Pa
 @EACH_WRITER
 @settings(max_examples=6, deadline=None)
 @given(count=st.integers(2, 40), stop=st.integers(0, 39), key=st.sampled_from([None, "7/0/3"]))
-def test_a_fresh_process_goes_on_from_any_place(
+def test_a_fresh_process_continues_from_any_cursor(
     tmp_path_factory: pytest.TempPathFactory, write: Write, count: int, stop: int, key: str | None
 ) -> None:
     table = write(tmp_path_factory.mktemp("resume"), RECORDS[:count])
@@ -132,7 +132,7 @@ def test_the_size_of_a_streamed_dataset_is_not_guessed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", [write_gzip, write_zstd])
 @pytest.mark.parametrize("kept", [0.3, 0.98])
-def test_a_truncated_archive_gives_what_comes_before_and_then_names_file_and_line(
+def test_a_truncated_archive_gives_the_records_before_the_cut_and_then_names_file_and_line(
     tmp_path: Path, write: Write, kept: float
 ) -> None:
     records = [{"text": f"{number} {number**9}"} for number in range(3000)]
@@ -190,8 +190,8 @@ def test_every_error_of_pyarrow_names_the_row(
         walk(source)
 
 
-def test_a_dataset_that_has_several_subsets_is_read_by_the_name_of_one(tmp_path: Path) -> None:
-    """As on the hub: what the files are is said at the head of its README.md."""
+def test_one_of_several_subsets_of_a_dataset_is_read_by_its_name(tmp_path: Path) -> None:
+    """The head of README.md names the files of each subset, as on the hub."""
     for name in ("first", "second"):
         (tmp_path / f"{name}.jsonl").write_bytes(as_lines([{"text": f"{name} {n}"} for n in range(5)]))
     files = "\n".join(f"- config_name: {name}\n  data_files: {name}.jsonl" for name in ("first", "second"))
@@ -205,7 +205,7 @@ def test_a_dataset_that_has_several_subsets_is_read_by_the_name_of_one(tmp_path:
 
 
 def read_and_wrong(source: Source) -> tuple[list[str], list[str]]:
-    """The texts of the documents that can be read, and what is said of those that cannot."""
+    """Return the texts of the readable documents, and the messages of the others."""
     place, read, wrong = source.first_cursor(), [], []
     while (found := source.locate(place, None)) is not None:
         try:
@@ -216,7 +216,7 @@ def read_and_wrong(source: Source) -> tuple[list[str], list[str]]:
     return read, wrong
 
 
-def test_rows_that_are_no_utf8_are_named_each_and_cost_no_other_row(tmp_path: Path) -> None:
+def test_each_row_that_is_not_utf8_is_named_and_costs_no_other_row(tmp_path: Path) -> None:
     """Bytes taken for strings, which nothing checks when they are written; 2500 rows come in three parts."""
     texts = [b"row %d" % number for number in range(2500)]
     texts[30], texts[1500] = b"a\xff", b"\xfe"
@@ -289,7 +289,7 @@ def test_one_glob_may_mix_plain_compressed_and_columnar_files(tmp_path: Path) ->
         ),
     ],
 )
-def test_a_source_that_cannot_be_is_named_when_it_is_opened(
+def test_a_contradictory_source_is_named_when_it_is_opened(
     tmp_path: Path, table: dict[str, Any], message: str
 ) -> None:
     write_dataset(tmp_path, RECORDS)

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from torchround.commands.inspect_data import survey
 from torchround.config import DataTable, SourceTable
 from torchround.data import Tokenizer
-from torchround.data.survey import survey
 
 
-def test_a_survey_reads_a_long_document_as_one_and_stops_where_it_is_told(
+def test_a_survey_reads_a_long_document_as_one_and_stops_at_its_limit(
     corpus: Path, tokenizer: Tokenizer
 ) -> None:
     data = DataTable(sources=(SourceTable(path=str(corpus / "*.txt")),), shuffle=False)

@@ -27,7 +27,7 @@ def test_bytes_has_one_token_per_utf8_byte_and_decodes_to_the_text(text: str) ->
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_special_tokens_of_bytes_lie_above_the_bytes_and_below_the_vocabulary_size(
+def test_special_tokens_of_bytes_are_above_the_bytes_and_below_the_vocabulary_size(
     tokenizer: Tokenizer,
 ) -> None:
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (
@@ -48,12 +48,12 @@ def test_a_lone_surrogate_becomes_the_replacement_character(tokenizer: Tokenizer
 
 
 def filled_up(ranks: list[bytes], num_ranks: int) -> list[bytes]:
-    """With tokens that no text has: a byte that is in no UTF-8, and a number."""
+    """Fill up with tokens that occur in no text: a byte that is invalid in UTF-8, and a number."""
     return ranks + [b"\xff" + number.to_bytes(3, "big") for number in range(num_ranks - len(ranks))]
 
 
 def fabricated_ranks() -> list[bytes]:
-    """As many tokens as Llama 3 has: bytes, pairs of letters, spaces with letters, then fillers."""
+    """Make as many tokens as Llama 3 has: bytes, pairs of letters, spaces with letters, then fillers."""
     letters = b"abcdefghijklmnopqrstuvwxyz0123456789 \n."
     ranks = [bytes([byte]) for byte in range(256)]
     ranks += [bytes([first, second]) for first in letters for second in letters]
@@ -94,7 +94,7 @@ FABRICATED = {token: rank for rank, token in enumerate(fabricated_ranks())}
 
 @settings(max_examples=80, deadline=None)
 @given(text=st.text(st.sampled_from("abcdthein 0123.\n'ü"), max_size=80))
-def test_a_llama3_tiktoken_file_encodes_as_merging_one_pair_after_another_does(
+def test_a_llama3_tiktoken_file_encodes_like_merging_one_pair_after_another(
     llama3: Tokenizer, text: str
 ) -> None:
     pieces = regex.findall(LLAMA3.pattern, text)
@@ -135,7 +135,7 @@ def test_llama3_special_tokens_have_the_ids_of_the_released_model(llama3: Tokeni
 
 
 def bytes_of(token: str) -> bytes:
-    """Of a token in the alphabet of byte-level tokenizers, by which `tokenizers` writes them."""
+    """Return the bytes of a token in the alphabet in which `tokenizers` writes byte-level tokens."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

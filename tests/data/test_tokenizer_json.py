@@ -33,7 +33,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 
 
 def ids_of(reference: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Of text in which no special token occurs."""
+    """Return the ids of text in which no special token occurs."""
     ids: list[int] = reference.encode(text, add_special_tokens=False).ids
     return ids
 
@@ -117,7 +117,7 @@ def test_special_tokens_in_a_text_are_text_and_added_tokens_are_tokens(pairs: di
         ("gpt_oss", None, "<|endoftext|>", "<|endoftext|>"),
     ],
 )
-def test_documents_are_framed_with_what_the_vocabulary_has_for_documents(
+def test_documents_are_framed_with_the_vocabularys_own_tokens_for_documents(
     pairs: dict[str, Pair], name: str, bos: str | None, eos: str, pad: str
 ) -> None:
     """Not with the token that ends a turn, which `eos_token` names for chat models."""
@@ -160,7 +160,7 @@ def test_a_file_that_would_give_other_tokens_is_refused_and_says_why(
     assert str(path) in str(caught.value)
 
 
-def test_without_a_token_that_ends_documents_it_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_without_a_token_that_ends_documents_is_refused(tmp_path: Path) -> None:
     reference = train("llama3", 300, text=["abc"])
     content = json.loads(reference.to_str())
     content["added_tokens"] = [

@@ -107,7 +107,7 @@ def test_a_micro_batch_of_a_wrong_type_is_named(engine):
 
 def test_micro_batches_that_disagree_about_their_batch_are_refused(engine):
     first, second, *_ = BATCHES[0]
-    with pytest.raises(EngineUsageError, match=r"max_documents is a fact of the whole batch.*'1', 'None'"):
+    with pytest.raises(EngineUsageError, match=r"must have the same max_documents.*'1', 'None'"):
         engine.forward_backward([replace(first, max_documents=1), second])
 
 
@@ -119,7 +119,7 @@ def test_a_refused_call_leaves_the_engine_usable(engine):
 
 def test_a_partition_of_another_model_is_refused():
     model = toy_model()
-    with pytest.raises(EngineUsageError, match="covers 3 layers of 7"):
+    with pytest.raises(EngineUsageError, match="covers 3 layers, the model has 7"):
         Engine(model, toy_store(model), [CpuDevice(0)], Partition((), 3, ()), optimizer=OPTIMIZER)
 
 

@@ -1,4 +1,4 @@
-"""Where device time goes, and what crosses the link, is measured and adds up."""
+"""Device time, its waits and the bytes that cross the link are measured, and add up."""
 
 import time
 
@@ -45,7 +45,7 @@ def test_busy_time_is_the_time_spent_in_layers(monkeypatch):
         assert busy_s(result) >= 5 * 2 * 4 * 0.002
 
 
-def test_waiting_for_a_slow_optimizer_is_told_apart(monkeypatch):
+def test_the_wait_for_a_slow_optimizer_is_measured_apart(monkeypatch):
     update = optimizer_worker.OptimizerWorker._update
 
     def slow(self, step, lr):
@@ -65,7 +65,7 @@ def test_waiting_for_a_slow_optimizer_is_told_apart(monkeypatch):
         assert optimizer_wait_s > max(0.25, *input_waits_s(result, 1))
 
 
-def test_waiting_for_the_stage_before_is_told_apart(monkeypatch):
+def test_the_wait_for_the_stage_before_is_measured_apart(monkeypatch):
     """Stages of 2, 3 and no blocks of 10 ms: in the second pass the last device waits 30 ms for the middle one."""
     forward = ToyBlock.forward
 

@@ -93,6 +93,6 @@ def test_a_complete_run_whose_last_checkpoint_is_damaged_trains_its_last_steps_a
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert small_runs("run", *every_second) == 0
     assert f"step-{STEPS}: {path.name} has checksum" in caplog.text
-    assert "going on after step 4 " in capsys.readouterr().out
+    assert "resuming after step 4 " in capsys.readouterr().out
     small_runs.assert_same("run", "whole")
     assert small_runs("run", *every_second) == 0 and "nothing to do" in capsys.readouterr().out

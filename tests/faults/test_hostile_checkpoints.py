@@ -281,7 +281,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a state that is a pickle": (instead("state.json", BOMB), "state.json is not JSON"),
     "a state nested without end": (instead("state.json", DEEP), "state.json is not JSON"),
     "a state that is a list": (instead("state.json", b"[]"), "state.json is not a JSON object"),
-    "a state of nothing": (instead("state.json", b"{}"), "its state is not that of a run"),
+    "a state of nothing": (instead("state.json", b"{}"), "invalid run state"),
     "a state of a terabyte": (hole("state.json"), "bytes long instead of"),
     "tokens that are infinite": (state(lambda content: content.update(tokens=float("inf"))), "tokens is inf"),
     "tokens below nothing": (state(lambda content: content.update(tokens=-1)), "tokens is -1"),
@@ -359,11 +359,11 @@ def given(harm: Callable[[Path], object]):
 GROUPS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a document longer than a sequence": (
         group(waiting=[[[1] * 17, [1] * 17, [0, 0, 0]]]),
-        "invalid data position: .*17 tokens of a document",
+        "invalid data position.*17 tokens of a document",
     ),
     "a document of nothing": (
         group(waiting=[[[], [], [0, 0, 0]]]),
-        "invalid data position: .*0 tokens of a document",
+        "invalid data position.*0 tokens of a document",
     ),
     "a group that nothing is known of": (group(so_far=None), "invalid data position"),
 }

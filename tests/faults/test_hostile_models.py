@@ -238,7 +238,9 @@ MODELS = {
     "a config nested without end": Case(
         with_file("config.json", DEEP), "config.json cannot be read", PRETRAINED
     ),
-    "a config that is no object": Case(with_file("config.json", b"[1]"), "holds no JSON object", PRETRAINED),
+    "a config that is no object": Case(
+        with_file("config.json", b"[1]"), "does not hold a JSON object", PRETRAINED
+    ),
     "a width below nothing": Case(with_config(hidden_size=-16), "hidden_size", PRETRAINED),
     "a width of nothing": Case(with_config(hidden_size=0), "hidden_size", PRETRAINED),
     "a width that is no number": Case(with_config(hidden_size=float("nan")), "hidden_size", PRETRAINED),

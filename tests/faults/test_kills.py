@@ -65,7 +65,7 @@ def kill_until_complete(
         child = killed(fork_server, runs.folder, arguments, moment)
         assert child.wait() in (-signal.SIGKILL, 0), child.text()
         kills += child.wait() == -signal.SIGKILL
-        resumed = re.search(r"^going on after step (\d+) ", child.text(), re.MULTILINE)
+        resumed = re.search(r"^resuming after step (\d+) ", child.text(), re.MULTILINE)
         assert resumed is None or int(resumed[1]) == reached, child.text()
         before, reached = reached, newest(checkpoints)
         assert reached >= max(before, announced(child)), child.text()

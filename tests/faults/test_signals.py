@@ -84,5 +84,5 @@ def test_a_second_signal_ends_the_run_at_once_and_what_was_saved_before_is_good(
     saved_before = (
         2 if while_saving else 1
     )  # a checkpoint appears once its step is reported, beside the one after
-    assert f"going on after step {saved_before} " in resumed.text()
+    assert f"resuming after step {saved_before} " in resumed.text()
     runs.assert_same("run", "whole", step=STEPS)

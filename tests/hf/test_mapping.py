@@ -78,7 +78,7 @@ def test_training_is_bitwise_that_of_a_copied_base(kind, releases, tools):
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_uploads_of_mapped_segments_race_with_nothing(releases, tools):
+def test_uploads_of_mapped_ranges_race_with_nothing(releases, tools):
     model, store, _ = opened(releases("qwen3 moe"), mapped=True)
     log = AccessLog()
     wrap = lambda device: watched(device, log)

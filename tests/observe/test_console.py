@@ -20,7 +20,7 @@ class Clock:
         return self.now_s
 
 
-def test_a_line_in_a_log_is_plain_text_with_all_that_is_known() -> None:
+def test_a_line_in_a_log_is_plain_text_with_every_known_figure() -> None:
     stream, clock = io.StringIO(), Clock()
     report = ConsoleReport(1000, stream=stream, clock=clock)
     clock.now_s = 24.0
@@ -31,7 +31,7 @@ def test_a_line_in_a_log_is_plain_text_with_all_that_is_known() -> None:
     )
 
 
-def test_what_is_not_known_is_not_printed() -> None:
+def test_unknown_figures_are_not_printed() -> None:
     stream = io.StringIO()
     ConsoleReport(10, stream=stream).log(record(1))
     line = stream.getvalue()
@@ -39,7 +39,7 @@ def test_what_is_not_known_is_not_printed() -> None:
     assert "host 1.50 GiB" in line
 
 
-def test_little_memory_is_told_in_a_unit_that_shows_it() -> None:
+def test_little_memory_is_printed_in_a_smaller_unit() -> None:
     stream = io.StringIO()
     ConsoleReport(10, stream=stream).log(record(1, device_peaks_gib=(0.3 / 1024,)))
     assert "device 0.30 MiB | host 1.50 GiB" in stream.getvalue()

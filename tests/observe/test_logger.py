@@ -29,7 +29,7 @@ class Failing:
         raise ConnectionError("still no network")
 
 
-def test_a_failing_reporter_is_one_warning_and_the_others_go_on(
+def test_a_failing_reporter_costs_one_warning_and_the_others_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = io.StringIO()
@@ -49,13 +49,13 @@ def test_a_failing_reporter_is_one_warning_and_the_others_go_on(
     assert stream.getvalue().count("\n") == 3
     assert [entry.getMessage() for entry in caplog.records] == [
         (
-            "reporting to the network failed: ConnectionError: step 1 was not sent; training goes on, "
+            "reporting to the network failed: ConnectionError: step 1 was not sent; training continues, "
             "records may be missing there"
         )
     ]
 
 
-def test_a_reporter_that_cannot_be_made_is_a_warning_too(
+def test_a_reporter_that_cannot_be_made_costs_one_warning_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").write_text("a file where the folder should be")
@@ -186,7 +186,7 @@ def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path) -> None:
     assert output == {"wandb imported": "False", "run id": "None"}
 
 
-def test_wandb_that_cannot_start_is_one_warning_and_its_run_id_is_kept(tmp_path: Path) -> None:
+def test_wandb_that_cannot_start_costs_one_warning_and_its_run_id_is_kept(tmp_path: Path) -> None:
     # Online without a key and without a network; the run it had is still the one to rejoin later.
     output, stderr = run_with_wandb(
         tmp_path, "online", run_id="abc12345", WANDB_BASE_URL="http://127.0.0.1:9"
@@ -196,7 +196,7 @@ def test_wandb_that_cannot_start_is_one_warning_and_its_run_id_is_kept(tmp_path:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_wandb_processes_that_die_are_one_warning(tmp_path: Path) -> None:
+def test_wandb_processes_that_die_cost_one_warning(tmp_path: Path) -> None:
     _, stderr = run_with_wandb(tmp_path, "offline", KILL_WANDB="1")
     assert stderr.count("reporting to wandb failed") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole lines only, no step twice, and nothing lost that was written."""
+"""metrics.jsonl: whole lines only, no step twice, and no written line lost."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def test_a_record_is_one_object_with_the_documented_keys(tmp_path: Path) -> None
     assert second == {**first, "step": 2, "mfu": None, **validated}
 
 
-def test_what_the_engine_did_is_an_object_of_its_own(tmp_path: Path) -> None:
+def test_the_engines_figures_are_an_object_of_their_own(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.log(record(1, **ENGINE))
     file.close()
@@ -61,13 +61,13 @@ def test_what_the_engine_did_is_an_object_of_its_own(tmp_path: Path) -> None:
     assert line["engine"]["uploaded_gib"] == [1.5, 1.5] and line["engine"]["host_allocations"] == 0
 
 
-def test_what_the_engine_tells_is_documented_key_by_key() -> None:
+def test_every_key_of_the_engines_figures_is_documented() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     [table] = re.findall(r"\| key of `engine` \|.*\n\|[-|]+\n((?:\|.*\n)+)", page)
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(record(1, **ENGINE).as_dict()["engine"])
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.log(record(1, loss=float("nan"), grad_norm=float("inf"), validation_loss=1000.0))
     file.close()
@@ -76,7 +76,7 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert written["loss"] is None and written["validation_perplexity"] is None
 
 
-def test_a_resume_drops_the_later_steps_and_goes_on_without_repeating_one(tmp_path: Path) -> None:
+def test_a_resume_drops_the_later_steps_and_repeats_none(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 16))
     write(path, range(11, 21), after_step=10)
@@ -84,7 +84,7 @@ def test_a_resume_drops_the_later_steps_and_goes_on_without_repeating_one(tmp_pa
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl"}
 
 
-def test_a_run_that_starts_anew_keeps_nothing_of_an_earlier_attempt(tmp_path: Path) -> None:
+def test_a_new_run_keeps_no_line_of_an_earlier_attempt(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", range(1, 6))
     write(tmp_path / "metrics.jsonl", range(1, 3))
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
@@ -94,7 +94,7 @@ def test_a_run_that_starts_anew_keeps_nothing_of_an_earlier_attempt(tmp_path: Pa
     "rest",
     ['{"step": 4, "loss"', '{"step": 4}', "\n", "[4]\n", '{"loss": 1}\n', '{"step": "4"}\n', "\x00\xff\n"],
 )
-def test_half_lines_and_foreign_ones_are_dropped(tmp_path: Path, rest: str) -> None:
+def test_half_lines_and_foreign_lines_are_dropped(tmp_path: Path, rest: str) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 4))
     with open(path, "ab") as file:
@@ -111,7 +111,7 @@ def test_a_file_with_nothing_to_drop_is_left_as_it_is(tmp_path: Path) -> None:
     assert path.stat().st_ino == before.st_ino and path.stat().st_mtime_ns == before.st_mtime_ns
 
 
-def test_a_failed_write_leaves_no_half_line_and_is_made_up_for_by_the_next_one(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_half_line_and_the_next_write_adds_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     file.log(record(1))
@@ -129,7 +129,7 @@ def test_a_failed_write_leaves_no_half_line_and_is_made_up_for_by_the_next_one(t
     assert steps_in(path) == [1, 2, 3, 4, 5]
 
 
-def test_what_cannot_be_written_to_the_end_leaves_no_half_line(tmp_path: Path) -> None:
+def test_lines_that_can_never_be_written_leave_no_half_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     file.log(record(1))
@@ -171,7 +171,7 @@ def test_a_file_that_can_only_be_opened_at_the_end_has_every_line(tmp_path: Path
     assert steps_in(path) == [1]
 
 
-def test_what_was_logged_before_a_kill_is_there(tmp_path: Path) -> None:
+def test_lines_logged_before_a_kill_are_in_the_file(tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from tests.support.disks import files_limited_to

@@ -12,7 +12,7 @@ from torchround.pipeline.costs import (
     Costs,
     CostsError,
     LayerCost,
-    LayerParameters,
+    ParameterCounts,
     costs_from_work,
     hop_seconds,
     stage_seconds,
@@ -20,7 +20,7 @@ from torchround.pipeline.costs import (
 from torchround.pipeline.devices import ASSUMED_DEVICE, DEVICES, UnknownPeakError, device_names, find_device
 from torchround.pipeline.partition import Stage, StageKind
 
-# FIGURES section 2: forward of a block and hop, both in ms, for micro-batches of 4 x 2048 tokens.
+# RoundPipe's artifact: forward of a block and hop, both in ms, for micro-batches of 4 x 2048 tokens.
 PUBLISHED = {
     "qwen3/1.7B": (7.429, 1.6),
     "llama3/3.1-8B": (18.5037, 3.2),
@@ -87,7 +87,7 @@ def test_a_stage_costs_its_layers_and_recomputes_where_it_must() -> None:
 
 def test_seconds_are_flops_over_what_a_card_reaches_and_frozen_parameters_have_no_update() -> None:
     works = [Work(0.75e12, backward_flops=1.5e12), Work(0.75e12, backward_flops=0.75e12), Work(0.0)]
-    sizes = [LayerParameters(100, 100), LayerParameters(100, 0), LayerParameters(0, 0)]
+    sizes = [ParameterCounts(100), ParameterCounts(0, 100), ParameterCounts(0)]
     costs = costs_from_work(
         ["full", "frozen", "none"], works, sizes, ASSUMED_DEVICE, optimizer_bytes_per_s=2800
     )
@@ -112,7 +112,7 @@ def test_a_block_counted_from_flops_is_within_a_factor_of_what_was_measured(mode
     shape, card = model_shape(*model.split("/")), find_device("rtx4090")
     assert shape is not None and card is not None
     work = Work(shape.block_forward_flops(4, 2048))
-    block = costs_from_work(["block"], [work], [LayerParameters(1, 1)], card).layers[0]
+    block = costs_from_work(["block"], [work], [ParameterCounts(1)], card).layers[0]
     assert 1 / 1.75 < block.forward_s * 1e3 / PUBLISHED[model][0] < 1.75
 
 

@@ -89,7 +89,7 @@ PARTITIONS = [
     st.sampled_from([(1, 2), (2, 1), (3, 1), (3, 2)]),
     st.integers(0, 3),
 )
-def test_it_is_what_the_worst_order_of_the_devices_needs(partition, num_devices, batches, ahead):
+def test_the_pool_is_as_large_as_the_worst_order_of_the_devices_needs(partition, num_devices, batches, ahead):
     num_micro_batches, rounds = batches
     rounds = min(rounds, num_micro_batches)
     one = step_tasks(partition, num_micro_batches, rounds, num_devices)
@@ -108,7 +108,7 @@ def test_a_forward_only_pass_holds_one_boundary_for_each_micro_batch():
     assert most_buffers([held], 2, lambda cut, size: 1) == {1: 4}
 
 
-def test_what_a_micro_batch_holds_grows_to_the_fused_stage_and_shrinks_after_it():
+def test_a_micro_batch_holds_more_up_to_the_fused_stage_and_less_after_it():
     # Backward stages start at 4, 2 and 0: the inputs of layers 4 and 2 wait for them.
     stages = Partition((3, 3), 1, (2, 2, 2)).stages()
     assert [(stage.kind, stage.start) for stage in stages][2:] == [

@@ -75,7 +75,7 @@ def test_every_boundary_is_kept_once_for_each_micro_batch_alive() -> None:
         (8, 1, 2, "async", 4),
     ],
 )
-def test_rounds_in_flight_are_those_that_devices_can_begin_while_one_is_unfinished(
+def test_rounds_in_flight_are_all_that_devices_can_begin_while_one_is_unfinished(
     devices: int, stages: int, rounds: int, update: str, expected: int
 ) -> None:
     assert rounds_in_flight(devices, stages, rounds, update) == expected
@@ -85,7 +85,7 @@ def test_rounds_in_flight_are_those_that_devices_can_begin_while_one_is_unfinish
     ("update", "element", "expected"), [("sync", 2, 16), ("async", 2, 18), ("sync", 4, 20), ("async", 4, 24)]
 )
 def test_host_bytes_per_trained_parameter(update: str, element: int, expected: int) -> None:
-    """DESIGN section 4: 16 and 18 in 16 bits; 4 + 4 + 12 in float32."""
+    """Expect 16 bytes (sync) and 18 (async) with 16-bit weights: 2 or 4 weights, 2 gradient, 12 optimizer; 20 in float32."""
     memory = host_state(ParameterCounts(1000), update, 1, element, element)
     assert memory.total_bytes == 1000 * expected
 

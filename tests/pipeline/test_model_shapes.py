@@ -14,7 +14,7 @@ def shape_of(name: str) -> ModelShape:
 
 
 @pytest.mark.parametrize("name", shape_names())
-def test_a_shape_is_that_of_the_model_that_is_built(name: str) -> None:
+def test_a_shape_agrees_with_the_model_that_is_built(name: str) -> None:
     shape, (family, flavor) = shape_of(name), name.split("/")
     model = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor))
     assert len(model.layers) == shape.num_layers + 2

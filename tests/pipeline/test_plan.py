@@ -31,7 +31,7 @@ def published(model: str) -> Costs:
 def brute_force_s(
     costs: Costs, devices: int, micro_batches: int, update: str, limits: MemoryLimits
 ) -> float | None:
-    """The shortest step of all partitions in all rounds that fit, one by one. Updates must take no time."""
+    """Find the shortest step of all partitions in all rounds that fit, one by one. Updates must take no time."""
     best = None
     for partition, rounds in itertools.product(all_partitions(costs.num_layers), range(1, micro_batches + 1)):
         size = -(-micro_batches // rounds)
@@ -86,7 +86,7 @@ def test_no_partition_of_a_small_model_is_faster(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("update", ["sync", "async"])
 def test_no_partition_of_eight_layers_on_four_devices_is_faster(seed: int, update: str) -> None:
-    """The largest size that brute force is asked for: 5462 partitions, here for 2 numbers of rounds."""
+    """Compare at the largest size for brute force: 5462 partitions, here in 2 numbers of rounds."""
     layers = [
         LayerCost(f"layer.{i}", 1 + ((seed + 3 * i) % 5) / 4, 2 + ((seed + 2 * i) % 7) / 3, 100, 100, 100, 10)
         for i in range(8)
@@ -181,7 +181,7 @@ PUBLISHED_PARTITIONS = {
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("update", ["sync", "async"])
 def test_steps_are_no_longer_than_with_the_published_partitions(model: str, update: str) -> None:
-    """In as many rounds as the paper ran (two) and in one, with the memory of its card."""
+    """Compare with the faster of two rounds, as the paper ran, and one round, within the memory of its card."""
     costs, limit = published(model), MemoryLimits(device_bytes=24 * GIB)
     forward, backward = PUBLISHED_PARTITIONS[model]
     theirs = min(
@@ -253,7 +253,7 @@ def test_one_device_with_room_runs_all_layers_as_one_stage(devices: int) -> None
 
 
 def test_more_rounds_must_be_added_up_on_the_host() -> None:
-    """Eight rounds would keep eight devices busy without any recomputation, were the sums for nothing."""
+    """Eight rounds keep eight devices busy without recomputation, and win only if adding them up costs nothing."""
 
     def blocks(optimizer_s: float) -> Costs:
         return Costs(tuple(LayerCost(f"block.{i}", 1.0, 2.0, optimizer_s=optimizer_s) for i in range(12)))
@@ -262,7 +262,7 @@ def test_more_rounds_must_be_added_up_on_the_host() -> None:
     assert make_plan(blocks(3.0), 8, 8).rounds < 8
 
 
-def test_what_is_missing_on_a_device_is_named_with_figures() -> None:
+def test_the_error_names_what_is_missing_on_a_device_with_figures() -> None:
     layers = (
         LayerCost("embedding", 0.0, 0.0, 1 * GIB, 2 * GIB),
         LayerCost("block.0", 1.0, 2.0, 1 * GIB, 2 * GIB, activation_bytes=2 * GIB),
@@ -277,7 +277,7 @@ def test_what_is_missing_on_a_device_is_named_with_figures() -> None:
     assert make_plan(Costs(layers), 2, 4, limits=MemoryLimits(device_bytes=20 * GIB)).device_bytes == 20 * GIB
 
 
-def test_what_is_missing_on_the_host_is_named_with_figures() -> None:
+def test_the_error_names_what_is_missing_on_the_host_with_figures() -> None:
     layers = tuple(LayerCost(f"block.{i}", 1.0, 2.0, boundary_bytes=GIB) for i in range(4))
     limit = MemoryLimits(device_bytes=6 * GIB, host_bytes=GIB // 2)
     with pytest.raises(InfeasiblePlanError, match=r"host memory.*0\.5 GiB are missing") as caught:
@@ -324,7 +324,7 @@ def test_a_plan_goes_into_a_config_as_it_was_written() -> None:
         {"forward": [2], "fused": True, "backward": [2]},
     ],
 )
-def test_what_is_not_a_plan_is_refused(table: object) -> None:
+def test_a_table_that_is_not_a_plan_is_refused(table: object) -> None:
     with pytest.raises(PlanError):
         read_partition(table)
     with pytest.raises(PlanError):
@@ -335,7 +335,7 @@ def test_what_is_not_a_plan_is_refused(table: object) -> None:
 @pytest.mark.parametrize(
     "name", ["seconds", "num_layers", "weight_bytes", "step_s", "bubble", "device_bytes"]
 )
-def test_a_plan_whose_figures_are_no_numbers_is_refused(name: str, value: object) -> None:
+def test_a_plan_with_figures_that_are_not_numbers_is_refused(name: str, value: object) -> None:
     table = json.loads(make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1).to_json())
     (table if name in table else table["stages"][-1])[name] = value
     with pytest.raises(PlanError, match=f"{name} = .* must be a number"):
@@ -343,7 +343,7 @@ def test_a_plan_whose_figures_are_no_numbers_is_refused(name: str, value: object
 
 
 @pytest.mark.parametrize("stages", [1, "x", {"kind": "fused"}, [1], [{}], [{"kind": "fused"}]])
-def test_a_plan_whose_stages_are_none_is_refused(stages: object) -> None:
+def test_a_plan_with_invalid_stages_is_refused(stages: object) -> None:
     table = json.loads(make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1).to_json())
     with pytest.raises(PlanError, match="stages must be a list|lacks"):
         Plan.from_json(json.dumps(table | {"stages": stages}))
@@ -359,7 +359,7 @@ def test_the_table_shows_every_stage_and_the_figures() -> None:
     assert f"{100 * plan.bubble:.2f} %" in text and f"step {plan.step_s:.4g} s" in text
 
 
-def test_a_table_of_costs_that_are_no_times_shows_no_seconds() -> None:
+def test_a_table_of_costs_in_proportion_shows_no_seconds() -> None:
     plan = make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1)
     lines = plan.text(timed=False).splitlines()
     assert len(lines) == len(str(plan).splitlines())

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.costs import Costs, LayerCost, ParameterCounts
 from torchround.pipeline.devices import DeviceSpec
-from torchround.pipeline.memory import GIB, ParameterCounts
+from torchround.pipeline.memory import GIB
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import micro_batches_to_hide, plan_transfers
 from torchround.pipeline.plan_report import RunQuestion, fits, longest_tokens, report_plan
@@ -73,7 +73,9 @@ def test_the_longest_sequence_fits_and_one_step_more_does_not() -> None:
 
 @pytest.mark.parametrize("device_mib", [40, 60, 80, 120, 300])
 @pytest.mark.parametrize("host_mib", [440, 450, 470, 600])
-def test_what_is_said_to_fit_gets_a_plan_and_nothing_else_does(device_mib: int, host_mib: int) -> None:
+def test_a_question_gets_a_plan_exactly_if_the_report_says_that_it_fits(
+    device_mib: int, host_mib: int
+) -> None:
     question = replace(QUESTION, device_bytes=device_mib * MIB, host_bytes=host_mib * MIB)
     answer = report_plan(question)
     assert (answer.plan is not None) == fits(question)
@@ -92,7 +94,7 @@ def test_a_change_that_is_said_to_fit_does() -> None:
     assert 'engine.update = "sync"' not in fitting  # it is that already
 
 
-def test_the_batch_that_is_said_to_fit_is_the_largest_halving_that_does() -> None:
+def test_the_proposed_batch_is_the_largest_halving_that_fits() -> None:
     tight = replace(QUESTION, host_bytes=453 * MIB, micro_batch_size=1, global_batch_size=64)
     answer = report_plan(tight)
     sizes = [size for size in (32, 16, 8, 4, 2, 1) if fits(replace(tight, global_batch_size=size))]
@@ -102,7 +104,7 @@ def test_the_batch_that_is_said_to_fit_is_the_largest_halving_that_does() -> Non
     assert sum("global_batch_size" in setting for setting in told) == 1
 
 
-def test_no_batch_is_proposed_that_has_no_micro_batch_for_each_round() -> None:
+def test_a_proposed_batch_has_a_micro_batch_for_each_round() -> None:
     never = replace(QUESTION, device_bytes=MIB, rounds=2, micro_batch_size=4)
     settings = {change.setting: change.fits for change in report_plan(never).changes}
     assert settings["training.global_batch_size = 8"] is False
@@ -110,10 +112,12 @@ def test_no_batch_is_proposed_that_has_no_micro_batch_for_each_round() -> None:
     assert not any("global_batch_size" in change.setting for change in least)
 
 
-def test_state_that_the_host_cannot_hold_is_told_in_gib() -> None:
+def test_a_report_says_how_many_gib_of_state_the_host_cannot_hold() -> None:
     answer = report_plan(replace(QUESTION, parameters=ParameterCounts(GIB), host_bytes=10 * GIB))
     assert answer.plan is None
-    assert "16.00 GiB of 10.00 GiB" in answer.problem and "6.00 GiB are missing" in answer.problem
+    assert (
+        "need 16.00 GiB of host memory, and 10.00 GiB are available: 6.00 GiB are missing" in answer.problem
+    )
     assert any("lora.rank" in change.setting and change.fits for change in answer.changes)
 
 

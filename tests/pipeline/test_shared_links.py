@@ -1,4 +1,4 @@
-"""Shared links are found from rates on topologies whose answer is known, and waves are those of a uniform pipeline."""
+"""Shared links are found from rates on topologies whose answer is known, and windows are those of a uniform pipeline."""
 
 from itertools import combinations
 
@@ -57,7 +57,7 @@ def test_the_links_found_are_the_switches_of_any_topology(switches, data):
     ("uplink_share", "shares", "takes_turns"),
     [(0.5, True, True), (0.85, True, True), (0.9, True, False), (1.6, True, False), (1.8, False, False)],
 )
-def test_turns_are_taken_only_where_they_move_clearly_more_than_both_together(
+def test_devices_take_turns_only_if_turns_move_clearly_more_than_both_together(
     uplink_share, shares, takes_turns
 ):
     """Turns cost something where a link is shared fairly, and more where it carries more than one device's rate."""
@@ -105,10 +105,10 @@ def test_the_line_says_what_was_found():
 
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 30))
 @settings(max_examples=50, deadline=None)
-def test_waves_are_the_times_of_a_pipeline_of_equal_windows(num_devices, num_windows, num_slots):
+def test_windows_come_as_in_a_pipeline_of_equal_windows(num_devices, num_windows, num_slots):
     """Window by window: after the same one of the slot before, and after whatever its device did before."""
-    waves = LinkWindows(num_devices)
-    starts = [waves.next(num_windows) for _ in range(num_slots)]
+    windows = LinkWindows(num_devices)
+    starts = [windows.next(num_windows) for _ in range(num_slots)]
     free, before = [0] * num_devices, [-1] * num_windows
     for slot, start in enumerate(starts):
         device, times = slot % num_devices, []

@@ -10,7 +10,7 @@ from torchround.pipeline.simulation.simulator import simulate
 from torchround.pipeline.timeline import trace_events
 
 
-def test_trace_holds_every_task_where_and_when_it_ran() -> None:
+def test_a_trace_has_each_task_on_its_device_at_its_time() -> None:
     costs = Costs(tuple(LayerCost(f"{i}", 0.001, 0.002, optimizer_s=0.0005) for i in range(3)), hop_s=0.0001)
     tasks = dispatch_tasks(Partition((2,), 1, (1, 1)), costs, 2, 3, 1, update="async", steps=2)
     line = simulate(tasks, 2)

@@ -13,7 +13,7 @@ from torchround.run.step_meter import StepMeter, mfu, train_flops_per_token
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -23,7 +23,7 @@ class Clock:
 
 
 class FinishedStep:
-    """As much of a step's result as the meter asks for."""
+    """The part of a step's result that the meter uses."""
 
     pool = SimpleNamespace(num_allocations=3, allocated_bytes=2**30)
 
@@ -89,7 +89,7 @@ def test_validation_and_checkpoints_do_not_slow_the_reported_rate_and_data_does(
     assert (found.tokens_per_s, found.step_s, found.data_s) == (50.0, 2.0, 0.5)
 
 
-def test_time_excluded_counts_even_when_it_ends_in_an_error_and_only_once() -> None:
+def test_excluded_time_is_left_out_once_even_if_it_ends_in_an_error() -> None:
     clock = Clock()
     meter = started(clock)
     with pytest.raises(RuntimeError), meter.excluded():
@@ -113,7 +113,7 @@ def test_time_before_the_start_does_not_count() -> None:
     assert record(meter).step_s == 1.0
 
 
-def test_what_the_devices_and_the_optimizer_did_is_a_mean_per_step() -> None:
+def test_figures_of_devices_and_optimizer_are_means_per_step() -> None:
     clock = Clock()
     meter = started(clock, skipped_steps=4)
     for busy_s in (1.0, 2.0):
@@ -156,7 +156,7 @@ def test_mfu_of_a_device_whose_peak_is_not_known_is_none() -> None:
     assert mfu(1e6, 6e6, peak_flops_per_s=None, num_devices=2) is None
 
 
-def test_host_memory_is_the_kernels_figure_and_grows_with_what_is_used() -> None:
+def test_host_memory_equals_the_kernels_figure_and_grows_with_use() -> None:
     def kernel_gib() -> float:
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 2**20

@@ -54,7 +54,7 @@ def first_layer(span: dict) -> int:
     return int(span["name"].split()[1].split("-")[0])
 
 
-def test_it_holds_every_stage_slot_every_transfer_and_every_update(small_runs: SmallRuns) -> None:
+def test_a_trace_of_the_hardest_run_holds_every_slot_transfer_and_update(small_runs: SmallRuns) -> None:
     spans = spans_of(small_runs)
     pieces = Counter(
         (span["cat"], first_layer(span), span["args"]["micro_batch"])
@@ -87,7 +87,7 @@ def test_weights_go_up_for_every_stage_and_only_gradients_of_adapters_come_down(
     assert down < up / 4
 
 
-def test_steps_that_the_run_does_not_have_are_one_warning(
+def test_traced_steps_beyond_the_run_cost_one_warning(
     small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert small_runs("run", "--trace.steps=[9, 5, 6]") == 0

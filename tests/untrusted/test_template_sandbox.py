@@ -44,6 +44,6 @@ def test_the_work_of_one_rendering_is_not_charged_to_the_next() -> None:
         "{% set n = namespace(t='a') %}{% for i in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
     ],
 )
-def test_a_template_that_does_more_is_stopped_with_the_reason(source: str) -> None:
+def test_a_template_beyond_the_limits_is_stopped_with_the_reason(source: str) -> None:
     with pytest.raises(DataError, match="TemplateLimitError: (more than|a text, list or number larger)"):
         compile_template(source, {})([], None)

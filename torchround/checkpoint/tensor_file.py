@@ -70,7 +70,7 @@ class TensorFile:
 
 
 class SaveWatch(Protocol):
-    """What a save reports to the code that changes the same memory, so that training can continue during the save.
+    """Reports of a save to the code that changes the same memory, so that training can continue during the save.
 
     The saving thread calls these methods for every tensor, in this order, and then `before_publishing` once.
     """
@@ -255,7 +255,7 @@ def _is_odd(tensor: Tensor) -> bool:
 
 
 def _copy_odd(file: TensorFile, watch: SaveWatch) -> dict[str, memoryview]:
-    """Copy the tensors that come last in the file because of their size, as far as they are small.
+    """Copy the tensors that come last in the file because of their size, if they are small.
 
     Their reading is finished at once, so that no update of a layer waits until the end of the file is written.
     """

@@ -68,7 +68,7 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[Family[Any],
 
 
 def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
-    """Read the config.json of `model.hf_path`. Raises `ConfigError` if there is none or it is not an object."""
+    """Read the config.json of `model.hf_path`. Raises `ConfigError` if it is missing or not a JSON object."""
     folder = options.config.model.hf_path
     assert folder is not None, "the config checks let neither flavor nor hf_path through"
     path = Path(os.path.expanduser(folder)) / "config.json"
@@ -101,9 +101,9 @@ def _refuse_another_family(options: Options, path: Path, model_type: Any) -> Non
 def find_weights(
     options: Options, model: LayeredModel
 ) -> tuple[PretrainedWeights | WithAdapters | None, Mapped]:
-    """Return the weights in the Hugging Face folder, None for a flavor, and those of them that stay in its files.
+    """Open the weights in the Hugging Face folder, and map the ones that stay in its files. A flavor has no weights.
 
-    The folder's headers are checked against the model. Raises `HFError`.
+    Checks the headers of the files against the model. Raises `HFError`.
     """
     config = options.config
     if config.model.hf_path is None:

@@ -1,12 +1,12 @@
-"""A checkpoint as a Hugging Face folder that `transformers` loads: config, safetensors with index, tokenizer files.
+"""Export a checkpoint as a Hugging Face folder that `transformers` loads: config, safetensors with index, tokenizer files.
 
     python scripts/export_hf.py outputs/my-run/checkpoints/step-1000 my-model
 
 Adapters (`[lora]`) are merged into the weights; `--adapters` writes them alone, as a folder that PEFT loads.
 
-Streams from file to file, so it needs a few MiB of memory for a model of any size. Every tensor gets the type that
-it has in `model.hf_path`, and without one (or where that is MXFP4) the training dtype; `--dtype` sets one for all.
-The folder appears once it is complete. Exit code 2: something given cannot be used.
+The export streams from file to file, so it needs a few MiB of memory for a model of any size. Every tensor keeps the type
+that it has in `model.hf_path`. Without such a folder, and for MXFP4, it gets the training dtype; `--dtype` sets one type
+for all. The folder appears once it is complete. Exit code 2: an argument cannot be used.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from torchround.models import (
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What a tokenizer, or a generation, is made of, where it is there.
+# The files of a tokenizer and of generation. Each is copied if it exists.
 COPIED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
@@ -50,8 +50,11 @@ COPIED = (
 
 @dataclass(frozen=True)
 class Export:
-    """What to write, and where. `base` and `tokenizer` are folders that have moved since the run; `dtype` is a name in
-    `DTYPES`, None for the type that each tensor has in the base."""
+    """One export: what to write, and the folder to write.
+
+    `base` and `tokenizer` are folders that have moved since the run. `dtype` is a name in `DTYPES`; None keeps the type
+    that each tensor has in the base.
+    """
 
     checkpoint: Path
     output: Path
@@ -63,7 +66,7 @@ class Export:
 
 
 def main(arguments: list[str]) -> int:
-    """Export, and return the exit code."""
+    """Run the command. Returns the exit code."""
     request = Export(**vars(parser().parse_args(arguments)))
     try:
         print(export(request))
@@ -74,7 +77,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options are the fields of `Export`."""
+    """Return the parser. Its options are the fields of `Export`."""
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,9 +93,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def export(request: Export) -> str:
-    """Write the folder. Returns a line that tells what is in it.
+    """Write the folder. Returns a line that lists its files.
 
-    Raises `HFError`, `CheckpointError`, `ModelConfigError` or `OSError`, and then leaves no folder of that name.
+    Raises `HFError`, `CheckpointError`, `ModelConfigError` or `OSError`; no folder of that name is left then.
     """
     if request.output.exists():
         raise HFError(f"{request.output} is there already; legal: a new folder")
@@ -117,9 +120,9 @@ def export(request: Export) -> str:
 
 
 class Trained:
-    """A checkpoint's weights as Hugging Face tensors, and the `config.json` that is theirs.
+    """The weights of a checkpoint as Hugging Face tensors, and the content of their `config.json`.
 
-    Weights that the run mapped from its base are not in the checkpoint and come from there.
+    Weights that the run left in the files of its base are not in the checkpoint. They are read from the base.
     """
 
     def __init__(self, request: Export, run: dict[str, Any]) -> None:
@@ -147,14 +150,14 @@ class Trained:
         self._dtypes = self._released.dtypes() if keeps_types and self._released else {}
 
     def tensors(self) -> Iterator[ExportedTensor]:
-        """All weights, with adapters merged."""
+        """Return all weights, with adapters merged."""
         tensors = self._unstacked(self.names)
         if not self.adapters:
             return iter(tensors)
         return merge_adapters(tensors, self._pairs(), self.lora["alpha"] / self.lora["rank"])
 
     def adapter_tensors(self) -> Iterable[ExportedTensor]:
-        """The adapters alone, in fp32."""
+        """Return the adapters alone, in fp32."""
         return unstack(self.adapters, self.stored, lambda name: torch.float32)
 
     def _unstacked(self, names: HFNames) -> Iterable[ExportedTensor]:
@@ -162,7 +165,7 @@ class Trained:
         return unstack(names, self.stored, lambda name: self._dtypes.get(name, DTYPES[self._dtype]), in_base)
 
     def _pairs(self) -> dict[str, tuple[ExportedTensor, ExportedTensor]]:
-        """Hugging Face tensor to the A and B that are added to it."""
+        """Map each Hugging Face tensor's name to the pair A, B whose product is added to it."""
         pairs: dict[str, tuple[ExportedTensor, ExportedTensor]] = {}
         for adapted, halves in adapter_pairs(self.adapters).items():
             theirs = self._unstacked({adapted: self.names[adapted]})
@@ -173,7 +176,7 @@ class Trained:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name once the block is done and everything in it is on the disk."""
+    """Yield a folder to fill. It gets its name after the block, once everything in it is on the disk."""
     unfinished = path.with_name(path.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     make_folder(unfinished)
@@ -189,7 +192,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_adapters(output: Path, trained: Trained) -> str:
-    """A PEFT folder. Returns a line that tells what is in it."""
+    """Write a PEFT folder. Returns a line that lists its files."""
     base = None if trained.base is None else str(trained.base)
     with new_folder(output) as folder:
         write_tensors(folder, trained.adapter_tensors(), sys.maxsize, ADAPTER_TENSOR_FILE)
@@ -200,7 +203,7 @@ def write_adapters(output: Path, trained: Trained) -> str:
 
 
 def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
-    """The authoritative weights by parameter name."""
+    """Find the authoritative weights (fp32 if trained) in the checkpoint's files, by parameter name."""
     found = {}
     for path in sorted(checkpoint.glob("tensors-*.safetensors")):
         for name, tensor in read_header(path).items():
@@ -212,7 +215,7 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
 def config_content(
     family: Family[Any], table: dict[str, Any], base: Path | None, stored: dict[str, StoredTensor]
 ) -> dict[str, Any]:
-    """What `config.json` is to hold: that of the base, without its quantisation, or that of the flavor."""
+    """Make the content of `config.json`: the base's without its quantisation, or the flavor's."""
     if base is None:
         vocab_size = stored["embedding.weight"].shape[0]
         return family.config_to_hf(family.config_from_flavor(table["flavor"], vocab_size=vocab_size))
@@ -227,7 +230,7 @@ def config_content(
 
 
 def copy_files(source: Path, target: Path) -> list[str]:
-    """Copy the tokenizer's files. Their names."""
+    """Copy the tokenizer's files. Returns their names."""
     folder = source if source.is_dir() else source.parent
     names = [name for name in COPIED if (folder / name).is_file()]
     for name in names:

@@ -1,24 +1,28 @@
-"""What a run would read: its first batches as text, how well they are packed, and what each source gives.
+"""Show what a run would read: its first batches as text, how well they are packed, and what each source gives.
 
     python scripts/inspect_data.py --config debug.toml --batches 2 --data.shuffle false
 
-Takes the overrides that `train.py` takes. Text between « and » is not learnt: no label that counts is one of its tokens.
-A line is one document of a sequence. Nothing in the line predicts its first token; where a document goes on from the
-sequence before, that is the last label there.
+Takes the overrides that `train.py` takes. A line is one document of a sequence. Text between « and » is not learnt: none
+of its tokens is a label that counts. No token in a line predicts the line's first token. If a document continues from the
+sequence before, its first token here is the last label there.
 """
 
 import argparse
+import heapq
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
-from torchround.config import Config, ConfigError, load_config
+from torchround.config import Config, ConfigError, DataTable, load_config
 from torchround.data import DataError, Tokenizer, build_loader, build_tokenizer, num_tokens
-from torchround.data.loader import packs_whole_documents
-from torchround.data.survey import survey
+from torchround.data.document_types import Document
+from torchround.data.loader import mix_settings, open_sources, packs_whole_documents
+from torchround.data.reader import Reader
+from torchround.data.tokenising import tokenise
 from torchround.layer import IGNORED_LABEL, MicroBatch
 
 CHARACTERS_SHOWN = 160
@@ -39,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own flags, and the rest: overrides of the configuration."""
+    """Parse the command's own flags. Returns them and the rest, which are overrides of the configuration."""
     parser = argparse.ArgumentParser(description="Show what a run would read.", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the run's TOML file")
     parser.add_argument("--batches", type=at_least_one, default=1, help="global batches to read (default 1)")
@@ -53,14 +57,14 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def at_least_one(text: str) -> int:
-    """A count from the command line."""
+    """Parse a count from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"given {text}; legal: an integer of at least 1")
     return int(text)
 
 
 def print_batches(config: Config, tokenizer: Tokenizer, batches: int, sequences: int) -> None:
-    """The first batches as text, and what share of their positions are tokens and are learnt from."""
+    """Print the first batches as text, and the share of their positions that hold tokens and labels."""
     training = config.training
     loader = build_loader(
         config.data, tokenizer, training.seq_len, training.global_batch_size, config.run.seed
@@ -90,14 +94,14 @@ def print_batches(config: Config, tokenizer: Tokenizer, batches: int, sequences:
 
 
 def print_rows(batch: MicroBatch, number: int, rows: int, tokenizer: Tokenizer) -> None:
-    """The first `rows` sequences of batch `number`."""
+    """Print the first `rows` sequences of batch `number`."""
     for row in range(rows):
         print(f"--- batch {number}, sequence {row}")
         print_sequence(batch, row, tokenizer)
 
 
 def print_sequence(batch: MicroBatch, row: int, tokenizer: Tokenizer) -> None:
-    """One line per document: its number in the sequence, its tokens, its text."""
+    """Print one line per document: its number in the sequence, its tokens, its text."""
     for document in batch.document_ids[row].unique().tolist():
         inside = batch.document_ids[row] == document
         text = marked(batch.tokens[row][inside], batch.labels[row][inside], tokenizer)
@@ -105,9 +109,9 @@ def print_sequence(batch: MicroBatch, row: int, tokenizer: Tokenizer) -> None:
 
 
 def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> str:
-    """Text of `tokens` `[n]` of a document with its `labels` `[n]`, with « and » around runs that are not learnt.
+    """Return the text of a document's `tokens` `[n]`, with « and » around the tokens that are not learnt.
 
-    `labels[i]` is token `i + 1`, so it tells of that one.
+    `labels` `[n]`: `labels[i]` is token `i + 1`, or `IGNORED_LABEL` if that token is not learnt.
     """
     ignored = [True, *(labels == IGNORED_LABEL).tolist()[:-1]]
     edges = [
@@ -120,14 +124,14 @@ def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> 
 
 
 def shortened(text: str) -> str:
-    """The beginning and the end of a long text, on one line."""
+    """Put a text on one line; a long one keeps its beginning and its end."""
     text = text.replace("\n", "⏎")
     half = CHARACTERS_SHOWN // 2
     return text if len(text) <= CHARACTERS_SHOWN else f"{text[:half]} … {text[-half:]}"
 
 
 def print_survey(config: Config, tokenizer: Tokenizer, max_documents: int) -> None:
-    """Documents and tokens by source, the longest documents, and the bad records by file and line."""
+    """Print documents and tokens by source, the longest documents, and the bad records by file and line."""
     found = survey(config.data, tokenizer, config.run.seed, max_documents)
     all_tokens = max(1, sum(source.num_tokens for source in found.sources))
     for source in found.sources:
@@ -140,3 +144,55 @@ def print_survey(config: Config, tokenizer: Tokenizer, max_documents: int) -> No
     print(f"--- {found.num_bad} bad records")
     for record in found.bad_records:
         print(f"     {record}")
+
+
+# Counts of each source, in the order of training: the survey sees the documents that a run sees first.
+
+LONGEST = 5
+
+
+@dataclass
+class SourceSurvey:
+    """Counts for one source. `longest` lists the longest documents with their tokens, longest first."""
+
+    name: str
+    num_documents: int = 0
+    num_tokens: int = 0
+    longest: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, document: Document, num_tokens: int) -> None:
+        """Count a document that has been read to its end."""
+        self.num_documents += 1
+        self.num_tokens += num_tokens
+        self.longest = heapq.nlargest(LONGEST, [*self.longest, (num_tokens, str(document))])
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Counts for each source, the number of bad records, and the first of these with file and line."""
+
+    sources: list[SourceSurvey]
+    num_bad: int
+    bad_records: list[str]
+
+
+def survey(data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int) -> Survey:
+    """Read the first `max_documents` documents of the mix, at most one pass over each source. Raises `DataError`.
+
+    Bad records are skipped and listed, even if `data.on_bad_record` is `stop`.
+    """
+    data = data.model_copy(update={"epochs": 1, "on_bad_record": "skip"})
+    sources = open_sources(data, tokenizer)
+    found = [SourceSurvey(source.name) for source in sources]
+    reader = Reader(sources, mix_settings(data, sources, seed))
+    reader.reset()
+    num_tokens = 0
+    for piece in reader:
+        num_tokens += len(tokenise(tokenizer, piece).tokens)
+        if piece.last:
+            found[piece.source].add(piece.document, num_tokens)
+            num_tokens = 0
+            if sum(source.num_documents for source in found) == max_documents:
+                break
+    num_bad = sum(progress["bad"] for progress in reader.get_state()["sources"])
+    return Survey(found, num_bad, reader.bad_records)

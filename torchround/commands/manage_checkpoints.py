@@ -1,13 +1,14 @@
-"""The checkpoints of a run: what is there, whether it is sound, and what may be deleted.
+"""List the checkpoints of a run, verify them, and delete the ones that its rules do not keep.
 
     python scripts/checkpoint.py list outputs/my-run
     python scripts/checkpoint.py verify outputs/my-run
     python scripts/checkpoint.py prune outputs/my-run --dry-run
 
-Takes a run's folder or its `checkpoints`; `verify` also one `step-N`. `verify` reads every byte and compares checksums.
-`prune` deletes what the run's own `[checkpoint]` keys (or `--keep-latest-k`, `--keep-every-n-steps`) do not keep, and
-what killed saves left, but never the newest checkpoint that is sound, and nothing while a process works in the run's
-folder. Exit codes: 0, 1 something is damaged, 2 something given cannot be used.
+The folder is a run's, or its `checkpoints`; `verify` also takes one `step-N`. `verify` reads every byte and compares
+checksums. `prune` deletes the checkpoints that the run's `[checkpoint]` keys (or `--keep-latest-k`,
+`--keep-every-n-steps`) do not keep, and the leftovers of killed saves. It never deletes the newest sound checkpoint,
+and deletes nothing while a process works in the run's folder. Exit codes: 0 sound, 1 a checkpoint is damaged, 2 an
+argument cannot be used.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands import CommandError
 from torchround.config import CheckpointTable, ConfigError, RunTable, load_config
 from torchround.pipeline.memory import size_text
-from torchround.run.run_folder import RunFolder, RunFolderError
+from torchround.run.run_folder import RunError, RunFolder
 
 CHECKPOINTS = "checkpoints"
 AGE_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -33,7 +34,7 @@ AGE_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 @dataclass(frozen=True)
 class Row:
-    """One folder of a run's checkpoints."""
+    """A row of the list: one folder among a run's checkpoints."""
 
     name: str
     size_bytes: int
@@ -43,12 +44,12 @@ class Row:
 
 
 def main(arguments: list[str]) -> int:
-    """Do what is asked, and return the exit code."""
+    """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     options = parse(arguments)
     try:
         return {"list": list_all, "verify": verify, "prune": prune}[options.command](options)
-    except (CommandError, CheckpointError, ConfigError, RunFolderError, OSError) as error:
+    except (CommandError, CheckpointError, ConfigError, RunError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -58,22 +59,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, told in (
+    for name, help_text in (
         ("list", "what is there"),
         ("verify", "compare every checksum"),
         ("prune", "delete what is not kept"),
     ):
-        command = commands.add_parser(name, help=told)
+        command = commands.add_parser(name, help=help_text)
         command.add_argument("folder", type=Path, help="a run's folder, or its checkpoints")
         if name == "prune":
             command.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-            command.add_argument("--keep-latest-k", type=int, help="in the place of the run's own")
-            command.add_argument("--keep-every-n-steps", type=int, help="in the place of the run's own")
+            command.add_argument("--keep-latest-k", type=int, help="instead of the run's own")
+            command.add_argument("--keep-every-n-steps", type=int, help="instead of the run's own")
     return parser.parse_args(arguments)
 
 
 def list_all(options: argparse.Namespace) -> int:
-    """A table of everything in the folder that is ours. Contents are not read, so `complete` is not yet sound."""
+    """Print a table of the checkpoints and leftovers in the folder.
+
+    Tensors are not read, so `complete` says that all files have their sizes, not that they are sound.
+    """
     from rich.console import Console  # importing rich draws random numbers, which an import must not
     from rich.table import Table
 
@@ -86,7 +90,7 @@ def list_all(options: argparse.Namespace) -> int:
 
 
 def rows_of(checkpointer: Checkpointer) -> Iterator[Row]:
-    """Checkpoints by rising step, then what killed saves left."""
+    """Yield the checkpoints by rising step, then the leftovers of killed saves."""
     for step, path in checkpointer.checkpoints().items():
         condition, run_name = "complete", ""
         try:
@@ -104,7 +108,7 @@ def rows_of(checkpointer: Checkpointer) -> Iterator[Row]:
 
 
 def name_in(state: dict[str, Any]) -> str:
-    """The run's, where the state is that of a run."""
+    """Return the run's name from a checkpoint's state, or "" if the state is not a run's."""
     try:
         return str(state["config"]["run"]["name"])
     except (KeyError, TypeError):
@@ -117,7 +121,7 @@ def row(path: Path, condition: str, run_name: str = "") -> Row:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Read everything; 1 if something is damaged."""
+    """Read every byte of the checkpoints. Returns 1 if one is damaged, otherwise 0."""
     folder = options.folder
     if (folder / "manifest.json").exists() or folder.name.startswith("step-"):
         paths = [folder]
@@ -125,13 +129,13 @@ def verify(options: argparse.Namespace) -> int:
         paths = list(Checkpointer(checkpoints_of(folder)).checkpoints().values())
     if not paths:
         raise CommandError(f"{folder}: there are no checkpoints")
-    damaged = sum(not is_sound(path, told=True) for path in paths)
+    damaged = sum(not is_sound(path, reported=True) for path in paths)
     print(f"{len(paths) - damaged} of {len(paths)} are sound")
     return int(damaged > 0)
 
 
-def is_sound(path: Path, told: bool = False) -> bool:
-    """Whether every byte is as it was written; a bar on a terminal."""
+def is_sound(path: Path, reported: bool = False) -> bool:
+    """Whether every byte is as it was written. Shows a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -145,13 +149,13 @@ def is_sound(path: Path, told: bool = False) -> bool:
         except CheckpointError as error:
             print(error, file=sys.stderr)
             return False
-    if told:
+    if reported:
         print(f"checkpoint {path}: sound")
     return True
 
 
 def prune(options: argparse.Namespace) -> int:
-    """Delete by the rules, under the lock that a running process holds."""
+    """Delete by the rules, holding the lock that a running process would hold."""
     run = checkpoints_of(options.folder).parent
     with RunFolder(RunTable(name=run.name, folder=str(run.parent))) as folder:
         latest, every = keep_rules(options, run)
@@ -170,7 +174,7 @@ def prune(options: argparse.Namespace) -> int:
 
 
 def keep_rules(options: argparse.Namespace, run: Path) -> tuple[int, int]:
-    """`keep_latest_k` and `keep_every_n_steps`: given, or those of the run."""
+    """Return `keep_latest_k` and `keep_every_n_steps`: the given ones, otherwise the run's."""
     own = CheckpointTable()
     if options.keep_latest_k is None or options.keep_every_n_steps is None:
         if (run / "config.toml").exists():
@@ -187,12 +191,12 @@ def keep_rules(options: argparse.Namespace, run: Path) -> tuple[int, int]:
 
 
 def newest_sound(checkpointer: Checkpointer) -> Path | None:
-    """By their contents, which sizes say nothing of."""
+    """Find the newest checkpoint whose bytes all verify. Sizes alone do not show damage."""
     return next((path for path in reversed(checkpointer.checkpoints().values()) if is_sound(path)), None)
 
 
 def checkpoints_of(folder: Path) -> Path:
-    """The folder `checkpoints` of a run that is given by itself or by that."""
+    """Return the folder `checkpoints` of a run; the run's folder and `checkpoints` itself are both accepted."""
     folder = folder.absolute()
     found = folder if folder.name == CHECKPOINTS else folder / CHECKPOINTS
     if not found.is_dir():
@@ -205,6 +209,6 @@ def reason(error: CheckpointError, path: Path) -> str:
 
 
 def age(seconds: float) -> str:
-    """In the largest unit that gives at least 1."""
+    """Format an age in the largest unit of which it has at least one."""
     unit_s, unit = next((pair for pair in AGE_UNITS if seconds >= pair[0]), AGE_UNITS[-1])
     return f"{seconds / unit_s:.0f} {unit}"

@@ -80,7 +80,7 @@ def _with_adapters(options: Options, rank: int) -> Options:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options; what it does not know is an override of the config."""
+    """Return the parser of the command's own options; other arguments are overrides of the config."""
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -97,14 +97,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def count(text: str) -> int:
-    """A number of things from the command line."""
+    """Parse a count from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"given {text}; legal: an integer of at least 1")
     return int(text)
 
 
 def positive(text: str) -> float:
-    """An amount from the command line."""
+    """Parse an amount from the command line."""
     try:
         amount = float(text)
     except ValueError:
@@ -154,7 +154,7 @@ def show_plan(answer: PlanReport) -> None:
 
 
 def rendered(report: PlanReport) -> "Group":
-    """The report for a console."""
+    """Turn the report into tables and lines for a console."""
     from rich.console import Group  # draws random numbers when imported, which an import must not
 
     timed = report.question.device is not None
@@ -224,7 +224,7 @@ def _table(title: str, names: tuple[str, ...], numbers: tuple[str, ...]) -> "Tab
 
 
 def _layers(first: PlannedStage, last: PlannedStage) -> str:
-    """The layers of a run of stages, lowest first; backward stages are dispatched from the deepest."""
+    """Name the layers of consecutive stages, lowest first; backward stages are dispatched deepest first."""
     low, high = (last, first) if first.kind == "backward" else (first, last)
     if low.first_layer == high.last_layer:
         return low.first_layer
@@ -246,7 +246,7 @@ def _device_line(report: PlanReport) -> str:
 def _speed_lines(report: PlanReport) -> Iterator[str]:
     device, transfers, plan = report.question.device, report.transfers, report.plan
     if device is None or transfers is None or plan is None:
-        yield "the device's speed is not in the table, so there is no tokens/s and no PCIe load"
+        yield "the device's speed is not known, so there are no tokens/s and no PCIe load"
         return
     yield f"about {report.tokens_per_s:,.0f} tokens/s, counted from FLOPs, not measured, with transfers taken as hidden"
     stage = plan.stages[transfers.busiest_stage]
@@ -256,20 +256,18 @@ def _speed_lines(report: PlanReport) -> Iterator[str]:
         f"busiest stage, {transfers.busiest_stage} ({stage.kind}, {stage.first_layer} .. {stage.last_layer})"
     )
     if report.micro_batches_to_hide == math.inf:
-        yield "activations alone take longer than what is computed: no number of micro-batches hides the weights"
+        yield "activations alone take longer than computing: no number of micro-batches hides the weight upload"
     elif report.micro_batches_to_hide is not None:
         size = plan.num_micro_batches / plan.rounds
-        verdict = (
-            "computation hides them" if size >= report.micro_batches_to_hide else "devices wait for them"
-        )
+        hidden = size >= report.micro_batches_to_hide
         yield (
-            f"weights going up need {report.micro_batches_to_hide:.1f} micro-batches per round to be hidden, "
-            f"this run has {size:g}: {verdict}"
+            f"weight upload is {'' if hidden else 'not '}hidden by compute (needs "
+            f"{report.micro_batches_to_hide:.1f} micro-batches per round; this run has {size:g})"
         )
 
 
 def _faster_lines(report: PlanReport) -> Iterator[str]:
-    basis = "" if report.question.device is not None else ", if time went by FLOPs"
+    basis = "" if report.question.device is not None else ", if time is in proportion to FLOPs"
     for change in sorted(report.faster, key=lambda change: -change.gain):
         yield f"{change.setting} would take {100 * change.gain:.0f} % less time per step{basis}"
 

@@ -18,18 +18,18 @@ from torchround.commands import CommandError
 from torchround.pipeline.baselines import SCHEDULES, ScheduleError, simulate_schedule
 from torchround.pipeline.baselines.device_bound import SimulationSetup
 from torchround.pipeline.baselines.schedule_report import ScheduleReport
-from torchround.pipeline.costs import Costs, CostsError, LayerParameters, costs_from_work
+from torchround.pipeline.costs import Costs, CostsError, ParameterCounts, costs_from_work
 from torchround.pipeline.devices import DEVICES, DeviceSpec, UnknownPeakError, find_device
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.timeline import trace_events
 
-WIDTH = 100  # of the table where the output is no terminal
+WIDTH = 100  # of the table, in characters, when the output is not a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 2 for a mistake in what was given, with one message."""
+    """Run the command. Returns the exit code: 2 for a mistake in the arguments, with one message."""
     options = parser().parse_args(arguments)
     try:
         setting = setting_from(options)
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options."""
+    """Return the parser of all options."""
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def setting_from(options: argparse.Namespace) -> SimulationSetup:
-    """Everything the schedules are built from. Raises `CommandError` and what reading the files raises."""
+    """Collect the numbers that the schedules are built from. Raises `CommandError` and the errors of reading files."""
     card = _card(options.device)
     if options.costs is not None:
         costs = _costs_from(options.costs)
@@ -105,18 +105,18 @@ def setting_from(options: argparse.Namespace) -> SimulationSetup:
 
 
 def schedule_names(given: str) -> list[str]:
-    """`all`, or the comma-separated names, each of which must exist."""
+    """Resolve `all`, or comma-separated names. Raises `CommandError` for a name that does not exist."""
     names = list(SCHEDULES) if given == "all" else [name.strip() for name in given.split(",")]
     for name in names:
         if name not in SCHEDULES:
             near = get_close_matches(name, SCHEDULES, n=1)
             hint = f"; nearest: {near[0]}" if near else ""
-            raise CommandError(f"--schedules: {name!r} is none of {', '.join(SCHEDULES)}{hint}")
+            raise CommandError(f"--schedules: {name!r} is not one of {', '.join(SCHEDULES)}{hint}")
     return names
 
 
 def simulate_all(names: Sequence[str], setting: SimulationSetup) -> list[ScheduleReport]:
-    """A report per schedule. One that cannot be built here is left out with a line that says why."""
+    """Simulate each schedule. One that cannot be built here is left out, with a line that says why."""
     reports = []
     for name in names:
         try:
@@ -129,7 +129,7 @@ def simulate_all(names: Sequence[str], setting: SimulationSetup) -> list[Schedul
 
 
 def show(reports: Sequence[ScheduleReport], setting: SimulationSetup) -> None:
-    """The table on the console."""
+    """Print the table."""
     from rich.box import SIMPLE_HEAD  # importing rich draws random numbers, which an import must not
     from rich.console import Console
     from rich.table import Table
@@ -164,7 +164,7 @@ def show(reports: Sequence[ScheduleReport], setting: SimulationSetup) -> None:
 def write_files(
     reports: Sequence[ScheduleReport], setting: SimulationSetup, options: argparse.Namespace
 ) -> None:
-    """Whatever of `--json`, `--trace` and `--plot` was asked for."""
+    """Write the files that `--json`, `--trace` and `--plot` name."""
     if options.json:
         data = {"schedules": {result.name: result.to_json() for result in reports}}
         options.json.write_text(json.dumps(data, indent=1) + "\n")
@@ -180,12 +180,12 @@ def write_files(
 
 
 def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str) -> Costs:
-    """Costs counted from a model's shapes, every parameter trained."""
+    """Count the costs of a model from its shapes, with every parameter trained."""
     from torchround.models import FAMILIES, ModelConfigError
 
     family, _, flavor = name.partition("/")
     if family not in FAMILIES:
-        raise CommandError(f"--model: {family!r} is none of {', '.join(FAMILIES)}")
+        raise CommandError(f"--model: {family!r} is not one of {', '.join(FAMILIES)}")
     try:
         model = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor))
     except ModelConfigError as error:
@@ -196,7 +196,7 @@ def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str
         return costs_from_work(
             model.names,
             [layer.work(batch, tokens, element_bytes) for layer in model.layers],  # type: ignore[operator]
-            [LayerParameters(size, size) for size in sizes],
+            [ParameterCounts(size) for size in sizes],
             card,
             dtype,
             element_bytes,

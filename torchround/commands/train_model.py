@@ -1,9 +1,9 @@
-"""Train a model: parse the config, pick the model family, build, run.
+"""Train a model: parse the config, build the parts of the run, plan it, train.
 
-    torchrun train.py --config debug.toml --training.steps 100
+    python train.py --config debug.toml --training.steps 100
 
-Exit codes: 0 the run is complete, 1 a fault, 2 a mistake in the config or in how this was launched, 128 + n
-stopped by signal n after saving.
+Exit codes: 0 the run is complete; 1 a fault; 2 a mistake in the config or in the launch; 128 + n stopped by signal n,
+after saving.
 """
 
 import logging
@@ -41,20 +41,19 @@ from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.early_end import BadStepsError
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, host_memory_text, run_question
-from torchround.run.resume import ResumeError
-from torchround.run.run_folder import RunFolder, RunFolderError
+from torchround.run.run_folder import RunError, RunFolder
 from torchround.trainer import RunParts, Trainer
 from torchround.untrusted.terminal import escape_unprintable, say
 
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
-    *(PlanError, RunFolderError, ResumeError, HFError),
+    *(PlanError, RunError, HFError),
 )
 FAULTS = (BadStepsError, CheckpointError, DataError, EngineError)
 
 
 def main(arguments: list[str]) -> int:
-    """Run, and return the exit code."""
+    """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         return run(arguments)
@@ -162,7 +161,7 @@ def export_newest(folder: RunFolder, adapters: bool) -> None:
 
 
 def find_tokenizer(options: Options) -> Tokenizer:
-    """The tokenizer that the config names. Raises `TokenizerError`, or `ConfigError` where nothing is at its path."""
+    """Build the tokenizer that the config names. Raises `TokenizerError`, or `ConfigError` if nothing is at its path."""
     config = options.config
     try:
         return build_tokenizer(config.tokenizer, config.model.hf_path)
@@ -171,7 +170,7 @@ def find_tokenizer(options: Options) -> Tokenizer:
 
 
 def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Iterable[MicroBatch]]:
-    """The data, and what is validated on: nothing where validation is off."""
+    """Build the training data, and the validation batches, which are empty when validation is off."""
     config, training = options.config, options.config.training
     sizes = training.seq_len, training.global_batch_size
     try:
@@ -187,7 +186,7 @@ def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Itera
 
 
 def refuse_several_processes(environment: Mapping[str, str]) -> None:
-    """One process drives every device of a node, and there is one node."""
+    """Raise `EngineUsageError` for more than one process: one process drives all devices, on one node."""
     processes, world = (environment.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if processes != "1":
         raise EngineUsageError(

@@ -75,8 +75,8 @@ class EngineTable(Table):
     resumed run keeps its rounds. Default: 1, or the plan's."""
 
     recompute: Literal["stage", "layer"] = "stage"
-    """Activations that a backward stage keeps on the device at once, for one micro-batch. `stage`: those of all its layers.
-    `layer`: those of one layer, which takes less device memory and one more forward pass of the stage."""
+    """Activations that a backward stage keeps on the device at once, for one micro-batch. `stage`: of all its layers.
+    `layer`: of one layer, which takes less device memory and one more forward pass of the stage."""
 
     grad_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of gradients during the download and in host memory. `auto`: `training.dtype`. `float32` takes 2 bytes

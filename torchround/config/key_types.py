@@ -111,7 +111,7 @@ class KeyType:
         return KeyType(get_args(self.annotation)[0]).unwrapped()
 
     def choices(self) -> tuple[str, ...]:
-        """Return the strings that are legal by name, including those of a union's members."""
+        """Return the strings that are legal by name, including the ones of a union's members."""
         if get_origin(self.annotation) is Literal:
             return get_args(self.annotation)
         return tuple(name for member in self.members() for name in KeyType(member).unwrapped().choices())

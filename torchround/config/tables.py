@@ -328,8 +328,8 @@ class TraceTable(Table):
     """Timelines of chosen steps, which show how time and memory are spent."""
 
     steps: Many[PositiveInt] = ()
-    """Steps (counted from 1) whose tasks and copies are written to `trace/` in the run's folder. A step after the last one
-    is a warning. Default: none."""
+    """Steps (counted from 1) whose tasks and copies are written to `trace/` in the run's folder, with what overlaps them of
+    the steps before and after. A step after the last one is a warning. Default: none."""
 
     memory: bool = False
     """Also write a snapshot of device memory for each traced step."""

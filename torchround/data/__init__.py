@@ -1,6 +1,6 @@
-"""Text files in, batches of packed token sequences out, at a position that is never lost.
+"""Turns text files into batches of packed token sequences, from a position that a checkpoint saves exactly.
 
-Read, tokenise, pack, batch, prefetch: a chain of `torchdata` nodes whose state goes into the checkpoint.
+The steps read, tokenise, pack, shuffle, batch and prefetch are `torchdata` nodes. Their state is the saved position.
 """
 
 from torchround.data.errors import DataError, MissingTokenizerError, TokenizerError

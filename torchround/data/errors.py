@@ -1,21 +1,21 @@
-"""What can be wrong with the data a user brings; every message names the file, and the line where there is one."""
+"""Errors in the data that a user brings. Each message names the file, and the line if there is one."""
 
 from torchround.untrusted.terminal import terminal_safe
 
 
 class DataError(ValueError):
-    """A source that is missing, empty or unreadable, or a saved position that belongs to other data."""
+    """An error in a source that is missing, empty or unreadable, or in a saved position of other data."""
 
     def __init__(self, message: object) -> None:
         super().__init__(terminal_safe(message))
 
 
 class TokenizerError(DataError):
-    """No tokenizer is given, or its file is missing, damaged or of a kind that is not supported."""
+    """An error in the choice of a tokenizer, or in its file: missing, damaged or of an unsupported kind."""
 
 
 class MissingTokenizerError(TokenizerError):
-    """There is nothing at the path that `key` gives; key and message apart, for who knows where it was given."""
+    """An error in a path of a tokenizer that does not exist. `key` is the config key that gives the path."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")

@@ -59,10 +59,10 @@ class DocumentPiece:
 
 @dataclass
 class SourceProgress:
-    """How far the reader is in one source: passes finished, cursor in this pass, and counts of documents.
+    """Progress in one source: passes finished, cursor in this pass, and counts of documents.
 
-    `used` counts the documents of this pass that gave content, `drawn` those of all passes that were looked at, and
-    `bad` those of all passes that were skipped as bad.
+    `used` counts the documents of this pass that gave content, `drawn` the documents of all passes that were looked at, and
+    `bad` the documents of all passes that were skipped as bad.
     """
 
     cursor: Cursor

@@ -1,12 +1,12 @@
-"""Layers compiled for the devices: each kind of layer once, for all its layers and passes.
+"""Compiled layers: each kind of layer is compiled once, for all its layers, passes and devices.
 
-Layers are of one kind when they are the same code: same classes, shapes and settings. A kind is compiled with its
-parameters as inputs, so that one piece of code serves every layer of the kind on every worker, however its weights
-are bound. It is compiled when the first micro-batch of a new shape arrives, one at a time, forward and backward
-together: only then are shapes and facts those that occur, and devices that need nothing new go on meanwhile.
+Layers are of one kind if they are the same code: same classes, shapes and settings. A kind is compiled with its
+parameters as inputs, so one piece of code serves every layer of the kind on every worker, wherever its weights lie.
+Compilation waits for the first micro-batch of a new shape, because only then the shapes are those that occur. Forward
+and backward are compiled together, one kind at a time; devices that need nothing new continue meanwhile.
 
-A forward stage, a recomputation and a fused stage run the very same forward code: separately compiled ones would
-round differently, and results would depend on the plan.
+Forward stages, recomputations and fused stages run the very same forward code. If each had its own, it would round
+differently, and results would depend on the plan.
 """
 
 import copy
@@ -33,23 +33,23 @@ from torchround.optim.kernel import cxx_compiler
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-COMPILE_LIMIT_S = 1800.0  # what takes longer counts as a hang
-COST = "run uncompiled: the same but for rounding, slower, because each elementwise step goes through memory"
+COMPILE_LIMIT_S = 1800.0  # a compilation that takes longer counts as a hang
+COST = (
+    "run uncompiled: equal except for rounding, but slower, because each elementwise step goes through memory"
+)
 
 
 class LayerCompiler:
-    """The compiled kinds of one model; engines that follow each other may share it.
-
-    `backend` is one of `torch.compile`'s.
-    """
+    """The compiled kinds of one model. Successive engines may share it. `backend` is one of `torch.compile`'s."""
 
     def __init__(self, model: LayeredModel, backend: str = "inductor") -> None:
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
         self._backend = backend
         self._turn = threading.Lock()
-        self._compiles: dict[str, bool] = {}  # by kind of device
+        self._compiles: dict[str, bool] = {}  # by type of device: whether there is a compiler
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
+            # Only the last layer may compute something else without gradients, so it shares no code with the others.
             code = (index == len(model.layers) - 1, _structure(layer))
             kind = next((kind for kind in self.kinds if kind.code == code), None)
             if kind is None:
@@ -59,7 +59,7 @@ class LayerCompiler:
             self._kind_of.append(kind)
 
     def compiled(self, index: int, layer: nn.Module, board: Board) -> LayerCall:
-        """Layer `index` of the model with the parameters that `layer` is bound to now."""
+        """Return layer `index` of the model, compiled, with the parameters that `layer` is bound to now."""
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
         if parameters and not self._compiles_for(parameters[0].device.type, board):
@@ -72,7 +72,7 @@ class LayerCompiler:
         return call
 
     def _compiles_for(self, device: str, board: Board) -> bool:
-        """Whether there is a compiler for this kind of device. Says once if not."""
+        """Return whether there is a compiler for this type of device. Warns once if not."""
         if device not in self._compiles:
             with _turn(self._turn, board):
                 if device not in self._compiles:
@@ -86,7 +86,7 @@ class LayerCompiler:
 
 
 class LayerKind:
-    """Layers of the same code, and what was compiled of it: a variant for each shape, device and fact that occurred."""
+    """Layers of the same code, and one `CompiledShape` for each shape, device and kind of call that has occurred."""
 
     def __init__(
         self, layer: nn.Module, code: object, *, is_last: bool, backend: str, turn: threading.Lock
@@ -96,7 +96,7 @@ class LayerKind:
         named = list(layer.named_parameters(remove_duplicate=False))
         self.paths = [path for path, _ in named]
         self._trained = [parameter.requires_grad for _, parameter in named]
-        self.variants: dict[object, CompiledShape] = {}
+        self.shapes: dict[object, CompiledShape] = {}
         self._prototype = copy.deepcopy(layer)
         self._is_last = is_last
         self._backend = backend
@@ -106,9 +106,10 @@ class LayerKind:
     def run(
         self, parameters: Sequence[Tensor], hidden: Hidden | None, micro_batch: MicroBatch, board: Board
     ) -> Hidden | None:
-        """The layer's output, None where this kind cannot be compiled."""
+        """Return the layer's output, None if this kind cannot be compiled."""
         inputs = () if hidden is None else as_tuple(hidden)
-        # Only the last layer may compute something else where gradients are off.
+        # Only the last layer may compute something else without gradients: the others share one code for both, so that
+        # a forward and its recomputation give the same bits.
         differentiates = torch.is_grad_enabled() or not self._is_last
         documents = micro_batch.max_documents
         key = (
@@ -120,47 +121,50 @@ class LayerKind:
             micro_batch.tokens.shape,
             micro_batch.tokens.device,
         )
+        # Numbers that change from batch to batch go in as tensors, so that no new number is a new compilation.
         micro_batch = replace(
             micro_batch,
             dropout_seed=_as_data(micro_batch.dropout_seed),
             max_documents=documents if documents == 1 else _as_data(documents),
         )
         tensors = [*parameters, *inputs]
-        variant = self.variants.get(key)
-        if variant is None and not self._given_up:
+        shape = self.shapes.get(key)
+        if shape is None and not self._given_up:
             with _turn(self._turn, board):
-                if key not in self.variants and not self._given_up:
+                # Looked up again: another worker may have compiled it while this one waited for its turn.
+                if key not in self.shapes and not self._given_up:
                     function = self._function(isinstance(hidden, Tensor))
                     wants = [differentiates and wanted for wanted in [*self._trained, *_floating(inputs)]]
                     self._compile(
                         key, CompiledShape(function, wants, self._backend), board, micro_batch, tensors
                     )
-                variant = self.variants.get(key)
-        return None if variant is None else variant(micro_batch, tensors)
+                shape = self.shapes.get(key)
+        return None if shape is None else shape(micro_batch, tensors)
 
     def _compile(
         self,
         key: object,
-        variant: "CompiledShape",
+        shape: "CompiledShape",
         board: Board,
         micro_batch: MicroBatch,
         tensors: list[Tensor],
     ) -> None:
-        """What fails here is tried uncompiled, where it may fail for good."""
+        """Compile by running once. If that fails, the kind runs uncompiled, and an error of the layer itself shows there."""
         try:
+            # A compilation takes longer than the watchdog waits.
             with _moving(board):
-                variant.rehearse(micro_batch, tensors)
+                shape.rehearse(micro_batch, tensors)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001  (compilers raise whatever they like)
             self._give_up(error)
         else:
-            self.variants[key] = variant
+            self.shapes[key] = shape
 
     def _function(self, single: bool) -> Callable[..., Hidden]:
-        """The layer as a function of tensors, with a code object of its own.
+        """Return the layer as a function of tensors, with a code object of its own.
 
-        Dynamo counts what it compiled, and limits it, by code object.
+        Dynamo limits the number of compilations for each code object, so shapes must not share one.
         """
         layer, paths = self._prototype, self.paths
 
@@ -170,7 +174,7 @@ class LayerKind:
             hidden = as_hidden(inputs, single) if inputs else None
             return torch.func.functional_call(layer, values, (hidden, MicroBatch(*integers, **facts)))
 
-        code = run_layer.__code__.replace(co_name=f"run_{type(layer).__name__}_{len(self.variants)}")
+        code = run_layer.__code__.replace(co_name=f"run_{type(layer).__name__}_{len(self.shapes)}")
         return types.FunctionType(code, run_layer.__globals__, code.co_name, None, run_layer.__closure__)
 
     def _give_up(self, error: Exception) -> None:
@@ -188,7 +192,7 @@ class LayerKind:
 
 
 class CompiledShape:
-    """A kind compiled for one shape. `wants` says which of parameters and inputs get gradients."""
+    """A kind compiled for one shape. `wants` says which parameters and inputs get gradients."""
 
     def __init__(self, function: Callable[..., Hidden], wants: Sequence[bool], backend: str) -> None:
         options = _deterministic_options() if backend == "inductor" else None
@@ -202,14 +206,14 @@ class CompiledShape:
         return as_hidden(outputs, self._single)
 
     def rehearse(self, micro_batch: MicroBatch, tensors: list[Tensor]) -> None:
-        """Run forward and backward once, so that both are compiled, and forget what came out."""
+        """Run forward and backward once, so that both are compiled, and drop the results."""
         inner, outputs = self.forward(micro_batch, tensors)
         self.backward(inner, outputs, [torch.zeros_like(output) for output in outputs])
 
     def forward(
         self, micro_batch: MicroBatch, tensors: Sequence[Tensor]
     ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Leaves in the place of `tensors`, and the outputs computed from them."""
+        """Return leaves in the place of `tensors`, and the outputs computed from them."""
         inner = [_leaf(tensor, wanted) for tensor, wanted in zip(tensors, self._wants, strict=True)]
         with torch.set_grad_enabled(any(self._wants)):
             output = self._compiled(inner, micro_batch.tensors(), micro_batch.facts())
@@ -219,7 +223,7 @@ class CompiledShape:
     def backward(
         self, inner: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """A gradient for each of `inner`, None where there is none."""
+        """Return a gradient for each leaf of `inner`, None for a leaf without one."""
         pairs = [
             (output, grad) for output, grad in zip(outputs, gradients, strict=True) if output.requires_grad
         ]
@@ -235,14 +239,17 @@ class CompiledShape:
 
 
 class _Run(torch.autograd.Function):
-    """Keeps the caller's leaves, with gradients that they hold already, out of what is compiled."""
+    """The step from the caller's autograd graph into compiled code and back.
+
+    It keeps the caller's leaves, which may hold gradients already, out of what is compiled.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, variant: CompiledShape, micro_batch: MicroBatch, *tensors: Tensor
+        ctx: Any, shape: CompiledShape, micro_batch: MicroBatch, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        inner, outputs = variant.forward(micro_batch, tensors)
-        ctx.variant, ctx.inner, ctx.outputs = variant, inner, outputs
+        inner, outputs = shape.forward(micro_batch, tensors)
+        ctx.shape, ctx.inner, ctx.outputs = shape, inner, outputs
         found = tuple(output.detach() for output in outputs)
         ctx.mark_non_differentiable(*(output for output in found if not output.is_floating_point()))
         return found
@@ -250,17 +257,17 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inner, outputs = ctx.inner, ctx.outputs
-        ctx.inner = ctx.outputs = None  # what they keep is of no more use once the gradients are there
-        return None, None, *ctx.variant.backward(inner, outputs, grads)
+        ctx.inner = ctx.outputs = None  # the activations that they keep are of no more use
+        return None, None, *ctx.shape.backward(inner, outputs, grads)
 
 
 def _as_data(fact: int | Tensor | None) -> Tensor | None:
-    """A number that changes from call to call: as a tensor it is no part of what is compiled."""
+    """Return a number that changes from call to call as a tensor: as an int, each value would be compiled anew."""
     return None if fact is None else torch.tensor(fact)
 
 
 def _leaf(tensor: Tensor, wanted: bool) -> Tensor:
-    """The same memory as a leaf of its own."""
+    """Return the same memory as a leaf of its own."""
     return tensor.detach().requires_grad_(wanted)
 
 
@@ -269,7 +276,7 @@ def _floating(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def _structure(layer: nn.Module) -> object:
-    """Equal for layers that are the same code: classes, settings, hooks, shapes and what is trained, by path."""
+    """Return a value that is equal for layers of the same code: classes, settings, hooks, shapes and what is trained."""
     own = set(vars(nn.Module()))
 
     def settings(module: nn.Module) -> list[tuple[str, object]]:
@@ -299,6 +306,7 @@ def _compares(value: object) -> bool:
 
 @contextmanager
 def _turn(lock: threading.Lock, board: Board) -> Iterator[None]:
+    """Hold the lock for the block. Raises `Stopped` if the engine stops while this thread waits for it."""
     while not lock.acquire(timeout=POLL_S):
         board.raise_if_stopped()
     try:
@@ -309,7 +317,7 @@ def _turn(lock: threading.Lock, board: Board) -> Iterator[None]:
 
 @contextmanager
 def _moving(board: Board) -> Iterator[None]:
-    """Within the block nothing is posted for long, which is no hang."""
+    """Keep the watchdog quiet in the block, in which nothing is handed over for long."""
     done, deadline_s = threading.Event(), time.monotonic() + COMPILE_LIMIT_S
 
     def tell() -> None:
@@ -326,14 +334,14 @@ def _moving(board: Board) -> Iterator[None]:
 
 
 def _deterministic_options() -> dict[str, Any]:
-    """Inductor may else choose by measured times how a sum is added up; equal runs must give equal bits."""
+    """Return options that keep Inductor from choosing by measured times how sums add up: equal runs give equal bits."""
     return {"deterministic": True} if "deterministic" in torch._inductor.list_options() else {}
 
 
 def _missing_compiler(device: str) -> str | None:
-    """What is not here of what Inductor needs: it writes C++ for a CPU, Triton for a GPU."""
+    """Return what Inductor lacks here, None if nothing: it writes C++ for a CPU, Triton for a GPU."""
     if device == "cpu" and shutil.which(cxx_compiler()) is None:
-        return f"there is no C++ compiler {cxx_compiler()!r}; CXX names another"
+        return f"there is no C++ compiler {cxx_compiler()!r}; set CXX to another"
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     return None

@@ -96,7 +96,7 @@ class Engine:
     ) -> None:
         if partition.num_layers != len(model.layers):
             raise EngineUsageError(
-                f"the partition covers {partition.num_layers} layers of {len(model.layers)}"
+                f"the partition covers {partition.num_layers} layers, the model has {len(model.layers)}"
             )
         if not store.is_consistent:
             raise EngineUsageError(

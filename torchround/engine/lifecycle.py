@@ -36,7 +36,7 @@ class Lifecycle:
         return self._stopped
 
     def start(self, threads: Sequence[threading.Thread], optimizer: OptimizerWorker) -> None:
-        """Start the engine's threads: those of the devices first, in device order, and `optimizer`'s among the others."""
+        """Start the engine's threads. Device threads come first, in device order; `optimizer`'s is among the others."""
         self._threads, self._optimizer = threads, optimizer
         for thread in threads:
             thread.start()

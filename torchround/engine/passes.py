@@ -186,7 +186,10 @@ def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
                 )
     bounds = {micro_batch.max_documents for micro_batch in micro_batches}
     if len(bounds) > 1:
-        return f"max_documents is a fact of the whole batch, but its micro-batches have {sorted(map(str, bounds))}"
+        return (
+            "all micro-batches of a pass must have the same max_documents, "
+            f"but these have {sorted(map(str, bounds))}"
+        )
     return None
 
 

@@ -1,4 +1,4 @@
-"""What devices and the optimizer measure of a step, and the result that the caller of a pass gets.
+"""The measurements of a step by devices and the optimizer, and the result that the caller of a pass gets.
 
 Devices report stage slots (`SlotReport`), the optimizer reports updates. A `StepResult` waits for these reports when
 its caller asks for them, and keeps them. `costs_from_reports` turns them into the planner's costs.
@@ -34,13 +34,13 @@ class DeviceSpan:
 
     @property
     def seconds(self) -> float:
-        """How long it took. Waits until the device has passed its end."""
+        """Its duration. Waits until the device has passed its end."""
         return self.end.seconds_since(self.start)
 
 
 @dataclass(frozen=True)
 class SlotReport:
-    """What a device measured in one stage slot.
+    """The measurements of one stage slot on its device.
 
     `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready` marks the
     arrival of its weights. `update_wait_s` is how long the device's thread waited until it could send them, because

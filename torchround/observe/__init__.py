@@ -1,4 +1,4 @@
-"""What a run tells about itself: a file, the console, Weights & Biases. No training step fails by it."""
+"""Everything that a run reports: a file, the console, Weights & Biases. A report that fails never fails a step."""
 
 from torchround.observe.logger import MetricsLogger, open_metrics
 from torchround.observe.record import StepRecord, host_gib, host_peak_gib

@@ -56,7 +56,7 @@ class StepRecord:
         return max(self.device_peaks_gib, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the keys and values to store. Only a validated step has those of a validation.
+        """Return the keys and values to store. A validated step has two more keys.
 
         A number that is not finite becomes None, JSON's null: strict readers refuse a whole file with one NaN in it.
         """

@@ -1,26 +1,32 @@
-"""The console's line per logged step: coloured in a terminal, plain text in a log."""
+"""The reporters of a run: the console, `metrics.jsonl`, and Weights & Biases.
+
+Each takes the record of a logged step with `log` and ends with `close`. Both may raise; `MetricsLogger` catches that.
+"""
 
 import json
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Literal, TextIO
 
 from torchround.observe.record import StepRecord, perplexity
 from torchround.pipeline.memory import GIB, size_text
 
-# Logged lines over which the time per step is taken for the time that is left.
+# The ETA takes the time per step from so many of the newest lines.
 _ETA_LINES = 20
+
+# Lines that wait for a disk that takes them again: about 10 MB.
+KEPT_LINES = 10_000
 
 _STYLES = {"step": "bold", "loss": "bold green", "tokens/s": "cyan", "skipped": "bold red"}
 
 
 class ConsoleReport:
-    """Prints one line per record to `stream` (default: standard output)."""
+    """The console's lines, one for each record, on `stream` (default: standard output). Coloured in a terminal."""
 
     def __init__(
         self,
@@ -36,16 +42,16 @@ class ConsoleReport:
         self._seen = deque([(resumed_step, clock())], maxlen=_ETA_LINES)
 
     def log(self, record: StepRecord) -> None:
-        """Print the record's line, at once."""
+        """Print the record's line and flush it."""
         self._seen.append((record.step, self._clock()))
         self._print(line_parts(record, self.total_steps, self._left_s(record)))
         self._stream.flush()
 
     def close(self) -> None:
-        """Nothing to close; the stream is the caller's."""
+        """Do nothing: the caller owns the stream."""
 
     def _left_s(self, record: StepRecord) -> float:
-        """Seconds to the last step at the recent pace, with all that was done besides training."""
+        """Return the seconds until the last step at the recent pace, which includes validations and saves."""
         (first_step, first_s), (last_step, last_s) = self._seen[0], self._seen[-1]
         steps = last_step - first_step
         step_s = (last_s - first_s) / steps if steps > 0 else record.step_s
@@ -53,7 +59,7 @@ class ConsoleReport:
 
 
 def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[str]:
-    """The parts of a line. MFU, device memory, validation loss and skipped steps only where there are any."""
+    """Return the parts of a line. MFU, device memory, validation loss and skipped steps appear only if there are any."""
     parts = [
         f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
         f"loss {record.loss:.4f}",
@@ -76,7 +82,7 @@ def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[str]
 
 
 def duration(seconds: float) -> str:
-    """Seconds as the two largest units that say something: `42 s`, `3 min 05 s`, `1 h 03 min`, `2 d 04 h`."""
+    """Return seconds as text in the two largest units: `42 s`, `3 min 05 s`, `1 h 03 min`, `2 d 04 h`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -88,14 +94,14 @@ def duration(seconds: float) -> str:
 
 
 def _printer(stream: TextIO) -> Callable[[list[str]], None]:
-    """What prints the parts of a line to `stream`: in colour if it is a terminal."""
+    """Return a function that prints the parts of a line to `stream`, in colour if it is a terminal."""
     if not stream.isatty():
         return lambda parts: print(" | ".join(parts), file=stream)
-    # Here, because importing rich draws from Python's random generator.
+    # Imported only here: importing rich draws from Python's random generator.
     from rich.console import Console
     from rich.text import Text
 
-    # Never wrapped: it would break the columns.
+    # A wrapped line would break the columns.
     console = Console(file=stream, highlight=False, soft_wrap=True)
     return lambda parts: console.print(
         Text(" | ", style="dim").join(Text(part, style=_style(part)) for part in parts)
@@ -106,22 +112,14 @@ def _style(part: str) -> str:
     return next((style for word, style in _STYLES.items() if word in part.split()), "")
 
 
-# `metrics.jsonl`: one JSON object per logged step, going on after a resume without repeating a step.
-#
-# The file is never left with a line that is not whole: what a failed write left is cut off, the line is kept until the
-# disk takes it, and what a killed process left is dropped when the file is opened again.
-
-
-KEPT_LINES = 10_000  # about 10 MB
-
-
 class MetricsFile:
-    """Appends records to `path`. Opening it drops the records after step `after_step`, where a run goes on.
+    """The file `metrics.jsonl` at `path`, which records are appended to. It never holds half a line for long.
 
-    `after_step` is 0 for a run that starts anew: nothing of an earlier attempt stays. `log` and `close` raise
-    `OSError` when the disk fails; the file can go on being used: the records so far stay, and what could not be
-    written (the newest `KEPT_LINES` of it) is written with the next record, or on closing. A file that cannot even be
-    opened is opened then.
+    Opening drops the records after step `after_step`, from which a resumed run continues; 0 drops all of them.
+
+    `log` and `close` raise `OSError` when the disk fails. The file stays usable: `log` and `close` first write the
+    newest `KEPT_LINES` lines that could not be written before, and open a file that could not be opened. A write that
+    stops in the middle of a line is undone; half a line that a killed process left goes when the file is opened again.
     """
 
     def __init__(self, path: Path | str, after_step: int = 0) -> None:
@@ -131,16 +129,16 @@ class MetricsFile:
         self._end_bytes = 0
         self._unwritten: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._closed = False
-        with suppress(OSError):  # tried again with the first record, and told then
+        with suppress(OSError):  # the first record tries again and raises
             self._open()
 
     def log(self, record: StepRecord) -> None:
-        """Append one line; it is in the file when this returns."""
+        """Append one line. It is in the file when this returns."""
         self._unwritten.append(json.dumps(record.as_dict(), allow_nan=False).encode() + b"\n")
         self._write()
 
     def close(self) -> None:
-        """Close the file. Can be repeated."""
+        """Close the file. Does nothing the second time."""
         if self._closed:
             return
         self._closed = True
@@ -159,7 +157,7 @@ class MetricsFile:
         self._descriptor = descriptor
 
     def _write(self) -> None:
-        """All that is unwritten. A line that only fits in part is cut off again."""
+        """Write every line that waits. Removes the part of a line that did not fit."""
         if self._descriptor < 0:
             self._open()
         try:
@@ -177,13 +175,64 @@ class MetricsFile:
             self._unwritten.popleft()
 
     def _cut_half_line(self) -> None:
-        """Remove what a failed write may have left."""
+        """Remove the part of a line that a failed write may have left."""
         if os.fstat(self._descriptor).st_size > self._end_bytes:
             os.ftruncate(self._descriptor, self._end_bytes)
 
 
+class WandbLogger:
+    """One run of Weights & Biases. `run_id` goes into checkpoints; a resumed run passes it in to join the same run.
+
+    `offline` writes to `folder/wandb` and needs no network and no account. Each part of a resumed run is a folder of its
+    own there with the same id, and `wandb sync --append` joins them. Every method raises whatever the library raises.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["online", "offline"],
+        project: str,
+        name: str,
+        folder: Path,
+        config: Mapping[str, Any],
+        run_id: str | None = None,
+    ) -> None:
+        import wandb  # here, so that a run without it never pays for the import
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            mode=mode,
+            project=project,
+            name=name,
+            dir=str(folder),
+            config=dict(config),
+            id=run_id,
+            # Offline there is no server to look the id up on, and the library would warn.
+            resume="allow" if run_id is not None and mode == "online" else None,
+            # Otherwise the library would put itself between our console lines and standard output.
+            settings=wandb.Settings(console="off"),
+        )
+        # The library drops records of a step that it has seen, but after a resume the steps since the last checkpoint
+        # come again. As a metric of its own, `step` is only an axis.
+        self._run.define_metric("*", step_metric="step")
+        self.run_id = str(self._run.id)
+
+    def log(self, record: StepRecord) -> None:
+        """Hand the record to the library, which sends it from its own process.
+
+        Each device's figure is a curve of its own, such as `engine/busy_s/0`.
+        """
+        self._run.log({name: value for name, value in _curves("", record.as_dict()) if value is not None})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+Reporter = ConsoleReport | MetricsFile | WandbLogger
+
+
 def _drop_after(path: Path, after_step: int) -> None:
-    """Keep only the whole lines of steps up to `after_step`; the file is replaced in one go or not at all."""
+    """Keep only the whole lines of steps up to `after_step`. Replaces the file in one go or not at all."""
     replacement = path.with_name(path.name + ".tmp")
     dropped = False
     with open(path, "rb") as old, open(replacement, "wb") as new:
@@ -202,10 +251,20 @@ def _drop_after(path: Path, after_step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a whole line; `None` for half a line or something else."""
+    """Return the step of a whole line, None for half a line or anything else."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else None
+
+
+def _curves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield single numbers by path, because the library draws neither lists nor objects."""
+    if not isinstance(value, (Mapping, tuple)):
+        yield name, value
+        return
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, part in parts:
+        yield from _curves(f"{name}/{key}" if name else str(key), part)

@@ -1,7 +1,7 @@
-"""What each layer costs for one micro-batch: seconds and bytes, measured or counted from FLOPs.
+"""Costs of each layer for one micro-batch: seconds and bytes, measured or counted from FLOPs.
 
-Everything that plans or simulates reads these numbers and nothing else, so a plan can be made for a model or
-a card that is not at hand. `backward_s` is without recompute: a backward stage pays `forward_s` once more.
+The planner and the simulator read these numbers and nothing else of a model, so a plan can be made for a model or a card that is
+not at hand. `backward_s` is without recomputation: a backward stage pays `forward_s` once more.
 """
 
 import json
@@ -13,27 +13,33 @@ from typing import Any, Protocol
 from torchround.pipeline.devices import DeviceSpec
 from torchround.pipeline.partition import Stage, StageKind
 
-# Share of the dense peak that a layer's matrix products reach: 0.78 for a Qwen3-1.7B block on an RTX 4090
-# (7.429 ms for 0.962 TFLOP, FIGURES section 2, against 165 TFLOP/s).
+# Share of the dense peak that a layer's matrix products reach: 0.78 for a Qwen3-1.7B block on an RTX 4090. RoundPipe's
+# authors measured 7.429 ms for its 0.962 TFLOP; the card's peak is 165 TFLOP/s.
 COMPUTE_EFFICIENCY = 0.75
 
-# Share of the nominal PCIe rate that one hop (a boundary activation down to the host and up again, the two
-# directions overlapping) reaches: the five published hops are `boundary_bytes / (0.66 x 32 GB/s)` within 2 %.
+# Share of the nominal PCIe rate that one hop reaches: a boundary activation goes down to the host and up again, and the two
+# directions overlap. RoundPipe's five measured hops are `boundary_bytes / (0.66 x 32 GB/s)` within 2 %.
 HOP_EFFICIENCY = 0.66
+
+# Host memory traffic of an AdamW update per trained parameter: a 16-bit gradient, an fp32 weight and two moments are read (14
+# bytes); weight, moments and a 16-bit weight are written (14 bytes).
+UPDATE_BYTES = 28
 
 
 class CostsError(ValueError):
-    """A cost that is negative, not finite, missing or of an unknown name."""
+    """A cost that is negative, not finite or missing, or a key that is not known."""
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer, one micro-batch. Seconds are of one device, bytes of one device's memory.
+    """The costs of one layer for one micro-batch, in seconds and bytes of one device.
 
-    `weight_bytes`: all parameters as uploaded. `gradient_bytes`: trained parameters in the dtype that a
-    device accumulates in. `activation_bytes`: kept from this layer's forward to its backward.
-    `boundary_bytes`: its output. `workspace_bytes`: scratch inside one call. `optimizer_s`: one update of
-    the layer on the host, once per step.
+    - `weight_bytes`: all parameters as they are uploaded.
+    - `gradient_bytes`: gradients of the trained parameters, in the dtype that a device accumulates in.
+    - `activation_bytes`: memory kept from this layer's forward to its backward.
+    - `boundary_bytes`: the layer's output.
+    - `workspace_bytes`: scratch inside one call.
+    - `optimizer_s`: one update of the layer on the host, once per step.
     """
 
     name: str
@@ -57,7 +63,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """All layers in order. `hop_s`: seconds from a stage's output to the next one's input, per micro-batch."""
+    """The costs of all layers in order. `hop_s`: seconds from a stage's output to the next stage's input, per micro-batch."""
 
     layers: tuple[LayerCost, ...]
     hop_s: float = 0.0
@@ -73,12 +79,12 @@ class Costs:
         return len(self.layers)
 
     def to_json(self) -> str:
-        """DESIGN section 13's `costs.json`, with this class's further fields."""
+        """Write the costs as JSON; docs/schedules.md describes the keys."""
         return json.dumps({"hop_s": self.hop_s, "layers": [asdict(layer) for layer in self.layers]}, indent=2)
 
     @staticmethod
     def from_json(text: str) -> "Costs":
-        """The reverse of `to_json`; bytes that are not given are 0. Raises `CostsError` on anything else."""
+        """Read what `to_json` wrote; bytes that are not given are 0. Raises `CostsError` for anything else."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
@@ -105,11 +111,11 @@ def _layer_from(index: int, item: Any) -> LayerCost:
 
 
 def stage_seconds(costs: Costs, stage: Stage, recompute: str = "stage") -> tuple[float, float]:
-    """Seconds of one micro-batch in `stage`: before and after it needs what the stage before it hands over.
+    """Return the seconds of one micro-batch in `stage`: before and after it needs its input from the previous stage.
 
-    Only a backward stage has a first part: it recomputes from its boundary activation, which has been there
-    since the forward, and waits for the incoming gradient after that. With `recompute = "layer"` the
-    activations of one layer are held at a time, so every layer but the stage's last is computed once more.
+    Only a backward stage has a first part: it recomputes from its boundary activation, which has been on the host since the
+    forward, and needs the incoming gradient after that. With `recompute = "layer"` the activations of one layer are held at a
+    time, so each layer but the stage's last is computed once more.
     """
     layers = costs.layers[stage.start : stage.stop]
     forward_s = sum(layer.forward_s for layer in layers)
@@ -123,8 +129,11 @@ def stage_seconds(costs: Costs, stage: Stage, recompute: str = "stage") -> tuple
     return forward_s, backward_s
 
 
-class Work(Protocol):
-    """What `costs_from_work` reads of a layer's work for one micro-batch (`torchround.layer.LayerWork`)."""
+class CountedWork(Protocol):
+    """The attributes of `torchround.layer.LayerWork` that `costs_from_work` reads.
+
+    A protocol, because this room must not import the layers' room: that needs torch, and the planner does not.
+    """
 
     @property
     def forward_flops(self) -> float: ...
@@ -139,27 +148,35 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
-class LayerParameters:
-    """Parameters of one layer: `trained` of `total` get a gradient (fewer with LoRA)."""
+class ParameterCounts:
+    """Numbers of parameters of a layer, or of a model; a model's tied parameters count once.
 
-    total: int
+    - `trained`: parameters with a gradient (few with LoRA).
+    - `frozen`: parameters without one that are in host memory.
+    - `tied`: the part of `trained` that several layers use.
+    - `mapped`: frozen parameters that stay in files; they are not in `frozen`.
+    """
+
     trained: int
+    frozen: int = 0
+    tied: int = 0
+    mapped: int = 0
 
 
 def costs_from_work(
     names: Sequence[str],
-    works: Sequence[Work],
-    parameters: Sequence[LayerParameters],
+    works: Sequence[CountedWork],
+    parameters: Sequence[ParameterCounts],
     device: DeviceSpec,
     dtype: str = "bfloat16",
     element_bytes: int = 2,
     accumulate_bytes: int = 4,
     optimizer_bytes_per_s: float | None = None,
 ) -> Costs:
-    """Costs before any step has run: FLOPs over the device's peak, bytes over PCIe.
+    """Estimate costs before any step has run: FLOPs over the device's peak, bytes over PCIe.
 
-    The backward's FLOPs leave out recomputation and, in a LoRA run, gradients of frozen weights. The
-    update moves 28 bytes per trained parameter (FIGURES section 4); without a host rate it is taken as free.
+    The backward's FLOPs leave out recomputation and, in a LoRA run, gradients of frozen weights. The update moves
+    `UPDATE_BYTES` per trained parameter; without `optimizer_bytes_per_s` it takes no time.
     """
     flops_per_s = device.flops_per_s(dtype) * COMPUTE_EFFICIENCY
     layers = []
@@ -169,17 +186,19 @@ def costs_from_work(
                 name=name,
                 forward_s=work.forward_flops / flops_per_s,
                 backward_s=work.backward_flops / flops_per_s,
-                weight_bytes=parameter.total * element_bytes,
+                weight_bytes=(parameter.trained + parameter.frozen) * element_bytes,
                 gradient_bytes=parameter.trained * accumulate_bytes,
                 activation_bytes=work.activation_bytes,
                 boundary_bytes=work.boundary_bytes,
                 workspace_bytes=work.workspace_bytes,
-                optimizer_s=28 * parameter.trained / optimizer_bytes_per_s if optimizer_bytes_per_s else 0.0,
+                optimizer_s=UPDATE_BYTES * parameter.trained / optimizer_bytes_per_s
+                if optimizer_bytes_per_s
+                else 0.0,
             )
         )
     return Costs(tuple(layers), hop_seconds(max(layer.boundary_bytes for layer in layers), device))
 
 
 def hop_seconds(boundary_bytes: int, device: DeviceSpec) -> float:
-    """Seconds until a boundary activation of one device has reached the next one through host memory."""
+    """Estimate the seconds in which a boundary activation of one device reaches the next one through host memory."""
     return boundary_bytes / (device.pcie_gb_per_s * 1e9 * HOP_EFFICIENCY)

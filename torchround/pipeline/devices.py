@@ -1,4 +1,4 @@
-"""Known cards: memory, dense matrix peak by dtype, PCIe rate. Used to plan for a card and for MFU.
+"""Known cards with their memory, dense matrix peak by dtype and PCIe rate, for planning and for MFU.
 
 Peaks are the makers' dense figures (no sparsity) with fp32 accumulation, which is what PyTorch's matrix
 products use by default. A card that is not listed has no peak: callers print no MFU rather than a wrong one.
@@ -14,9 +14,11 @@ class UnknownPeakError(ValueError):
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One card. `memory_gib`: usable memory in GiB. `pcie_gb_per_s`: nominal, one direction, 1e9 bytes.
+    """One card.
 
-    `peak_flops`: dense FLOP/s by dtype name (`"bfloat16"`, `"float16"`, `"float32"`).
+    - `memory_gib`: usable memory in GiB.
+    - `pcie_gb_per_s`: nominal rate of one direction, in 1e9 bytes per second.
+    - `peak_flops`: dense FLOP/s by dtype name (`"bfloat16"`, `"float16"`, `"float32"`).
     """
 
     name: str
@@ -25,7 +27,7 @@ class DeviceSpec:
     peak_flops: dict[str, float] = field(default_factory=dict)
 
     def flops_per_s(self, dtype: str) -> float:
-        """Dense peak in FLOP/s; raises `UnknownPeakError`."""
+        """Return the dense peak in FLOP/s. Raises `UnknownPeakError`."""
         if dtype not in self.peak_flops:
             raise UnknownPeakError(
                 f"no {dtype} peak is known for {self.name}; known: {sorted(self.peak_flops)}"
@@ -69,16 +71,16 @@ DEVICES = (
     _card("b200", 180, 64, 2250.0, 80.0),
 )
 
-# For costs in proportion only, where the card is not known (virtual devices on a CPU): no figures to report.
+# A stand-in if the card is not known, as with virtual devices on a CPU: its costs are proportions, not times to report.
 ASSUMED_DEVICE = DeviceSpec(
     "assumed", float("inf"), 16, {"bfloat16": 1e12, "float16": 1e12, "float32": 1e12, "float64": 1e12}
 )
 
 
 def find_device(name: str) -> DeviceSpec | None:
-    """The card of this name, as in `"rtx4090"` or as PyTorch reports it (`"NVIDIA GeForce RTX 4090"`).
+    """Find the card of this name, as in `"rtx4090"` or as PyTorch reports it (`"NVIDIA GeForce RTX 4090"`).
 
-    None where no entry is certain: a variant ("RTX 4090 Laptop GPU", "4090 D") is another card.
+    Returns None if no entry is certain: a variant ("RTX 4090 Laptop GPU", "4090 D") is another card.
     """
     wanted = _plain(name)
     for device in DEVICES:
@@ -88,12 +90,12 @@ def find_device(name: str) -> DeviceSpec | None:
 
 
 def device_names() -> tuple[str, ...]:
-    """Names that `find_device` knows, for messages."""
+    """List the names that `find_device` knows, for messages."""
     return tuple(device.name for device in DEVICES)
 
 
 def _plain(name: str) -> str:
-    """Lower case without maker, family, memory form and separators."""
+    """Reduce a name to lower case without maker, family, form of memory and separators."""
     words = re.sub(r"[^a-z0-9]+", " ", name.lower()).split()
     dropped = {"nvidia", "geforce", "tesla", "generation", "gpu", "tensor", "core"}
     words = [word for word in words if word not in dropped]
@@ -101,7 +103,7 @@ def _plain(name: str) -> str:
     return _ALIASES.get(plain, plain)
 
 
-# As PyTorch names them, after the words above are dropped.
+# Names as PyTorch reports them, after `_plain` has dropped those words.
 _ALIASES = {
     "a100sxm480gb": "a100",
     "a100sxm80gb": "a100",

@@ -1,8 +1,8 @@
-"""How many boundaries wait on the host at once, at the most: what the pool of host buffers is sized by.
+"""The number of boundary activations on the host at once, at most: the size of the pool of host buffers.
 
-A micro-batch holds the boundaries that are kept for its backward stages and the one it is on its way with. For each
-stage slot that may be the first one unfinished, this counts how far every round can be by then. Which device is how
-fast does not matter, so the pool is never too small; in small cases tried out in full it is exact.
+A micro-batch holds the boundaries that are kept for its backward stages, and the one that is on its way. For each stage slot
+that may be the first unfinished one, this module counts how far each round can be by then. The count holds for any speeds of
+the devices, so the pool is never too small; in small cases, tried exhaustively by a test, it is exact.
 
 Shapes: N devices, S stages of a pass.
 """
@@ -17,10 +17,10 @@ from torchround.pipeline.partition import Partition, Stage, StageKind, split_eve
 
 @dataclass(frozen=True)
 class HeldPass:
-    """A pass as far as its boundaries go.
+    """The stages and rounds of a pass, for counting its boundaries.
 
-    `rounds`: how many micro-batches of each size a round has; what a size is, is the caller's business.
-    `ahead`: how many of its stages may begin before the pass before it is finished.
+    - `rounds`: for each round the number of micro-batches of each size. The caller chooses what a size stands for.
+    - `ahead`: how many of its stages may begin before the previous pass is finished.
     """
 
     stages: tuple[Stage, ...]
@@ -29,17 +29,22 @@ class HeldPass:
 
 
 def held_cuts(stages: Sequence[Stage]) -> list[list[int]]:
-    """By stages passed, 0 to S: the layers whose input, or its gradient, a micro-batch has on the host."""
+    """List the cuts that a micro-batch holds on the host after 0 to S stages.
+
+    A cut is the index of the layer whose input, or the gradient of whose input, is held.
+    """
     kept = {stage.start for stage in stages if stage.kind is StageKind.BACKWARD} - {0}
     held: list[list[int]] = [[]]
     waiting: set[int] = set()
     for stage in stages:
         if stage.kind is StageKind.FORWARD:
+            # Inputs of later backward stages are kept as soon as the forward has made them.
             waiting |= {cut for cut in kept if stage.start < cut <= stage.stop}
             under_way = stage.stop
         else:
             waiting.discard(stage.start)
             under_way = stage.start
+        # A boundary that is kept anyway needs no second buffer on its way; the last stage hands nothing on.
         is_new = under_way not in waiting and stage is not stages[-1]
         held.append(sorted([*waiting, *([under_way] if is_new else [])]))
     return held
@@ -48,17 +53,17 @@ def held_cuts(stages: Sequence[Stage]) -> list[list[int]]:
 def most_buffers(
     passes: Sequence[HeldPass], num_devices: int, bytes_of: Callable[[int, int], int]
 ) -> Counter[int]:
-    """Buffers by bytes that passes which follow each other hold at once, at the most.
+    """Count the buffers, by their bytes, that consecutive passes hold at once at most.
 
-    `bytes_of(cut, size)`: of the input of layer `cut`, for a micro-batch of a size.
+    `bytes_of(cut, size)` gives the bytes of the input of layer `cut` for a micro-batch of a size.
     """
     most: Counter[int] = Counter()
-    tables = [_Table(held, bytes_of) for held in passes]
+    tables = [_buffers_after(held, bytes_of) for held in passes]
     for window in _windows(passes, num_devices):
         needed: Counter[int] = Counter()
         for index, round_index, fewest, furthest in window:
             for size, number in passes[index].rounds[round_index].items():
-                for nbytes, buffers in tables[index].most(size, fewest, furthest).items():
+                for nbytes, buffers in _most(tables[index][size], fewest, furthest).items():
                     needed[nbytes] += number * buffers
         most |= needed
     return most
@@ -67,34 +72,35 @@ def most_buffers(
 def boundary_pool_bytes(
     partition: Partition, costs: Costs, num_devices: int, num_micro_batches: int, rounds: int, update: str
 ) -> int:
-    """What the pool allocates for boundaries, all micro-batches taken to be as long as the costs'."""
+    """Compute the bytes of the pool of boundaries if all micro-batches have the length that the costs are for."""
     stages = partition.stages()
     sizes = tuple({0: len(part)} for part in split_evenly(num_micro_batches, rounds))
+    # Two passes: in `async` mode the next step begins before this one has ended.
     held = HeldPass(stages, sizes, ahead=len(stages) if update == "async" else 0)
     buffers = most_buffers([held, held], num_devices, lambda cut, _: costs.layers[cut - 1].boundary_bytes)
     return sum(nbytes * number for nbytes, number in buffers.items())
 
 
-class _Table:
-    """What a micro-batch of a pass holds, by size and by bytes of a buffer."""
+def _buffers_after(held: HeldPass, bytes_of: Callable[[int, int], int]) -> dict[int, list[Counter[int]]]:
+    """Count the buffers, by their bytes, that a micro-batch of each size holds after 0 to S stages."""
+    cuts = held_cuts(held.stages)
+    sizes = {size for round_sizes in held.rounds for size in round_sizes}
+    return {size: [Counter(bytes_of(cut, size) for cut in passed) for passed in cuts] for size in sizes}
 
-    def __init__(self, held: HeldPass, bytes_of: Callable[[int, int], int]) -> None:
-        cuts = held_cuts(held.stages)
-        sizes = {size for round_sizes in held.rounds for size in round_sizes}
-        self._counts = {
-            size: [Counter(bytes_of(cut, size) for cut in passed) for passed in cuts] for size in sizes
-        }
 
-    def most(self, size: int, fewest: int, furthest: int) -> Counter[int]:
-        """After at least `fewest` and at most `furthest` stages, of each kind of buffer on its own."""
-        most: Counter[int] = Counter()
-        for counts in self._counts[size][fewest : furthest + 1]:
-            most |= counts
-        return most
+def _most(buffers_after: Sequence[Counter[int]], fewest: int, furthest: int) -> Counter[int]:
+    """Count the most buffers of each kind after at least `fewest` and at most `furthest` stages."""
+    most: Counter[int] = Counter()
+    for counts in buffers_after[fewest : furthest + 1]:
+        most |= counts
+    return most
 
 
 def _windows(passes: Sequence[HeldPass], num_devices: int) -> Iterator[list[tuple[int, int, int, int]]]:
-    """For each slot that may be the first one unfinished: the rounds begun, as (pass, round, fewest, furthest)."""
+    """Yield the rounds that have begun, for each slot that may be the first unfinished one.
+
+    A round is (pass, round, fewest, furthest): how many of its stages are finished at least, and begun at most.
+    """
     slots = [
         (index, number, stage)
         for index, held in enumerate(passes)
@@ -115,10 +121,10 @@ def _windows(passes: Sequence[HeldPass], num_devices: int) -> Iterator[list[tupl
 def _reachable(
     passes: Sequence[HeldPass], slots: Sequence[tuple[int, int, int]], position: int, num_devices: int
 ) -> Iterator[int]:
-    """The slots after `position` that can begin before it has ended.
+    """Yield the slots after `position` that can begin before it has ended.
 
-    A slot begins after the end of the one before it on its device and the beginning of the stage before it, and ends
-    after the end of both; a round's first stage needs no other, so a device may run ahead with those of many rounds.
+    A slot begins after the previous slot of its device has ended and the previous stage has begun; it ends after both have
+    ended. A round's first stage has no previous stage, so a device may run ahead with the first stages of many rounds.
     """
     unended = {position}
     not_begun: set[int] = set()
@@ -127,6 +133,7 @@ def _reachable(
         too_early = index != slots[position][0] and stage >= passes[index].ahead
         if too_early or slot - num_devices in unended or (stage and slot - 1 in not_begun):
             not_begun.add(slot)
+            # A slot needs its device's slot N before it or the stage before it; if N in a row cannot begin, no later one can.
             if all(slot - back in not_begun for back in range(num_devices)):
                 return
         else:

@@ -1,32 +1,35 @@
-"""What a partition needs in a device's memory, and what is allowed.
+"""Memory that a plan needs on each device and on the host, and the limits that it must keep.
 
-The counts follow what the engine allocates: two weight slots and two gradient slots of the largest stage, a buffer
+The counts of a device follow what the engine allocates: two weight slots and two gradient slots of the largest stage, a buffer
 to round gradients in, fixed staging buffers of the largest boundary, the round's integers, and the peak of one stage's compute.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from torchround.pipeline.costs import Costs
+from torchround.pipeline.costs import Costs, ParameterCounts
 from torchround.pipeline.partition import Partition, Stage, StageKind
 
 GIB = 2**30
 MIB = 2**20
-# Two activations in, two gradients in, two outputs of either kind.
+# Staging buffers of a device: two for incoming activations, two for incoming gradients, two for outputs of either kind. With
+# two of each, one is filled or emptied while the other is computed with.
 STAGING_BUFFERS = 6
-# Gradients whose dtype differs from the one they were accumulated in are rounded piece by piece on their way
-# down, through one buffer of this many elements.
+# A device rounds gradients to the dtype they travel in, if that is not the one they were accumulated in. It does so piece by
+# piece, in one buffer of this many elements.
 ROUNDING_ELEMENTS = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """What a plan may use. `None` is no limit. All in bytes.
+    """The memory that a plan may use, in bytes; None is no limit.
 
-    `device_bytes`: per device. `host_bytes`: what is left of host memory for activations between stages,
-    after weights, gradients and optimizer state. `integer_bytes`: tokens, labels, positions and document ids
-    of one micro-batch. `recompute`: `"stage"` keeps a stage's activations, `"layer"` one layer's. Gradients that are
-    rounded on their way down need `rounding_share` times the bytes they are accumulated in, `rounding_bytes` at most.
+    - `device_bytes`: memory of each device.
+    - `host_bytes`: host memory for activations between stages, after weights, gradients and optimizer state.
+    - `integer_bytes`: tokens, labels, positions and document ids of one micro-batch.
+    - `recompute`: `"stage"` keeps the activations of a whole stage, `"layer"` those of one layer.
+    - `rounding_share`, `rounding_bytes`: the buffer for rounding gradients has this share of the bytes that they are
+      accumulated in, up to this size.
     """
 
     device_bytes: int | None = None
@@ -45,7 +48,7 @@ class MemoryLimits:
 
 
 def rounding(accumulate_bytes: int, gradient_bytes: int) -> dict[str, Any]:
-    """What `MemoryLimits` says of gradients that travel in another number format; bytes of one element."""
+    """Return the fields of `MemoryLimits` for gradients that travel in another dtype; arguments are bytes per element."""
     return {
         "rounding_share": gradient_bytes / accumulate_bytes,
         "rounding_bytes": ROUNDING_ELEMENTS * gradient_bytes,
@@ -54,7 +57,7 @@ def rounding(accumulate_bytes: int, gradient_bytes: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of one device by kind; every device runs every stage in turn, so all need the same."""
+    """The bytes of one device by kind. Each device runs every stage in turn, so all devices need the same."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -76,7 +79,7 @@ class DeviceMemory:
 def device_memory(
     partition: Partition, costs: Costs, micro_batches_per_round: int, limits: MemoryLimits
 ) -> DeviceMemory:
-    """What each device allocates to run `partition`."""
+    """Count what each device allocates to run `partition`."""
     stages = partition.stages()
     gradients = max(stage_gradient_bytes(stage, costs) for stage in stages)
     rounded = min(int(limits.rounding_share * gradients), limits.rounding_bytes)
@@ -90,34 +93,35 @@ def device_memory(
 
 
 def stage_weight_bytes(stage: Stage, costs: Costs) -> int:
-    """One upload of the stage's parameters."""
+    """Count the bytes of one upload of the stage's parameters."""
     return sum(layer.weight_bytes for layer in costs.layers[stage.start : stage.stop])
 
 
 def stage_gradient_bytes(stage: Stage, costs: Costs) -> int:
-    """The stage's gradients as accumulated on the device; a forward stage has none."""
+    """Count the stage's gradients as the device accumulates them; a forward stage has none."""
     if stage.kind is StageKind.FORWARD:
         return 0
     return sum(layer.gradient_bytes for layer in costs.layers[stage.start : stage.stop])
 
 
 def stage_compute_bytes(stage: Stage, costs: Costs, recompute: str) -> int:
-    """Peak of activations and workspace while one micro-batch of the stage runs."""
+    """Compute the peak of activations and workspace while one micro-batch of the stage runs."""
     layers = costs.layers[stage.start : stage.stop]
     one_layer = max(layer.activation_bytes + layer.workspace_bytes for layer in layers)
     if stage.kind is StageKind.FORWARD:
         return one_layer
     if recompute == "layer":
+        # The layers' inputs stay; each layer's activations exist only during its own backward.
         return one_layer + sum(layer.boundary_bytes for layer in layers)
     return sum(layer.activation_bytes for layer in layers) + max(layer.workspace_bytes for layer in layers)
 
 
 def rounds_in_flight(num_devices: int, num_stages: int, rounds: int, update: str) -> int:
-    """Most rounds whose activations are on the host at once, however fast each device is; N devices, S stages.
+    """Bound the number of rounds whose activations are on the host at once, for any speeds of N devices, and S stages.
 
-    While a round's last stage is unfinished, the others can be N - 1 stages into the next round, S - N fewer into the
-    one after that, and so on; with S <= N a device may run ahead with the first stages of all. `async` steps
-    follow each other without a flush, so the next step's rounds count too.
+    While a round's last stage is unfinished, the other devices can be N - 1 stages into the next round, S - N fewer into the
+    one after that, and so on. If S <= N, a device may run ahead with the first stages of all rounds. `async` steps follow
+    each other without a flush, so the next step's rounds count too.
     """
     rounds_under_way = rounds if update == "sync" else 2 * rounds
     if num_devices == 1:
@@ -130,10 +134,13 @@ def rounds_in_flight(num_devices: int, num_stages: int, rounds: int, update: str
 def host_activation_bytes(
     partition: Partition, costs: Costs, num_devices: int, num_micro_batches: int, rounds: int, update: str
 ) -> int:
-    """Host memory for what passes between stages.
+    """Bound the host memory for activations and gradients between stages.
 
-    Per micro-batch alive: the input of every stage but the first layer's (kept from forward to backward
-    where a backward stage starts, else from one stage to the next) and one gradient on its way.
+    The planner checks its host limit with this bound, because it is quick to compute for many partitions;
+    `host_buffers.boundary_pool_bytes` is what a run allocates, and is no larger.
+
+    Each micro-batch under way holds the input of every stage but the first layer's, and one gradient on its way. An input is
+    kept until the backward if a backward stage starts there, otherwise until the next stage has it.
     """
     stages = partition.stages()
     cuts = {stage.start for stage in stages} - {0}
@@ -144,31 +151,20 @@ def host_activation_bytes(
 
 
 def size_text(num_bytes: int) -> str:
-    """In GiB, or in MiB where that is little."""
+    """Format bytes in GiB, or in MiB below a tenth of a GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:.2f} MiB"
 
 
-# Host memory of a run by kind: weights, gradients, optimizer state, activations between stages, tokens.
-
-
-# An fp32 weight and two fp32 moments.
+# Optimizer state per trained parameter: an fp32 weight and two fp32 moments.
 OPTIMIZER_BYTES = 12
 
 
 @dataclass(frozen=True)
-class ParameterCounts:
-    """Parameters, tied ones once. `tied`: those of `trained` that several layers use. `mapped`: frozen ones that stay in
-    files and are no part of `frozen`."""
-
-    trained: int
-    frozen: int = 0
-    tied: int = 0
-    mapped: int = 0
-
-
-@dataclass(frozen=True)
 class HostMemory:
-    """Bytes by kind. `mapped_bytes` are part of no sum: the kernel keeps as much of those files as memory is free."""
+    """The host memory of a run in bytes, by kind.
+
+    No sum includes `mapped_bytes`: the kernel keeps as much of those files in memory as is free.
+    """
 
     weight_bytes: int
     gradient_bytes: int
@@ -179,7 +175,7 @@ class HostMemory:
 
     @property
     def state_bytes(self) -> int:
-        """What does not depend on the plan's stages."""
+        """Weights, gradients and optimizer state: the part that does not depend on the plan's stages."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
@@ -187,17 +183,18 @@ class HostMemory:
         return self.state_bytes + self.activation_bytes + self.integer_bytes
 
     def short_by(self, host_bytes: int | None) -> float:
-        """GiB that the state alone lacks, 0 if it fits."""
+        """Return the GiB that the state alone lacks; 0 if it fits."""
         return 0.0 if host_bytes is None else max(0, self.state_bytes - host_bytes) / GIB
 
 
 def host_state(
     parameters: ParameterCounts, update: str, rounds: int, element_bytes: int, gradient_bytes: int
 ) -> HostMemory:
-    """DESIGN section 4: 16 bytes per trained parameter in 16 bits, 18 with `async`'s second version.
+    """Count weights, gradients and optimizer state: 16 bytes per trained parameter in 16 bits, 18 in `async` mode.
 
-    `gradient_bytes` per element as they come down; sums over rounds or tied layers are kept in float32, with a buffer
-    for each use of a parameter, of which a tied one has two, where the next part lands.
+    `async` keeps a second version of the weights. `gradient_bytes` is the size of an element as it leaves a device. Sums over
+    rounds or over tied layers are kept in float32 beside a buffer for the next part; each use of a parameter needs such a
+    buffer, and a tied parameter has two uses.
     """
     versions = 2 if update == "async" else 1
     summed = parameters.trained if rounds > 1 else parameters.tied

@@ -1,7 +1,9 @@
-"""Costs -> partition: which layers each stage holds, forward and backward split independently.
+"""A partition of the layers into stages, and the order in which devices run the stages (RoundPipe section 3.2).
 
-RoundPipe section 3.2: the forward ranges and the fused range cover all layers once; the fused range and the
-backward ranges cover them once more, from the deepest layer to the first.
+Forward and backward are split independently: the forward ranges and the fused range cover all layers once, the fused range and
+the backward ranges cover them once more, from the deepest layer to the first. Stage slot `i` of the endless dispatch sequence
+runs on device `i mod N`; the next round, and the next step, continue after the last slot. The engine runs these very tasks and
+the simulator times them.
 """
 
 from collections.abc import Sequence
@@ -10,6 +12,8 @@ from enum import Enum
 
 
 class StageKind(str, Enum):
+    """The work of a stage: forward alone, forward and backward in one, or recomputation and backward."""
+
     FORWARD = "forward"
     FUSED = "fused"
     BACKWARD = "backward"
@@ -17,7 +21,7 @@ class StageKind(str, Enum):
 
 @dataclass(frozen=True)
 class Stage:
-    """Contiguous layers `start <= l < stop` that one device runs for all micro-batches of a round."""
+    """A range of layers `start <= l < stop` that one device runs for all micro-batches of a round."""
 
     kind: StageKind
     start: int
@@ -25,16 +29,17 @@ class Stage:
 
 
 class PlanError(ValueError):
-    """A plan that cannot be: ranges that do not cover each layer once in each direction, arguments out of range, or text
-    that is not a plan."""
+    """An impossible plan: ranges that miss a layer, arguments out of range, or text that is not a plan."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Layer counts per stage, in dispatch order.
+    """The layer counts of all stages, in dispatch order.
 
-    `forward`: layers of each forward stage, from layer 0. `fused`: layers of the fused stage, which ends at
-    layer L. `backward`: layers of each further backward stage, from the deepest down to layer 0.
+    - `forward`: layers of each forward stage, from layer 0 on.
+    - `fused`: layers of the fused stage, which ends at layer L.
+    - `backward`: layers of each backward stage, from the fused stage down to layer 0.
+
     `sum(forward) + fused = sum(backward) + fused = L`.
     """
 
@@ -61,12 +66,13 @@ class Partition:
         return len(self.forward) + 1 + len(self.backward)
 
     def stages(self) -> tuple[Stage, ...]:
-        """All stages in dispatch order: forward, fused, backward."""
+        """List all stages in dispatch order: forward, fused, backward."""
         stages, start = [], 0
         for count in self.forward:
             stages.append(Stage(StageKind.FORWARD, start, start + count))
             start += count
         stages.append(Stage(StageKind.FUSED, start, start + self.fused))
+        # Backward stages go from the fused stage down to layer 0.
         stop = start
         for count in self.backward:
             stages.append(Stage(StageKind.BACKWARD, stop - count, stop))
@@ -78,18 +84,12 @@ class Partition:
         return Partition(tuple(forward), fused, tuple(backward))
 
 
-# Partition x rounds x devices -> ordered stage tasks: the very tasks the engine runs and the simulator times.
-#
-# RoundPipe section 3.2: stage slot `i` of the endless dispatch sequence runs on device `(first_slot + i) mod N`;
-# the next round, and the next step, continue where the last one stopped.
-
-
 @dataclass(frozen=True)
 class StageTask:
-    """One stage of one round on one device.
+    """The run of one stage of one round on one device.
 
-    `slot` counts from the start of the run; `stage_index` is the position in `Partition.stages()`;
-    `micro_batches` are indices within the step.
+    `slot` counts from the start of the run. `stage_index` is the position in `Partition.stages()`. `micro_batches` are indices
+    within the step.
     """
 
     slot: int
@@ -105,6 +105,7 @@ def split_evenly(total: int, parts: int) -> list[range]:
     if not 1 <= parts <= total:
         raise ValueError(f"cannot cut {total} items into {parts} non-empty parts")
     base, longer = divmod(total, parts)
+    # Longer runs come first, so the run that starts last, which a step's end waits for, is never the longest.
     starts = [part * base + min(part, longer) for part in range(parts + 1)]
     return [range(starts[part], starts[part + 1]) for part in range(parts)]
 
@@ -112,9 +113,9 @@ def split_evenly(total: int, parts: int) -> list[range]:
 def step_tasks(
     partition: Partition, num_micro_batches: int, rounds: int, num_devices: int, first_slot: int = 0
 ) -> list[StageTask]:
-    """The stage tasks of one training step, in dispatch order.
+    """List the stage tasks of one training step in dispatch order.
 
-    Rounds whose micro-batches do not divide evenly give the first rounds one more.
+    If the micro-batches do not divide evenly among the rounds, the first rounds get one more.
     """
     stages = partition.stages()
     slots = [
@@ -131,7 +132,7 @@ def step_tasks(
 def evaluation_tasks(
     partition: Partition, num_micro_batches: int, num_devices: int, first_slot: int = 0
 ) -> list[StageTask]:
-    """The stage tasks of a forward-only pass: the forward stages, then the fused range without its backward."""
+    """List the stage tasks of a pass without gradients: the forward stages, then the fused range as a forward stage."""
     stages = [
         Stage(StageKind.FORWARD, stage.start, stage.stop)
         for stage in partition.stages()

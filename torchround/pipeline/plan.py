@@ -1,7 +1,7 @@
-"""The plan of a run: which layers each stage holds, in how many rounds, and what that is predicted to cost.
+"""The plan of a run as data: which layers each stage holds, in how many rounds, and the predicted cost.
 
-A plan is data. It prints as a table, goes to JSON and back, and can be given in the config instead of being
-made. `make_plan` chooses the plan with the shortest simulated step that fits in memory.
+A plan prints as a table, goes to JSON and back, and can be given in the config. `planner.make_plan` makes one. `plan_transfers`
+compares what a plan moves over PCIe with what the link carries.
 """
 
 import json
@@ -15,12 +15,13 @@ from torchround.pipeline.memory import (
 )
 from torchround.pipeline.partition import Partition, PlanError, Stage, StageKind
 
-MOST = 2**62  # of any figure
+# Largest figure accepted in a plan's file: sums of such figures stay finite.
+MOST_FIGURE = 2**62
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One row of the plan's table: `seconds` and bytes are of one micro-batch on one device."""
+    """One stage of a plan; `seconds` and bytes are for one micro-batch on one device."""
 
     kind: str
     first_layer: str
@@ -34,12 +35,15 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Plan:
-    """A partition with its rounds and its predicted figures.
+    """A partition with its number of rounds and its predicted figures.
 
-    `step_s`: seconds per step in the steady state. `bubble`: idle share of the devices, 1 - busy / (N x
-    step_s), where busy counts all that this plan executes, recomputation included. `lower_bound_s`: no plan
-    within the same limits is faster; equal to `step_s` where the search has tried or excluded everything.
-    `device_bytes`: what each device allocates. `host_activation_bytes`: what waits on the host between stages.
+    - `step_s`: seconds per step in the steady state.
+    - `bubble`: idle share of the devices, `1 - busy / (N x step_s)`; busy counts all that the plan executes, recomputation
+      included.
+    - `lower_bound_s`: a time that no plan within the same limits beats; equal to `step_s` if the search has tried or excluded
+      everything else.
+    - `device_bytes`: what each device allocates.
+    - `host_activation_bytes`: what waits on the host between stages.
     """
 
     partition: Partition
@@ -55,14 +59,14 @@ class Plan:
     stages: tuple[PlannedStage, ...] = ()
 
     def to_json(self) -> str:
-        """`forward`, `fused`, `backward` and `rounds` as `engine.plan` takes them, then the predicted figures."""
+        """Write `forward`, `fused`, `backward` and `rounds` as `engine.plan` takes them, then the predicted figures."""
         data = asdict(self)
         partition = data.pop("partition")
         return json.dumps({**partition, **data}, indent=2)
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """The reverse of `to_json`. Raises `PlanError`."""
+        """Read what `to_json` wrote. Raises `PlanError`."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
@@ -82,9 +86,9 @@ class Plan:
         return self.text()
 
     def text(self, timed: bool = True) -> str:
-        """The table: one line per run of equal stages, and the predicted figures.
+        """Format the plan as a table, with one line per run of equal stages, and the predicted figures.
 
-        Not `timed`: without seconds, where the costs that it was made from are proportions and no times.
+        With `timed = False` the table has no seconds: the costs behind the plan are proportions, not times.
         """
         title = f"{'stages':>9}  {'kind':<8}  {'layers':<33}  {'ms':>8}  {'weights':>9}  {'compute':>9}"
         lines = [title if timed else title.replace(f"  {'ms':>8}", "")]
@@ -99,23 +103,24 @@ class Plan:
         return "\n".join([*lines, self.summary(timed)])
 
     def summary(self, timed: bool = True) -> str:
-        """The predicted figures in one line."""
+        """Format the predicted figures in one line."""
         above = self.step_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
         bubble = f"bubble (idle share of the devices) {100 * self.bubble:.2f} %"
         speed = (
             f"step {self.step_s:.4g} s, {bubble}, at most {100 * above:.2f} % above the fastest possible plan"
         )
         if not timed:
-            speed = f"{bubble} if time went by FLOPs; how long a step takes is not known before steps are measured"
+            speed = f"{bubble} if time is in proportion to FLOPs; the step time is unknown until steps are measured"
         return (
             f"{self.num_micro_batches} micro-batches in {self.rounds} round(s) on {self.num_devices} device(s), "
             f"{self.update}: {speed}; {size_text(self.device_bytes)} per device"
         )
 
     def runs(self) -> list[tuple[int, int, PlannedStage]]:
-        """First and last number of stages in a row that cost the same, with the first of them."""
+        """Group consecutive stages that cost the same: numbers of the first and the last, and the first stage."""
         runs: list[tuple[int, int, PlannedStage]] = []
         for index, stage in enumerate(self.stages):
+            # Equal stages print as one line: a plan of 188 stages would otherwise fill screens.
             if runs and _looks(runs[-1][2]) == _looks(stage):
                 runs[-1] = (runs[-1][0], index, runs[-1][2])
             else:
@@ -128,7 +133,7 @@ def _looks(stage: PlannedStage) -> tuple[object, ...]:
 
 
 def _read_fields(kind: type[Plan | PlannedStage], data: object) -> dict[str, Any]:
-    """The texts and figures of a plan or stage. Raises `PlanError`: who prints and sums them must be able to."""
+    """Read the texts and figures of a plan or stage, so that they can be printed and summed. Raises `PlanError`."""
     wanted = {field.name: field.type for field in fields(kind) if field.type in (str, int, float)}
     wanted.pop("rounds", None)
     if not isinstance(data, Mapping) or not wanted.keys() <= data.keys():
@@ -136,7 +141,7 @@ def _read_fields(kind: type[Plan | PlannedStage], data: object) -> dict[str, Any
         raise PlanError(f"the plan lacks {sorted(wanted.keys() - found)}")
     for name, what in wanted.items():
         value = data[name]
-        is_figure = type(value) in (int, float) and 0 <= value < MOST
+        is_figure = type(value) in (int, float) and 0 <= value < MOST_FIGURE
         if not (isinstance(value, str) if what is str else is_figure):
             raise PlanError(
                 f"the plan's {name} = {str(value)[:100]} must be a {'text' if what is str else 'number'}"
@@ -145,7 +150,7 @@ def _read_fields(kind: type[Plan | PlannedStage], data: object) -> dict[str, Any
 
 
 def read_partition(data: object) -> tuple[Partition, int]:
-    """Partition and rounds of a plan's table, other keys ignored. Raises `PlanError`."""
+    """Read the partition and the rounds of a plan's table; ignore other keys. Raises `PlanError`."""
     if not isinstance(data, Mapping):
         raise PlanError(f"a plan must be a table, given {data!r}")
     if missing := [key for key in ("forward", "fused", "backward") if key not in data]:
@@ -163,18 +168,14 @@ def read_partition(data: object) -> tuple[Partition, int]:
     return Partition.from_lists(data["forward"], data["fused"], data["backward"]), rounds
 
 
-# What a plan moves over PCIe, against what the link carries: the roofline of RoundPipe appendix C.
-#
-# Uploads and downloads go on at the same time, so the busier direction counts. A stage's weights move once a
-# round, activations with every micro-batch: more micro-batches per round hide the weights.
-
-
 @dataclass(frozen=True)
 class Transfers:
-    """Bytes of a whole step over all devices, and loads as shares of the nominal link rate.
+    """The bytes of a whole step over all devices, and loads as shares of the nominal link rate.
 
-    `up_load`, `down_load`: mean over the step. `busiest_load`: the stage whose transfers fill most of its
-    own time, above 1 where the devices wait for the link.
+    Uploads and downloads run at the same time, so the busier direction counts.
+
+    - `up_load`, `down_load`: mean over the step.
+    - `busiest_load`: load of the stage whose transfers fill most of its own time; above 1 its device waits for the link.
     """
 
     up_bytes: int
@@ -188,11 +189,16 @@ class Transfers:
 def plan_transfers(
     plan: Plan, costs: Costs, pcie_gb_per_s: float, recompute: str, gradient_share: float
 ) -> Transfers:
-    """`gradient_share`: bytes of a gradient as it travels per byte of it as it is accumulated."""
+    """Compare what a plan moves with what the links carry: the roofline of RoundPipe's appendix C.
+
+    A stage's weights move once per round, activations with each micro-batch, so more micro-batches per round hide the weights.
+    `gradient_share`: bytes of a gradient as it travels per byte of it as it is accumulated.
+    """
     rate = pcie_gb_per_s * 1e9
     size = plan.num_micro_batches / plan.rounds
     up_total, down_total = 0.0, 0.0
     busiest = (-1.0, 0)
+    # Uploads and downloads use different directions of the link, so the larger of the two is a stage's load.
     for index, stage in enumerate(plan.partition.stages()):
         up, down = _stage_bytes(stage, costs, size, gradient_share)
         up_total, down_total = up_total + plan.rounds * up, down_total + plan.rounds * down
@@ -211,7 +217,7 @@ def plan_transfers(
 
 
 def _stage_bytes(stage: Stage, costs: Costs, size: float, gradient_share: float) -> tuple[float, float]:
-    """Up and down in one round of `size` micro-batches."""
+    """Count the bytes up and down in one round of `size` micro-batches."""
     layers = costs.layers[stage.start : stage.stop]
     incoming = costs.layers[stage.start - 1].boundary_bytes if stage.start else 0
     outgoing = layers[-1].boundary_bytes
@@ -225,10 +231,10 @@ def _stage_bytes(stage: Stage, costs: Costs, size: float, gradient_share: float)
 
 
 def micro_batches_to_hide(layer: LayerCost, pcie_gb_per_s: float) -> float:
-    """Micro-batches per round from which on this layer's forward takes as long as its upload.
+    """Compute the micro-batches per round for which this layer's forward takes as long as its upload.
 
-    The batch at which appendix C's operational intensity reaches the ridge point, in micro-batches; infinite
-    where a micro-batch's activations alone take longer to move than to compute.
+    This is the batch whose operational intensity reaches the ridge point (RoundPipe appendix C). It is infinite if the
+    activations of a micro-batch take longer to move than to compute.
     """
     rate = pcie_gb_per_s * 1e9
     spare_s = layer.forward_s - layer.boundary_bytes / rate

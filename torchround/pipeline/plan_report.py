@@ -1,19 +1,18 @@
-"""Everything a user asks before a run: does it fit, where the memory goes, how fast, and what to change.
+"""The answers to a user's questions before a run: does it fit, what takes the memory, how fast is it, what to change.
 
-`report_plan` answers a `RunQuestion`; nothing here reads a config, a model or a file.
+`report_plan` answers a `RunQuestion`. This module reads no config, no model and no file.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from torchround.pipeline.costs import Costs
+from torchround.pipeline.costs import Costs, ParameterCounts
 from torchround.pipeline.devices import DeviceSpec
 from torchround.pipeline.memory import (
     GIB,
     DeviceMemory,
     HostMemory,
     MemoryLimits,
-    ParameterCounts,
     device_memory,
     host_activation_bytes,
     host_state,
@@ -26,7 +25,7 @@ from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make
 from torchround.pipeline.search.planning_problem import PlanningProblem
 from torchround.pipeline.search.systematic_search import greedy_partition
 
-# Tokens, labels, positions and document ids, 8 bytes each.
+# Bytes per token of a micro-batch's integers: token, label, position and document id, 8 bytes each.
 INTEGER_BYTES = 32
 # Sequence lengths are tried in multiples of this, up to the limit.
 LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22
@@ -37,7 +36,7 @@ STATE_KEYS = (
     'engine.update = "sync"',
     "engine.rounds = 1",
 )
-# A gain in step time that is worth being told.
+# The least gain in step time that a report mentions.
 CLEARLY_FASTER = 0.03
 
 
@@ -45,9 +44,10 @@ CLEARLY_FASTER = 0.03
 class RunQuestion:
     """A run to be planned.
 
-    `costs_for(tokens, sequences, accumulate_bytes)` are the layers' costs for micro-batches of that many
-    sequences of that many tokens, with gradients added up in so many bytes. `given`: a partition and its
-    rounds to use instead of the planner's. `host_bytes`: None is no limit.
+    - `costs_for(tokens, sequences, accumulate_bytes)`: the layers' costs for micro-batches of so many sequences of so many
+      tokens, with gradients accumulated in so many bytes per element.
+    - `given`: a partition and its number of rounds, in place of the planner's choice.
+    - `device_bytes`, `host_bytes`: memory that the run may use; None is no limit.
     """
 
     costs_for: Callable[[int, int, int], Costs]
@@ -74,14 +74,14 @@ class RunQuestion:
 
     @property
     def longest_micro_batch(self) -> int:
-        """Sequences of the first micro-batch; a batch that does not divide makes the first ones longer."""
+        """Sequences of the first micro-batch. If the batch does not divide evenly, the first ones get one more."""
         return -(-self.global_batch_size // self.num_micro_batches)
 
     def costs(self) -> Costs:
         return self.costs_for(self.seq_len, self.longest_micro_batch, self.accumulate_bytes)
 
     def state(self) -> HostMemory:
-        """Host memory that any plan needs."""
+        """Count the host memory that any plan needs."""
         rounds = self.rounds if isinstance(self.rounds, int) else 1
         return host_state(self.parameters, self.update, rounds, self.element_bytes, self.gradient_bytes)
 
@@ -103,26 +103,20 @@ class RunQuestion:
 
 
 @dataclass(frozen=True)
-class Change:
-    """One change of the config, and whether it alone makes the run fit."""
+class ConfigChange:
+    """One change of the config: whether the run fits with it alone, and the share of a step that it saves."""
 
     setting: str
-    fits: bool
-
-
-@dataclass(frozen=True)
-class Faster:
-    """One change of the config that makes a step shorter, by this share of it."""
-
-    setting: str
-    gain: float
+    fits: bool = True
+    gain: float = 0.0
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """`plan` is None where the run does not fit; then `problem` says why and `changes` what would help.
+    """The answers about one run.
 
-    `faster`: what would make steps clearly shorter.
+    `plan` is None if the run does not fit; then `problem` says why and `changes` lists what could help. `faster` lists
+    changes that would make steps clearly shorter.
     """
 
     question: RunQuestion
@@ -133,12 +127,12 @@ class PlanReport:
     transfers: Transfers | None
     micro_batches_to_hide: float | None
     longest_tokens: int
-    changes: tuple[Change, ...]
-    faster: tuple[Faster, ...]
+    changes: tuple[ConfigChange, ...]
+    faster: tuple[ConfigChange, ...]
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Predicted from the costs; None where the device is not known or nothing is planned."""
+        """Rate predicted from the costs; None if the device is not known or there is no plan."""
         if self.plan is None or not self.plan.step_s or self.question.device is None:
             return None
         return self.question.global_batch_size * self.question.seq_len / self.plan.step_s
@@ -221,8 +215,8 @@ def _transfers(question: RunQuestion, costs: Costs, plan: Plan | None) -> Transf
     return plan_transfers(plan, costs, question.device.pcie_gb_per_s, question.recompute, share)
 
 
-def _faster(question: RunQuestion, plan: Plan) -> Iterator[Faster]:
-    """Changes that keep the step's batch, each tried alone."""
+def _faster(question: RunQuestion, plan: Plan) -> Iterator[ConfigChange]:
+    """Try changes that keep the step's batch, each alone; yield those that make steps clearly shorter."""
     alternatives = [
         ('engine.rounds = "auto"', replace(question, rounds="auto")),
         ('engine.recompute = "layer"', replace(question, recompute="layer")),
@@ -239,11 +233,14 @@ def _faster(question: RunQuestion, plan: Plan) -> Iterator[Faster]:
             continue
         gain = 1 - plan_for(changed).step_s / plan.step_s if plan.step_s else 0.0
         if gain > CLEARLY_FASTER:
-            yield Faster(setting, gain)
+            yield ConfigChange(setting, gain=gain)
 
 
 def _to_hide(question: RunQuestion, costs: Costs) -> float | None:
-    """Of the layer that needs most; layers without work are not computed, so nothing hides them."""
+    """Return the micro-batches per round that hide the upload of the layer that needs most of them.
+
+    Layers without work are left out: nothing is computed that could hide their upload.
+    """
     if question.device is None:
         return None
     rate = question.device.pcie_gb_per_s
@@ -253,10 +250,10 @@ def _to_hide(question: RunQuestion, costs: Costs) -> float | None:
 
 
 def fits(question: RunQuestion) -> bool:
-    """Whether some plan keeps within all limits.
+    """Check whether some plan keeps within all limits.
 
-    The finest partition needs least of a device, the one with the fullest stages least of the host; only
-    where both limits are tight and neither of the two fits does the planner have to look for one between.
+    The finest partition needs least of a device, and the one with the fullest stages least of the host. The planner has to
+    search for one in between only if both limits are tight and neither of the two fits.
     """
     if _state_problem(question):
         return False
@@ -287,7 +284,7 @@ def _fits(problem: PlanningProblem, partition: Partition, rounds: int) -> bool:
 
 
 def longest_tokens(question: RunQuestion) -> int:
-    """The longest sequence that fits with one sequence per micro-batch and as many as devices, else 0."""
+    """Find the longest sequence that fits with one sequence per micro-batch and a batch of one per device; 0 if none does."""
 
     def possible(steps: int) -> bool:
         longer = replace(
@@ -310,7 +307,7 @@ def longest_tokens(question: RunQuestion) -> int:
 
 
 def _frozen(question: RunQuestion) -> RunQuestion:
-    """The run with nothing to train, which adapters of a usual rank are close to."""
+    """Return the run with frozen weights alone; adapters of a usual rank add little to it."""
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
         costs = question.costs_for(tokens, sequences, accumulate_bytes)
@@ -322,7 +319,7 @@ def _frozen(question: RunQuestion) -> RunQuestion:
 
 
 def _smaller_batch(question: RunQuestion) -> tuple[str, RunQuestion]:
-    """The largest halving of the batch that fits, else the smallest: every round has a whole micro-batch."""
+    """Halve the batch until it fits, or until each round has one micro-batch left; return it with its config key."""
     changed, rounds = question, question.rounds if isinstance(question.rounds, int) else 1
     least = rounds * question.micro_batch_size
     while changed.global_batch_size // 2 >= least:
@@ -332,8 +329,8 @@ def _smaller_batch(question: RunQuestion) -> tuple[str, RunQuestion]:
     return f"training.global_batch_size = {changed.global_batch_size}", changed
 
 
-def _changes(question: RunQuestion) -> Iterator[Change]:
-    """What could be changed, each tried alone."""
+def _changes(question: RunQuestion) -> Iterator[ConfigChange]:
+    """Try changes that need less memory, each alone."""
     alternatives = [
         _smaller_batch(question),
         ("training.micro_batch_size = 1", replace(question, micro_batch_size=1)),
@@ -350,4 +347,4 @@ def _changes(question: RunQuestion) -> Iterator[Change]:
         alternatives.append(("lora.rank (adapters on frozen weights)", _frozen(question)))
     for setting, changed in alternatives:
         if changed != question:
-            yield Change(setting, fits(changed))
+            yield ConfigChange(setting, fits(changed))

@@ -1,4 +1,8 @@
-"""The shortest honest answer when nothing fits: which layer, how many GiB are short, which keys would help."""
+"""The planner: the fastest plan within the memory limits, a given partition as a plan, and the reason why nothing fits.
+
+The search for the fastest plan is in `search/`. The error for a plan that does not fit names the layer that needs most, the GiB
+that are short, and the config keys that would help.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -29,16 +33,17 @@ DEVICE_KEYS = {
     "integers_bytes": ("engine.rounds",),
     "compute_bytes": ("training.micro_batch_size", "training.seq_len"),
 }
+# Config keys that need less of the host; `DEVICE_KEYS` has those that need less of a device, by kind of its memory.
 HOST_KEYS = ("training.global_batch_size", "engine.rounds", "training.seq_len")
-
-
 UPDATES = ("sync", "async")
 
 
 class InfeasiblePlanError(ValueError):
     """No partition fits, or the given one does not.
 
-    `layer`: the one that needs most. `missing_gib`: how much is short. `keys`: config keys that would help.
+    - `layer`: the layer that needs most.
+    - `missing_gib`: the memory that is short.
+    - `keys`: config keys that would help.
     """
 
     def __init__(self, message: str, layer: str, missing_gib: float, keys: tuple[str, ...]) -> None:
@@ -54,7 +59,7 @@ def make_plan(
     rounds: int | str = "auto",
     limits: MemoryLimits | None = None,
 ) -> Plan:
-    """The fastest plan within `limits`. Raises `InfeasiblePlanError`, or `PlanError` for bad arguments."""
+    """Make the fastest plan within `limits`. Raises `InfeasiblePlanError`, or `PlanError` for bad arguments."""
     problem = _problem(costs, num_devices, num_micro_batches, update, limits)
     choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
     found = find_plan(problem, choices)
@@ -62,6 +67,7 @@ def make_plan(
         raise why_infeasible(problem, choices)
     candidate, proven = found
     step_s = problem.exact_s(candidate)
+    # A proven plan needs no bound: nothing within the limits is faster.
     bound_s = step_s if proven else lower_bound_s(problem, choices, step_s)
     return _plan(problem, candidate, bound_s)
 
@@ -75,7 +81,7 @@ def evaluate_plan(
     update: str = "sync",
     limits: MemoryLimits | None = None,
 ) -> Plan:
-    """A given partition as a plan, whatever it costs. Raises as `make_plan` does, if it does not fit."""
+    """Make a plan of a given partition, however slow. Raises the errors of `make_plan`."""
     problem = _problem(costs, num_devices, num_micro_batches, update, limits)
     choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
     if partition.num_layers != costs.num_layers:
@@ -101,7 +107,10 @@ def _problem(
 def _rounds_choices(
     num_layers: int, num_devices: int, num_micro_batches: int, rounds: int | str
 ) -> tuple[int, ...]:
-    """All numbers of rounds for a small model, else few rounds and multiples of the devices."""
+    """List the numbers of rounds to search: all for a small model, otherwise a few that can be useful.
+
+    Few rounds keep uploads rare. A number near the devices lets whole rounds run beside each other.
+    """
     if rounds != "auto":
         if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= num_micro_batches:
             raise PlanError(f'rounds = {rounds!r} must be "auto" or 1 to {num_micro_batches} (micro-batches)')
@@ -150,16 +159,17 @@ def _plan(problem: PlanningProblem, candidate: Candidate, bound_s: float) -> Pla
 def why_infeasible(
     problem: PlanningProblem, rounds_choices: Sequence[int], partition: Partition | None = None
 ) -> InfeasiblePlanError:
-    """The error for `partition`, or for the finest one, which needs least of a device."""
+    """Make the error for `partition`, or for the finest partition, which needs least of a device."""
     ones = (1,) * (problem.num_layers - 1)
     finest = Partition(ones, 1, ones)
     chosen = partition or finest
+    # The most rounds have the fewest micro-batches each, and so need the least memory for integers.
     size = -(-problem.num_micro_batches // max(rounds_choices))
     needed = device_memory(chosen, problem.costs, size, problem.limits)
     limit = problem.limits.device_bytes
     if limit is not None and needed.total_bytes > limit:
         return _device_error(problem.costs, needed, limit, given=partition is not None)
-    # Few stages need few boundaries, if a device has room for them.
+    # Few stages hold few boundaries on the host, but need room on a device.
     fullest = greedy_partition(problem, float("inf"))
     coarse = [fullest] if problem.fits_device(fullest, max(rounds_choices)) else []
     return _host_error(problem, rounds_choices, [partition] if partition else [finest, *coarse])
@@ -217,5 +227,5 @@ def _host_error(
 
 
 def _keys(names: Iterable[str]) -> tuple[str, ...]:
-    """Each once, in order."""
+    """Drop repeated names, keep the order."""
     return tuple(dict.fromkeys(names))

@@ -1,7 +1,7 @@
-"""Devices that share a link to the host: found from measured rates, and when turns on it are due.
+"""Devices that share a link to the host: how to find them from measured rates, and when each may use the link.
 
-GPUs below one PCIe switch disturb each other's copies (PipeOffload appendix D). Where two of them together get
-clearly less through than one after the other, they take turns. A link that both only share fairly needs none.
+GPUs below one PCIe switch disturb each other's copies (PipeOffload appendix D). If two of them together move clearly less than
+one after the other, they take turns. If they only share the link fairly, turns would gain nothing.
 """
 
 from collections import deque
@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-# Two devices share a link when each, beside the other, keeps less than this of its rate alone.
+# Two devices share a link if each keeps less than this share of its solo rate while the other copies too.
 KEPT_WHEN_SHARED = 0.85
-# Turns are taken when they move at least this many times what the devices move together: waiting for a turn costs
-# something too, up to 5 % of a step at equal rates, and is made up for from about here on
+# Devices take turns if turns move at least this many times what they move together. Waiting for a turn costs up to 5 % of a
+# step at equal rates; from about this gain on, turns make up for it
 # (benchmarks/shared_link.py).
 TURNS_AT_LEAST = 1.15
 
@@ -21,30 +21,30 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Bytes per second from the host: of each device `alone`, and of both of a pair `(a, b)`, a < b, `together`.
+    """Measured bytes per second from the host: each device `alone`, and both devices of a pair `(a, b)`, a < b, `together`.
 
-    A pair that was not measured counts as one that shares nothing.
+    A pair that was not measured counts as sharing nothing.
     """
 
     alone: Sequence[float]
     together: Mapping[Pair, tuple[float, float]]
 
     def kept(self, pair: Pair) -> tuple[float, float]:
-        """Of its rate alone, what each of a pair has beside the other."""
+        """Compute the fraction of its solo rate that each device keeps when both copy at once."""
         first, second = (
             rate / self.alone[device] for device, rate in zip(pair, self.together[pair], strict=True)
         )
         return first, second
 
     def turns_gain(self, pair: Pair) -> float:
-        """Bytes moved in turns for each byte moved together in the same time."""
+        """Compute the bytes moved in turns per byte moved together in the same time."""
         in_turns = 2 / sum(1 / self.alone[device] for device in pair)
         return in_turns / sum(self.together[pair])
 
 
 @dataclass(frozen=True)
 class SharedLink:
-    """Devices that share a link; means over its pairs of what each keeps, and of what turns gain."""
+    """Devices that share a link, with the means over its pairs of the share that each keeps and of the gain of turns."""
 
     devices: tuple[int, ...]
     kept: float
@@ -62,17 +62,17 @@ class SharedLink:
 
 @dataclass(frozen=True)
 class LinkUse:
-    """Which devices take turns, by group, and a line that says why. Empty where there was nothing to find out."""
+    """The groups of devices that take turns, and a line that says why. Both are empty if nothing was measured."""
 
     turns: tuple[tuple[int, ...], ...] = ()
     text: str = ""
 
 
 def find_shared_links(rates: LinkRates) -> list[SharedLink]:
-    """The links that several devices share, by their first device.
+    """Find the links that several devices share, in the order of their first devices.
 
-    A device counts to a link only if it shares with all of the link's devices: one disturbed measurement may separate
-    two devices, but joins no two links.
+    A device belongs to a link only if it shares with all of the link's devices. So one disturbed measurement may separate two
+    devices, but cannot join two links.
     """
     groups: list[list[int]] = []
     for device in range(len(rates.alone)):
@@ -86,7 +86,7 @@ def find_shared_links(rates: LinkRates) -> list[SharedLink]:
 
 
 def use_of_links(rates: LinkRates) -> LinkUse:
-    """What the measured rates say."""
+    """Decide from the measured rates which devices take turns."""
     links = find_shared_links(rates)
     found = "; ".join(str(link) for link in links) or "no two devices share one"
     pairs = len(rates.alone) * (len(rates.alone) - 1) // 2
@@ -100,10 +100,11 @@ def use_of_links(rates: LinkRates) -> LinkUse:
 
 
 class LinkWindows:
-    """When each stage slot's transfer windows come, counted in windows, if all took the same time.
+    """The order of all stage slots' transfer windows on a shared link, in time units of one window.
 
-    Window `p` of a slot comes at wave `start + p`. A slot starts one window after the slot before it, whose outputs
-    it reads, and not before its device is done with its last slot.
+    All windows count as equally long, so devices can agree on turns without asking each other. Window `p` of a slot comes at
+    time `start + p`. A slot starts one window after the previous slot, whose outputs it reads, and not before its device has
+    finished its own last slot.
     """
 
     def __init__(self, num_devices: int) -> None:
@@ -111,7 +112,7 @@ class LinkWindows:
         self._start = -1
 
     def next(self, num_windows: int) -> int:
-        """The wave at which the next slot of the dispatch sequence starts."""
+        """Return the time, in windows, at which the next slot of the dispatch sequence starts."""
         self._start = max(self._start + 1, self._ends[0])
         self._ends.append(self._start + num_windows)
         return self._start

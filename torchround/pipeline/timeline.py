@@ -1,6 +1,6 @@
-"""What a schedule is made of, and what a run of it shows: tasks, and the timeline with its measures.
+"""Tasks of a schedule, the timeline of its run with its measures, and the timeline as a trace file's content.
 
-The same types serve the dispatch schedule, every baseline, and whatever draws them.
+The dispatch schedule, the baselines, the engine's traces and the pictures all use these types.
 """
 
 from collections import defaultdict
@@ -16,8 +16,11 @@ HOST = -1  # the "device" of work that no device does, such as the optimizer's
 
 
 class TaskKind(str, Enum):
-    """BACKWARD is all of it, or only the input's gradient where WEIGHT_GRADIENT is a task of its own; FUSED
-    is forward and backward in one go. WEIGHTS and GRADIENTS are a stage's way up to a device and down."""
+    """The kind of a task.
+
+    BACKWARD is the whole backward, or the input's gradient alone in schedules with WEIGHT_GRADIENT tasks. FUSED is forward and
+    backward in one. WEIGHTS and GRADIENTS are transfers of a stage up to a device and down.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -35,9 +38,12 @@ class TaskKind(str, Enum):
 class Task:
     """A piece of work for one stream of one device.
 
-    It starts no sooner than the end of each task in `after` plus that one's lag. `holds_bytes` of device memory are
-    taken at the start and kept, `scratch_bytes` are taken for the duration only, `frees_bytes` are given back at the
-    end. `moves_bytes` leave or reach the device for it.
+    It starts no sooner than the end of each task in `after` plus that dependency's seconds.
+
+    - `holds_bytes`: device memory taken at the start and kept.
+    - `scratch_bytes`: device memory taken for the duration only.
+    - `frees_bytes`: device memory given back at the end.
+    - `moves_bytes`: bytes that leave or reach the device for it.
     """
 
     device: int
@@ -57,7 +63,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Task `i` ran from `start_s[i]` to `end_s[i]`; time 0 is the start of the first one."""
+    """The run of a schedule: task `i` ran from `start_s[i]` to `end_s[i]`; time 0 is the start of the first task."""
 
     tasks: tuple[Task, ...]
     start_s: tuple[float, ...]
@@ -66,7 +72,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From 0 to the end of the last task on any stream; tasks that take no time do not count."""
+        """Seconds from 0 to the end of the last task on any stream; tasks without duration do not count."""
         ends = (end for task, end in zip(self.tasks, self.end_s, strict=True) if task.duration_s > 0)
         return max(ends, default=0.0)
 
@@ -77,7 +83,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """`1 - work / (N x makespan)`; 0 for an empty timeline."""
+        """Idle share of the devices: `1 - work / (N x makespan)`; 0 for an empty timeline."""
         total = self.num_devices * self.makespan_s
         return 1.0 - self.work_s / total if total > 0 else 0.0
 
@@ -87,7 +93,7 @@ class Timeline:
         return sum(task.moves_bytes for task in self.tasks)
 
     def of_device(self, device: int, stream: str = COMPUTE) -> list[int]:
-        """Indices of one stream's tasks in the order they ran, without those that take no time."""
+        """List the indices of one stream's tasks in the order they ran, without tasks that take no time."""
         mine = [
             i
             for i, task in enumerate(self.tasks)
@@ -96,7 +102,7 @@ class Timeline:
         return sorted(mine, key=lambda i: self.start_s[i])
 
     def step_ends_s(self) -> list[float]:
-        """When the last compute task of each training step ended."""
+        """Return the time at which the last compute task of each training step ended."""
         ends = [0.0] * (1 + max(task.step for task in self.tasks))
         for task, end in zip(self.tasks, self.end_s, strict=True):
             if task.stream == COMPUTE and task.device != HOST:
@@ -104,7 +110,7 @@ class Timeline:
         return ends
 
     def peak_bytes(self) -> tuple[int, ...]:
-        """Highest sum of held and scratch bytes, per device."""
+        """Compute the highest sum of held and scratch bytes of each device."""
         changes: dict[int, list[tuple[float, int]]] = defaultdict(list)
         for task, start, end in zip(self.tasks, self.start_s, self.end_s, strict=True):
             changes[task.device].append((start, task.holds_bytes + task.scratch_bytes))
@@ -113,19 +119,16 @@ class Timeline:
 
 
 def _highest_sum(changes: list[tuple[float, int]]) -> int:
-    """Peak of a running sum over time; at one moment, releases count before acquisitions."""
+    """Compute the peak of a running sum over time; at one moment, releases count before acquisitions."""
     highest = current = 0
+    # Sorting puts negative changes first: memory freed at a moment can be taken again at the same moment.
     for _, change in sorted(changes):
         current += change
         highest = max(highest, current)
     return highest
 
 
-# A timeline in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
-#
-# One process per device, one thread per stream; the optimizer's updates are a process of their own.
-
-
+# Letters of the kinds in labels, as in RoundPipe's figure 1.
 LETTERS = {
     TaskKind.FORWARD: "F",
     TaskKind.BACKWARD: "B",
@@ -141,7 +144,11 @@ LETTERS = {
 
 
 def trace_events(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
-    """One JSON-able trace of several named timelines. Times in it are microseconds; steps count from 1."""
+    """Build one JSON-able trace of several named timelines, in the Trace Event Format.
+
+    Perfetto (ui.perfetto.dev) and chrome://tracing open it. Each device is a process and each stream a thread; the optimizer's
+    updates are a process of their own. Times are microseconds; steps count from 1.
+    """
     events: list[dict[str, Any]] = []
     first_process = 0
     for name, line in timelines:
@@ -159,7 +166,7 @@ def trace_events(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
 
 
 def label(task: Task) -> str:
-    """The task's letter and layers, as in RoundPipe's Figure 1: `F 3-5`."""
+    """Name a task by its letter and layers, as in RoundPipe's figure 1: `F 3-5`."""
     first, last = task.layers.start, task.layers.stop - 1
     layers = f"{first}" if first == last else f"{first}-{last}"
     return f"{LETTERS[task.kind]} {layers}" if task.layers else LETTERS[task.kind]

@@ -1,4 +1,4 @@
-"""A run's checkpoints: where it was is written beside the host store's state, and found again by the next start."""
+"""A run's checkpoints: each holds the run's position beside the host store's state, and the next start finds it."""
 
 import logging
 import time
@@ -19,13 +19,12 @@ from torchround.checkpoint import (
     verify_checkpoint,
 )
 from torchround.config import Config
-from torchround.data import DataError
-from torchround.data.loader import Loader
+from torchround.data import DataError, Loader
 from torchround.engine.engine import Engine
 from torchround.engine.saver import PendingSave, SaveSource
 from torchround.engine.store.host_store import OLDER_WEIGHTS, HostStore
-from torchround.run.resume import ResumeError, StartingWeights, find_checkpoint
-from torchround.run.run_folder import RunFolder
+from torchround.run.resume import StartingWeights, find_checkpoint
+from torchround.run.run_folder import RunError, RunFolder
 from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
@@ -33,35 +32,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunPosition:
-    """Where a run is after `step` steps; with the host store's state, enough to go on from there."""
+    """The place of a run after `step` steps. Together with the host store's state, a run resumes from it.
+
+    `tokens` counts the labels trained on so far; `data` is the loader's state.
+    """
 
     step: int
     tokens: int
     data: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint and how long it took."""
-
-    path: Path
-    seconds: float
-
-
-@dataclass(frozen=True)
-class SaveUnderWay:
-    """A save beside training, of what the run was at `position`."""
-
-    position: RunPosition
-    pending: PendingSave[Saved]
-
-
 class RunCheckpoints:
-    """Restores a run, saves it beside its training, and saves what a fault left of it.
+    """The checkpoints of one run: restored from, saved beside training, and saved after a fault.
 
-    The trainer appends to `positions` as it dispatches steps; the newest few are kept, because a fault leaves the host
+    The trainer appends to `positions` as it dispatches steps. The newest few are kept, because a fault leaves the host
     store at one of them. A checkpoint appears only after the steps before it are in the metrics (`reported`), so that a
-    run that is killed and goes on leaves none out.
+    run that is killed and resumed has every step in its metrics.
     """
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
@@ -75,17 +61,18 @@ class RunCheckpoints:
         self.saved_step = -1
         self._first_step = 0
         self._reported_step = 0
-        self._under_way: deque[SaveUnderWay] = deque()
+        # Position of each save under way, oldest first, and its future result: the line that reports it.
+        self._under_way: deque[tuple[RunPosition, PendingSave[str]]] = deque()
 
     @property
     def position(self) -> RunPosition:
-        """After the newest step that was dispatched."""
+        """Position after the newest step that was dispatched."""
         return self.positions[-1]
 
     def complete_step(self) -> int | None:
-        """That of the newest checkpoint, where it is of the run's last step or a later one and sound.
+        """Return the step of the newest checkpoint if it reaches `training.steps` and verifies, otherwise None.
 
-        Every byte of it is read: of a damaged one it would else be said that there is nothing to do.
+        Every byte of it is read. Otherwise a run with a damaged last checkpoint would be called complete.
         """
         step = self._checkpointer.latest_step()
         if step is None or step < self._config.training.steps:
@@ -93,15 +80,15 @@ class RunCheckpoints:
         try:
             verify_checkpoint(self._checkpointer.checkpoints()[step])
         except DamagedCheckpointError:
-            return None  # loading names it, and takes the one before
+            return None  # loading names the damage, and takes the checkpoint before
         except ForeignCheckpointError:
-            pass  # of a newer version, and whole as far as this one can tell
+            pass  # written by a newer version; complete as far as this version can tell
         return step
 
     def restore(self, store: HostStore, loader: Loader) -> bool:
-        """Fill the store, and bring the loader to its place; False where there is nothing to go on from.
+        """Fill the store and set the loader to its position. Returns False if there is no checkpoint to resume from.
 
-        Raises `ResumeError` and `CheckpointError`.
+        Raises `RunError` and `CheckpointError`.
         """
         start_s = time.monotonic()
         views = store.named_views()
@@ -113,10 +100,11 @@ class RunCheckpoints:
         try:
             loader.load_state_dict(state["data"])
         except DataError as error:
-            raise ResumeError(
-                f"{loaded.path}: {error}. Go on with the data as it was, or begin a run of another name on other data "
+            raise RunError(
+                f"{loaded.path}: {error}. Resume with the data as it was, or begin a run of another name on other data "
                 f"with these weights: --run.name NAME --checkpoint.load weights --checkpoint.load_path {loaded.path}"
             ) from error
+        # A checkpoint of a `sync` run has none, so an `async` run that resumes from it starts from the newest weights.
         holds_older_weights = all(name in loaded.filled for name in views if _is_older_weight(name))
         try:
             store.resume(
@@ -127,66 +115,66 @@ class RunCheckpoints:
                 holds_older_weights,
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ResumeError(f"{loaded.path}: its state is not that of a run: {error!r}") from error
+            raise RunError(f"{loaded.path}: invalid run state in the checkpoint: {error!r}") from error
         self.skipped_steps = state["skipped_steps"]
         self.wandb_run_id = state.get("wandb_run_id")
         self.positions.append(RunPosition(loaded.step, state["tokens"], state["data"]))
         self._first_step = self._reported_step = loaded.step
-        if loaded.path.parent == self._folder.checkpoints:
+        if loaded.path.parent == self._folder.checkpoints:  # another run's checkpoint is not saved here yet
             self.saved_step = loaded.step
-        say(f"going on after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
+        say(f"resuming after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
         return True
 
     def starting_weights(self) -> StartingWeights | None:
-        """Those of another run that a new one begins with, where it is asked to."""
+        """Return the weights of another run, if `checkpoint.load` asks for them to begin with."""
         return StartingWeights(self._config) if self._config.checkpoint.load == "weights" else None
 
     def begin_save(self, engine: Engine) -> None:
-        """Save the run as it is after the newest step dispatched, beside the training that goes on. Does not wait."""
+        """Begin to save the run as it is after the newest dispatched step, while training continues. Does not wait."""
         position = self.position
 
-        def write(source: SaveSource) -> Saved:
+        def write(source: SaveSource) -> str:
             return self._write(position, source.state, source.tensors, source)
 
-        self._under_way.append(SaveUnderWay(position, engine.save(write)))
-        self._let_appear()
+        self._under_way.append((position, engine.save(write)))
+        self._publish_reported()
 
     def reported(self, step: int) -> None:
-        """All that is to be told of the steps up to `step` is in the metrics. Tells of saves that have ended."""
+        """Note that the steps up to `step` are in the metrics: their checkpoints may appear. Report saves that ended."""
         self._reported_step = step
-        self._let_appear()
-        while self._under_way and self._under_way[0].pending.ended:
-            self._tell(self._under_way.popleft())
+        self._publish_reported()
+        while self._under_way and self._under_way[0][1].ended:
+            self._report(*self._under_way.popleft())
 
     def finish_saves(self) -> None:
-        """Wait for the saves under way. Their steps have been reported."""
+        """Wait for the saves under way. Their steps must have been reported."""
         while self._under_way:
-            self._tell(self._under_way.popleft())
+            self._report(*self._under_way.popleft())
 
     def save_now(self, engine: Engine) -> None:
-        """Save the run as it is after the newest step dispatched, and wait for it. Raises `CheckpointError`."""
+        """Save the run as it is after the newest dispatched step, and wait. Raises `CheckpointError`."""
         self.finish_saves()
         if self.position.step != self.saved_step:
             self.begin_save(engine)
-            self._conclude(self._under_way.popleft())
+            self._conclude(*self._under_way.popleft())
 
     def end_saves(self) -> None:
-        """The engine has ended after a fault, so saves that were under way have too, or were given up."""
-        ended = [save for save in self._under_way if save.pending.ended]
+        """After a fault, report the saves that ended with the engine, and forget those that it gave up."""
+        ended = [save for save in self._under_way if save[1].ended]
         self._under_way.clear()
-        for save in ended:
+        for position, pending in ended:
             try:
-                self._conclude(save)
+                self._conclude(position, pending)
             except CheckpointError as error:
                 logger.warning("%s", error)
 
     def rescue(self, store: HostStore) -> None:
         """Save the state that a fault left, unless it mixes two weight versions or is saved already.
 
-        The engine has ended, and the saves with it. An update may still be under way that does not get anywhere;
-        none begins.
+        The engine has ended, and its saves too. One update may still hang in a thread; no other can begin.
         """
-        if not store.is_consistent:  # looked at first: a store that is whole now stays so
+        # Checked before the step is read: a store that is consistent now stays so.
+        if not store.is_consistent:
             newest = self._checkpointer.latest_step()
             left = (
                 "there is no checkpoint"
@@ -199,9 +187,11 @@ class RunCheckpoints:
         if position is None or position.step == self.saved_step:
             return
         try:
-            self._note(position, self._write(position, store.resume_state(), store.named_views()))
+            line = self._write(position, store.resume_state(), store.named_views())
         except CheckpointError as error:
             logger.warning("%s", error)
+        else:
+            self._note_saved(position, line)
 
     def _write(
         self,
@@ -209,7 +199,8 @@ class RunCheckpoints:
         resume_state: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
         watch: SaveWatch | None = None,
-    ) -> Saved:
+    ) -> str:
+        """Write a checkpoint. Returns the line that reports it."""
         start_s = time.monotonic()
         state = {
             **asdict(position),
@@ -218,30 +209,31 @@ class RunCheckpoints:
             "wandb_run_id": self.wandb_run_id,
             "config": self._config.model_dump(mode="json"),
         }
-        path = self._checkpointer.save(position.step, tensors, state, watch)
-        return Saved(path, time.monotonic() - start_s)
+        path: Path = self._checkpointer.save(position.step, tensors, state, watch)
+        return f"saved {path} ({time.monotonic() - start_s:.1f} s)"
 
-    def _let_appear(self) -> None:
-        for save in self._under_way:
-            if save.position.step <= self._reported_step:
-                save.pending.may_publish()
+    def _publish_reported(self) -> None:
+        """Let the checkpoints appear whose steps are in the metrics."""
+        for position, pending in self._under_way:
+            if position.step <= self._reported_step:
+                pending.may_publish()
 
-    def _tell(self, save: SaveUnderWay) -> None:
-        """A save that failed is tried again at the next interval, and this is said again if that fails too."""
+    def _report(self, position: RunPosition, pending: PendingSave[str]) -> None:
+        """Wait for a save and report it. After a failure training continues; the next interval saves again."""
         try:
-            self._conclude(save)
+            self._conclude(position, pending)
         except CheckpointError as error:
             unsaved = self.position.step - max(self.saved_step, self._first_step)
-            logger.warning("%s; training goes on, and %d steps are not saved", error, unsaved)
+            logger.warning("%s; training continues, and %d steps are not saved", error, unsaved)
 
-    def _conclude(self, save: SaveUnderWay) -> None:
-        self._note(save.position, save.pending.result())
+    def _conclude(self, position: RunPosition, pending: PendingSave[str]) -> None:
+        self._note_saved(position, pending.result())
 
-    def _note(self, position: RunPosition, saved: Saved) -> None:
+    def _note_saved(self, position: RunPosition, line: str) -> None:
         self.saved_step = position.step
-        say(f"saved {saved.path} ({saved.seconds:.1f} s)")
+        say(line)
 
 
 def _is_older_weight(name: str) -> bool:
-    """What only `async` needs, and `sync` neither saves nor wants."""
+    """Whether a tensor is part of the second weight version, which only `async` saves and needs."""
     return name.startswith(OLDER_WEIGHTS)

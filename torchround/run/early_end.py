@@ -1,7 +1,7 @@
-"""Steps whose update was left out: told as they come, and the end of a run that only has such steps.
+"""What ends a run before its last step: too many bad steps in a row, or a signal.
 
-Which update is left out, the optimizer worker decides (`optim/stability.py`, `engine/optimizer_worker.py`); it never touches
-the weights, so they are those of the last good step whenever a run ends here.
+The optimizer worker decides which updates are left out (`optim/stability.py`, `engine/optimizer_worker.py`). Such a step never
+touches the weights, so a run that ends here has the weights of its last good step.
 """
 
 import logging
@@ -20,16 +20,16 @@ from torchround.engine.results import StepResult
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 5  # of a long list, so many from each end
+SHOWN = 5  # entries shown from each end of a long list
 
 
 class BadStepsError(Exception):
-    """The run had as many bad steps in a row as its config allows."""
+    """As many bad steps in a row as the config allows, or one spike where it allows none."""
 
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that learnt nothing. `tokens` were trained on before it."""
+    """A step whose update was left out. `tokens` counts what was trained on before it."""
 
     step: int
     tokens: int
@@ -50,17 +50,17 @@ class BadStep:
 
 
 class BadSteps:
-    """Counts bad steps in a row; `error` is there once they were too many. A run that goes on counts anew."""
+    """A count of bad steps in a row. `error` is set once there are too many. The count restarts on resume."""
 
     def __init__(self, table: TrainingTable) -> None:
         self.error: BadStepsError | None = None
         self._most_in_a_row = table.max_skipped_steps
         self._stops_at_spike = table.on_spike == "stop"
-        self._last_good_step = "none since the run was started"
+        self._last_good_step = "none since this start of the run"
         self._in_a_row: list[BadStep] = []
 
     def add(self, step: int, tokens: int, result: StepResult) -> None:
-        """A finished step; steps come in order. `tokens` were trained on before it."""
+        """Count a finished step. Steps come in order; `tokens` were trained on before it."""
         update = result.update()
         if not update.skipped:
             self._last_good_step, self._in_a_row = f"step {step}", []
@@ -77,7 +77,7 @@ class BadSteps:
     def _add_bad(self, bad: BadStep) -> None:
         logger.warning("%s; its update is skipped", bad)
         if self.error is not None:
-            return  # the step that was under way when it was one too many
+            return  # this step was already under way when the limit was reached
         self._in_a_row.append(bad)
         if self._stops_at_spike and bad.is_spike:
             self._stop("a spike", 'training.on_spike = "stop"')
@@ -91,9 +91,9 @@ class BadSteps:
             shown[SHOWN:-SHOWN] = [f"({len(shown) - 2 * SHOWN} more)"]
         steps = "".join(f"\n  {line}" for line in shown)
         self.error = BadStepsError(
-            f"{reason} ({key}); the last good one: {self._last_good_step}. Bad steps leave the weights as they "
-            f"were, and the run is saved:{steps}\nThe same command goes on with the data after them. If they come "
-            "again, a lower optimizer.lr, an earlier checkpoint (checkpoint.load_path), or a look at that data may help."
+            f"{reason} ({key}); the last good one: {self._last_good_step}. Bad steps do not change the weights, "
+            f"and the run is saved:{steps}\nThe same command continues with the data after them. If they come "
+            "again, try a lower optimizer.lr or an earlier checkpoint (checkpoint.load_path), or look at that data."
         )
 
 
@@ -102,21 +102,20 @@ def _listed(numbers: Sequence[int]) -> str:
     return shown + f" and {len(numbers) - SHOWN} more" * (len(numbers) > SHOWN)
 
 
-# Signals that ask a run to stop: the handler only sets a flag, which the loop reads between steps.
-
+# Signals. The handler only sets a flag, which the loop reads between steps.
 
 # A scheduler's or a person's request, Control-C, a scheduler's warning ahead of its deadline, a terminal that closed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# A cluster's scheduler signals torchrun and this process, and torchrun hands its own on: one request, not two.
+# A cluster's scheduler signals both torchrun and this process, and torchrun passes its signal on. Signals this close
+# together are one request.
 SAME_REQUEST_S = 2.0
 
 
 class StopRequest:
-    """Within the block, each of `STOP_SIGNALS` asks for a stop after the step.
+    """A block in which each of `STOP_SIGNALS` asks the run to stop after the step.
 
-    Another one, `SAME_REQUEST_S` or more after the first, ends the process as if nobody had caught it. A signal that
-    was ignored when the process started stays ignored: `nohup` and shells that start a job in the background
-    mean that.
+    Another signal, `SAME_REQUEST_S` or more after the first, ends the process as an uncaught one does. A signal that
+    was ignored when the process started stays ignored: `nohup` and shells that start background jobs ask for that.
     """
 
     def __init__(self) -> None:
@@ -130,7 +129,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number, as shells report it; 0 where nobody asked."""
+        """Exit code of the process: 128 + the signal's number, as shells report it, or 0 without a signal."""
         return 0 if self.signal_number is None else 128 + self.signal_number
 
     def __enter__(self) -> "StopRequest":  # noqa: PYI034  (typing.Self needs Python 3.11)
@@ -148,14 +147,16 @@ class StopRequest:
         now_s = time.monotonic()
         if self.signal_number is None:
             self.signal_number, self._asked_at_s = number, now_s
-            _tell(f"{signal.Signals(number).name}: finishing the step and saving; once more stops at once")
+            _write_error(
+                f"{signal.Signals(number).name}: finishing the step and saving; once more stops at once"
+            )
         elif now_s - self._asked_at_s >= SAME_REQUEST_S:
-            # Not KeyboardInterrupt, whose unwinding would wait for threads in the middle of a computation.
+            # No KeyboardInterrupt: its unwinding would wait for threads that are in the middle of a computation.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
-def _tell(line: str) -> None:
-    """To standard error past its buffer, which the interrupted code may be writing to."""
+def _write_error(line: str) -> None:
+    """Write to standard error without its buffer, which the interrupted code may be writing to."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())

@@ -12,9 +12,9 @@ import torch
 from torchround.config import EngineTable, TrainingTable
 from torchround.engine.errors import EngineUsageError
 from torchround.layer import LayeredModel, LayerWork
-from torchround.pipeline.costs import Costs, LayerParameters, costs_from_work
+from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.devices import ASSUMED_DEVICE
-from torchround.pipeline.memory import HostMemory, ParameterCounts, size_text
+from torchround.pipeline.memory import HostMemory, size_text
 from torchround.pipeline.plan_report import RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.run_plan import given_plan
@@ -116,12 +116,12 @@ def layer_works(
     return works
 
 
-def layer_parameters(model: LayeredModel) -> list[LayerParameters]:
+def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
     """Count the parameters of each layer. A tied one counts in every layer that uses it."""
     return [
-        LayerParameters(
-            sum(parameter.numel() for parameter in layer.parameters()),
-            sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad),
+        ParameterCounts(
+            trained=sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad),
+            frozen=sum(parameter.numel() for parameter in layer.parameters() if not parameter.requires_grad),
         )
         for layer in model.layers
     ]

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, whether it can, and what of its settings has changed since."""
+"""Finds the checkpoint that a run resumes from, checks that it fits, and reports which settings have changed."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -16,15 +16,16 @@ from torchround.checkpoint import (
     load_checkpoint,
 )
 from torchround.config import Config
+from torchround.run.run_folder import RunError
 from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = "weights/"  # what the host store's views of weights begin with
+WEIGHTS = "weights/"  # prefix of the host store's views of weights
 
-# What decides losses, but for the data and the seed, which the loader checks. Empty: every key of the table.
-TELLING_KEYS: Mapping[str, tuple[str, ...]] = {
-    "model": ("hf_path",),  # a base that stays in its files is read from there again
+# The keys that decide losses; a change is reported. The loader checks the data and the seed. Empty: all of a table's keys.
+LOSS_KEYS: Mapping[str, tuple[str, ...]] = {
+    "model": ("hf_path",),  # frozen weights that stay in their files are read from there again
     "training": (
         *("steps", "seq_len", "global_batch_size", "micro_batch_size", "dtype", "max_norm"),
         *("on_spike", "spike_factor", "spike_window"),
@@ -34,12 +35,12 @@ TELLING_KEYS: Mapping[str, tuple[str, ...]] = {
     "lr_schedule": (),
     "lora": ("alpha", "dropout"),
 }
-# What makes a model another one.
+# The keys that make a model another one; a change is refused.
 MODEL_KEYS: Mapping[str, tuple[str, ...]] = {"model": ("family", "flavor"), "lora": ("rank", "targets")}
-# What decides which tensors a checkpoint holds.
+# The keys that decide which tensors a checkpoint holds; an error about tensors names them.
 STORED_KEYS = {**MODEL_KEYS, "lora": ("rank", "targets", "map_base")}
 
-# What a state holds, and as what.
+# The entries of a checkpoint's state, and their types.
 STATE_TYPES: Mapping[str, type] = {
     "tokens": int,
     "data": dict,
@@ -48,45 +49,37 @@ STATE_TYPES: Mapping[str, type] = {
     "loss_scale": dict,
     "config": dict,
 }
-MOST = 2**62  # of anything that is counted
-
-
-class ResumeError(Exception):
-    """The run cannot go on from the checkpoint that it found or was given."""
-
-    def __init__(self, message: object) -> None:
-        super().__init__(terminal_safe(message))
+MOST_COUNTED = 2**62  # upper limit of any count in a state
 
 
 def find_checkpoint(
     config: Config, checkpointer: Checkpointer, views: Mapping[str, Tensor], optional: Callable[[str], bool]
 ) -> Loaded | None:
-    """Fill `views` from the run's newest checkpoint, else from `checkpoint.load_path`; None where there is neither.
+    """Fill `views` from the run's newest checkpoint, otherwise from `checkpoint.load_path`.
 
-    None too where `checkpoint.load` asks for its weights only, which are `StartingWeights`.
-
-    `optional` says by name what may be missing. One warning tells which settings have changed. Raises `ResumeError`
-    for a checkpoint of another kind of run, `CheckpointError` for damaged ones.
+    Returns None if there is neither, or if `checkpoint.load` asks for the weights only (`StartingWeights`). `optional`
+    says by name which tensors may be missing. One warning names the settings that have changed. Raises `RunError` for
+    a checkpoint of another kind of run, `CheckpointError` for damaged ones.
     """
     try:
         loaded = checkpointer.load_latest(views, optional)
         if loaded is None and config.checkpoint.load_path is not None and config.checkpoint.load == "all":
             loaded = _given_checkpoint(config, config.checkpoint.load_path, views, optional)
     except ForeignCheckpointError as error:
-        raise ResumeError(
-            f"{error}{_told_difference(error, config)}. Go on with what it was made with, or give the run a name of "
-            "its own (--run.name NAME)"
+        raise RunError(
+            f"{error}{_difference(error, config)}. Resume with the settings it was made with, or give the run a name "
+            "of its own (--run.name NAME)"
         ) from error
     if loaded is not None:
         _check_state(loaded)
         _refuse_another_model(loaded, config)
-        _tell_changes(loaded, config)
+        _warn_of_changes(loaded, config)
     return loaded
 
 
 @dataclass(frozen=True)
 class StartingWeights:
-    """The weights in `checkpoint.load_path` and nothing else of it, for a run that begins at step 0."""
+    """The weights in `checkpoint.load_path`, and nothing else of it, for a run that begins at step 0."""
 
     config: Config
 
@@ -96,17 +89,18 @@ class StartingWeights:
         return Path(self.config.checkpoint.load_path)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Fill `weights`, which are named as in `HostStore.weights`. Raises `ResumeError`."""
+        """Fill `weights`, named as in `HostStore.weights`. Raises `RunError`."""
         views = {f"{WEIGHTS}{name}": view for name, view in weights.items()}
         try:
             loaded = load_checkpoint(self.folder, views, lambda name: not name.startswith(WEIGHTS))
         except CheckpointError as error:
-            told = _told_difference(error, self.config) if isinstance(error, ForeignCheckpointError) else ""
-            raise ResumeError(f"checkpoint.load_path: {error}{told}") from error
+            reason = _difference(error, self.config) if isinstance(error, ForeignCheckpointError) else ""
+            raise RunError(f"checkpoint.load_path: {error}{reason}") from error
         _refuse_another_model(loaded, self.config)
 
 
-def _told_difference(error: ForeignCheckpointError, config: Config) -> str:
+def _difference(error: ForeignCheckpointError, config: Config) -> str:
+    """Return, in brackets, the settings by which the checkpoint's tensors differ from the run's."""
     differing = _changes(error.state, config, STORED_KEYS)
     return f" ({', '.join(differing)})" if differing else ""
 
@@ -119,42 +113,43 @@ def _given_checkpoint(
     except ForeignCheckpointError:
         raise
     except CheckpointError as error:
-        raise ResumeError(f"checkpoint.load_path: {error}") from error
+        raise RunError(f"checkpoint.load_path: {error}") from error
     if loaded.step >= config.training.steps:
-        raise ResumeError(
+        raise RunError(
             f"checkpoint.load_path: {path} is after step {loaded.step}, and training.steps is "
             f'{config.training.steps}; legal: more steps, or checkpoint.load = "weights" to begin at step 0 with its '
             "weights"
         )
-    # Another run's page in wandb is not this run's.
+    # The page in Weights & Biases stays the other run's.
     return replace(loaded, state={**loaded.state, "wandb_run_id": None})
 
 
 def _check_state(loaded: Loaded) -> None:
-    most = {"tokens": MOST, "applied_updates": loaded.step, "skipped_steps": loaded.step}
+    """Raise `RunError` if an entry of the state is missing, of another type, or out of range."""
+    most = {"tokens": MOST_COUNTED, "applied_updates": loaded.step, "skipped_steps": loaded.step}
     for key, kind in STATE_TYPES.items():
         value = loaded.state.get(key)
         if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= most[key]):
-            raise ResumeError(f"{loaded.path}: its state is not that of a run: {key} is {str(value)[:100]}")
+            raise RunError(f"{loaded.path}: invalid run state in the checkpoint: {key} is {str(value)[:100]}")
 
 
 def _refuse_another_model(loaded: Loaded, config: Config) -> None:
-    """Two models may have tensors of the same names and shapes."""
+    """Raise `RunError` if the checkpoint is of another model. Its tensors may have the same names and shapes."""
     if differing := list(_changes(loaded.state, config, MODEL_KEYS)):
-        raise ResumeError(
-            f"{loaded.path} is of another model ({', '.join(differing)}). Go on with the former, or give the run a "
-            "name of its own (--run.name NAME)"
+        raise RunError(
+            f"{loaded.path} is of another model ({', '.join(differing)}). Resume with the former model, or give the "
+            "run a name of its own (--run.name NAME)"
         )
 
 
-def _tell_changes(loaded: Loaded, config: Config) -> None:
-    if changes := list(_changes(loaded.state, config, TELLING_KEYS)):
-        told = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
-        logger.warning("%s", terminal_safe(told))
+def _warn_of_changes(loaded: Loaded, config: Config) -> None:
+    if changes := list(_changes(loaded.state, config, LOSS_KEYS)):
+        message = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
+        logger.warning("%s", terminal_safe(message))
 
 
 def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """`table.key old -> new` of each key that the state's configuration has and that is another one now."""
+    """Return `table.key old -> new` for each key whose value in the state's configuration differs from the run's."""
     before, now = state.get("config"), config.model_dump(mode="json")
     changes = []
     for table, names in keys.items():

@@ -1,1 +1,1 @@
-"""Defence against hostile input: what files of others may cost, hold and print. Imports no other room."""
+"""Defence against hostile input: checks and limits for files from untrusted senders. Imports no other room."""

@@ -1,7 +1,8 @@
-"""A Jinja sandbox in which a template can neither run for ever nor fill the memory.
+"""A Jinja sandbox in which a template can neither run forever nor fill the memory.
 
-Jinja's own sandbox keeps templates from attributes and files, not from nested loops, recursion, or a text of ten billion
-letters. Here every loop, call and text that is put together is work, and a rendering has so much of it.
+Jinja's own sandbox keeps templates from private attributes and files, but not from nested loops, recursion, or a text
+of ten billion letters. Here each turn of a loop, each call and each text that is put together counts as work, and the
+work of one rendering is limited.
 """
 
 import re
@@ -14,10 +15,10 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MOST_WORK = 2_000_000  # turns of loops, about a second or two; released templates take some 20 a message
-CALL_WORK = 10  # turns of a loop that take as long as a call
-LETTERS_PER_WORK = 256
-MOST_LETTERS = 100_000_000
+MOST_WORK = 2_000_000  # in turns of a loop: one or two seconds; released templates take about 20 per message
+CALL_WORK = 10  # a call takes as long as this many turns of a loop
+CHARACTERS_PER_WORK = 256
+MOST_CHARACTERS = 100_000_000
 MOST_WIDTH = 10_000
 
 _WIDE_FORMAT = re.compile(r"[%:{][^a-zA-Z%]*(\*|\d{5,})")
@@ -33,16 +34,16 @@ _PADDED = {
     "slice",
     "wordwrap",
 }
-# What is random would be another text after a resume.
+# A random text would differ after a resume.
 _LEFT_OUT = ("random", "lipsum")
 
 
 class TemplateLimitError(TemplateError):
-    """The template does more than any chat template has to."""
+    """An error for a template that does more than any chat template needs."""
 
 
 class WorkMeter(threading.local):
-    """What the rendering under way in this thread has done."""
+    """Counter of the work of this thread's present rendering."""
 
     spent = 0.0
 
@@ -53,7 +54,7 @@ class WorkMeter(threading.local):
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox. `begin` comes before each rendering; `parse` counts what loops and `~` do."""
+    """The sandbox. Compile `metered(source)`, and call `begin` before each rendering."""
 
     intercepted_binops = frozenset(["*", "**", "+", "%"])
 
@@ -67,10 +68,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters["joined"] = self._joined
 
     def begin(self) -> None:
+        """Start counting the work of a rendering from zero."""
         self._work.spent = 0.0
 
     def metered(self, source: str) -> nodes.Template:
-        """The parsed template, with its work counted."""
+        """Parse a template, so that its work is counted when it is rendered."""
         parsed = self.parse(source)
         for name in ("center", "indent", "tojson", "batch", "slice", "wordwrap", "replace", "join", "format"):
             self.filters[name] = self._sized(name, self.filters[name])
@@ -78,7 +80,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return metered
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Every call in a template."""
+        """Count and check each call in a template."""
         self._work.add(CALL_WORK)
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
@@ -86,11 +88,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self._made(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """The operators that make large things of small ones."""
+        """Check the operators that can make large values of small ones, and count their work."""
         sized = [value for value in (left, right) if hasattr(value, "__len__")]
         if operator == "*" and sized:
             other = right if sized[0] is left else left
-            _refuse(isinstance(other, int) and len(sized[0]) * other > MOST_LETTERS)
+            _refuse(isinstance(other, int) and len(sized[0]) * other > MOST_CHARACTERS)
         elif operator == "**":
             _refuse(abs(right) > 64 or abs(left) > 10**9)
         elif operator == "%" and isinstance(left, str):
@@ -113,11 +115,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def _made(self, value: Any) -> Any:
         if isinstance(value, (str, list)):
-            self._work.add(len(value) / LETTERS_PER_WORK)
+            self._work.add(len(value) / CHARACTERS_PER_WORK)
         return value
 
     def _sized(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def limited(*args: Any, **kwargs: Any) -> Any:
+            # Jinja passes some filters their context or environment first, which is not a value of the template.
             values = [
                 value for value in args if not hasattr(value, "eval_ctx") and not hasattr(value, "autoescape")
             ]
@@ -130,7 +133,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class Metering(NodeTransformer):
-    """Puts a filter around what loops go over, and in the place of `~`."""
+    """Changes a parsed template: a counting filter around the items of each loop, and in place of each `~`."""
 
     def __init__(self, environment: LimitedEnvironment) -> None:
         self._environment = environment
@@ -152,17 +155,19 @@ class Metering(NodeTransformer):
 
 
 def _check_size(name: str, value: Any, others: list[Any]) -> None:
-    """Before a method or filter is called: what it would make."""
+    """Refuse a method or filter call, before it runs, if its result would be too large."""
     if name in _PADDED:
         _refuse(any(isinstance(other, int) and abs(other) > MOST_WIDTH for other in others))
     elif name in ("format", "format_map"):
         _refuse(_WIDE_FORMAT.search(str(value)) is not None)
         _refuse(any(isinstance(other, int) and abs(other) > 2**63 for other in others))
     elif name == "replace" and len(others) >= 2:
-        found, put = (len(str(other)) for other in others[:2])
-        _refuse(len(str(value)) / max(found, 1) * put > MOST_LETTERS)
+        old, new = (len(str(other)) for other in others[:2])
+        _refuse(len(str(value)) / max(old, 1) * new > MOST_CHARACTERS)
     elif name == "join" and isinstance(value, str):
-        _refuse(len(value) * sum(len(other) for other in others if hasattr(other, "__len__")) > MOST_LETTERS)
+        _refuse(
+            len(value) * sum(len(other) for other in others if hasattr(other, "__len__")) > MOST_CHARACTERS
+        )
 
 
 def _refuse(is_too_large: bool) -> None:

@@ -22,10 +22,10 @@ def run(
 ) -> ScheduleReport:
     costs = Costs(tuple(LayerCost(f"{i}", f, b, activation_bytes=1) for i, (f, b) in enumerate(layers)))
     stages = (1,) * len(layers)
-    setting = SimulationSetup(
+    setup = SimulationSetup(
         costs, len(layers), micro_batches, recompute=False, stages=stages, accumulate=accumulate
     )
-    return measure_schedule(SCHEDULES[name](setting))
+    return measure_schedule(SCHEDULES[name](setup))
 
 
 def most_unresolved(timeline: Timeline, device: int) -> int:
@@ -57,7 +57,7 @@ def test_drift_of_equal_stages_reaches_pacis_bound(devices: int, accumulate: int
     assert run("paci", [(1.0, 2.0)] * devices, 8, accumulate).drift == drift
 
 
-def test_without_accumulation_every_micro_batch_in_flight_is_an_update_of_drift() -> None:
+def test_without_accumulation_the_drift_is_the_number_of_micro_batches_in_flight() -> None:
     report = run("async_1f1b", [(1.0, 2.0)] * 4, 8)
     assert report.drift == 3
     # A fast first stage runs ahead of slow ones; without PACI's rule it is held only by the N in the pipeline.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.baselines.device_bound import BindError, bind_stages
+from torchround.pipeline.baselines.device_bound import ScheduleError, bind_stages
 
 BYTES = st.integers(0, 20)
 
@@ -29,7 +29,7 @@ def problems(draw: st.DrawFn) -> tuple[list[float], list[int], list[int], int, i
 @given(problems())
 # The best overshoot of the first two stages must be given up for the best of all three.
 @example(([0.0, 0.0, 1.0, 1.0, 0.0, 0.0], [0] * 6, [0, 0, 0, 1, 1, 4], 3, 0))
-def test_no_cut_has_a_smaller_overshoot_or_with_the_same_a_faster_slowest_stage(
+def test_no_other_cut_has_a_smaller_overshoot_or_a_faster_slowest_stage_at_the_same_overshoot(
     problem: tuple[list[float], list[int], list[int], int, int | None],
 ) -> None:
     seconds, static, flying, stages, limit = problem
@@ -56,6 +56,8 @@ def test_no_cut_has_a_smaller_overshoot_or_with_the_same_a_faster_slowest_stage(
 @pytest.mark.parametrize(
     ("seconds", "memory", "stages"), [([1.0], [1], 2), ([1.0, 1.0], [1], 2), ([1.0], [1], 0)]
 )
-def test_what_cannot_be_bound_is_an_error(seconds: list[float], memory: list[int], stages: int) -> None:
-    with pytest.raises(BindError):
+def test_stages_that_cannot_be_bound_are_an_error(
+    seconds: list[float], memory: list[int], stages: int
+) -> None:
+    with pytest.raises(ScheduleError):
         bind_stages(seconds, memory, stages, None)

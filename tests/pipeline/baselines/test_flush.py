@@ -10,7 +10,7 @@ from torchround.pipeline.costs import Costs, LayerCost
 COSTS = Path(__file__).parents[3] / "docs" / "costs"
 
 # RoundPipe artifact: layers per virtual stage (the head is one more in the last), then bubble in % of GPipe,
-# 1F1B, interleaved 1F1B and Looped BFS (FIGURES section 2) with 8 devices and 16 micro-batches.
+# 1F1B, interleaved 1F1B and Looped BFS (RoundPipe, figure 15) with 8 devices and 16 micro-batches.
 ONE_STAGE_PER_DEVICE = {
     "qwen3_1.7b": [3, 3, 4, 4, 4, 4, 4, 2],
     "llama3_8b": [4] * 8,
@@ -35,12 +35,12 @@ PUBLISHED_BUBBLE = {
 
 
 def uniform(name: str, devices: int, micro_batches: int, chunks: int = 1) -> ScheduleReport:
-    """A schedule of equal stages, forward 1 s, backward 2 s, one byte kept per stage and micro-batch."""
+    """Simulate equal stages: forward 1 s, backward 2 s, one byte kept per stage and micro-batch."""
     costs = Costs(
         tuple(LayerCost(f"layer.{i}", 1.0, 2.0, activation_bytes=1) for i in range(devices * chunks))
     )
-    setting = SimulationSetup(costs, devices, micro_batches, recompute=False, chunks=chunks)
-    return measure_schedule(SCHEDULES[name](setting))
+    setup = SimulationSetup(costs, devices, micro_batches, recompute=False, chunks=chunks)
+    return measure_schedule(SCHEDULES[name](setup))
 
 
 def published(model: str, schedule: str) -> ScheduleReport:
@@ -81,7 +81,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(devices: int, micro_batch
 
 
 @pytest.mark.parametrize("model", PUBLISHED_BUBBLE)
-def test_published_bubbles_of_bound_schedules_are_reproduced(model: str) -> None:
+def test_bound_schedules_reproduce_their_published_bubbles(model: str) -> None:
     for schedule, bubble in PUBLISHED_BUBBLE[model].items():
         assert published(model, schedule).bubble * 100 == pytest.approx(bubble, abs=0.006)
 
@@ -107,18 +107,18 @@ def test_mobius_without_transfer_time_is_looped_bfs_and_holds_one_stage() -> Non
     costs = Costs(
         tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=10, boundary_bytes=1) for i in range(8)), hop_s=0.1
     )
-    setting = SimulationSetup(costs, 4, 8)
-    looped, mobius = (measure_schedule(SCHEDULES[name](setting)) for name in ("looped_bfs", "mobius"))
+    setup = SimulationSetup(costs, 4, 8)
+    looped, mobius = (measure_schedule(SCHEDULES[name](setup)) for name in ("looped_bfs", "mobius"))
     assert mobius.makespan_s == pytest.approx(looped.makespan_s)
     assert max(mobius.peak_activation_bytes) <= 11 < max(looped.peak_activation_bytes)
 
 
 def test_mobius_waits_for_weights_that_cannot_be_uploaded_in_time() -> None:
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, weight_bytes=100, gradient_bytes=40) for i in range(4))
-    setting = SimulationSetup(Costs(layers), 2, 1, pcie_bytes_per_s=10.0)
+    setup = SimulationSetup(Costs(layers), 2, 1, pcie_bytes_per_s=10.0)
     # Device 1: two uploads of 10 s each before its second chunk's forward; chunk 3 runs forward and backward
     # in one stay. Its first chunk's weights (10 s) come again as soon as that chunk's slot is free.
-    line = measure_schedule(SCHEDULES["mobius"](setting)).timeline
+    line = measure_schedule(SCHEDULES["mobius"](setup)).timeline
     first_forward = [line.start_s[i] for i, task in enumerate(line.tasks) if task.kind.value == "forward"]
     assert sorted(first_forward) == pytest.approx([10, 11, 20, 21])
     uploads = [i for i, task in enumerate(line.tasks) if task.kind.value == "weights"]

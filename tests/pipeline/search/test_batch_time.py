@@ -59,7 +59,7 @@ def test_rows_hold_the_layers_of_each_stage() -> None:
     devices=st.integers(1, 9),
     micro_batches=st.integers(1, 8),
 )
-def test_rows_fit_where_the_memory_model_says_so(
+def test_rows_fit_exactly_if_the_memory_model_says_so(
     data: st.DataObject, costs: Costs, limits: MemoryLimits, update: str, devices: int, micro_batches: int
 ) -> None:
     problem = PlanningProblem(costs, devices, micro_batches, update, limits)

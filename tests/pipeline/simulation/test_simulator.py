@@ -25,7 +25,7 @@ from torchround.pipeline.timeline import Task, TaskKind, Timeline
 
 COSTS = Path(__file__).parents[3] / "docs" / "costs"
 
-# RoundPipe artifact (FIGURES section 2): forward stages, backward stages after the head's, makespan in ms.
+# RoundPipe's artifact: forward stages, backward stages after the head's, makespan in ms.
 PUBLISHED = {
     "qwen3_1.7b": ([7] * 4, [3] * 8 + [2, 2], 2286.0),
     "llama3_8b": ([5] * 4 + [6, 6], [2] * 16, 6100.5),
@@ -36,7 +36,7 @@ PUBLISHED = {
 
 
 def uniform_stages(num_stages: int) -> tuple[Partition, Costs]:
-    """`num_stages` stages of exactly one second each: forward layers of 1 s, a head of 1 s, backward of 1 s."""
+    """Build `num_stages` stages of exactly one second each: forward layers of 1 s, a head of 1 s, backward of 1 s."""
     num_backward = num_stages // 2
     num_forward = num_stages - 1 - num_backward
     num_blocks = num_forward * num_backward
@@ -51,7 +51,7 @@ def uniform_stages(num_stages: int) -> tuple[Partition, Costs]:
 def steady_step_s(
     partition: Partition, costs: Costs, num_devices: int, micro_batches: int, rounds: int, update: str
 ) -> float:
-    """Seconds per step that the events of many consecutive steps show."""
+    """Measure the seconds per step in the events of many consecutive steps."""
 
     def tasks(steps: int) -> list[Task]:
         return dispatch_tasks(
@@ -147,7 +147,7 @@ def test_async_waits_for_the_update_of_the_step_before_the_last() -> None:
     micro_batches=st.integers(1, 6),
     update_share=st.sampled_from([0.0, 0.5, 0.95, 1.05, 1.2, 3.0]),
 )
-def test_a_run_counts_as_settled_only_once_it_is(
+def test_a_run_counts_as_settled_only_when_its_steps_repeat(
     data: st.DataObject, costs: Costs, num_devices: int, micro_batches: int, update_share: float
 ) -> None:
     """Against the exact step time, with updates about as long as a step: they fall behind it slowly."""
@@ -160,14 +160,14 @@ def test_a_run_counts_as_settled_only_once_it_is(
     assert steady_step_s(partition, costs, *arguments) == pytest.approx(exact_s, rel=1e-2, abs=1e-9)
 
 
-def test_updates_that_fall_behind_a_little_each_step_are_seen_in_the_settled_step() -> None:
+def test_the_settled_step_counts_updates_that_fall_behind_a_little_each_step() -> None:
     """One device, 32 s of work a step and 33 s of updates: the host's rate is the step's, after thirty steps."""
     costs = Costs(tuple(LayerCost(f"{i}", 1.0, 1.0, optimizer_s=11.0) for i in range(3)))
     step_s = steady_step_s(Partition((1, 1), 1, (1, 1)), costs, 1, 4, 1, "async")
     assert step_s == pytest.approx(33.0, rel=1e-6)
 
 
-def test_a_device_at_half_speed_takes_twice_as_long_for_its_tasks_and_nobody_else_does() -> None:
+def test_a_device_at_half_speed_takes_twice_as_long_and_the_others_do_not() -> None:
     costs = Costs((LayerCost("only", 1.0, 2.0),))
     tasks = dispatch_tasks(Partition((), 1, ()), costs, num_devices=2, num_micro_batches=4, rounds=2)
     assert simulate(tasks, 2).makespan_s == 2 * 3.0

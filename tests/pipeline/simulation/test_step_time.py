@@ -26,7 +26,7 @@ def uniform(num_stages: int) -> StageTimes:
     return StageTimes([1.0] * num_stages, [1.0] * num_stages, [0.0] * num_stages, [-1] * num_stages, 0.0)
 
 
-# FIGURES section 2: N, M_R, R, S -> T.
+# The closed form of docs/schedules.md for equal stages, in numbers: N, M_R, R, S -> T.
 @pytest.mark.parametrize(
     ("devices", "size", "rounds", "stages", "makespan"),
     [
@@ -34,12 +34,12 @@ def uniform(num_stages: int) -> StageTimes:
         *[(8, 8, 2, 17, 41), (8, 8, 2, 34, 75), (8, 9, 1, 34, 46), (8, 16, 1, 34, 81)],
     ],
 )
-def test_uniform_stages_take_the_golden_makespan(
+def test_uniform_stages_take_the_makespan_of_the_closed_form(
     devices: int, size: int, rounds: int, stages: int, makespan: int
 ) -> None:
     times = uniform(stages)
     assert step_seconds(times, devices, rounds * size, rounds, "sync") == makespan
-    # FIGURES: the asynchronous steady state takes M S / N.
+    # The steady state of `async` with equal stages takes M S / N (docs/schedules.md).
     assert step_seconds(times, devices, rounds * size, rounds, "async") == pytest.approx(
         rounds * size * stages / devices, rel=1e-12
     )
@@ -47,7 +47,7 @@ def test_uniform_stages_take_the_golden_makespan(
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), costs=costs(updates=False), recompute=st.sampled_from(["stage", "layer"]), **SIZES)
-def test_a_step_alone_takes_what_the_simulator_says(
+def test_a_single_step_takes_as_long_as_in_the_simulator(
     data: st.DataObject, costs: Costs, recompute: str, num_devices: int, num_micro_batches: int
 ) -> None:
     partition = data.draw(partitions(costs.num_layers))

@@ -26,7 +26,7 @@ SCAN_BYTES = 1 << 20
 
 
 def find_files(path: str) -> list[Path]:
-    """Return the file itself, or the files that a glob matches, sorted by name. Raises `DataError` if there is none."""
+    """Return the named file, or the files that a glob matches, sorted by name. Raises `DataError` if no file exists."""
     if path == PYTHON_STDLIB:
         return _stdlib_files()
     path = os.path.expanduser(path)
@@ -46,7 +46,7 @@ def find_files(path: str) -> list[Path]:
 
 
 def _usual_ending(folder: str) -> str:
-    """Return the most common ending among the first files in and below `folder`; `.txt` if there is none."""
+    """Return the most common ending among the first files in and below `folder`, or `.txt` if no file has one."""
     names = (name for _, _, names in os.walk(folder) for name in sorted(names))
     endings = Counter(
         next((known for known in JSONL_ENDINGS if name.endswith(known)), os.path.splitext(name)[1])

@@ -105,6 +105,8 @@ def _ranks(model: dict[str, Any], added: set[str]) -> dict[bytes, int]:
             )
         newest = number
         ranks[bytes(map(characters.__getitem__, left + right))] = number
+    # With ignore_merges the package takes a whole word that is a token without merging; tiktoken does so only for tokens
+    # that have a rank, so every token must come from a merge.
     unmerged = len(vocab) - len(ranks)
     if unmerged and model.get("ignore_merges"):
         raise TokenizerError(f"{unmerged} tokens come from no merge, but ignore_merges is set")
@@ -120,7 +122,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
-    """Return the pattern that splits text before merging: that of the one `Split`, or GPT-2's of `ByteLevel`."""
+    """Return the pattern that splits text before merging: from the one `Split`, or GPT-2's if there is only `ByteLevel`."""
     if pre_tokenizer is None:
         raise TokenizerError("it has no pre_tokenizer: it is not byte-level")
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]

@@ -19,7 +19,7 @@ ALIGNMENT_ELEMENTS = 256
 
 @dataclass(frozen=True)
 class UpdatePolicy:
-    """How many versions of the weights are kept. Step `t` reads `v(t - versions + 1)`; the first steps read `v(0)`.
+    """The number of versions of the weights that are kept. Step `t` reads `v(t - versions + 1)`; the first steps read `v(0)`.
 
     Under either policy step `t`'s gradient is applied to `v(t)` and gives `v(t + 1)`; they differ only in the version
     that the gradient is computed with. The step's number alone decides that version, never timing.

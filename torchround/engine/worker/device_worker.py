@@ -32,7 +32,7 @@ from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUp
 from torchround.engine.worker.compute import LayerCall, Recomputation, bind, forward, with_own_seed
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.engine.worker.slots import DeviceSlot, SlotRing, StageLayout, as_tuple
-from torchround.layer import Hidden
+from torchround.layer import Hidden, MicroBatch
 from torchround.pipeline.memory import ROUNDING_ELEMENTS
 from torchround.pipeline.partition import Stage, StageKind
 from torchround.pipeline.timeline import TaskKind
@@ -185,15 +185,13 @@ class DeviceWorker:
     # Stages, one micro-batch each. `shared` is the weight slot's memory and, if there is one, the gradient slot's.
 
     def _forward_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
+        """Run forward without gradients, and send what later stages read: the output, and inputs of backward stages."""
         stage, pass_ = job.task.stage, job.pass_
-        micro_batch, integers = self._activations.bring_micro_batch(
-            pass_.micro_batches[m], m - job.task.micro_batches.start
-        )
-        hidden, staged = self._bring_hidden(pass_, stage, m)
+        micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
         outputs = self._compute(
             TaskKind.FORWARD,
             lambda: forward(layers, stage.start, hidden, micro_batch, pass_.backward_inputs),
-            reads=[*shared, integers.memory, *_memory(staged)],
+            reads=[*shared, *inputs],
         )
         self._activations.release(staged)
         for layer, output in outputs:
@@ -206,10 +204,7 @@ class DeviceWorker:
     def _fused_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
         stage, pass_ = job.task.stage, job.pass_
-        micro_batch, integers = self._activations.bring_micro_batch(
-            pass_.micro_batches[m], m - job.task.micro_batches.start
-        )
-        hidden, staged = self._bring_hidden(pass_, stage, m)
+        micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
 
         def forward_and_backward() -> tuple[Tensor, tuple[Tensor, ...] | None]:
             part = Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute)
@@ -219,7 +214,7 @@ class DeviceWorker:
         loss, gradients = self._compute(
             TaskKind.FUSED,
             forward_and_backward,
-            reads=[shared[0], integers.memory, *_memory(staged)],
+            reads=[shared[0], *inputs],
             writes=shared[1:],
         )
         self._activations.release(staged)
@@ -227,14 +222,12 @@ class DeviceWorker:
         self._send_gradients(pass_, stage, m, gradients)
 
     def _backward_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
+        """Recompute the stage from its kept input, then run its backward with the next stage's gradient."""
         stage, pass_ = job.task.stage, job.pass_
-        micro_batch, integers = self._activations.bring_micro_batch(
-            pass_.micro_batches[m], m - job.task.micro_batches.start
-        )
-        hidden, staged = self._bring_hidden(pass_, stage, m)
-        reads = [shared[0], integers.memory, *_memory(staged)]
-        # Recomputation is enqueued before the thread waits for the incoming gradient: it does not need it, and the
-        # device would otherwise be idle until another device has made it.
+        micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
+        reads = [shared[0], *inputs]
+        # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the device would
+        # be idle until another device has made it.
         part = self._compute(
             TaskKind.RECOMPUTE,
             lambda: Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute),
@@ -248,7 +241,7 @@ class DeviceWorker:
             reads=[*reads, staged_gradient.memory],
             writes=shared[1:],
         )
-        # The input is released after the backward only: layerwise recomputation reads it once more there.
+        # Both only now: the backward reads the stage's input too.
         self._activations.release(staged)
         self._activations.release(staged_gradient)
         self._send_gradients(pass_, stage, m, gradients)
@@ -269,11 +262,21 @@ class DeviceWorker:
         self._spans.append(DeviceSpan(kind, start, end, micro_batch=self._micro_batch))
         return result
 
-    def _bring_hidden(self, pass_: Pass, stage: Stage, m: int) -> tuple[Hidden | None, DeviceSlot | None]:
-        """Upload the stage's input. Returns None for the first layer, whose input is the micro-batch alone."""
-        if stage.start == 0:
-            return None, None
-        return self._activations.bring_hidden(self._await(BOUNDARY(pass_.index, stage.start, m)))
+    def _bring_inputs(
+        self, job: StageJob, m: int
+    ) -> tuple[MicroBatch, Hidden | None, DeviceSlot | None, list[Tensor]]:
+        """Upload what a stage reads: the micro-batch, and the stage's input with its slot.
+
+        Input and slot are None for the first layer, which reads the micro-batch alone. The last value is the device
+        memory that holds all of it.
+        """
+        pass_, start = job.pass_, job.task.stage.start
+        position = m - job.task.micro_batches.start
+        micro_batch, integers = self._activations.bring_micro_batch(pass_.micro_batches[m], position)
+        if start == 0:
+            return micro_batch, None, None, [integers.memory]
+        hidden, staged = self._activations.bring_hidden(self._await(BOUNDARY(pass_.index, start, m)))
+        return micro_batch, hidden, staged, [integers.memory, staged.memory]
 
     def _send_gradients(
         self, pass_: Pass, stage: Stage, m: int, gradients: tuple[Tensor, ...] | None
@@ -368,7 +371,3 @@ _STAGES = {
     StageKind.FUSED: DeviceWorker._fused_stage,
     StageKind.BACKWARD: DeviceWorker._backward_stage,
 }
-
-
-def _memory(slot: DeviceSlot | None) -> list[Tensor]:
-    return [] if slot is None else [slot.memory]

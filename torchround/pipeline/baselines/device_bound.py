@@ -1,6 +1,7 @@
-"""What all schedules with bound stages share: virtual stage s lives on device s mod N for good.
+"""The common part of all schedules that bind stages to devices: virtual stage s always runs on device s mod N.
 
-A schedule is then only an order of actions per device; durations, bytes and dependencies are added here.
+A schedule is then an order of actions per device; this module adds durations, bytes and dependencies. `bind_stages` cuts the
+layers into stages.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,28 +16,28 @@ from torchround.pipeline.timeline import Dependency, Task, TaskKind
 
 FORWARD, BACKWARD, WEIGHT_GRADIENT = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT
 
-# Of a layer's backward, the part that makes the weights' gradients: one of two equal matrix products.
+# Share of a layer's backward that makes the weights' gradients: one of two equal matrix products.
 WEIGHT_GRADIENT_SHARE = 0.5
 
 
 class ScheduleError(ValueError):
-    """Numbers that a schedule cannot be built from."""
+    """A schedule that cannot be built from the given numbers."""
 
 
 @dataclass(frozen=True)
 class SimulationSetup:
-    """What is simulated. All schedules read the first block, the others only what concerns them.
+    """The model, the devices and the options of a simulation; each schedule reads the options that concern it.
 
-    `recompute`: keep only layer inputs and run each layer's forward again in the backward, except the last
-    layer's (the head). Off, activations are kept, as the zero-bubble, PipeOffload and PACI papers have it.
-    `chunks`: virtual stages per device (v) of the looped schedules; None: as many as there are layers for.
-    `stages`: layers of each virtual stage, zeros allowed; None: the split with the fastest slowest stage.
-    `group`: micro-batches that GIS takes through a chunk at a time (g); None: N.
-    `offload_ratio`: PipeOffload's k, round trip of a chunk's activations over its forward and backward.
-    `pcie_bytes_per_s`: one direction; if given, transfers take their bytes' time and k is not read.
-    `accumulate`: PACI's a, local backwards per update; None: all micro-batches of a step.
-    `partition`, `rounds`: RoundPipe's; None: what the planner finds within `limits`, which also say how
-    RoundPipe recomputes.
+    - `recompute`: keep only layer inputs and run each layer's forward again in the backward, except the last layer's (the
+      head). If False, activations are kept, as in the zero-bubble, PipeOffload and PACI papers.
+    - `chunks`: virtual stages per device (v) of the looped schedules; None: as many as there are layers for.
+    - `stages`: layers of each virtual stage, zeros allowed; None: the split whose slowest stage is fastest.
+    - `group`: micro-batches that GIS takes through a chunk at a time (g); None: N.
+    - `offload_ratio`: PipeOffload's k: round trip of a chunk's activations over its forward and backward time.
+    - `pcie_bytes_per_s`: one direction; if given, transfers take the time of their bytes and k is not read.
+    - `accumulate`: PACI's a: local backwards per update; None: all micro-batches of a step.
+    - `partition`, `rounds`: RoundPipe's; None: the planner's choice within `limits`.
+    - `limits`: memory limits of RoundPipe's plan, and how it recomputes.
     """
 
     costs: Costs
@@ -73,10 +74,11 @@ class SimulationSetup:
 
 @dataclass(frozen=True)
 class BoundStage:
-    """One virtual stage. Seconds and bytes are per micro-batch, weights and gradients per upload or download.
+    """One virtual stage; seconds and bytes per micro-batch, weights and gradients per upload or download.
 
-    `held_bytes` stay on the device from the forward on. `rebuilt_bytes` is what recomputation brings back,
-    `largest_bytes` the same for one layer at a time; both are 0 where nothing is recomputed.
+    - `held_bytes`: kept on the device from the forward to the backward.
+    - `rebuilt_bytes`: activations that recomputation makes again; 0 if nothing is recomputed.
+    - `largest_bytes`: the same for one layer at a time.
     """
 
     device: int
@@ -95,50 +97,50 @@ class BoundStage:
 
 @dataclass(frozen=True)
 class Action:
-    """One entry of a device's order. Micro-batches are numbered on from step to step."""
+    """One entry of a device's order; the numbers of micro-batches continue from step to step."""
 
     kind: TaskKind
     stage: int
     micro_batch: int
 
 
-def chunks_of(setting: SimulationSetup) -> int:
-    """Virtual stages per device of a looped schedule."""
-    if setting.stages is not None:
-        return max(1, len(setting.stages) // setting.num_devices)
-    if setting.chunks is not None:
-        return setting.chunks
-    return max(1, len(setting.costs.layers) // setting.num_devices)
+def chunks_of(setup: SimulationSetup) -> int:
+    """Return the virtual stages per device of a looped schedule."""
+    if setup.stages is not None:
+        return max(1, len(setup.stages) // setup.num_devices)
+    if setup.chunks is not None:
+        return setup.chunks
+    return max(1, len(setup.costs.layers) // setup.num_devices)
 
 
-def bound_stages(setting: SimulationSetup, chunks: int) -> list[BoundStage]:
-    """The setting's stages, or N x `chunks` of them cut by PACI's min-max partition (appendix D.5)."""
-    counts = setting.stages
+def bound_stages(setup: SimulationSetup, chunks: int) -> list[BoundStage]:
+    """Build the setup's stages, or N x `chunks` stages cut by PACI's min-max partition (appendix D.5)."""
+    counts = setup.stages
     if counts is None:
-        counts = _fastest_split(setting, setting.num_devices * chunks)
-    if len(counts) % setting.num_devices:
-        raise ScheduleError(f"{len(counts)} stages do not divide among {setting.num_devices} devices")
+        counts = _fastest_split(setup, setup.num_devices * chunks)
+    if len(counts) % setup.num_devices:
+        raise ScheduleError(f"{len(counts)} stages do not divide among {setup.num_devices} devices")
     starts = [sum(counts[:index]) for index in range(len(counts))]
     return [
-        _stage(setting, index % setting.num_devices, range(start, start + count))
+        _stage(setup, index % setup.num_devices, range(start, start + count))
         for index, (start, count) in enumerate(zip(starts, counts, strict=True))
     ]
 
 
-def _fastest_split(setting: SimulationSetup, num_stages: int) -> tuple[int, ...]:
-    """The slowest stage as fast as possible; with more stages than layers the first ones stay empty."""
-    layers = setting.costs.layers
-    seconds = [layer.forward_s * (2 if setting.recompute else 1) + layer.backward_s for layer in layers]
+def _fastest_split(setup: SimulationSetup, num_stages: int) -> tuple[int, ...]:
+    """Cut the layers so that the slowest stage is as fast as possible; surplus stages come first and are empty."""
+    layers = setup.costs.layers
+    seconds = [layer.forward_s * (2 if setup.recompute else 1) + layer.backward_s for layer in layers]
     seconds[-1] = layers[-1].forward_s + layers[-1].backward_s
     if num_stages >= len(layers):
         return (0,) * (num_stages - len(layers)) + (1,) * len(layers)
     return bind_stages(seconds, [0] * len(seconds), num_stages, None)
 
 
-def _stage(setting: SimulationSetup, device: int, indices: range) -> BoundStage:
-    layers = setting.costs.layers
+def _stage(setup: SimulationSetup, device: int, indices: range) -> BoundStage:
+    layers = setup.costs.layers
     mine = [layers[index] for index in indices]
-    recomputed = [index for index in indices if setting.recompute and index < len(layers) - 1]
+    recomputed = [index for index in indices if setup.recompute and index < len(layers) - 1]
     kept = [index for index in indices if index not in recomputed]
     inputs = [0, *(layer.boundary_bytes for layer in layers)]
     activations = [layer.activation_bytes for layer in layers]
@@ -159,24 +161,25 @@ def _stage(setting: SimulationSetup, device: int, indices: range) -> BoundStage:
 
 
 def bound_tasks(
-    setting: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
+    setup: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
 ) -> list[Task]:
-    """The orders, one per device, as tasks in that order, which is also their priority.
+    """Turn the orders, one per device, into tasks; the position in an order is also the priority.
 
-    A forward waits for the stage before it, a backward for its own forward and the stage after it (the
-    recomputation too: these schedules start it with the backward), each with a hop where the device changes;
-    a weight gradient waits for its backward.
+    A forward waits for the previous stage. A backward, with its recomputation, waits for its own forward and for the next
+    stage. Both pay a hop if the device changes. A weight gradient waits for its backward.
     """
     flat = [(action, position) for order in orders for position, action in enumerate(order)]
-    builder = _Builder(setting, stages, {action: index for index, (action, _) in enumerate(flat)})
+    builder = _Builder(setup, stages, {action: index for index, (action, _) in enumerate(flat)})
     return [builder.task(action, position) for action, position in flat]
 
 
 class _Builder:
+    """The stages and the indices of all actions, from which each action becomes a task."""
+
     def __init__(
-        self, setting: SimulationSetup, stages: Sequence[BoundStage], index_of: dict[Action, int]
+        self, setup: SimulationSetup, stages: Sequence[BoundStage], index_of: dict[Action, int]
     ) -> None:
-        self.setting = setting
+        self.setup = setup
         self.stages = stages
         self.index_of = index_of
         self.split = any(action.kind is WEIGHT_GRADIENT for action in index_of)
@@ -189,7 +192,7 @@ class _Builder:
             kind=action.kind,
             layers=stage.layers,
             micro_batch=action.micro_batch,
-            step=action.micro_batch // self.setting.num_micro_batches,
+            step=action.micro_batch // self.setup.num_micro_batches,
             priority=position,
             **fields[action.kind](action, stage),
         )
@@ -224,15 +227,15 @@ class _Builder:
         }
 
     def _waits(self, kind: TaskKind, stage: int, action: Action) -> tuple[Dependency, ...]:
-        """On `kind` of `stage` for the same micro-batch; on nothing beyond the first and the last stage."""
+        """Return the wait for `kind` of `stage` of the same micro-batch; nothing beyond the first and the last stage."""
         if not 0 <= stage < len(self.stages):
             return ()
         same_device = self.stages[stage].device == self.stages[action.stage].device
         index = self.index_of[Action(kind, stage, action.micro_batch)]
-        return ((index, 0.0 if same_device else self.setting.costs.hop_s),)
+        return ((index, 0.0 if same_device else self.setup.costs.hop_s),)
 
     def _moved_bytes(self, index: int) -> int:
-        """In and out of the device; a gradient is as large as the activation it belongs to."""
+        """Count the bytes in and out of the device; a gradient is as large as its activation."""
         stage = self.stages[index]
         moved = 0
         if index > 0 and self.stages[index - 1].device != stage.device:
@@ -242,16 +245,6 @@ class _Builder:
         return moved
 
 
-# Layers -> stages that are bound to devices: PACI's memory-constrained min-max partition (appendix D.5).
-#
-# The schedules that keep a stage on one device (GPipe, 1F1B, PACI, ...) need contiguous layers split so that
-# the slowest stage is as fast as possible. RoundPipe does not: see `plan.py`.
-
-
-class BindError(ValueError):
-    """Fewer layers than stages, or lists of different lengths."""
-
-
 def bind_stages(
     costs_s: Sequence[float],
     memory_bytes: Sequence[int],
@@ -259,18 +252,18 @@ def bind_stages(
     limit_bytes: int | None,
     in_flight_bytes: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """Layer counts per stage that minimise the slowest stage's seconds within `limit_bytes` per stage.
+    """Find the layer counts per stage that minimise the slowest stage's seconds within `limit_bytes` per stage.
 
-    `memory_bytes` of a layer are resident however many micro-batches are in flight; `in_flight_bytes` (if
-    given) are paid `num_stages - j` times in stage j, counted from 0, as 1F1B keeps them (equation 12).
-    Where nothing fits, the worst overshoot is minimised first and the slowest stage second. Among equals the
-    split with the earliest cuts is returned.
+    This is PACI's memory-constrained min-max partition (appendix D.5). A layer's `memory_bytes` are resident for any number of
+    micro-batches in flight; `in_flight_bytes` count `num_stages - j` times in stage j, counted from 0, as 1F1B keeps them
+    (equation 12). If nothing fits, the worst overshoot is minimised first and the slowest stage second. Among equals the split
+    with the earliest cuts wins. Raises `ScheduleError` for fewer layers than stages or lists of different lengths.
     """
     num_layers = len(costs_s)
     if not 1 <= num_stages <= num_layers:
-        raise BindError(f"cannot bind {num_layers} layers to {num_stages} non-empty stages")
+        raise ScheduleError(f"cannot bind {num_layers} layers to {num_stages} non-empty stages")
     if len(memory_bytes) != num_layers or (in_flight_bytes and len(in_flight_bytes) != num_layers):
-        raise BindError(
+        raise ScheduleError(
             f"{num_layers} layers have {len(memory_bytes)} memory and {len(in_flight_bytes)} in-flight figures"
         )
     time_sums = list(accumulate(costs_s, initial=0.0))
@@ -296,13 +289,13 @@ def bind_stages(
 def _min_max(
     num_layers: int, num_stages: int, cost: Callable[[int, int, int], float]
 ) -> tuple[float, list[int]]:
-    """The least possible largest `cost(stage, start, stop)`, and bounds that reach it (equation 15)."""
+    """Find the least possible largest `cost(stage, start, stop)`, and bounds that reach it (PACI equation 15)."""
     infinite = float("inf")
     # best[i]: the first i layers in the stages so far.
     best = [infinite, *(cost(0, 0, stop) for stop in range(1, num_layers + 1))]
     cuts: list[list[int]] = []
     for stage in range(1, num_stages):
-        # Without a finite choice any non-empty stages do.
+        # If no choice is finite, any non-empty stages do.
         before, best, cut = best, [infinite] * (num_layers + 1), [stage] * (num_layers + 1)
         for stop in range(stage + 1, num_layers + 1):
             for start in range(stage, stop):

@@ -1,11 +1,11 @@
-"""Mobius (Feng et al., 2023): Looped BFS with the weights in host memory and stages still bound to devices.
+"""Schedules that keep weights in host memory: Mobius, whose stages are bound to devices, and RoundPipe.
 
-A chunk's weights go up before it runs and its gradients come down after; a device has room for two chunks'
-weights, so one uploads while the other computes. Layer inputs wait on the host for the backward.
+Mobius (Feng et al., 2023) is Looped BFS: a chunk's weights go up before it runs and its gradients come down after. A device has
+room for two chunks' weights, so one uploads while the other computes. Layer inputs wait on the host for the backward.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torchround.pipeline.baselines.device_bound import (
@@ -26,59 +26,56 @@ from torchround.pipeline.simulation.simulator import simulate
 from torchround.pipeline.timeline import Task, TaskKind
 
 
-def mobius(setting: SimulationSetup) -> Schedule:
-    """Always recomputes: its activations have no place to stay."""
-    setting = replace(setting, recompute=True)
-    stages, orders = bound_stages(setting, chunks_of(setting)), breadth_first_orders(setting)
-    schedule = flushed("mobius", setting, stages, orders)
-    return replace(schedule, tasks=lambda steps: _swapped_tasks(setting, stages, orders))
-
-
-@dataclass
-class _Stay:
-    """A stage's weights on its device: from the first to the last task that needs them without a break."""
-
-    stage: int
-    tasks: list[int]
+def mobius(setup: SimulationSetup) -> Schedule:
+    """Run Looped BFS with swapped weights; it always recomputes, because its activations have no place to stay."""
+    setup = replace(setup, recompute=True)
+    stages, orders = bound_stages(setup, chunks_of(setup)), breadth_first_orders(setup)
+    schedule = flushed("mobius", setup, stages, orders)
+    return replace(schedule, tasks=lambda steps: _swapped_tasks(setup, stages, orders))
 
 
 def _swapped_tasks(
-    setting: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
+    setup: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
 ) -> list[Task]:
-    tasks = [_on_host(task) for task in bound_tasks(setting, stages, orders)]
+    tasks = [_on_host(task) for task in bound_tasks(setup, stages, orders)]
     first = 0
     for order in orders:
-        _swap(tasks, _stays(order, first), stages, setting)
+        _swap(tasks, _stays(order, first), stages, setup)
         first += len(order)
     return tasks
 
 
 def _on_host(task: Task) -> Task:
-    """Layer inputs go down after the forward and come up before the backward instead of staying."""
+    """Move layer inputs down after the forward and up before the backward, instead of keeping them on the device."""
     held = task.frees_bytes if task.kind is BACKWARD else task.holds_bytes
     scratch, moved = task.scratch_bytes + held, task.moves_bytes + held
     return replace(task, holds_bytes=0, frees_bytes=0, scratch_bytes=scratch, moves_bytes=moved)
 
 
-def _stays(order: Sequence[Action], first: int) -> list[_Stay]:
-    stays: list[_Stay] = []
+def _stays(order: Sequence[Action], first: int) -> list[tuple[int, list[int]]]:
+    """Group an order into stays: a stage whose weights stay on its device, and the tasks that use them in a row."""
+    stays: list[tuple[int, list[int]]] = []
     for index, action in enumerate(order, start=first):
-        if not stays or stays[-1].stage != action.stage:
-            stays.append(_Stay(action.stage, []))
-        stays[-1].tasks.append(index)
+        if not stays or stays[-1][0] != action.stage:
+            stays.append((action.stage, []))
+        stays[-1][1].append(index)
     return stays
 
 
 def _swap(
-    tasks: list[Task], stays: Sequence[_Stay], stages: Sequence[BoundStage], setting: SimulationSetup
+    tasks: list[Task],
+    stays: Sequence[tuple[int, list[int]]],
+    stages: Sequence[BoundStage],
+    setup: SimulationSetup,
 ) -> None:
-    """Adds one upload per stay, which waits for the stay before the previous one, and the downloads."""
-    rate = setting.pcie_bytes_per_s
-    for position, stay in enumerate(stays):
-        stage = stages[stay.stage]
-        room = ((stays[position - 2].tasks[-1], 0.0),) if position >= 2 else ()
+    """Add an upload for each stay, and a download of gradients after each backward stay."""
+    rate = setup.pcie_bytes_per_s
+    for position, (stage_index, users) in enumerate(stays):
+        stage, first, last = stages[stage_index], users[0], users[-1]
+        # A device has room for two chunks' weights, so an upload waits for the end of the stay before the previous one.
+        room = ((stays[position - 2][1][-1], 0.0),) if position >= 2 else ()
         upload = replace(
-            tasks[stay.tasks[0]],
+            tasks[first],
             kind=TaskKind.WEIGHTS,
             stream="upload",
             duration_s=stage.weight_bytes / rate if rate else 0.0,
@@ -87,77 +84,75 @@ def _swap(
             moves_bytes=stage.weight_bytes,
         )
         tasks.append(upload)
-        starter = tasks[stay.tasks[0]]
-        tasks[stay.tasks[0]] = replace(starter, after=(*starter.after, (len(tasks) - 1, 0.0)))
-        if tasks[stay.tasks[-1]].kind is BACKWARD:
+        starter = tasks[first]
+        tasks[first] = replace(starter, after=(*starter.after, (len(tasks) - 1, 0.0)))
+        if tasks[last].kind is BACKWARD:
             download = replace(
                 upload,
                 kind=TaskKind.GRADIENTS,
                 stream="download",
                 duration_s=stage.gradient_bytes / rate if rate else 0.0,
-                after=((stay.tasks[-1], 0.0),),
+                after=((last, 0.0),),
                 moves_bytes=stage.gradient_bytes,
             )
             tasks.append(download)
 
 
-# RoundPipe itself beside the baselines: `sync` from idle devices, `async` in its steady state.
-
-
-def roundpipe_sync(setting: SimulationSetup) -> Schedule:
-    """Every step reads the weights that the step before made, so it starts from idle devices."""
-    partition, rounds = _choose(setting, "sync")
-    tasks = _tasks(setting, partition, rounds, "sync")
-    both = simulate(tasks(2), setting.num_devices).step_ends_s()
-    one = simulate(tasks(1), setting.num_devices).makespan_s
+def roundpipe_sync(setup: SimulationSetup) -> Schedule:
+    """Run steps that each read the weights of the step before, and so start from idle devices."""
+    partition, rounds = _choose(setup, "sync")
+    tasks = _tasks(setup, partition, rounds, "sync")
+    # The second of two steps waits for the first one's update, a lone step for none: the difference is the exposed update.
+    both = simulate(tasks(2), setup.num_devices).step_ends_s()
+    one = simulate(tasks(1), setup.num_devices).makespan_s
     return Schedule(
         name="roundpipe_sync",
-        num_devices=setting.num_devices,
+        num_devices=setup.num_devices,
         partition=_as_json(partition, rounds),
         tasks=tasks,
         update_s=max(0.0, both[1] - both[0] - one),
     )
 
 
-def roundpipe_async(setting: SimulationSetup) -> Schedule:
-    """Weights one step old (section 3.2): step t + 2 waits for step t's update, steps flow into each other."""
-    partition, rounds = _choose(setting, "async")
+def roundpipe_async(setup: SimulationSetup) -> Schedule:
+    """Run steps with weights one step old (section 3.2): step t + 2 waits for step t's update, without a flush."""
+    partition, rounds = _choose(setup, "async")
     return Schedule(
         name="roundpipe_async",
-        num_devices=setting.num_devices,
+        num_devices=setup.num_devices,
         partition=_as_json(partition, rounds),
-        tasks=_tasks(setting, partition, rounds, "async"),
+        tasks=_tasks(setup, partition, rounds, "async"),
         continuous=True,
     )
 
 
-def _choose(setting: SimulationSetup, update: str) -> tuple[Partition, int]:
-    """The given partition, in rounds of N micro-batches as in the paper unless told otherwise; or a plan."""
-    if setting.partition is not None:
-        rounds = setting.rounds or max(1, setting.num_micro_batches // setting.num_devices)
-        return setting.partition, rounds
+def _choose(setup: SimulationSetup, update: str) -> tuple[Partition, int]:
+    """Return the given partition, by default in rounds of N micro-batches as in the paper; otherwise a plan's."""
+    if setup.partition is not None:
+        rounds = setup.rounds or max(1, setup.num_micro_batches // setup.num_devices)
+        return setup.partition, rounds
     plan = make_plan(
-        setting.costs,
-        setting.num_devices,
-        setting.num_micro_batches,
+        setup.costs,
+        setup.num_devices,
+        setup.num_micro_batches,
         update,
-        setting.rounds or "auto",
-        setting.limits,
+        setup.rounds or "auto",
+        setup.limits,
     )
     return plan.partition, plan.rounds
 
 
 def _tasks(
-    setting: SimulationSetup, partition: Partition, rounds: int, update: str
+    setup: SimulationSetup, partition: Partition, rounds: int, update: str
 ) -> Callable[[int], list[Task]]:
     def tasks(steps: int) -> list[Task]:
         return dispatch_tasks(
             partition,
-            setting.costs,
-            setting.num_devices,
-            setting.num_micro_batches,
+            setup.costs,
+            setup.num_devices,
+            setup.num_micro_batches,
             rounds,
-            recompute=setting.limits.recompute,
+            recompute=setup.limits.recompute,
             update=update,
             steps=steps,
         )

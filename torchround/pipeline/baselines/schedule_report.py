@@ -1,7 +1,7 @@
-"""What a schedule is to the simulator, and what is reported of its run.
+"""Schedules as the simulator takes them, and the report on their runs.
 
-A flushed schedule is measured over one step from idle devices. A continuous one, whose steps flow into each
-other, is run for many steps and measured once the time from step to step has settled.
+A schedule that flushes is measured over one step from idle devices. A continuous one, whose steps flow into each other, runs for
+many steps and is measured once the time from step to step has settled.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,16 @@ GAPS = ("fill", "drain", "switch", "imbalance")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Tasks for any number of steps, and how to read their run.
+    """The tasks of any number of steps, and how to read their run.
 
-    `tasks(steps)` builds them. `partition` is JSON-able: layers per virtual stage, or RoundPipe's ranges.
-    `ready_first`: devices take what is ready instead of following their order. `tail_steps`: steps at the end
-    of a continuous run that are over sooner because nothing follows them. `warm_up[i]`: the forward of device i
-    after which waiting for the first backward counts as `switch`; None: the last before it.
-    `backwards_per_update`: after how many of its backwards a stage updates its weights. `update_s`: seconds
-    per step that all devices wait for the optimizer.
+    - `tasks(steps)` builds the tasks.
+    - `partition`: layers per virtual stage, or RoundPipe's ranges; goes to JSON as it is.
+    - `ready_first`: devices take what is ready instead of following their order.
+    - `tail_steps`: steps at the end of a continuous run that end sooner because nothing follows them.
+    - `warm_up[i]`: the forward of device i after which waiting for the first backward counts as `switch`; None: the last one
+      before that backward.
+    - `backwards_per_update`: after how many of its backwards a stage updates its weights.
+    - `update_s`: seconds per step that all devices wait for the optimizer.
     """
 
     name: str
@@ -41,11 +43,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """Figures of one schedule; `to_json` is DESIGN section 13's object.
+    """The figures of one schedule.
 
-    `bubble_by_kind`: shares of all device time, adding up to `bubble`. `peak_activation_bytes`: per device.
-    `drift`: most updates of a stage between a micro-batch's forward and its backward there. `moved_bytes`:
-    per step, over all links. `timeline`: of one step, or of a run of several for a continuous schedule.
+    - `bubble_by_kind`: shares of all device time, which add up to `bubble`.
+    - `peak_activation_bytes`: one figure per device.
+    - `drift`: most updates of a stage between a micro-batch's forward and its backward there.
+    - `moved_bytes`: per step, over all links.
+    - `timeline`: one step, or several steps of a continuous schedule.
     """
 
     name: str
@@ -97,16 +101,17 @@ def _shares(schedule: Schedule, line: Timeline, total_s: float, bubble: float) -
     if schedule.continuous or total_s == 0:
         return {"fill": 0.0, "drain": 0.0, "switch": 0.0, "imbalance": bubble}
     idle_s = idle_seconds(line, schedule.warm_up)
+    # All devices wait for the update after their last task, as they wait for each other while they drain.
     idle_s["drain"] += schedule.num_devices * schedule.update_s
     return {gap: idle_s[gap] / total_s for gap in GAPS}
 
 
 def idle_seconds(line: Timeline, warm_up: tuple[int, ...] | None = None) -> dict[str, float]:
-    """Idle device seconds of one flushed step by kind, as the RoundPipe artifact splits them.
+    """Split the idle device seconds of one flushed step by kind, as RoundPipe's artifact does.
 
-    Per device: `fill` before its first task, `drain` after its last, `switch` between a warm-up forward (see
-    `Schedule`) and its first backward, `imbalance` the rest: waiting between stages of unequal length. A
-    recomputation counts as if it had started just in time for its backward.
+    For each device: `fill` is before its first task, `drain` after its last, `switch` between a warm-up forward (see
+    `Schedule`) and its first backward. `imbalance` is the rest: waits between stages of unequal length. A recomputation counts
+    as if it had started just in time for its backward.
     """
     idle_s = dict.fromkeys(GAPS, 0.0)
     for device in range(line.num_devices):
@@ -125,10 +130,11 @@ def idle_seconds(line: Timeline, warm_up: tuple[int, ...] | None = None) -> dict
 
 
 def _gaps_before(line: Timeline, order: list[int]) -> list[float]:
-    """Idle seconds before each task of a device; those between a recomputation and its backward move up."""
+    """Return the idle seconds before each task of a device; those after a recomputation count before it."""
     gaps = [line.start_s[order[0]]]
     for before, index in pairwise(order):
         gaps.append(line.start_s[index] - line.end_s[before])
+        # A recomputation may run early, in time that would be idle anyway; counting it late keeps the kinds comparable.
         if line.tasks[before].kind is TaskKind.RECOMPUTE:
             gaps[-2] += gaps[-1]
             gaps[-1] = 0.0
@@ -136,7 +142,7 @@ def _gaps_before(line: Timeline, order: list[int]) -> list[float]:
 
 
 def _switch_window(line: Timeline, order: list[int], warm_up: int | None) -> tuple[int, int]:
-    """The tasks `begin <= i < end` of a device's order before which the switch to the backward is waited for."""
+    """Return the tasks `begin <= i < end` of a device's order before which it waits for the first backward."""
     kinds = [line.tasks[index].kind for index in order]
     first_backward = next((i for i, kind in enumerate(kinds) if kind is not TaskKind.FORWARD), 0)
     if first_backward == 0:
@@ -146,9 +152,9 @@ def _switch_window(line: Timeline, order: list[int], warm_up: int | None) -> tup
 
 
 def measured_drift(line: Timeline, backwards_per_update: int | None) -> int:
-    """Most versions that a stage's weights move on from a micro-batch's forward to its backward (PACI 3.1).
+    """Count the most updates of a stage's weights from a micro-batch's forward to its backward (PACI section 3.1).
 
-    Counted in the order in which each device ran its tasks; 0 where no update falls inside a step.
+    The count follows the order in which each device ran its tasks; it is 0 if no update falls inside a step.
     """
     if backwards_per_update is None:
         return 0

@@ -1,6 +1,11 @@
-"""Zero-bubble schedules (Qi et al., 2023): the weights' gradients are tasks that fill what would be bubbles.
+"""Schedules whose backward is two tasks: zero bubble (Qi et al., 2023) and PipeOffload (Wan et al., 2025).
 
-f, b, w: a stage's forward, input gradient and weight gradient; p devices.
+The weights' gradients are tasks of their own, which fill what would be bubbles. GIS and GIS-H (PipeOffload sections 3.1 and 3.2)
+generalise interleaved 1F1B with less memory. PO-H and PO-F repeat GIS-H's building block uniformly and offload half or all of
+the chunks (sections 2 and 4.2).
+
+f, b, w: a stage's forward, input gradient and weight gradient; p or d devices, v chunks per device, rank i from 0; T_F, T_B, T_W
+of one chunk.
 """
 
 from collections.abc import Iterable
@@ -24,38 +29,40 @@ from torchround.pipeline.baselines.whole_backward import alternate, flushed, loo
 from torchround.pipeline.timeline import Task
 
 
-def zb_h1(setting: SimulationSetup) -> Schedule:
-    """1F1B's memory, bubble `(p - 1)(f + b - w)`: device i puts off its weight gradients by i micro-batches."""
-    p = setting.num_devices
-    orders = [_order(setting, device, warm_up=p - device, delay=device) for device in range(p)]
-    return flushed("zb_h1", setting, bound_stages(setting, 1), orders)
+def zb_h1(setup: SimulationSetup) -> Schedule:
+    """Keep 1F1B's memory with bubble `(p - 1)(f + b - w)`: device i puts its weight gradients off by i micro-batches."""
+    p = setup.num_devices
+    orders = [_order(setup, device, warm_up=p - device, delay=device) for device in range(p)]
+    return flushed("zb_h1", setup, bound_stages(setup, 1), orders)
 
 
-def zb_h2(setting: SimulationSetup) -> Schedule:
-    """2p - 1 micro-batches in flight, bubble `(p - 1)(f + b - 2w)`, 0 if all are equal.
+def zb_h2(setup: SimulationSetup) -> Schedule:
+    """Keep 2p - 1 micro-batches in flight: bubble `(p - 1)(f + b - 2w)`, 0 if all are equal.
 
-    That holds from step to step: the paper checks the update afterwards instead of waiting for all devices,
-    so each device goes on to the next step when its own stage is done.
+    The bubble is that from step to step: the paper checks the update afterwards instead of waiting for all devices, so each
+    device starts the next step as soon as its own stage is done.
     """
-    p, m = setting.num_devices, setting.num_micro_batches
-    stages = bound_stages(setting, 1)
-    orders = [_order(setting, device, 2 * (p - device) - 1, 2 * device) for device in range(p)]
+    p, m = setup.num_devices, setup.num_micro_batches
+    stages = bound_stages(setup, 1)
+    orders = [_order(setup, device, 2 * (p - device) - 1, 2 * device) for device in range(p)]
 
     def tasks(steps: int) -> list[Task]:
         repeated = [
             [Action(a.kind, a.stage, a.micro_batch + step * m) for step in range(steps) for a in order]
             for order in orders
         ]
-        return bound_tasks(setting, stages, repeated)
+        return bound_tasks(setup, stages, repeated)
 
     partition = [len(stage.layers) for stage in stages]
     return Schedule("zb_h2", p, partition, tasks, continuous=True, tail_steps=1 + 2 * p // m)
 
 
-def _order(setting: SimulationSetup, device: int, warm_up: int, delay: int) -> list[Action]:
-    """`warm_up` forwards, then backward, weight gradient of `delay` micro-batches ago, forward; at the end
-    backwards and the weight gradients that were put off in turn."""
-    m = setting.num_micro_batches
+def _order(setup: SimulationSetup, device: int, warm_up: int, delay: int) -> list[Action]:
+    """List `warm_up` forwards, then backward, weight gradient of `delay` micro-batches ago and forward in turn.
+
+    At the end come the remaining backwards and the weight gradients that were put off.
+    """
+    m = setup.num_micro_batches
     order = [Action(FORWARD, device, k) for k in range(min(warm_up, m))]
     pending = 0
     for k in range(m):
@@ -69,41 +76,34 @@ def _order(setting: SimulationSetup, device: int, warm_up: int, delay: int) -> l
     return order
 
 
-# PipeOffload's schedules (Wan et al., 2025): interleaving with less memory, and offload of activations.
-#
-# GIS and GIS-H (sections 3.1, 3.2) generalise interleaved 1F1B with a split backward; PO-H and PO-F repeat
-# GIS-H's building block uniformly and offload half or all of the chunks (sections 2 and 4.2). d devices, v
-# chunks per device, rank i from 0, T_F, T_B, T_W of one chunk.
-
-
-def gis(setting: SimulationSetup) -> Schedule:
-    """Groups of g micro-batches: `g (v - 1) + d - i` forwards first, at most `g (v - 1) + d` chunks kept.
+def gis(setup: SimulationSetup) -> Schedule:
+    """Run groups of g micro-batches: `g (v - 1) + d - i` forwards first, at most `g (v - 1) + d` chunks kept.
 
     `ceil(d / 2) <= g <= d`. With g = d: bubble `(d - 1)(T_F + T_B)`; smaller g adds `(d - g)(v - 1)` units.
     """
-    return _grouped("gis", setting, setting.group or setting.num_devices)
+    return _grouped("gis", setup, setup.group or setup.num_devices)
 
 
-def gis_h(setting: SimulationSetup) -> Schedule:
-    """The smallest group, `ceil(d / 2)`: about half of interleaved 1F1B's memory."""
-    return _grouped("gis_h", setting, -(-setting.num_devices // 2))
+def gis_h(setup: SimulationSetup) -> Schedule:
+    """Run GIS with the smallest group, `ceil(d / 2)`: about half of interleaved 1F1B's memory."""
+    return _grouped("gis_h", setup, -(-setup.num_devices // 2))
 
 
-def po_h(setting: SimulationSetup) -> Schedule:
-    """The first half of each device's chunks, those that live longest, is offloaded: about `(v + 2) / (8 v)`."""
-    return _offloading("po_h", setting, -(-chunks_of(setting) // 2))
+def po_h(setup: SimulationSetup) -> Schedule:
+    """Offload the first half of each device's chunks, which live longest: about `(v + 2) / (8 v)` stays."""
+    return _offloading("po_h", setup, -(-chunks_of(setup) // 2))
 
 
-def po_f(setting: SimulationSetup) -> Schedule:
-    """All chunks are offloaded: a constant number of chunks stays, O(1 / (v d)) of the activations."""
-    return _offloading("po_f", setting, chunks_of(setting))
+def po_f(setup: SimulationSetup) -> Schedule:
+    """Offload all chunks: a constant number of chunks stays, O(1 / (v d)) of the activations."""
+    return _offloading("po_f", setup, chunks_of(setup))
 
 
-def _grouped(name: str, setting: SimulationSetup, group: int) -> Schedule:
-    d, m, chunks = setting.num_devices, setting.num_micro_batches, chunks_of(setting)
+def _grouped(name: str, setup: SimulationSetup, group: int) -> Schedule:
+    d, m, chunks = setup.num_devices, setup.num_micro_batches, chunks_of(setup)
     if not -(-d // 2) <= group <= d:
-        raise ScheduleError(f"a group of {group} micro-batches does not lie between {-(-d // 2)} and {d}")
-    # A short last group would turn the order of some devices around, so it is filled up and taken out again.
+        raise ScheduleError(f"a group of {group} micro-batches must be between {-(-d // 2)} and {d}")
+    # A short last group would reverse the order on some devices, so it is filled up here and its surplus removed below.
     groups = [range(first, first + group) for first in range(0, m, group)]
     orders = []
     for device in range(d):
@@ -111,11 +111,11 @@ def _grouped(name: str, setting: SimulationSetup, group: int) -> Schedule:
         backwards = looped(BACKWARD, groups, chunks, device, d)
         order = alternate(forwards, backwards, group * (chunks - 1) + d - device)
         orders.append(_with_weight_gradients(action for action in order if action.micro_batch < m))
-    return flushed(name, setting, bound_stages(setting, chunks), orders)
+    return flushed(name, setup, bound_stages(setup, chunks), orders)
 
 
 def _with_weight_gradients(order: Iterable[Action]) -> list[Action]:
-    """Each weight gradient right behind its backward, as in the original schedule."""
+    """Put each weight gradient right behind its backward, as in the original schedule."""
     result = []
     for action in order:
         result.append(action)
@@ -125,11 +125,11 @@ def _with_weight_gradients(order: Iterable[Action]) -> list[Action]:
 
 
 def uniform_grid(num_devices: int, num_micro_batches: int, chunks: int) -> list[list[Planned]]:
-    """GIS-H's building block repeated every `3 v` units, per device in order of start.
+    """Repeat GIS-H's building block every `3 v` units; return each device's actions in order of start.
 
-    On each device forwards, backwards and weight gradients use one residue mod 3 each. Chunk follows chunk
-    after `3 P` units, `P = ceil(d / 2)`; where that would meet another micro-batch's (P and v share a factor)
-    three units are added. Ranks start late by up to `shift` so that both directions keep their order.
+    On each device forwards, backwards and weight gradients use one residue mod 3 each. Chunk follows chunk after `3 P` units,
+    `P = ceil(d / 2)`. If P and v share a factor, that would meet another micro-batch's chunk, so three units are added. Ranks
+    start late by up to `shift` so that both directions keep their order.
     """
     d, period = num_devices, -(-num_devices // 2)
     before_collision = chunks // gcd(chunks, period)
@@ -155,19 +155,19 @@ def _chunk_start(chunk: int, period: int, before_collision: int) -> int:
     return 3 * period * chunk + 3 * (chunk // before_collision)
 
 
-def _offloading(name: str, setting: SimulationSetup, offloaded_chunks: int) -> Schedule:
-    d, chunks = setting.num_devices, chunks_of(setting)
-    stages = bound_stages(setting, chunks)
-    grid = uniform_grid(d, setting.num_micro_batches, chunks)
+def _offloading(name: str, setup: SimulationSetup, offloaded_chunks: int) -> Schedule:
+    d, chunks = setup.num_devices, chunks_of(setup)
+    stages = bound_stages(setup, chunks)
+    grid = uniform_grid(d, setup.num_micro_batches, chunks)
     orders = [[item.action for item in planned] for planned in grid]
-    plan = OffloadPlan.of(setting, stages, offloaded_chunks)
+    plan = OffloadPlan.of(setup, stages, offloaded_chunks)
 
     def tasks(steps: int) -> list[Task]:
-        built = bound_tasks(setting, stages, orders)
+        built = bound_tasks(setup, stages, orders)
         first = 0
         for planned in grid:
             plan.add_transfers(built, first, planned)
             first += len(planned)
         return built
 
-    return replace(flushed(name, setting, stages, orders), tasks=tasks)
+    return replace(flushed(name, setup, stages, orders), tasks=tasks)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchround.pipeline.costs import Costs
+from torchround.pipeline.costs import UPDATE_BYTES, Costs
 from torchround.pipeline.memory import STAGING_BUFFERS, MemoryLimits, device_memory, rounds_in_flight
 from torchround.pipeline.partition import Partition, split_evenly
 from torchround.pipeline.search.batch_time import BatchTimes, batch_async_seconds, batch_sync_seconds
@@ -24,7 +24,7 @@ from torchround.pipeline.simulation.step_time import LayerSums, step_seconds
 
 # Adding a round on the host moves 10 bytes per trained parameter: a 2-byte gradient is read, a float32 sum is read and
 # written. An update moves 28 (`costs.UPDATE_BYTES`), and its seconds are known.
-ADDING_SHARE = 10 / 28
+ADDING_SHARE = 10 / UPDATE_BYTES
 # Partitions timed together: few enough for their arrays to stay in the processor's cache.
 CHUNK = 1024
 # Step times closer than this share count as equal; among equals the plan with fewer rounds and stages wins.
@@ -59,6 +59,7 @@ class PlanningProblem:
 
     def exact_s(self, candidate: Candidate) -> float:
         """Compute the step time by the exact recurrence, once for each candidate."""
+        # The search meets the same candidate in several generations, and again at the end.
         if candidate not in self._exact:
             partition, devices = candidate.partition, self.num_devices
             times = self.sums.times(partition.forward, partition.fused, partition.backward)
@@ -121,6 +122,7 @@ class PlanningProblem:
     def _in_order_of_stages(self, rows: PartitionBatch, seconds: Callable[[BatchTimes], Floats]) -> Floats:
         """Call `seconds` on chunks that begin with the partitions of most stages, as `batch_time.py` expects them."""
         num_stages = rows.num_stages
+        # Sorted by falling numbers of stages, a chunk's partitions that lack a stage are at its end and can be sliced off.
         order = np.argsort(-num_stages, kind="stable")
         result = np.empty(len(rows))
         for first in range(0, len(rows), CHUNK):

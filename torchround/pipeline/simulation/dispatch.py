@@ -1,7 +1,6 @@
-"""The dispatch schedule as timed tasks for the simulator: RoundPipe section 3.2, over one or several steps.
+"""The dispatch schedule as timed tasks for the simulator, over one or several steps (RoundPipe section 3.2).
 
-The stage tasks are `schedule.step_tasks`, the ones the engine runs; this module adds durations, bytes, and
-what waits for what.
+The stage tasks come from `partition.step_tasks`, as the engine's do. This module adds durations, bytes and dependencies.
 """
 
 from typing import Any
@@ -10,7 +9,8 @@ from torchround.pipeline.costs import Costs, stage_seconds
 from torchround.pipeline.partition import Partition, StageKind, StageTask, step_tasks
 from torchround.pipeline.timeline import HOST, Dependency, Task, TaskKind
 
-# Steps between a gradient and the first step that reads the weights it made (DESIGN section 7).
+# Steps between a gradient and the first step that reads the weights it made. `async` weights are one step old, so that step
+# t + 1 runs while the host still updates with step t's gradients.
 STEPS_UNTIL_READ = {"sync": 1, "async": 2}
 
 
@@ -25,10 +25,10 @@ def dispatch_tasks(
     update: str = "sync",
     steps: int = 1,
 ) -> list[Task]:
-    """The tasks of `steps` consecutive steps, slot by slot and micro-batch by micro-batch.
+    """List the tasks of `steps` consecutive steps, slot by slot and micro-batch by micro-batch.
 
-    With several steps each is followed by its update: once its last gradient is in, the host updates layer
-    by layer in forward order, and every stage of step t+1 (`sync`) or t+2 (`async`) waits for its own layers.
+    If there are several steps, each is followed by its update: after the step's last gradient the host updates layer by layer
+    in forward order. Each stage of step t+1 (`sync`) or t+2 (`async`) waits for the update of its own layers.
     """
     if partition.num_layers != len(costs.layers):
         raise ValueError(f"the partition holds {partition.num_layers} layers, the costs {len(costs.layers)}")
@@ -48,7 +48,7 @@ def dispatch_tasks(
 
 
 class _Builder:
-    """Turns stage tasks into timed tasks, remembering who makes what each later one needs."""
+    """A list of timed tasks under construction, with the tasks whose results later ones need."""
 
     def __init__(self, costs: Costs, recompute: str) -> None:
         self.costs = costs
@@ -56,7 +56,7 @@ class _Builder:
         self.tasks: list[Task] = []
 
     def begin_step(self, step: int, updates: list[int]) -> None:
-        """`updates[layer]`: the task that makes the weights this step reads; empty if they are there."""
+        """Start a step. `updates[layer]` is the task that makes the weights it reads; empty if they are already there."""
         self.step = step
         self.updates = updates
         self.previous: dict[int, int] = {}  # micro-batch -> its task in the slot before
@@ -72,6 +72,7 @@ class _Builder:
         for micro_batch in stage_task.micro_batches:
             arrived = self._arrival(self.previous.get(micro_batch))
             if stage.kind is StageKind.BACKWARD:
+                # Recomputation needs the boundary and the weights, not the gradient: it starts while that is on its way.
                 boundary = self._arrival(self.producer.get((stage.start - 1, micro_batch)))
                 early = {"after": boundary + weights_ready, "holds_bytes": peak}
                 self._append(stage_task, TaskKind.RECOMPUTE, micro_batch, early_s, **early)
@@ -92,7 +93,10 @@ class _Builder:
             self.last_gradients.append(len(self.tasks) - 1)
 
     def add_updates(self) -> list[int]:
-        """One host task per layer; the first waits for all gradients, as a norm over all of them needs."""
+        """Add one host task per layer and return their indices.
+
+        The first waits for all gradients, because the clipping norm is over all of them; the others follow it in order.
+        """
         first = len(self.tasks)
         for layer, cost in enumerate(self.costs.layers):
             after = tuple((index, 0.0) for index in self.last_gradients) if layer == 0 else ()
@@ -115,7 +119,7 @@ class _Builder:
         return len(self.tasks) - 1
 
     def _moved_bytes(self, stage_task: StageTask, micro_batch: int) -> int:
-        """Weights up with the first micro-batch, gradients down with the last, activations with each."""
+        """Count moved bytes: weights up with the first micro-batch, gradients down with the last, activations with each."""
         stage, layers = stage_task.stage, self.costs.layers
         mine = layers[stage.start : stage.stop]
         moved = layers[stage.start - 1].boundary_bytes if stage.start > 0 else 0  # in, or its boundary

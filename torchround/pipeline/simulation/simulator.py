@@ -1,7 +1,7 @@
-"""Tasks + durations -> timeline, by simulating events.
+"""The event simulator: it turns tasks with durations into a timeline.
 
-One simulator serves every schedule: a task runs on one stream of one device, either in the order of the list
-or, for schedules that react to arrivals, by priority among the tasks that are ready.
+One simulator serves all schedules. A task runs on one stream of one device, in the order of the list or, in schedules that
+react to arrivals, by priority among the tasks that are ready.
 """
 
 import heapq
@@ -14,20 +14,19 @@ from torchround.pipeline.partition import Partition
 from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.timeline import HOST, Task, Timeline
 
-# Two events closer than this are one moment: equal sums added up in another order differ by rounding.
+# Events closer than this count as simultaneous: equal sums added in another order differ by rounding.
 SAME_MOMENT_S = 1e-12
 
 
 class ScheduleDeadlockError(RuntimeError):
-    """Tasks that wait for each other, or for a task that their own stream runs later."""
+    """A schedule whose tasks wait for each other, or for a task that their own stream runs later."""
 
 
 def simulate(tasks: Sequence[Task], num_devices: int, ready_first: Collection[int] = ()) -> Timeline:
     """Run all tasks as early as their order and dependencies allow.
 
-    Each stream runs its tasks in list order, except on the devices in `ready_first`: whenever one of their
-    streams is free it takes, of the tasks that are ready at that moment, the one of lowest `priority` (list
-    order among equals). Raises `ScheduleDeadlockError` if some task can never start.
+    Each stream runs its tasks in list order, except on the devices in `ready_first`: when one of their streams is free, it takes
+    the ready task of lowest `priority` (list order among equals). Raises `ScheduleDeadlockError` if a task can never start.
     """
     return _Simulation(tasks, ready_first).run(num_devices)
 
@@ -40,13 +39,13 @@ def simulate_step(
     rounds: int,
     recompute: str = "stage",
 ) -> Timeline:
-    """One training step of the dispatch schedule from idle devices, without its update."""
+    """Simulate one training step of the dispatch schedule from idle devices, without its update."""
     tasks = dispatch_tasks(partition, costs, num_devices, num_micro_batches, rounds, recompute=recompute)
     return simulate(tasks, num_devices)
 
 
 def at_speeds(tasks: Sequence[Task], speeds: Sequence[float]) -> list[Task]:
-    """The same tasks on devices of unequal speed: device d takes 1 / `speeds[d]` of each duration."""
+    """Return the same tasks on devices of unequal speed: device d takes 1 / `speeds[d]` of each duration."""
     return [
         task if task.device == HOST else replace(task, duration_s=task.duration_s / speeds[task.device])
         for task in tasks
@@ -60,12 +59,12 @@ def steady_state(
     tail_steps: int = 0,
     max_steps: int = 128,
 ) -> tuple[Timeline, float, int]:
-    """A run of consecutive steps, the seconds per step once it has settled, and its number of steps.
+    """Simulate consecutive steps until they repeat; return the run, the seconds per step and the number of steps.
 
-    `tasks_of(steps)` builds the run, whose last `tail_steps` are not like the others because nothing follows
-    them. Settled are steps that repeat, possibly with a period of several (the dispatch sequence moves on by
-    `R S mod N` devices each step); the run is doubled until that shows, or until it would be longer than
-    `max_steps`: then the second half's mean is returned, which is too short where something still builds up.
+    `tasks_of(steps)` builds a run, whose last `tail_steps` are unlike the others because nothing follows them. Steps may repeat
+    with a period of several, because the dispatch sequence moves on by `R S mod N` devices each step. The run is doubled until
+    steps repeat or it would be longer than `max_steps`. In the latter case the mean of the second half is returned, which is
+    too short if a delay still builds up.
     """
     steps = 2 * num_devices + 2
     while True:
@@ -79,10 +78,9 @@ def steady_state(
 
 
 def _shapes(line: Timeline, ends_s: Sequence[float]) -> list[list[float]]:
-    """Of each step: its length, and when each of its tasks started, from the step's end on.
+    """Describe each step by its length and by the starts of its tasks relative to the step's end.
 
-    Lengths alone would not do: while updates fall behind the devices step by step, until a step has to wait for
-    one, lengths look settled.
+    Lengths alone would look settled too early: updates can fall behind the devices step by step until a step has to wait.
     """
     shapes = [[end_s - before_s] for before_s, end_s in pairwise([0.0, *ends_s])]
     for task, start_s in zip(line.tasks, line.start_s, strict=True):
@@ -92,7 +90,7 @@ def _shapes(line: Timeline, ends_s: Sequence[float]) -> list[list[float]]:
 
 
 def _period(shapes: Sequence[Sequence[float]], tolerance_s: float) -> int:
-    """The shortest period with which steps repeat, at least twice; 0 if there is none."""
+    """Find the shortest period with which steps repeat at least twice; 0 if they do not."""
     for period in range(1, len(shapes) // 2 + 1):
         if all(_alike(one, other, tolerance_s) for one, other in zip(shapes, shapes[period:], strict=False)):
             return period
@@ -106,7 +104,7 @@ def _alike(one: Sequence[float], other: Sequence[float], tolerance_s: float) -> 
 
 
 class _Stream:
-    """Tasks of one stream that have not started yet."""
+    """The tasks of one stream that have not started yet."""
 
     def __init__(self, in_order: bool) -> None:
         self.in_order = in_order
@@ -120,7 +118,7 @@ class _Stream:
         heapq.heappush(self.ready, (0.0 if self.in_order else priority, index))
 
     def take(self) -> int | None:
-        """The task to start now, if there is one."""
+        """Take the task to start now, if there is one."""
         if self.busy or not self.ready:
             return None
         if self.in_order and self.ready[0][1] != self.indices[self.next]:
@@ -131,7 +129,7 @@ class _Stream:
 
 
 class _Simulation:
-    """Events in time order; a stream starts its next task once it is free and the task is ready."""
+    """The state of a simulation: it handles events in time order, and a free stream starts its next ready task."""
 
     def __init__(self, tasks: Sequence[Task], ready_first: Collection[int]) -> None:
         self.tasks = tasks
@@ -158,6 +156,7 @@ class _Simulation:
         while events:
             now = events[0][0]
             touched: dict[int, _Stream] = {}
+            # All events of a moment come first: which task a stream takes depends on everything that is ready then.
             while events and events[0][0] <= now + SAME_MOMENT_S:
                 _, index, ends = heapq.heappop(events)
                 stream = self.stream_of[index]

@@ -1,9 +1,9 @@
-"""Exact time of one training step of a partition: the dispatch sequence timed in O(1) per stage slot.
+"""The exact time of one training step of a partition: a recurrence that takes O(1) per stage slot.
 
 Within a round, micro-batch `m` leaves a stage at `max over lines (base + slope x m)`. A stage of duration d
-that a device may start at r adds the line (r + d, d) and turns every slope below d into d, because a tandem
-line of constant servers is held up by its slowest one. So a slot costs the same for 1 or 1000 micro-batches,
-and the result equals an event by event simulation (a test compares the two).
+that a device may start at r adds the line (r + d, d) and turns each slope below d into d, because a tandem line of constant
+servers is as fast as its slowest one. So a slot costs the same for 1 or 1000 micro-batches, and the result equals that of the
+event simulator (a test compares the two).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, split_evenly
 
 NEVER = float("-inf")
-# Steps simulated before the steady state is computed from the transition matrix instead of waited for.
+# Most steps to run until one repeats; after that the steady state comes from the transition matrix.
 MAX_WARM_UP_STEPS = 24
 
 Lines = tuple[list[float], list[float]]
@@ -22,12 +22,13 @@ Lines = tuple[list[float], list[float]]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The stages of a partition in dispatch order. Seconds.
+    """The seconds of a partition's stages, in dispatch order.
 
-    `entry_s`: from the previous stage's output of a micro-batch (hop included) to this stage's, if the
-    device is free. `total_s`: busy time per micro-batch. `updated_after_s`: when the optimizer has updated
-    all layers the stage reads, counted from the start of the update. `boundary_from`: the forward stage
-    whose output a recomputation may have to wait for, -1 where the gradient always comes later anyway.
+    - `entry_s`: from the previous stage's output of a micro-batch to this stage's, hop included, if the device is free.
+    - `total_s`: busy time per micro-batch.
+    - `updated_after_s`: from the start of the update until the optimizer has updated all layers that the stage reads.
+    - `boundary_from`: the forward stage whose output a recomputation may have to wait for; -1 if the gradient always arrives
+      later anyway.
     """
 
     entry_s: Sequence[float]
@@ -38,12 +39,12 @@ class StageTimes:
 
     @property
     def update_s(self) -> float:
-        """One update of all layers."""
+        """Seconds of one update of all layers."""
         return max(self.updated_after_s)
 
 
 class LayerSums:
-    """Running sums over the layers: any stage's seconds by two look-ups. The same figures as `stage_seconds`."""
+    """Running sums over the layers, which give any stage's seconds in two look-ups; they agree with `stage_seconds`."""
 
     def __init__(self, costs: Costs, recompute: str = "stage") -> None:
         self.hop_s = costs.hop_s
@@ -54,7 +55,7 @@ class LayerSums:
         self.updates_take_time = self.updated_s[-1] > 0
 
     def times(self, forward: Sequence[int], fused: int, backward: Sequence[int]) -> StageTimes:
-        """Stage times of the partition with these layer counts."""
+        """Compute the stage times of the partition with these layer counts."""
         starts = [0, *accumulate(forward)]
         split, num_layers = starts[-1], starts[-1] + fused
         cuts = [split]
@@ -66,6 +67,7 @@ class LayerSums:
         fused_s = self._recompute_s(split, num_layers) + self._after_recompute_s(split, num_layers)
         total.append(fused_s)
         entry.append(fused_s + hop_s)
+        # A backward stage recomputes while its gradient is still on its way, so only the rest is on the path of the gradient.
         before = []
         for stop, start in pairwise(cuts):
             before.append(self._recompute_s(start, stop))
@@ -78,7 +80,7 @@ class LayerSums:
         return StageTimes(entry, total, updated, _boundary_waits(starts, cuts, before, entry), hop_s)
 
     def work_s(self, fused: int) -> float:
-        """Least busy seconds of one micro-batch in any partition with this fused stage.
+        """Compute the least busy seconds of one micro-batch in any partition with this fused stage.
 
         With `recompute = "layer"` a layer of the fused stage is computed twice too, except the last.
         """
@@ -97,19 +99,21 @@ class LayerSums:
 
 
 def stage_times(partition: Partition, costs: Costs, recompute: str = "stage") -> StageTimes:
-    """Times of each stage of `partition`."""
+    """Compute the times of each stage of `partition`."""
     return LayerSums(costs, recompute).times(partition.forward, partition.fused, partition.backward)
 
 
 def _boundary_waits(
     starts: Sequence[int], cuts: Sequence[int], before_s: Sequence[float], entry_s: Sequence[float]
 ) -> list[int]:
-    """A recomputation of e seconds need not wait for its boundary if the gradient takes e longer to arrive.
+    """Find the recomputations that may have to wait for their boundary activation, as `StageTimes.boundary_from`.
 
-    `starts`: first layers of the forward stages and of the fused one; `cuts`: of the fused and backward ones.
+    A recomputation of e seconds never waits if its gradient arrives at least e seconds after the boundary. `starts`: first
+    layers of the forward stages and of the fused one; `cuts`: first layers of the fused stage and of the backward ones.
     """
     num_forward = len(starts) - 1
     waits = [-1] * (num_forward + 1)
+    # The common case, found without a loop: the fused stage alone takes longer than any recomputation.
     if not before_s or max(before_s) <= entry_s[num_forward]:
         return waits + [-1] * len(before_s)  # each gradient has been through the fused stage
     arrival = [0.0, *accumulate(entry_s)]
@@ -125,11 +129,11 @@ def _boundary_waits(
 def step_seconds(
     times: StageTimes, num_devices: int, num_micro_batches: int, rounds: int, update: str
 ) -> float:
-    """Seconds per training step in the steady state.
+    """Compute the seconds per training step in the steady state.
 
-    `"sync"`: the makespan, from one step's last gradient to the next one's; each stage waits for the update
-    of its layers, which starts at the former. `"async"`: step t+2 waits for the update with step t's
-    gradient, and the next step's slots follow without a flush.
+    `"sync"`: from one step's last gradient to the next step's. The update starts at the former, and each stage waits for the
+    update of its layers. `"async"`: step t+2 waits for the update with step t's gradient, and steps follow each other without
+    a flush.
     """
     sizes = [len(part) for part in split_evenly(num_micro_batches, rounds)]
     if update == "sync":
@@ -138,7 +142,7 @@ def step_seconds(
 
 
 def busy_seconds(times: StageTimes, num_micro_batches: int) -> float:
-    """Device seconds of one step's work as this partition does it, recomputation included."""
+    """Compute the device seconds of one step's work in this partition, recomputation included."""
     return num_micro_batches * sum(times.total_s)
 
 
@@ -154,14 +158,15 @@ def run_step(
     slot = 0
     for size in round_sizes:
         slot = run_stages(stages, size, free, slot, Front(), times.hop_s, update_start_s)
+    # Slots take devices in turn without a restart, so the next step begins with the device after the last slot's.
     free[:] = free[slot:] + free[:slot]
     return free
 
 
 class Front:
-    """What the last stage of a round hands on: lines whose slopes fall and whose bases rise towards the end.
+    """The output times of a round's last stage so far, as lines with falling slopes and rising bases.
 
-    Micro-batch m leaves at `shift + max(base + slope x m)`. `outputs`: the same of each stage so far.
+    Micro-batch m leaves at `shift + max(base + slope x m)`. `outputs` keeps the lines of each stage, for recomputations.
     """
 
     def __init__(self) -> None:
@@ -182,25 +187,28 @@ def run_stages(
 ) -> int:
     """Run the next stages of a round of `size` micro-batches; the first takes the device of `free[slot]`.
 
-    Updates `free` and `front`; returns the position of the slot after the last. A stage is its entry, total,
-    updated-after seconds and boundary stage.
+    Updates `free` and `front`; returns the position of the slot after the last one. A stage is a tuple of its entry, total and
+    updated-after seconds and of its boundary stage.
     """
     num_devices, last, shift = len(free), size - 1, front.shift
     slopes, bases = front.slopes, front.bases
     keeps_outputs = any(stage[3] >= 0 for stage in stages)
     for entry_s, total_s, updated_s, producer in stages:
+        # Each line gets later by the entry time. One shift for all of them keeps a slot at O(1).
         if slopes:
             shift += entry_s
         start = max(free[slot], update_start_s + updated_s)
         base = start + total_s - shift
         if producer >= 0:
             _wait_for_boundary(front.outputs[producer], hop_s + total_s - shift, slopes, bases)
+        # Slopes below this stage's duration become that duration, so only the latest of their lines matters.
         while slopes and slopes[-1] <= total_s:
             slopes.pop()
             base = max(base, bases.pop())
         if not slopes or base > bases[-1]:
             slopes.append(total_s)
             bases.append(base)
+        # The device is free once the last micro-batch has left: the largest line at m = size - 1.
         end = bases[0] + slopes[0] * last
         for other in range(1, len(slopes)):
             end = max(end, bases[other] + slopes[other] * last)
@@ -225,9 +233,9 @@ def _wait_for_boundary(boundary: Lines, delay_s: float, slopes: list[float], bas
 
 
 def _steady_state_seconds(times: StageTimes, sizes: Sequence[int], num_devices: int) -> float:
-    """Growth of the state per step once it repeats; from the transition matrix if that takes long.
+    """Compute the growth of the state per step once it repeats, or from the transition matrix if that takes long.
 
-    The state is when each device becomes free and when the last two updates started.
+    The state is the times at which each device becomes free and at which the last two updates started.
     """
     state = [0.0] * (num_devices + 2)
     seen: list[list[float]] = []
@@ -247,20 +255,20 @@ def _next_state(times: StageTimes, sizes: Sequence[int], state: Sequence[float])
 
 
 def _same_shape(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Equal up to a constant, to 1e-12 of the times themselves."""
+    """Check whether two states are equal up to a constant, to 1e-12 of the times themselves."""
     shift, tolerance = other[-2] - one[-2], 1e-12 * abs(other[-2])
     return all(abs(b - a - shift) <= tolerance for a, b in zip(one, other, strict=True))
 
 
 def _transition(times: StageTimes, sizes: Sequence[int], num_devices: int) -> list[list[float]]:
-    """The step as a (max, +) matrix: row j is the state after a step that only entry j delays."""
+    """Compute the step as a (max, +) matrix: row j is the state after a step that entry j alone delays."""
     dimension = num_devices + 2
     units = ([NEVER] * j + [0.0] + [NEVER] * (dimension - j - 1) for j in range(dimension))
     return [_next_state(times, sizes, unit) for unit in units]
 
 
 def _largest_cycle_mean(weights: Sequence[Sequence[float]]) -> float:
-    """Karp's theorem: the rate at which a (max, +) linear system grows.
+    """Compute the rate at which a (max, +) linear system grows, by Karp's theorem.
 
     `weights[j][i]` is the weight of the edge from j to i. With F_k(i) the heaviest k-edge walk that ends in
     i, started anywhere: max over i of min over k < n of (F_n(i) - F_k(i)) / (n - k).

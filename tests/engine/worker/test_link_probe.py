@@ -1,4 +1,4 @@
-"""The probe finds which devices share a link, on virtual devices with a link whose times are computed, not taken."""
+"""The probe finds which devices share a link. The devices are virtual, and the times of their links are computed."""
 
 from itertools import combinations
 from types import SimpleNamespace
@@ -11,8 +11,8 @@ from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.worker import link_turns as link_probe
 from torchround.engine.worker.link_turns import LEAST_BYTES, PROBE_BYTES, find_link_use, measure_rates
 
-RATE = 20e9  # bytes per second of a device's own link, and of each switch's for one device
-CARRIES = 0.7  # for several devices together, a switch carries so much of that
+RATE = 20e9  # bytes per second of a device's own link, and of a switch that one device uses
+CARRIES = 0.7  # the fraction of that rate that a switch carries for several devices together
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def all_the_time_it_takes(monkeypatch):
 
 
 class Switch:
-    """Shares its rate equally among the devices below it that have something to copy."""
+    """A switch that shares its rate equally among the devices below it that copy."""
 
     def __init__(self):
         self.queued = {}
@@ -40,7 +40,7 @@ class Switch:
 
 
 class LinkMark:
-    """Before or after what its device queued: its time is known once the switch has settled."""
+    """A mark before or after a device's copies. Its time is known once the switch has settled."""
 
     def __init__(self, device):
         self.device = device
@@ -54,7 +54,7 @@ class LinkMark:
 
 
 class LinkedDevice(CpuDevice):
-    """Copies in no time, by the clock on the wall, and moves no bytes."""
+    """A device whose copies take only computed time and move no bytes."""
 
     has_link = True
 
@@ -76,7 +76,7 @@ def linked(*switches):
 
 
 class Store:
-    """As much of a host store as the probe asks for."""
+    """The part of a host store that the probe uses."""
 
     def __init__(self, nbytes):
         self.bundles = [
@@ -100,7 +100,7 @@ def test_devices_below_one_switch_are_found(switches, turns):
     assert "20.0 to 20.0 GB/s" in use.text and ("take turns" in use.text) is bool(turns)
 
 
-def test_measured_rates_are_those_of_the_links():
+def test_measured_rates_equal_the_rates_of_the_links():
     rates = measure_rates(linked(0, 0, 1), torch.zeros(LEAST_BYTES, dtype=torch.uint8))
     assert rates.alone == pytest.approx([RATE] * 3)
     assert rates.together[0, 1] == pytest.approx([CARRIES * RATE / 2] * 2)
@@ -116,7 +116,7 @@ def test_a_device_is_as_empty_after_the_probe_as_before():
         device.allocate(PROBE_BYTES)
 
 
-def test_without_time_no_pair_is_measured_and_nobody_takes_turns(monkeypatch):
+def test_without_time_no_pair_is_measured_and_no_device_takes_turns(monkeypatch):
     monkeypatch.setattr(link_probe, "BUDGET_S", 0.0)
     use = find_link_use("auto", linked(0, 0), Store(2 * PROBE_BYTES))
     assert use.turns == () and "1 of 1 pairs not measured" in use.text
@@ -132,7 +132,7 @@ def test_the_likeliest_pairs_are_measured_first(monkeypatch):
 
 
 class Untouchable(CpuDevice):
-    """Fails when anything is asked of it."""
+    """A device that fails at every call."""
 
     def _copy(self, *_):
         raise AssertionError("a device was probed")
@@ -140,14 +140,14 @@ class Untouchable(CpuDevice):
     _allocate = mark = _copy
 
 
-def test_virtual_devices_and_a_single_one_are_not_probed():
+def test_virtual_devices_and_a_single_device_are_not_probed():
     model = toy_model()
     for devices in ([Untouchable(0), Untouchable(1)], [LinkedDevice(0, Switch(), 0)]):
         use = find_link_use("auto", devices, toy_store(model))
         assert use.turns == () and use.text == ""
 
 
-def test_what_the_config_decides_is_not_measured():
+def test_links_are_not_measured_if_the_config_decides():
     devices = [LinkedDevice(index, Switch(), 0) for index in range(3)]
     assert find_link_use(False, devices, Store(PROBE_BYTES)).turns == ()
     use = find_link_use(True, devices, Store(PROBE_BYTES))

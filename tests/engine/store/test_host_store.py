@@ -1,4 +1,4 @@
-"""The host store: what is stored how often and where, that views are the memory itself, and what a resume restores."""
+"""The host store: which state is stored where and how often, its views, and what a resume restores."""
 
 import itertools
 
@@ -35,7 +35,7 @@ def copy_of(store: HostStore) -> dict[str, Tensor]:
 
 
 def read(store: HostStore, saved: dict[str, Tensor]) -> None:
-    """As a checkpoint does: into the views, in place."""
+    """Write into the views in place, as a checkpoint does."""
     views = store.named_views()
     assert views.keys() == saved.keys()
     for name, view in views.items():
@@ -43,7 +43,7 @@ def read(store: HostStore, saved: dict[str, Tensor]) -> None:
 
 
 def frozen_model(*trainable: str) -> LayeredModel:
-    """The toy model of which only these layers are trained."""
+    """Return the toy model with only these layers trained."""
     model = toy_model()
     for name, layer in zip(model.names, model.layers, strict=True):
         layer.requires_grad_(name in trainable)
@@ -53,7 +53,7 @@ def frozen_model(*trainable: str) -> LayeredModel:
 # Where things lie.
 
 
-def test_views_are_the_memory_itself_and_cover_all_of_it_but_the_padding() -> None:
+def test_views_are_the_stores_memory_and_cover_all_of_it_except_padding() -> None:
     store = toy_store(toy_model(), policy=ASYNC)
     for bundle in store.bundles:
         for buffer in buffers(bundle):
@@ -66,7 +66,7 @@ def test_views_are_the_memory_itself_and_cover_all_of_it_but_the_padding() -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_parameter_starts_where_vector_loads_and_copies_want_it(dtype: torch.dtype) -> None:
+def test_every_parameter_is_aligned_for_vector_loads_and_copies(dtype: torch.dtype) -> None:
     model = toy_model()
     store = toy_store(model, dtype)
     for bundle in store.bundles:
@@ -163,7 +163,7 @@ def test_device_weights_are_the_rounded_weights(policy) -> None:
 @pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("how", ["refresh_device_weights", "resume"])
 def test_weights_written_into_the_store_are_what_the_next_step_uses(policy, how: str) -> None:
-    """Other trainers overwrite loaded weights with an older copy of them at the next step (FIGURES section 5)."""
+    """A store that kept an older copy would overwrite the loaded weights with it at the next step."""
     model = toy_model()
     store = toy_store(model, policy=policy)
     loaded = {name: view + 0.125 for name, view in store.weights().items()}
@@ -202,7 +202,7 @@ def by_version(store: HostStore) -> list[list[Tensor]]:
 def test_a_resume_in_async_restores_the_older_weights_too(
     dtype: torch.dtype, step: int, steps_before: int
 ) -> None:
-    """Whatever the parity of the saved step, and of the step the store was at before."""
+    """The saved step and the step that the store was at before may each be even or odd."""
     model = toy_model(tied=True)
     original = toy_store(model, dtype, policy=ASYNC)
     with toy_engine(model, original, PARTITION, 2) as engine:
@@ -226,8 +226,8 @@ def test_a_resume_in_async_restores_the_older_weights_too(
     assert_same_state(resumed.named_views(), original.named_views())
 
 
-def test_a_resume_in_async_without_the_older_weights_would_be_another_run() -> None:
-    """What the test above would miss if the older weights did not matter."""
+def test_a_resume_in_async_without_the_older_weights_trains_differently() -> None:
+    """Shows that the test above can fail: the older weights matter."""
     model = toy_model()
     losses = []
     for forgets in (False, True):
@@ -241,7 +241,7 @@ def test_a_resume_in_async_without_the_older_weights_would_be_another_run() -> N
     assert losses[0] != losses[1]
 
 
-def test_parameters_of_a_layer_that_shares_them_inside_itself_are_stored_once() -> None:
+def test_a_parameter_that_a_layer_uses_twice_is_stored_once() -> None:
     model = toy_model()
     block = model.layers[1]
     block.again = block.up  # one module under two names

@@ -1,6 +1,6 @@
-"""Host memory for devices: exact, filled, page-locked in chunks that are all unlocked again and never twice.
+"""Host memory for devices: exact sizes, filled, page-locked in chunks, and each chunk unlocked exactly once.
 
-CUDA is not needed: a recording page locker stands for the driver, the memory is real.
+No CUDA is needed: a recording page locker takes the driver's place, and the memory is real.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ CHUNK = 64 * PAGE
 
 
 class RecordingLocker:
-    """Refuses a range that overlaps a locked one's pages, as CUDA does, and after `capacity` locks."""
+    """A page locker that refuses, as CUDA does, a range that overlaps locked pages. Also refuses after `capacity` locks."""
 
     def __init__(self, capacity=1000):
         self.capacity = capacity
@@ -49,7 +49,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(host_memory, "FILL_BYTES", 8 * PAGE)
 
 
-def test_buffers_are_exact_zeroed_and_share_no_page(small_chunks):
+def test_buffers_have_their_exact_size_are_zeroed_and_share_no_page(small_chunks):
     locker = RecordingLocker()
     memory = HostAllocator(True, locker)
     sizes = [4, 256, PAGE, 3 * PAGE + 1, 2 * CHUNK + 100]
@@ -90,7 +90,7 @@ def test_memory_that_only_the_host_uses_is_not_locked():
     assert locker.locked == {}
 
 
-def test_a_failed_lock_is_one_warning_and_only_what_was_locked_is_unlocked(small_chunks):
+def test_a_failed_lock_costs_one_warning_and_only_locked_memory_is_unlocked(small_chunks):
     locker = RecordingLocker(capacity=2)
     memory = HostAllocator(True, locker)
     with pytest.warns(PinningWarning, match=r"could not page-lock .* \(CUDA error 2\)") as caught:
@@ -142,8 +142,8 @@ def test_a_forked_process_neither_holds_the_memory_nor_unlocks_it():
     memory.close()
 
 
-def test_a_forked_process_leaves_what_took_the_memorys_place():
-    """There the object is garbage of its own time, when a library may have been loaded where the buffer is here."""
+def test_a_forked_process_never_unmaps_what_took_the_memorys_place():
+    """The child may collect the object after a library was loaded at the buffer's address."""
     memory = HostAllocator(True, RecordingLocker())
     buffer = memory.allocate(PAGE, for_devices=True)
     libc, address = ctypes.CDLL(None, use_errno=True), buffer.data_ptr()
@@ -167,7 +167,7 @@ def test_a_forked_process_leaves_what_took_the_memorys_place():
     memory.close()
 
 
-def test_a_store_locks_weights_and_gradients_and_nothing_else(monkeypatch):
+def test_a_store_locks_device_weights_and_gradients_and_nothing_else(monkeypatch):
     from tests.support.toy import toy_model
 
     locker = RecordingLocker()
