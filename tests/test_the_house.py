@@ -18,8 +18,8 @@ from tests.support.source_files import ROOT, Source, everything, everything_run,
 
 # Sizes. A stranger opens fewer files if there are fewer, and finds the way if each has one subject.
 MOST_LINES, MOST_MODEL_LINES, MOST_FUNCTION_LINES = 400, 350, 60
-MOST_FILES, MOST_CLASSES, LEAST_MEDIAN_LINES = 175, 335, 140
-MOST_ODD_PERCENT = 20.0
+MOST_FILES, MOST_CLASSES, LEAST_MEDIAN_LINES = 155, 290, 150
+MOST_ODD_PERCENT = 2.0
 OPEN_ENDS = ("TODO", "FIXME", "XXX", "NotImplementedError", "pytest.skip", "skipif", "xfail", "importorskip")
 # Each package may have a file of these names.
 SHARED_STEMS = {"__init__", "__main__", "config", "layers", "errors"}
@@ -157,7 +157,7 @@ def test_master_means_float32() -> None:
 
 
 def test_no_file_is_cited_that_is_not_in_the_repository() -> None:
-    assert len(offences(other_files(), cites_only_files_that_are_there)) <= 30
+    assert offences(other_files(), cites_only_files_that_are_there) == []
 
 
 def test_no_page_cites_a_document_that_is_not_in_the_repository() -> None:
@@ -171,7 +171,7 @@ def test_no_page_cites_a_document_that_is_not_in_the_repository() -> None:
 
 
 def test_a_public_class_name_has_one_meaning() -> None:
-    assert len(public_classes_of_one_name(product())) <= 2
+    assert public_classes_of_one_name(product()) == []
 
 
 def test_a_file_name_has_one_meaning() -> None:

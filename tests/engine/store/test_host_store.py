@@ -117,7 +117,7 @@ def test_frozen_parameters_have_neither_gradients_nor_optimizer_state_nor_versio
     assert store.weights()["block.2.norm"].dtype is torch.float32
 
 
-# DESIGN section 4, and its figures for float32.
+# Bytes per trained parameter: 16 with 16-bit device weights, 18 in async; and the figures for float32.
 @pytest.mark.parametrize(
     ("dtype", "update", "rounds", "expected"),
     [
