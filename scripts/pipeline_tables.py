@@ -180,10 +180,10 @@ def other_cells(result: ScheduleReport) -> list[str]:
 
 def compared(name: str, model: str) -> ScheduleReport:
     """Simulate a schedule on a model's published costs, partitioned by us, with 24 GiB for RoundPipe's plan."""
-    return simulate_schedule(name, fair_setting(MODELS[model]))
+    return simulate_schedule(name, fair_setup(MODELS[model]))
 
 
-def fair_setting(file: str) -> SimulationSetup:
+def fair_setup(file: str) -> SimulationSetup:
     """Set up the published costs within 24 GiB, and one round for RoundPipe."""
     limits = MemoryLimits(device_bytes=DEVICE_GIB * GIB)
     return SimulationSetup(published_costs(file), DEVICES, MICRO_BATCHES, rounds=1, limits=limits)
@@ -228,8 +228,8 @@ def paci_table(devices: int = 8, micro_batches: int = 8) -> str:
 def equal_chunks(name: str, devices: int, chunks: int, micro_batches: int, **fields: int) -> ScheduleReport:
     """Simulate chunks of one layer: forward 1 s, backward 2 s, one byte kept, nothing recomputed."""
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=1) for i in range(devices * chunks))
-    setting = SimulationSetup(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)
-    return measure_schedule(SCHEDULES[name](setting))
+    setup = SimulationSetup(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)
+    return measure_schedule(SCHEDULES[name](setup))
 
 
 def planned_table() -> str:

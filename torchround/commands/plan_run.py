@@ -267,7 +267,7 @@ def _speed_lines(report: PlanReport) -> Iterator[str]:
 
 
 def _faster_lines(report: PlanReport) -> Iterator[str]:
-    basis = "" if report.question.device is not None else ", if time went by FLOPs"
+    basis = "" if report.question.device is not None else ", if time is in proportion to FLOPs"
     for change in sorted(report.faster, key=lambda change: -change.gain):
         yield f"{change.setting} would take {100 * change.gain:.0f} % less time per step{basis}"
 

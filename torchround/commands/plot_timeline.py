@@ -1,6 +1,6 @@
 """Pictures of simulated schedules: one row per device, colours by layer, idle time hatched, transfers below.
 
-Used by `simulate.py --plot`; needs matplotlib.
+`simulate.py --plot` draws them; this module needs matplotlib (the extra `plot`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 from torchround.pipeline.baselines import ScheduleReport
 from torchround.pipeline.timeline import COMPUTE, HOST, Task, TaskKind
 
-# What is mixed into a layer's colour by what is done to it: (share, grey level).
+# Grey mixed into a layer's colour by the kind of task, as (share, grey level); backwards have the full colour.
 SHADES = {
     TaskKind.FORWARD: (0.6, 1.0),
     TaskKind.RECOMPUTE: (0.8, 1.0),
@@ -40,7 +40,7 @@ STRIP = 0.22  # of a row's height of 1, for a device's transfers
 
 
 def plot_reports(reports: Sequence[ScheduleReport], num_layers: int, path: Path, dpi: int = 120) -> None:
-    """Writes one picture with a panel per report, all on the same time scale."""
+    """Write one picture with a panel per report, all on the same time scale."""
     windows = [shown_window(report) for report in reports]
     span_s = max(stop - start for start, stop in windows)
     rows = [report.timeline.num_devices for report in reports]
@@ -58,10 +58,11 @@ def plot_reports(reports: Sequence[ScheduleReport], num_layers: int, path: Path,
 
 
 def shown_window(report: ScheduleReport) -> tuple[float, float]:
-    """Seconds of the timeline to show: a step from idle devices, or as long of the steady state."""
+    """Return the seconds of the timeline to show: a step from idle devices, or one step of the steady state."""
     ends = report.timeline.step_ends_s()
     if len(ends) == 1:
         return 0.0, report.timeline.makespan_s
+    # The first steps still fill the devices and the last ones drain them; the middle is settled.
     start_s = ends[len(ends) // 2]
     return start_s, start_s + report.makespan_s
 
@@ -69,7 +70,7 @@ def shown_window(report: ScheduleReport) -> tuple[float, float]:
 def _draw(
     panel: Axes, report: ScheduleReport, num_layers: int, start_s: float, stop_s: float, numbered_s: float
 ) -> None:
-    """One row per device: the compute stream in boxes, its transfers in strips underneath."""
+    """Draw one row per device: the compute stream as boxes, its transfers as strips underneath."""
     line = report.timeline
     per_step = 1 + max(task.micro_batch for task in line.tasks if task.step == 0)
     transfers = sorted({t.stream for t in line.tasks if t.device != HOST and t.duration_s > 0} - {COMPUTE})
@@ -101,6 +102,7 @@ def _draw(
 
 def _number(panel: Axes, number: int, place: tuple[float, float], fill: tuple[float, ...]) -> None:
     red, green, blue = fill[:3]
+    # White on dark colours, dark on light ones: the weights are the eye's sensitivity to red, green and blue.
     colour = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else "#333333"
     panel.text(*place, f"{number}", ha="center", va="center", fontsize=5, color=colour)
 

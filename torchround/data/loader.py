@@ -163,6 +163,7 @@ class Loader(Iterator[MicroBatch]):
             and isinstance(files, list)
             and len(files) == len(current["sources"])
         )
+        # The number of sources must be the same even then: their cursors are matched by index.
         if changed and not (only_files and self._data.on_changed_files == "go_on"):
             hint = f"; {REPAIRED}" if only_files else ""
             raise DataError(f"the saved data position is of other data: {text}{hint}")
@@ -174,7 +175,7 @@ class Loader(Iterator[MicroBatch]):
             logger.warning("%s; %s", terminal_safe(told), what)
             if self._packs_whole and position:
                 position = with_packing_state(position, in_changed_files(packing_state(position)))
-        self.close()
+        self.close()  # what is prefetched belongs to the old position
         self._position = position
 
     def _check_position(self, position: Any) -> None:
@@ -255,6 +256,7 @@ class Loader(Iterator[MicroBatch]):
             "validation_fraction": self._data.validation_fraction,
             "packing": "best_fit" if self._packs_whole else "contiguous",
         }
+        # Keys are added only if they matter, so that positions of runs without these features stay valid.
         if any(table.content in CONVERSATIONS for table in self._data.sources):
             template = hashlib.sha256((self._tokenizer.chat_template or "").encode()).hexdigest()
             identity |= {"chat_template": template[:12], "loss_on": self._data.loss_on}
@@ -314,6 +316,7 @@ def mix_settings(
     """Return the settings that fix the order of documents. Raises `DataError` if a source's size is needed and unknown."""
     weights = [table.weight for table in data.sources]
     if data.weight_by == "size":
+        # Counted here and not by the reader: counting may read whole archives, which should happen once at the start.
         weights = [weight * source.count() for weight, source in zip(weights, sources, strict=True)]
     return MixSettings(
         weights,

@@ -56,6 +56,7 @@ class Tokenising(BaseNode[TokenPiece | DataError]):
 
     def next(self) -> TokenPiece | DataError:
         """Return the next piece. Raises `StopIteration` at the end of the source or after an error."""
+        # Two pieces per thread: one under way, one ready for the thread that ends first.
         while not self._ended and len(self._ahead) < max(1, 2 * self._num_workers):
             self._read_one()
         if not self._ahead:

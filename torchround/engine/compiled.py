@@ -241,7 +241,7 @@ class CompiledShape:
 class _Run(torch.autograd.Function):
     """The step from the caller's autograd graph into compiled code and back.
 
-    The caller's leaves hold gradients already; compiled code must not see them, or it would be compiled for them too.
+    It keeps the caller's leaves, which may hold gradients already, out of what is compiled.
     """
 
     @staticmethod
@@ -257,7 +257,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inner, outputs = ctx.inner, ctx.outputs
-        ctx.inner = ctx.outputs = None  # frees their activations before the layer below runs its backward
+        ctx.inner = ctx.outputs = None  # the activations that they keep are of no more use
         return None, None, *ctx.shape.backward(inner, outputs, grads)
 
 

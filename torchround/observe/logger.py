@@ -1,34 +1,22 @@
-"""One `log` for everything that a run reports to, which never raises, and the reporter for Weights & Biases.
+"""One `log` for everything that a run reports to, which never raises.
 
 A reporter that fails (full disk, no network, closed terminal) costs one warning; training and the other reporters
 continue. The reporter gets every later record too, so it works again as soon as the disk or the network does.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchround.observe.record import StepRecord
-from torchround.observe.reporters import ConsoleReport, MetricsFile
+from torchround.observe.reporters import ConsoleReport, MetricsFile, Reporter, WandbLogger
 
 if TYPE_CHECKING:
     from torchround.config import MetricsTable
 
 logger = logging.getLogger(__name__)
-
-
-class Reporter(Protocol):
-    """A receiver of records. Its methods may raise."""
-
-    def log(self, record: StepRecord) -> None:
-        """Report one logged step."""
-        ...
-
-    def close(self) -> None:
-        """Finish: no record follows."""
-        ...
 
 
 class MetricsLogger:
@@ -101,61 +89,3 @@ def open_metrics(
             mode, table.wandb_project, run_name, folder, config, wandb_run_id
         )
     return MetricsLogger(reporters, wandb_run_id)
-
-
-class WandbLogger:
-    """One run of Weights & Biases. `run_id` goes into checkpoints; a resumed run passes it in to join the same run.
-
-    `offline` writes to `folder/wandb` and needs no network and no account. Each part of a resumed run is a folder of its
-    own there with the same id, and `wandb sync --append` joins them. Every method raises whatever the library raises.
-    """
-
-    def __init__(
-        self,
-        mode: Literal["online", "offline"],
-        project: str,
-        name: str,
-        folder: Path,
-        config: Mapping[str, Any],
-        run_id: str | None = None,
-    ) -> None:
-        import wandb  # here, so that a run without it never pays for the import
-
-        folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            mode=mode,
-            project=project,
-            name=name,
-            dir=str(folder),
-            config=dict(config),
-            id=run_id,
-            # Offline there is no server to look the id up on, and the library would warn.
-            resume="allow" if run_id is not None and mode == "online" else None,
-            # Otherwise the library would put itself between our console lines and standard output.
-            settings=wandb.Settings(console="off"),
-        )
-        # The library drops records of a step that it has seen, but after a resume the steps since the last checkpoint
-        # come again. As a metric of its own, `step` is only an axis.
-        self._run.define_metric("*", step_metric="step")
-        self.run_id = str(self._run.id)
-
-    def log(self, record: StepRecord) -> None:
-        """Hand the record to the library, which sends it from its own process.
-
-        Each device's figure is a curve of its own, such as `engine/busy_s/0`.
-        """
-        self._run.log({name: value for name, value in _curves("", record.as_dict()) if value is not None})
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-def _curves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield single numbers by path, because the library draws neither lists nor objects."""
-    if not isinstance(value, (Mapping, tuple)):
-        yield name, value
-        return
-    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for key, part in parts:
-        yield from _curves(f"{name}/{key}" if name else str(key), part)

@@ -90,7 +90,7 @@ def draw_curves(curves: Sequence[LossCurve], picture: Path) -> None:
         _draw(axes, curve, f"C{index}", len(curves) > 1)
     axes.set_title(_title(curves), fontsize="medium")
     axes.set_xlabel("step (optimizer updates)")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel("loss (nats per label)")
     axes.grid(alpha=0.3)
     axes.margins(x=0.02)
     if len(curves) > 1 or curves[0].validated_steps or len(curves[0].steps) > MOST_PLAIN_POINTS:

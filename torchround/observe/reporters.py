@@ -1,14 +1,17 @@
-"""The reporters of every run: the console's line per logged step, and `metrics.jsonl`, one JSON object per step."""
+"""The reporters of a run: the console, `metrics.jsonl`, and Weights & Biases.
+
+Each takes the record of a logged step with `log` and ends with `close`. Both may raise; `MetricsLogger` catches that.
+"""
 
 import json
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Literal, TextIO
 
 from torchround.observe.record import StepRecord, perplexity
 from torchround.pipeline.memory import GIB, size_text
@@ -177,6 +180,57 @@ class MetricsFile:
             os.ftruncate(self._descriptor, self._end_bytes)
 
 
+class WandbLogger:
+    """One run of Weights & Biases. `run_id` goes into checkpoints; a resumed run passes it in to join the same run.
+
+    `offline` writes to `folder/wandb` and needs no network and no account. Each part of a resumed run is a folder of its
+    own there with the same id, and `wandb sync --append` joins them. Every method raises whatever the library raises.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["online", "offline"],
+        project: str,
+        name: str,
+        folder: Path,
+        config: Mapping[str, Any],
+        run_id: str | None = None,
+    ) -> None:
+        import wandb  # here, so that a run without it never pays for the import
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            mode=mode,
+            project=project,
+            name=name,
+            dir=str(folder),
+            config=dict(config),
+            id=run_id,
+            # Offline there is no server to look the id up on, and the library would warn.
+            resume="allow" if run_id is not None and mode == "online" else None,
+            # Otherwise the library would put itself between our console lines and standard output.
+            settings=wandb.Settings(console="off"),
+        )
+        # The library drops records of a step that it has seen, but after a resume the steps since the last checkpoint
+        # come again. As a metric of its own, `step` is only an axis.
+        self._run.define_metric("*", step_metric="step")
+        self.run_id = str(self._run.id)
+
+    def log(self, record: StepRecord) -> None:
+        """Hand the record to the library, which sends it from its own process.
+
+        Each device's figure is a curve of its own, such as `engine/busy_s/0`.
+        """
+        self._run.log({name: value for name, value in _curves("", record.as_dict()) if value is not None})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+Reporter = ConsoleReport | MetricsFile | WandbLogger
+
+
 def _drop_after(path: Path, after_step: int) -> None:
     """Keep only the whole lines of steps up to `after_step`. Replaces the file in one go or not at all."""
     replacement = path.with_name(path.name + ".tmp")
@@ -204,3 +258,13 @@ def _step_of(line: bytes) -> int | None:
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else None
+
+
+def _curves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield single numbers by path, because the library draws neither lists nor objects."""
+    if not isinstance(value, (Mapping, tuple)):
+        yield name, value
+        return
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, part in parts:
+        yield from _curves(f"{name}/{key}" if name else str(key), part)

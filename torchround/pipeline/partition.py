@@ -72,6 +72,7 @@ class Partition:
             stages.append(Stage(StageKind.FORWARD, start, start + count))
             start += count
         stages.append(Stage(StageKind.FUSED, start, start + self.fused))
+        # Backward stages go from the fused stage down to layer 0.
         stop = start
         for count in self.backward:
             stages.append(Stage(StageKind.BACKWARD, stop - count, stop))
@@ -104,6 +105,7 @@ def split_evenly(total: int, parts: int) -> list[range]:
     if not 1 <= parts <= total:
         raise ValueError(f"cannot cut {total} items into {parts} non-empty parts")
     base, longer = divmod(total, parts)
+    # Longer runs come first, so the run that starts last, which a step's end waits for, is never the longest.
     starts = [part * base + min(part, longer) for part in range(parts + 1)]
     return [range(starts[part], starts[part + 1]) for part in range(parts)]
 

@@ -110,7 +110,7 @@ class Plan:
             f"step {self.step_s:.4g} s, {bubble}, at most {100 * above:.2f} % above the fastest possible plan"
         )
         if not timed:
-            speed = f"{bubble} if time went by FLOPs; how long a step takes is not known before steps are measured"
+            speed = f"{bubble} if time is in proportion to FLOPs; the step time is unknown until steps are measured"
         return (
             f"{self.num_micro_batches} micro-batches in {self.rounds} round(s) on {self.num_devices} device(s), "
             f"{self.update}: {speed}; {size_text(self.device_bytes)} per device"
@@ -120,6 +120,7 @@ class Plan:
         """Group consecutive stages that cost the same: numbers of the first and the last, and the first stage."""
         runs: list[tuple[int, int, PlannedStage]] = []
         for index, stage in enumerate(self.stages):
+            # Equal stages print as one line: a plan of 188 stages would otherwise fill screens.
             if runs and _looks(runs[-1][2]) == _looks(stage):
                 runs[-1] = (runs[-1][0], index, runs[-1][2])
             else:
@@ -197,6 +198,7 @@ def plan_transfers(
     size = plan.num_micro_batches / plan.rounds
     up_total, down_total = 0.0, 0.0
     busiest = (-1.0, 0)
+    # Uploads and downloads use different directions of the link, so the larger of the two is a stage's load.
     for index, stage in enumerate(plan.partition.stages()):
         up, down = _stage_bytes(stage, costs, size, gradient_share)
         up_total, down_total = up_total + plan.rounds * up, down_total + plan.rounds * down

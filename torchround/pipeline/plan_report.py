@@ -1,4 +1,4 @@
-"""The answers to a user's questions before a run: does it fit, where does the memory go, how fast is it, what to change.
+"""The answers to a user's questions before a run: does it fit, what takes the memory, how fast is it, what to change.
 
 `report_plan` answers a `RunQuestion`. This module reads no config, no model and no file.
 """

@@ -67,6 +67,7 @@ def make_plan(
         raise why_infeasible(problem, choices)
     candidate, proven = found
     step_s = problem.exact_s(candidate)
+    # A proven plan needs no bound: nothing within the limits is faster.
     bound_s = step_s if proven else lower_bound_s(problem, choices, step_s)
     return _plan(problem, candidate, bound_s)
 
@@ -162,6 +163,7 @@ def why_infeasible(
     ones = (1,) * (problem.num_layers - 1)
     finest = Partition(ones, 1, ones)
     chosen = partition or finest
+    # The most rounds have the fewest micro-batches each, and so need the least memory for integers.
     size = -(-problem.num_micro_batches // max(rounds_choices))
     needed = device_memory(chosen, problem.costs, size, problem.limits)
     limit = problem.limits.device_bytes

@@ -121,6 +121,7 @@ class Timeline:
 def _highest_sum(changes: list[tuple[float, int]]) -> int:
     """Compute the peak of a running sum over time; at one moment, releases count before acquisitions."""
     highest = current = 0
+    # Sorting puts negative changes first: memory freed at a moment can be taken again at the same moment.
     for _, change in sorted(changes):
         current += change
         highest = max(highest, current)

@@ -22,10 +22,10 @@ def run(
 ) -> ScheduleReport:
     costs = Costs(tuple(LayerCost(f"{i}", f, b, activation_bytes=1) for i, (f, b) in enumerate(layers)))
     stages = (1,) * len(layers)
-    setting = SimulationSetup(
+    setup = SimulationSetup(
         costs, len(layers), micro_batches, recompute=False, stages=stages, accumulate=accumulate
     )
-    return measure_schedule(SCHEDULES[name](setting))
+    return measure_schedule(SCHEDULES[name](setup))
 
 
 def most_unresolved(timeline: Timeline, device: int) -> int:

@@ -39,8 +39,8 @@ def uniform(name: str, devices: int, micro_batches: int, chunks: int = 1) -> Sch
     costs = Costs(
         tuple(LayerCost(f"layer.{i}", 1.0, 2.0, activation_bytes=1) for i in range(devices * chunks))
     )
-    setting = SimulationSetup(costs, devices, micro_batches, recompute=False, chunks=chunks)
-    return measure_schedule(SCHEDULES[name](setting))
+    setup = SimulationSetup(costs, devices, micro_batches, recompute=False, chunks=chunks)
+    return measure_schedule(SCHEDULES[name](setup))
 
 
 def published(model: str, schedule: str) -> ScheduleReport:
@@ -107,18 +107,18 @@ def test_mobius_without_transfer_time_is_looped_bfs_and_holds_one_stage() -> Non
     costs = Costs(
         tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=10, boundary_bytes=1) for i in range(8)), hop_s=0.1
     )
-    setting = SimulationSetup(costs, 4, 8)
-    looped, mobius = (measure_schedule(SCHEDULES[name](setting)) for name in ("looped_bfs", "mobius"))
+    setup = SimulationSetup(costs, 4, 8)
+    looped, mobius = (measure_schedule(SCHEDULES[name](setup)) for name in ("looped_bfs", "mobius"))
     assert mobius.makespan_s == pytest.approx(looped.makespan_s)
     assert max(mobius.peak_activation_bytes) <= 11 < max(looped.peak_activation_bytes)
 
 
 def test_mobius_waits_for_weights_that_cannot_be_uploaded_in_time() -> None:
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, weight_bytes=100, gradient_bytes=40) for i in range(4))
-    setting = SimulationSetup(Costs(layers), 2, 1, pcie_bytes_per_s=10.0)
+    setup = SimulationSetup(Costs(layers), 2, 1, pcie_bytes_per_s=10.0)
     # Device 1: two uploads of 10 s each before its second chunk's forward; chunk 3 runs forward and backward
     # in one stay. Its first chunk's weights (10 s) come again as soon as that chunk's slot is free.
-    line = measure_schedule(SCHEDULES["mobius"](setting)).timeline
+    line = measure_schedule(SCHEDULES["mobius"](setup)).timeline
     first_forward = [line.start_s[i] for i, task in enumerate(line.tasks) if task.kind.value == "forward"]
     assert sorted(first_forward) == pytest.approx([10, 11, 20, 21])
     uploads = [i for i, task in enumerate(line.tasks) if task.kind.value == "weights"]

@@ -23,8 +23,8 @@ def uniform(name: str, devices: int, chunks: int, micro_batches: int, **fields: 
     forward_s, backward_s = fields.pop("forward_s", 1.0), fields.pop("backward_s", 2.0)
     layer = LayerCost("layer", forward_s, backward_s, activation_bytes=1)
     layers = (layer,) * (devices * chunks)
-    setting = SimulationSetup(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)  # type: ignore[arg-type]
-    return measure_schedule(SCHEDULES[name](setting))
+    setup = SimulationSetup(Costs(layers), devices, micro_batches, recompute=False, chunks=chunks, **fields)  # type: ignore[arg-type]
+    return measure_schedule(SCHEDULES[name](setup))
 
 
 def forwards_before_first_backward(report: ScheduleReport, device: int) -> int:

@@ -33,8 +33,8 @@ layer_costs = st.builds(
 def test_every_schedule_does_all_its_work_once_and_gives_all_memory_back(
     name: str, layers: list[LayerCost], devices: int, micro_batches: int, recompute: bool
 ) -> None:
-    setting = SimulationSetup(Costs(tuple(layers), hop_s=0.1), devices, micro_batches, recompute=recompute)
-    result = simulate_schedule(name, setting)
+    setup = SimulationSetup(Costs(tuple(layers), hop_s=0.1), devices, micro_batches, recompute=recompute)
+    result = simulate_schedule(name, setup)
     line = result.timeline
     steps = 1 + max(task.step for task in line.tasks)
     again = recompute or name == "mobius"
@@ -53,9 +53,9 @@ def test_every_schedule_does_all_its_work_once_and_gives_all_memory_back(
 
 def test_reports_have_exactly_the_agreed_keys_and_are_json() -> None:
     layers = tuple(LayerCost(f"{i}", 1.0, 2.0, activation_bytes=1) for i in range(4))
-    setting = SimulationSetup(Costs(layers), 2, 4)
+    setup = SimulationSetup(Costs(layers), 2, 4)
     for name in ("gpipe", "paci"):
-        data = json.loads(json.dumps(simulate_schedule(name, setting).to_json()))
+        data = json.loads(json.dumps(simulate_schedule(name, setup).to_json()))
         assert sorted(data) == sorted(
             ["makespan_s", "bubble", "bubble_by_kind", "peak_activation_bytes", "drift", "partition"]
         )

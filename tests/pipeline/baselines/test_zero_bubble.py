@@ -43,9 +43,9 @@ def test_recomputed_activations_stay_until_the_weight_gradient() -> None:
         LayerCost("0", 1.0, 2.0, activation_bytes=100, boundary_bytes=1),
         LayerCost("1", 1.0, 2.0, activation_bytes=100, boundary_bytes=1),
     )
-    setting = SimulationSetup(Costs(layers), 2, 6)
-    kept = measure_schedule(SCHEDULES["1f1b"](setting)).peak_activation_bytes
-    split = measure_schedule(SCHEDULES["zb_h1"](setting)).peak_activation_bytes
+    setup = SimulationSetup(Costs(layers), 2, 6)
+    kept = measure_schedule(SCHEDULES["1f1b"](setup)).peak_activation_bytes
+    split = measure_schedule(SCHEDULES["zb_h1"](setup)).peak_activation_bytes
     # Device 0 recomputes one layer at a time in either schedule, but in ZB-H1 two micro-batches' are alive.
     assert kept == (100, 100)
     assert split == (100, 200)

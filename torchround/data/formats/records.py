@@ -43,7 +43,7 @@ class RecordReader:
         if isinstance(record, DataError):
             raise record
         if isinstance(record, bytes) and not record.strip():
-            return ""
+            return ""  # a blank line: the reader passes over empty texts
         try:
             return self._content(_parsed(record) if isinstance(record, bytes) else record)
         except DataError as error:
@@ -70,6 +70,7 @@ class RecordReader:
                 return record[name]
         wanted = " or ".join(repr(name) for name in names)
         fields = ", ".join(sorted(map(str, record))) or "none"
+        # Often the content kind is wrong rather than the field: say so if a field of another kind is there.
         meant = next((kind for kind, known in DEFAULT_FIELDS.items() if record.keys() & set(known)), None)
         hint = " (the source's key field names the one to read)"
         if meant not in (None, self.table.content):
@@ -105,6 +106,7 @@ def _from_messages(value: Any, record: dict[str, Any]) -> Conversation:
     if not isinstance(value, list) or not value:
         raise DataError("the messages are not a list with at least one message")
     messages = [_message(message, index) for index, message in enumerate(value)]
+    # ShareGPT and others keep the system prompt beside the messages.
     system = _optional_text(record, "system")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -123,6 +125,7 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     if not isinstance(fields.get("role"), str):
         raise DataError(f"message {index} has no role; fields: {', '.join(map(str, message)) or 'none'}")
     content = fields.setdefault("content", None)
+    # Calls and thoughts may come without any answer.
     if content is None and (fields.get("tool_calls") or fields.get("thinking")):
         fields["content"] = ""
     elif not isinstance(content, str):

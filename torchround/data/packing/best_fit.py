@@ -58,6 +58,7 @@ def in_changed_files(state: dict[str, Any]) -> dict[str, Any]:
     """
     if not state["gone"]:
         return state
+    # The group was read up to these documents. Its usual size in tokens would end it elsewhere if records changed size.
     until = [source["drawn"] for source in state["so_far"]["reader"]["sources"]]
     return {**state, "without": state["gone"], "until": until, "left": 0}
 
@@ -102,6 +103,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         ]
         self._group: int = state["group"]
         self._num_long: int = state["long"]
+        # The reader goes back to the group's start, and the group is packed again when the first sequence is needed.
         self._source.reset(state["reader"])
         self._begin_group(state["without"], state["until"])
         self._left: int = state["left"]
@@ -113,7 +115,8 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
     def get_state(self) -> dict[str, Any]:
         """Return the state at the group's start, the documents that waited for it, and what has left it.
 
-        `so_far` is for reports alone: a resumed run counts the documents of the group again.
+        `so_far` is for reports, and for files that change (`in_changed_files`): a run that resumes in unchanged files
+        counts the documents of the group again.
         """
         so_far = {"long": self._num_long, "reader": self._source.state_dict()}
         return {**self._group_start, "left": self._left, "gone": list(self._gone), "so_far": so_far}
@@ -169,6 +172,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         self._next_waiting = []
         if not self._ended:
             self._next_waiting = self._take_emptiest(packed)
+        # Packing leaves long documents first, so their sequences would all come early.
         order = shuffled(len(packed), f"best fit/{self._group}").tolist()
         return [packed[index] for index in order]
 

@@ -84,7 +84,7 @@ def pack_sequence(run: TokenRun, seq_len: int, pad_id: int) -> PackedSequence:
         padding = np.full(missing, pad_id, dtype=np.int64)
         run = run.join([TokenRun(padding, np.arange(missing) == 0, np.zeros(missing, dtype=np.bool_))])
     begins = run.starts[:seq_len].copy()
-    begins[0] = True
+    begins[0] = True  # a document that continues from the sequence before is a document of its own here
     following = slice(1, seq_len + 1)
     is_label = run.learn[following] & ~run.starts[following]
     return PackedSequence(

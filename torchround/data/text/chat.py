@@ -68,7 +68,7 @@ class ChatTemplate:
     def _marked(self, parts: Sequence[TextSpan]) -> tuple[list[TextSpan], int]:
         """Mark which parts are learnt, and count the turns of the assistant."""
         segments: list[TextSpan] = []
-        index, num_turns, speaking = 0, 0, False
+        index, num_turns, speaking = 0, 0, False  # `speaking`: inside a turn of the assistant
         while index < len(parts):
             part = parts[index]
             if not speaking and self._is_header(parts, index):
@@ -110,6 +110,7 @@ class ChatTemplate:
         """Find the header of the assistant's turns, the tokens that end them, and whether a turn has several headers."""
         question, answer = _message("user", QUESTION), _message("assistant", ANSWER)
         asked = self._probe([question], add_generation_prompt=True)
+        # The text that asks the model to speak is what the prompt adds to the same conversation without it.
         prompt = asked[len(commonprefix([asked, self._probe([question])])) :]
         dialogue = self._probe([question, answer, question, answer])
         begins = self._special.match(prompt)
@@ -125,6 +126,7 @@ class ChatTemplate:
             )
         places = [match.start() for match in re.finditer(re.escape(ANSWER), dialogue)]
         headers = [dialogue[dialogue.rfind(begins[0], 0, place) : place] for place in places]
+        # Prompt and written headers may continue differently (GPT-OSS names a channel): only their common beginning counts.
         self._header = tuple(self._parts(commonprefix([prompt, *headers])))
         after = [self._special.search(dialogue, place) for place in places]
         ends = {match[0] for match in after if match is not None}

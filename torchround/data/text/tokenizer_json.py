@@ -105,6 +105,8 @@ def _ranks(model: dict[str, Any], added: set[str]) -> dict[bytes, int]:
             )
         newest = number
         ranks[bytes(map(characters.__getitem__, left + right))] = number
+    # With ignore_merges the package takes a whole word that is a token without merging; tiktoken does so only for tokens
+    # that have a rank, so every token must come from a merge.
     unmerged = len(vocab) - len(ranks)
     if unmerged and model.get("ignore_merges"):
         raise TokenizerError(f"{unmerged} tokens come from no merge, but ignore_merges is set")

@@ -53,17 +53,15 @@ __all__ = [
 ]
 
 
-def simulate_schedule(name: str, setting: SimulationSetup) -> ScheduleReport:
+def simulate_schedule(name: str, setup: SimulationSetup) -> ScheduleReport:
     """Simulate one schedule and measure it.
 
     If the chunks of a looped schedule are not given, it gets one layer per stage if possible: as many chunks as layers allow, or
     one more with empty stages in front, whichever is faster.
     """
-    if name not in LOOPED or setting.chunks is not None or setting.stages is not None:
-        return measure_schedule(SCHEDULES[name](setting))
-    fewer = max(1, setting.costs.num_layers // setting.num_devices)
-    choices = {fewer, -(-setting.costs.num_layers // setting.num_devices)}
-    reports = [
-        measure_schedule(SCHEDULES[name](replace(setting, chunks=chunks))) for chunks in sorted(choices)
-    ]
+    if name not in LOOPED or setup.chunks is not None or setup.stages is not None:
+        return measure_schedule(SCHEDULES[name](setup))
+    fewer = max(1, setup.costs.num_layers // setup.num_devices)
+    choices = {fewer, -(-setup.costs.num_layers // setup.num_devices)}
+    reports = [measure_schedule(SCHEDULES[name](replace(setup, chunks=chunks))) for chunks in sorted(choices)]
     return min(reports, key=lambda result: result.makespan_s)

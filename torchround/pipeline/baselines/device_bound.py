@@ -104,43 +104,43 @@ class Action:
     micro_batch: int
 
 
-def chunks_of(setting: SimulationSetup) -> int:
+def chunks_of(setup: SimulationSetup) -> int:
     """Return the virtual stages per device of a looped schedule."""
-    if setting.stages is not None:
-        return max(1, len(setting.stages) // setting.num_devices)
-    if setting.chunks is not None:
-        return setting.chunks
-    return max(1, len(setting.costs.layers) // setting.num_devices)
+    if setup.stages is not None:
+        return max(1, len(setup.stages) // setup.num_devices)
+    if setup.chunks is not None:
+        return setup.chunks
+    return max(1, len(setup.costs.layers) // setup.num_devices)
 
 
-def bound_stages(setting: SimulationSetup, chunks: int) -> list[BoundStage]:
-    """Build the setting's stages, or N x `chunks` stages cut by PACI's min-max partition (appendix D.5)."""
-    counts = setting.stages
+def bound_stages(setup: SimulationSetup, chunks: int) -> list[BoundStage]:
+    """Build the setup's stages, or N x `chunks` stages cut by PACI's min-max partition (appendix D.5)."""
+    counts = setup.stages
     if counts is None:
-        counts = _fastest_split(setting, setting.num_devices * chunks)
-    if len(counts) % setting.num_devices:
-        raise ScheduleError(f"{len(counts)} stages do not divide among {setting.num_devices} devices")
+        counts = _fastest_split(setup, setup.num_devices * chunks)
+    if len(counts) % setup.num_devices:
+        raise ScheduleError(f"{len(counts)} stages do not divide among {setup.num_devices} devices")
     starts = [sum(counts[:index]) for index in range(len(counts))]
     return [
-        _stage(setting, index % setting.num_devices, range(start, start + count))
+        _stage(setup, index % setup.num_devices, range(start, start + count))
         for index, (start, count) in enumerate(zip(starts, counts, strict=True))
     ]
 
 
-def _fastest_split(setting: SimulationSetup, num_stages: int) -> tuple[int, ...]:
+def _fastest_split(setup: SimulationSetup, num_stages: int) -> tuple[int, ...]:
     """Cut the layers so that the slowest stage is as fast as possible; surplus stages come first and are empty."""
-    layers = setting.costs.layers
-    seconds = [layer.forward_s * (2 if setting.recompute else 1) + layer.backward_s for layer in layers]
+    layers = setup.costs.layers
+    seconds = [layer.forward_s * (2 if setup.recompute else 1) + layer.backward_s for layer in layers]
     seconds[-1] = layers[-1].forward_s + layers[-1].backward_s
     if num_stages >= len(layers):
         return (0,) * (num_stages - len(layers)) + (1,) * len(layers)
     return bind_stages(seconds, [0] * len(seconds), num_stages, None)
 
 
-def _stage(setting: SimulationSetup, device: int, indices: range) -> BoundStage:
-    layers = setting.costs.layers
+def _stage(setup: SimulationSetup, device: int, indices: range) -> BoundStage:
+    layers = setup.costs.layers
     mine = [layers[index] for index in indices]
-    recomputed = [index for index in indices if setting.recompute and index < len(layers) - 1]
+    recomputed = [index for index in indices if setup.recompute and index < len(layers) - 1]
     kept = [index for index in indices if index not in recomputed]
     inputs = [0, *(layer.boundary_bytes for layer in layers)]
     activations = [layer.activation_bytes for layer in layers]
@@ -161,7 +161,7 @@ def _stage(setting: SimulationSetup, device: int, indices: range) -> BoundStage:
 
 
 def bound_tasks(
-    setting: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
+    setup: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
 ) -> list[Task]:
     """Turn the orders, one per device, into tasks; the position in an order is also the priority.
 
@@ -169,7 +169,7 @@ def bound_tasks(
     stage. Both pay a hop if the device changes. A weight gradient waits for its backward.
     """
     flat = [(action, position) for order in orders for position, action in enumerate(order)]
-    builder = _Builder(setting, stages, {action: index for index, (action, _) in enumerate(flat)})
+    builder = _Builder(setup, stages, {action: index for index, (action, _) in enumerate(flat)})
     return [builder.task(action, position) for action, position in flat]
 
 
@@ -177,9 +177,9 @@ class _Builder:
     """The stages and the indices of all actions, from which each action becomes a task."""
 
     def __init__(
-        self, setting: SimulationSetup, stages: Sequence[BoundStage], index_of: dict[Action, int]
+        self, setup: SimulationSetup, stages: Sequence[BoundStage], index_of: dict[Action, int]
     ) -> None:
-        self.setting = setting
+        self.setup = setup
         self.stages = stages
         self.index_of = index_of
         self.split = any(action.kind is WEIGHT_GRADIENT for action in index_of)
@@ -192,7 +192,7 @@ class _Builder:
             kind=action.kind,
             layers=stage.layers,
             micro_batch=action.micro_batch,
-            step=action.micro_batch // self.setting.num_micro_batches,
+            step=action.micro_batch // self.setup.num_micro_batches,
             priority=position,
             **fields[action.kind](action, stage),
         )
@@ -232,7 +232,7 @@ class _Builder:
             return ()
         same_device = self.stages[stage].device == self.stages[action.stage].device
         index = self.index_of[Action(kind, stage, action.micro_batch)]
-        return ((index, 0.0 if same_device else self.setting.costs.hop_s),)
+        return ((index, 0.0 if same_device else self.setup.costs.hop_s),)
 
     def _moved_bytes(self, index: int) -> int:
         """Count the bytes in and out of the device; a gradient is as large as its activation."""

@@ -26,21 +26,21 @@ from torchround.pipeline.simulation.simulator import simulate
 from torchround.pipeline.timeline import Task, TaskKind
 
 
-def mobius(setting: SimulationSetup) -> Schedule:
+def mobius(setup: SimulationSetup) -> Schedule:
     """Run Looped BFS with swapped weights; it always recomputes, because its activations have no place to stay."""
-    setting = replace(setting, recompute=True)
-    stages, orders = bound_stages(setting, chunks_of(setting)), breadth_first_orders(setting)
-    schedule = flushed("mobius", setting, stages, orders)
-    return replace(schedule, tasks=lambda steps: _swapped_tasks(setting, stages, orders))
+    setup = replace(setup, recompute=True)
+    stages, orders = bound_stages(setup, chunks_of(setup)), breadth_first_orders(setup)
+    schedule = flushed("mobius", setup, stages, orders)
+    return replace(schedule, tasks=lambda steps: _swapped_tasks(setup, stages, orders))
 
 
 def _swapped_tasks(
-    setting: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
+    setup: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
 ) -> list[Task]:
-    tasks = [_on_host(task) for task in bound_tasks(setting, stages, orders)]
+    tasks = [_on_host(task) for task in bound_tasks(setup, stages, orders)]
     first = 0
     for order in orders:
-        _swap(tasks, _stays(order, first), stages, setting)
+        _swap(tasks, _stays(order, first), stages, setup)
         first += len(order)
     return tasks
 
@@ -66,10 +66,10 @@ def _swap(
     tasks: list[Task],
     stays: Sequence[tuple[int, list[int]]],
     stages: Sequence[BoundStage],
-    setting: SimulationSetup,
+    setup: SimulationSetup,
 ) -> None:
     """Add an upload for each stay, and a download of gradients after each backward stay."""
-    rate = setting.pcie_bytes_per_s
+    rate = setup.pcie_bytes_per_s
     for position, (stage_index, users) in enumerate(stays):
         stage, first, last = stages[stage_index], users[0], users[-1]
         # A device has room for two chunks' weights, so an upload waits for the end of the stay before the previous one.
@@ -98,60 +98,61 @@ def _swap(
             tasks.append(download)
 
 
-def roundpipe_sync(setting: SimulationSetup) -> Schedule:
+def roundpipe_sync(setup: SimulationSetup) -> Schedule:
     """Run steps that each read the weights of the step before, and so start from idle devices."""
-    partition, rounds = _choose(setting, "sync")
-    tasks = _tasks(setting, partition, rounds, "sync")
-    both = simulate(tasks(2), setting.num_devices).step_ends_s()
-    one = simulate(tasks(1), setting.num_devices).makespan_s
+    partition, rounds = _choose(setup, "sync")
+    tasks = _tasks(setup, partition, rounds, "sync")
+    # The second of two steps waits for the first one's update, a lone step for none: the difference is the exposed update.
+    both = simulate(tasks(2), setup.num_devices).step_ends_s()
+    one = simulate(tasks(1), setup.num_devices).makespan_s
     return Schedule(
         name="roundpipe_sync",
-        num_devices=setting.num_devices,
+        num_devices=setup.num_devices,
         partition=_as_json(partition, rounds),
         tasks=tasks,
         update_s=max(0.0, both[1] - both[0] - one),
     )
 
 
-def roundpipe_async(setting: SimulationSetup) -> Schedule:
+def roundpipe_async(setup: SimulationSetup) -> Schedule:
     """Run steps with weights one step old (section 3.2): step t + 2 waits for step t's update, without a flush."""
-    partition, rounds = _choose(setting, "async")
+    partition, rounds = _choose(setup, "async")
     return Schedule(
         name="roundpipe_async",
-        num_devices=setting.num_devices,
+        num_devices=setup.num_devices,
         partition=_as_json(partition, rounds),
-        tasks=_tasks(setting, partition, rounds, "async"),
+        tasks=_tasks(setup, partition, rounds, "async"),
         continuous=True,
     )
 
 
-def _choose(setting: SimulationSetup, update: str) -> tuple[Partition, int]:
+def _choose(setup: SimulationSetup, update: str) -> tuple[Partition, int]:
     """Return the given partition, by default in rounds of N micro-batches as in the paper; otherwise a plan's."""
-    if setting.partition is not None:
-        rounds = setting.rounds or max(1, setting.num_micro_batches // setting.num_devices)
-        return setting.partition, rounds
+    if setup.partition is not None:
+        rounds = setup.rounds or max(1, setup.num_micro_batches // setup.num_devices)
+        return setup.partition, rounds
     plan = make_plan(
-        setting.costs,
-        setting.num_devices,
-        setting.num_micro_batches,
+        setup.costs,
+        setup.num_devices,
+        setup.num_micro_batches,
         update,
-        setting.rounds or "auto",
-        setting.limits,
+        setup.rounds or "auto",
+        setup.limits,
     )
     return plan.partition, plan.rounds
 
 
 def _tasks(
-    setting: SimulationSetup, partition: Partition, rounds: int, update: str
+    setup: SimulationSetup, partition: Partition, rounds: int, update: str
 ) -> Callable[[int], list[Task]]:
     def tasks(steps: int) -> list[Task]:
         return dispatch_tasks(
             partition,
-            setting.costs,
-            setting.num_devices,
-            setting.num_micro_batches,
+            setup.costs,
+            setup.num_devices,
+            setup.num_micro_batches,
             rounds,
-            recompute=setting.limits.recompute,
+            recompute=setup.limits.recompute,
             update=update,
             steps=steps,
         )

@@ -42,13 +42,13 @@ class OffloadPlan:
     slot: float
 
     @staticmethod
-    def of(setting: SimulationSetup, stages: Sequence[BoundStage], offloaded_chunks: int) -> "OffloadPlan":
+    def of(setup: SimulationSetup, stages: Sequence[BoundStage], offloaded_chunks: int) -> "OffloadPlan":
         """Plan to offload the first `offloaded_chunks` of each device. Raises `ScheduleError` if k is too large for it."""
-        num_offloaded = offloaded_chunks * setting.num_devices
-        one_way_s = tuple(_one_way_s(setting, stage) for stage in stages)
+        num_offloaded = offloaded_chunks * setup.num_devices
+        one_way_s = tuple(_one_way_s(setup, stage) for stage in stages)
         compute_s = sum(map(_compute_s, stages[:num_offloaded]))
         ratio = 2 * sum(one_way_s[:num_offloaded]) / compute_s if compute_s > 0 else 0.0
-        chunks = len(stages) // setting.num_devices
+        chunks = len(stages) // setup.num_devices
         if ratio * offloaded_chunks > chunks:
             raise ScheduleError(
                 f"moving a chunk's activations to the host and back takes {ratio:.2f} x its compute (k): with "
@@ -129,11 +129,11 @@ def _compute_s(stage: BoundStage) -> float:
     return stage.forward_s + stage.recompute_s + stage.backward_s
 
 
-def _one_way_s(setting: SimulationSetup, stage: BoundStage) -> float:
+def _one_way_s(setup: SimulationSetup, stage: BoundStage) -> float:
     """Compute the seconds to move one micro-batch's kept activations of a stage to the host, or back."""
-    if setting.pcie_bytes_per_s:
-        return stage.held_bytes / setting.pcie_bytes_per_s
-    return setting.offload_ratio * _compute_s(stage) / 2
+    if setup.pcie_bytes_per_s:
+        return stage.held_bytes / setup.pcie_bytes_per_s
+    return setup.offload_ratio * _compute_s(stage) / 2
 
 
 def _wait(tasks: list[Task], index: int, before: int) -> None:

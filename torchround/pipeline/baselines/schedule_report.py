@@ -101,6 +101,7 @@ def _shares(schedule: Schedule, line: Timeline, total_s: float, bubble: float) -
     if schedule.continuous or total_s == 0:
         return {"fill": 0.0, "drain": 0.0, "switch": 0.0, "imbalance": bubble}
     idle_s = idle_seconds(line, schedule.warm_up)
+    # All devices wait for the update after their last task, as they wait for each other while they drain.
     idle_s["drain"] += schedule.num_devices * schedule.update_s
     return {gap: idle_s[gap] / total_s for gap in GAPS}
 
@@ -133,6 +134,7 @@ def _gaps_before(line: Timeline, order: list[int]) -> list[float]:
     gaps = [line.start_s[order[0]]]
     for before, index in pairwise(order):
         gaps.append(line.start_s[index] - line.end_s[before])
+        # A recomputation may run early, in time that would be idle anyway; counting it late keeps the kinds comparable.
         if line.tasks[before].kind is TaskKind.RECOMPUTE:
             gaps[-2] += gaps[-1]
             gaps[-1] = 0.0

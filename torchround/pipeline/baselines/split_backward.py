@@ -29,40 +29,40 @@ from torchround.pipeline.baselines.whole_backward import alternate, flushed, loo
 from torchround.pipeline.timeline import Task
 
 
-def zb_h1(setting: SimulationSetup) -> Schedule:
+def zb_h1(setup: SimulationSetup) -> Schedule:
     """Keep 1F1B's memory with bubble `(p - 1)(f + b - w)`: device i puts its weight gradients off by i micro-batches."""
-    p = setting.num_devices
-    orders = [_order(setting, device, warm_up=p - device, delay=device) for device in range(p)]
-    return flushed("zb_h1", setting, bound_stages(setting, 1), orders)
+    p = setup.num_devices
+    orders = [_order(setup, device, warm_up=p - device, delay=device) for device in range(p)]
+    return flushed("zb_h1", setup, bound_stages(setup, 1), orders)
 
 
-def zb_h2(setting: SimulationSetup) -> Schedule:
+def zb_h2(setup: SimulationSetup) -> Schedule:
     """Keep 2p - 1 micro-batches in flight: bubble `(p - 1)(f + b - 2w)`, 0 if all are equal.
 
     The bubble is that from step to step: the paper checks the update afterwards instead of waiting for all devices, so each
     device starts the next step as soon as its own stage is done.
     """
-    p, m = setting.num_devices, setting.num_micro_batches
-    stages = bound_stages(setting, 1)
-    orders = [_order(setting, device, 2 * (p - device) - 1, 2 * device) for device in range(p)]
+    p, m = setup.num_devices, setup.num_micro_batches
+    stages = bound_stages(setup, 1)
+    orders = [_order(setup, device, 2 * (p - device) - 1, 2 * device) for device in range(p)]
 
     def tasks(steps: int) -> list[Task]:
         repeated = [
             [Action(a.kind, a.stage, a.micro_batch + step * m) for step in range(steps) for a in order]
             for order in orders
         ]
-        return bound_tasks(setting, stages, repeated)
+        return bound_tasks(setup, stages, repeated)
 
     partition = [len(stage.layers) for stage in stages]
     return Schedule("zb_h2", p, partition, tasks, continuous=True, tail_steps=1 + 2 * p // m)
 
 
-def _order(setting: SimulationSetup, device: int, warm_up: int, delay: int) -> list[Action]:
+def _order(setup: SimulationSetup, device: int, warm_up: int, delay: int) -> list[Action]:
     """List `warm_up` forwards, then backward, weight gradient of `delay` micro-batches ago and forward in turn.
 
     At the end come the remaining backwards and the weight gradients that were put off.
     """
-    m = setting.num_micro_batches
+    m = setup.num_micro_batches
     order = [Action(FORWARD, device, k) for k in range(min(warm_up, m))]
     pending = 0
     for k in range(m):
@@ -76,31 +76,31 @@ def _order(setting: SimulationSetup, device: int, warm_up: int, delay: int) -> l
     return order
 
 
-def gis(setting: SimulationSetup) -> Schedule:
+def gis(setup: SimulationSetup) -> Schedule:
     """Run groups of g micro-batches: `g (v - 1) + d - i` forwards first, at most `g (v - 1) + d` chunks kept.
 
     `ceil(d / 2) <= g <= d`. With g = d: bubble `(d - 1)(T_F + T_B)`; smaller g adds `(d - g)(v - 1)` units.
     """
-    return _grouped("gis", setting, setting.group or setting.num_devices)
+    return _grouped("gis", setup, setup.group or setup.num_devices)
 
 
-def gis_h(setting: SimulationSetup) -> Schedule:
+def gis_h(setup: SimulationSetup) -> Schedule:
     """Run GIS with the smallest group, `ceil(d / 2)`: about half of interleaved 1F1B's memory."""
-    return _grouped("gis_h", setting, -(-setting.num_devices // 2))
+    return _grouped("gis_h", setup, -(-setup.num_devices // 2))
 
 
-def po_h(setting: SimulationSetup) -> Schedule:
+def po_h(setup: SimulationSetup) -> Schedule:
     """Offload the first half of each device's chunks, which live longest: about `(v + 2) / (8 v)` stays."""
-    return _offloading("po_h", setting, -(-chunks_of(setting) // 2))
+    return _offloading("po_h", setup, -(-chunks_of(setup) // 2))
 
 
-def po_f(setting: SimulationSetup) -> Schedule:
+def po_f(setup: SimulationSetup) -> Schedule:
     """Offload all chunks: a constant number of chunks stays, O(1 / (v d)) of the activations."""
-    return _offloading("po_f", setting, chunks_of(setting))
+    return _offloading("po_f", setup, chunks_of(setup))
 
 
-def _grouped(name: str, setting: SimulationSetup, group: int) -> Schedule:
-    d, m, chunks = setting.num_devices, setting.num_micro_batches, chunks_of(setting)
+def _grouped(name: str, setup: SimulationSetup, group: int) -> Schedule:
+    d, m, chunks = setup.num_devices, setup.num_micro_batches, chunks_of(setup)
     if not -(-d // 2) <= group <= d:
         raise ScheduleError(f"a group of {group} micro-batches must be between {-(-d // 2)} and {d}")
     # A short last group would reverse the order on some devices, so it is filled up here and its surplus removed below.
@@ -111,7 +111,7 @@ def _grouped(name: str, setting: SimulationSetup, group: int) -> Schedule:
         backwards = looped(BACKWARD, groups, chunks, device, d)
         order = alternate(forwards, backwards, group * (chunks - 1) + d - device)
         orders.append(_with_weight_gradients(action for action in order if action.micro_batch < m))
-    return flushed(name, setting, bound_stages(setting, chunks), orders)
+    return flushed(name, setup, bound_stages(setup, chunks), orders)
 
 
 def _with_weight_gradients(order: Iterable[Action]) -> list[Action]:
@@ -155,19 +155,19 @@ def _chunk_start(chunk: int, period: int, before_collision: int) -> int:
     return 3 * period * chunk + 3 * (chunk // before_collision)
 
 
-def _offloading(name: str, setting: SimulationSetup, offloaded_chunks: int) -> Schedule:
-    d, chunks = setting.num_devices, chunks_of(setting)
-    stages = bound_stages(setting, chunks)
-    grid = uniform_grid(d, setting.num_micro_batches, chunks)
+def _offloading(name: str, setup: SimulationSetup, offloaded_chunks: int) -> Schedule:
+    d, chunks = setup.num_devices, chunks_of(setup)
+    stages = bound_stages(setup, chunks)
+    grid = uniform_grid(d, setup.num_micro_batches, chunks)
     orders = [[item.action for item in planned] for planned in grid]
-    plan = OffloadPlan.of(setting, stages, offloaded_chunks)
+    plan = OffloadPlan.of(setup, stages, offloaded_chunks)
 
     def tasks(steps: int) -> list[Task]:
-        built = bound_tasks(setting, stages, orders)
+        built = bound_tasks(setup, stages, orders)
         first = 0
         for planned in grid:
             plan.add_transfers(built, first, planned)
             first += len(planned)
         return built
 
-    return replace(flushed(name, setting, stages, orders), tasks=tasks)
+    return replace(flushed(name, setup, stages, orders), tasks=tasks)

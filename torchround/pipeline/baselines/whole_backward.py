@@ -28,36 +28,37 @@ from torchround.pipeline.partition import split_evenly
 from torchround.pipeline.timeline import Task, TaskKind
 
 
-def gpipe(setting: SimulationSetup) -> Schedule:
+def gpipe(setup: SimulationSetup) -> Schedule:
     """Run all forwards, then all backwards: `T = (m + p - 1)(f + b)`, m micro-batches in flight on each device."""
-    micro_batches = range(setting.num_micro_batches)
+    micro_batches = range(setup.num_micro_batches)
     orders = [
         actions(FORWARD, [device], micro_batches) + actions(BACKWARD, [device], micro_batches)
-        for device in range(setting.num_devices)
+        for device in range(setup.num_devices)
     ]
-    return flushed("gpipe", setting, bound_stages(setting, 1), orders)
+    return flushed("gpipe", setup, bound_stages(setup, 1), orders)
 
 
-def one_f_one_b(setting: SimulationSetup) -> Schedule:
+def one_f_one_b(setup: SimulationSetup) -> Schedule:
     """Run p - i forwards on device i, then backward and forward in turn: GPipe's time, p - i in flight."""
-    micro_batches = range(setting.num_micro_batches)
+    micro_batches = range(setup.num_micro_batches)
     orders = [
         alternate(
             actions(FORWARD, [device], micro_batches),
             actions(BACKWARD, [device], micro_batches),
-            setting.num_devices - device,
+            setup.num_devices - device,
         )
-        for device in range(setting.num_devices)
+        for device in range(setup.num_devices)
     ]
-    return flushed("1f1b", setting, bound_stages(setting, 1), orders)
+    return flushed("1f1b", setup, bound_stages(setup, 1), orders)
 
 
-def interleaved_1f1b(setting: SimulationSetup) -> Schedule:
+def interleaved_1f1b(setup: SimulationSetup) -> Schedule:
     """Run 1F1B over v chunks per device, in groups of about p micro-batches: bubble `(p - 1)(f + b)` of a chunk.
 
     Device i runs `g (v - 1) + 2 (p - 1 - i)` forwards before its first pair of a forward and a backward.
     """
-    p, m, chunks = setting.num_devices, setting.num_micro_batches, chunks_of(setting)
+    p, m, chunks = setup.num_devices, setup.num_micro_batches, chunks_of(setup)
+    # Groups of about p: with fewer micro-batches a device would wait for its next chunk's input.
     groups = split_evenly(m, max(1, m // p))
     orders = []
     for device in range(p):
@@ -65,25 +66,25 @@ def interleaved_1f1b(setting: SimulationSetup) -> Schedule:
         backwards = looped(BACKWARD, groups, chunks, device, p)
         warm_up = len(groups[0]) * (chunks - 1) + 2 * (p - 1 - device) + 1
         orders.append(alternate(forwards, backwards, warm_up))
-    return flushed("interleaved_1f1b", setting, bound_stages(setting, chunks), orders)
+    return flushed("interleaved_1f1b", setup, bound_stages(setup, chunks), orders)
 
 
-def looped_bfs(setting: SimulationSetup) -> Schedule:
+def looped_bfs(setup: SimulationSetup) -> Schedule:
     """Run all micro-batches of a chunk before the next chunk; the backward in the reverse order."""
-    stages = bound_stages(setting, chunks_of(setting))
-    return flushed("looped_bfs", setting, stages, breadth_first_orders(setting))
+    stages = bound_stages(setup, chunks_of(setup))
+    return flushed("looped_bfs", setup, stages, breadth_first_orders(setup))
 
 
 def flushed(
-    name: str, setting: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
+    name: str, setup: SimulationSetup, stages: Sequence[BoundStage], orders: Sequence[Sequence[Action]]
 ) -> Schedule:
     """Make a schedule of one step of these orders."""
     return Schedule(
         name=name,
-        num_devices=setting.num_devices,
+        num_devices=setup.num_devices,
         partition=[len(stage.layers) for stage in stages],
-        tasks=lambda steps: bound_tasks(setting, stages, orders),
-        warm_up=tuple(setting.num_devices - device for device in range(setting.num_devices)),
+        tasks=lambda steps: bound_tasks(setup, stages, orders),
+        warm_up=tuple(setup.num_devices - device for device in range(setup.num_devices)),
     )
 
 
@@ -110,10 +111,10 @@ def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> 
     return order
 
 
-def breadth_first_orders(setting: SimulationSetup) -> list[list[Action]]:
+def breadth_first_orders(setup: SimulationSetup) -> list[list[Action]]:
     """List each device's actions: chunk by chunk forward, then chunk by chunk backward, all micro-batches each time."""
-    chunks, p = chunks_of(setting), setting.num_devices
-    micro_batches = range(setting.num_micro_batches)
+    chunks, p = chunks_of(setup), setup.num_devices
+    micro_batches = range(setup.num_micro_batches)
     return [
         looped(FORWARD, [micro_batches], chunks, device, p)
         + looped(BACKWARD, [micro_batches[::-1]], chunks, device, p)
@@ -121,48 +122,48 @@ def breadth_first_orders(setting: SimulationSetup) -> list[list[Action]]:
     ]
 
 
-def async_1f1b(setting: SimulationSetup) -> Schedule:
+def async_1f1b(setup: SimulationSetup) -> Schedule:
     """Admit N micro-batches to the pipeline (PipeDream) and update after each backward, without another rule."""
-    limits: list[int | None] = [setting.num_devices] + [None] * (setting.num_devices - 1)
-    return _continuous("async_1f1b", setting, limits, backwards_per_update=1)
+    limits: list[int | None] = [setup.num_devices] + [None] * (setup.num_devices - 1)
+    return _continuous("async_1f1b", setup, limits, backwards_per_update=1)
 
 
-def paci(setting: SimulationSetup) -> Schedule:
+def paci(setup: SimulationSetup) -> Schedule:
     """Update after `a` local backwards; stage i admits a forward while `q_i < N + 1 - i` are unresolved.
 
     This bounds the drift by `ceil((N - i) / a)` (PACI equation 10, algorithm 1).
     """
-    limits = [setting.num_devices - device for device in range(setting.num_devices)]
-    accumulate = setting.accumulate or setting.num_micro_batches
-    return _continuous("paci", setting, limits, accumulate)
+    limits = [setup.num_devices - device for device in range(setup.num_devices)]
+    accumulate = setup.accumulate or setup.num_micro_batches
+    return _continuous("paci", setup, limits, accumulate)
 
 
 def _continuous(
-    name: str, setting: SimulationSetup, limits: Sequence[int | None], backwards_per_update: int
+    name: str, setup: SimulationSetup, limits: Sequence[int | None], backwards_per_update: int
 ) -> Schedule:
-    stages = bound_stages(setting, 1)
+    stages = bound_stages(setup, 1)
 
     def tasks(steps: int) -> list[Task]:
-        micro_batches = range(steps * setting.num_micro_batches)
+        micro_batches = range(steps * setup.num_micro_batches)
         # A stage that has both alternates, as 1F1B's order and PACI's algorithm 1 do: the order is the priority.
         orders = [
             alternate(
                 actions(FORWARD, [device], micro_batches),
                 actions(BACKWARD, [device], micro_batches),
-                setting.num_devices - device,
+                setup.num_devices - device,
             )
-            for device in range(setting.num_devices)
+            for device in range(setup.num_devices)
         ]
-        return _admitted(bound_tasks(setting, stages, orders), orders, limits)
+        return _admitted(bound_tasks(setup, stages, orders), orders, limits)
 
     return Schedule(
         name=name,
-        num_devices=setting.num_devices,
+        num_devices=setup.num_devices,
         partition=[len(stage.layers) for stage in stages],
         tasks=tasks,
         continuous=True,
         ready_first=True,
-        tail_steps=1 + setting.num_devices // setting.num_micro_batches,
+        tail_steps=1 + setup.num_devices // setup.num_micro_batches,
         backwards_per_update=backwards_per_update,
     )
 

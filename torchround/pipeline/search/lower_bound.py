@@ -22,6 +22,7 @@ def lower_bound_s(problem: PlanningProblem, rounds_choices: Sequence[int], found
     if found_s <= least_s * (1 + SAME_STEP):
         return found_s
     bound_s = found_s
+    # Every plan has some number of rounds and some fused stage, so the least bound over all of them holds for all plans.
     for rounds in rounds_choices:
         for fused in range(1, largest + 1):
             bound_s = min(bound_s, max(_bound_s(problem, rounds, fused), problem.sums.updated_s[-1]))
@@ -42,6 +43,7 @@ def _bound_s(problem: PlanningProblem, rounds: int, fused: int) -> float:
     """Compute the bound for one number of rounds and one size of the fused stage."""
     if fused == problem.num_layers:
         return problem.exact_s(Candidate(Partition((), fused, ()), rounds))
+    # Numbers of stages that memory rules out are cut off the tables before the minimum is taken.
     fewest_forward, fewest_backward = _fewest_stages(problem, problem.num_layers - fused)
     limit = _stage_limit(problem, fused)
     allowed = np.s_[min(fewest_forward, limit) - 1 :, min(fewest_backward, limit) - 1 :]

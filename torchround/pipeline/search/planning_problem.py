@@ -59,6 +59,7 @@ class PlanningProblem:
 
     def exact_s(self, candidate: Candidate) -> float:
         """Compute the step time by the exact recurrence, once for each candidate."""
+        # The search meets the same candidate in several generations, and again at the end.
         if candidate not in self._exact:
             partition, devices = candidate.partition, self.num_devices
             times = self.sums.times(partition.forward, partition.fused, partition.backward)
@@ -121,6 +122,7 @@ class PlanningProblem:
     def _in_order_of_stages(self, rows: PartitionBatch, seconds: Callable[[BatchTimes], Floats]) -> Floats:
         """Call `seconds` on chunks that begin with the partitions of most stages, as `batch_time.py` expects them."""
         num_stages = rows.num_stages
+        # Sorted by falling numbers of stages, a chunk's partitions that lack a stage are at its end and can be sliced off.
         order = np.argsort(-num_stages, kind="stable")
         result = np.empty(len(rows))
         for first in range(0, len(rows), CHUNK):

@@ -39,8 +39,8 @@ from torchround.pipeline.search.systematic_search import (
 # All plans are tried up to this many partitions x rounds: 8 layers and 8 micro-batches have 43696.
 MOST_EXHAUSTIVE = 50_000
 # Seeds of the searches for each number of rounds. Step times found with eight seeds on the published models differ by up to
-# 4 %. In `sync` a second search makes up for most of that: 23368 in place of 23623 ms for Qwen3-32B within 24 GiB, where a
-# single search found a better plan (23384 ms, 15 GiB) only without the limit. Most `async` plans have no idle time to save.
+# 4 %. In `sync` a second search makes up for most of that: 23368 in place of 23623 ms for Qwen3-32B within 24 GiB. A single
+# search had found a plan of 23384 ms that needs 15 GiB, but without the limit. Most `async` plans have no idle time to save.
 SEEDS = {"sync": (2, 5), "async": (2,)}
 # An `async` step that waits for its weights, not for a device, gets longer when an update takes longer than the costs
 # say. So among steps of about the same length the search prefers the one with less idle time.

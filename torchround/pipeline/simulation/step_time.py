@@ -67,6 +67,7 @@ class LayerSums:
         fused_s = self._recompute_s(split, num_layers) + self._after_recompute_s(split, num_layers)
         total.append(fused_s)
         entry.append(fused_s + hop_s)
+        # A backward stage recomputes while its gradient is still on its way, so only the rest is on the path of the gradient.
         before = []
         for stop, start in pairwise(cuts):
             before.append(self._recompute_s(start, stop))
@@ -112,6 +113,7 @@ def _boundary_waits(
     """
     num_forward = len(starts) - 1
     waits = [-1] * (num_forward + 1)
+    # The common case, found without a loop: the fused stage alone takes longer than any recomputation.
     if not before_s or max(before_s) <= entry_s[num_forward]:
         return waits + [-1] * len(before_s)  # each gradient has been through the fused stage
     arrival = [0.0, *accumulate(entry_s)]
@@ -156,6 +158,7 @@ def run_step(
     slot = 0
     for size in round_sizes:
         slot = run_stages(stages, size, free, slot, Front(), times.hop_s, update_start_s)
+    # Slots take devices in turn without a restart, so the next step begins with the device after the last slot's.
     free[:] = free[slot:] + free[:slot]
     return free
 
@@ -191,6 +194,7 @@ def run_stages(
     slopes, bases = front.slopes, front.bases
     keeps_outputs = any(stage[3] >= 0 for stage in stages)
     for entry_s, total_s, updated_s, producer in stages:
+        # Each line gets later by the entry time. One shift for all of them keeps a slot at O(1).
         if slopes:
             shift += entry_s
         start = max(free[slot], update_start_s + updated_s)
@@ -204,6 +208,7 @@ def run_stages(
         if not slopes or base > bases[-1]:
             slopes.append(total_s)
             bases.append(base)
+        # The device is free once the last micro-batch has left: the largest line at m = size - 1.
         end = bases[0] + slopes[0] * last
         for other in range(1, len(slopes)):
             end = max(end, bases[other] + slopes[other] * last)
