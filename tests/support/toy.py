@@ -100,7 +100,7 @@ def toy_model(tied: bool = False) -> LayeredModel:
 
 
 def toy_batches(steps: int, micro_batches: int, seed: int = 0) -> list[list[MicroBatch]]:
-    """`steps` lists of micro-batches of unequal size with some labels ignored."""
+    """Make `steps` lists of micro-batches of unequal size, with some labels ignored."""
     generator = torch.Generator().manual_seed(seed)
     return [
         [_toy_micro_batch(3 if index == 0 else 2, 8, generator) for index in range(micro_batches)]
@@ -122,7 +122,7 @@ def toy_store(model: LayeredModel, dtype: torch.dtype = torch.float32, seed: int
 
 
 def watched(device: Device, watcher: DeviceWatcher) -> Device:
-    """The device, from now on seen by `watcher`."""
+    """Return the device, whose operations `watcher` sees from now on."""
     device.watchers.append(watcher)
     return device
 
@@ -222,7 +222,7 @@ class PlainLoop:
             self._name["head.weight"].data.copy_(self._name["embedding.weight"].data)
 
     def state(self) -> dict[str, Tensor]:
-        """Named like `HostStore.named_views`."""
+        """Return the state under the names of `HostStore.named_views`."""
         views = {}
         for name, parameter in self.owned.items():
             views[f"weights/{name}"] = parameter.data
