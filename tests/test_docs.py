@@ -1,4 +1,4 @@
-"""What README and docs say holds: commands run, code runs, TOML loads, keys, paths and links exist."""
+"""README and docs hold: commands and code run, TOML loads, and keys, paths and links exist."""
 
 import os
 import re
@@ -68,7 +68,7 @@ COMMANDS = [
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder that looks like the repository; what a command writes stays out of the tree."""
+    """Make a folder that looks like the repository, so that commands write nothing into the tree."""
     for entry in ROOT.iterdir():
         if entry.name not in ("outputs", "wandb", ".git", ".venv"):
             (tmp_path / entry.name).symlink_to(entry)
@@ -82,7 +82,7 @@ def run(arguments: list[str], folder: Path) -> None:
 
 
 def _free_port() -> int:
-    """For torchrun, which would use the same one in every run."""
+    """Find a port for torchrun, which would otherwise use the same one in every run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -180,7 +180,7 @@ def test_every_key_and_table_that_is_named_exists() -> None:
 
 
 def test_every_path_that_is_named_exists() -> None:
-    """Paths below a folder of ours, and names of code, configs and pages wherever they are."""
+    """Check paths below a folder of the repository, and bare names of code, configs and pages."""
     folders = ("torchround", "configs", "scripts", "benchmarks", "tests", "docs")
     names = {path.name for folder in folders for path in (ROOT / folder).rglob("*")} | {
         "train.py",

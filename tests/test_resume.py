@@ -1,4 +1,4 @@
-"""A run that is interrupted and goes on has the losses and the weights of one that never stopped, bit for bit."""
+"""A run that is interrupted and resumed has the losses and the weights of one that never stopped, bit for bit."""
 
 import signal
 from collections.abc import Callable
@@ -155,7 +155,7 @@ def test_an_update_that_cannot_be_completed_is_not_saved(
 def test_a_resumed_run_keeps_the_rounds_that_were_planned_for_it(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other devices would be planned with other rounds, which add gradients up in another order."""
+    """A plan for other devices would have other rounds, which add up gradients in another order."""
     auto = ["--engine.plan=none", "--engine.rounds=auto"]
     make_plan = torchround.pipeline.plan_report.make_plan
 

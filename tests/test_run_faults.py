@@ -1,4 +1,4 @@
-"""Disks, steps and gradients at fault in a run, and mistakes that only show on the machine. In this process."""
+"""Runs in this process with faults of disks, steps and gradients, and mistakes that only the machine shows."""
 
 import logging
 import signal
@@ -28,7 +28,7 @@ __all__ = ["over", "planted", "small_runs"]
 
 
 def file_for_checkpoints(small_runs: SmallRuns) -> Path:
-    """A file where the folder of the run's checkpoints should be."""
+    """Put a file in the place of the folder of the run's checkpoints."""
     obstacle = small_runs.path("run") / "checkpoints"
     obstacle.parent.mkdir(parents=True)
     obstacle.touch()
@@ -85,7 +85,7 @@ def test_a_stage_that_hangs_is_reported_after_the_timeout_and_the_state_is_saved
     over: threading.Event,
     planted: threading.Event,
 ) -> None:
-    """The watchdog looks from when the stage hangs: on a slow machine nothing before is taken for a hang."""
+    """The watchdog looks only once the stage hangs, so that a slow machine shows no hang before."""
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.2)
 
     def hang(call: int) -> None:
@@ -108,7 +108,7 @@ def test_a_stuck_update_is_not_saved_and_the_newest_checkpoint_is_named(
     caplog: pytest.LogCaptureFixture,
     over: threading.Event,
 ) -> None:
-    """A device fails in step 4 while step 3's update stands still between two bundles."""
+    """A device fails in step 4 while step 3's update is stuck between two bundles."""
     monkeypatch.setattr(lifecycle, "JOIN_S", 0.2)
     stuck, update = threading.Event(), OptimizerWorker._update_bundle
 

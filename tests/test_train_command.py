@@ -33,7 +33,7 @@ def has_logged(runs: SmallRuns, name: str, step: int) -> Callable[[], bool]:
 
 
 def catches(process: "subprocess.Popen[str]", number: int) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     [mask] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
     return bool(int(mask, 16) >> (number - 1) & 1)

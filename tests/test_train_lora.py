@@ -1,4 +1,4 @@
-"""`[lora]` through train.py: only adapters are trained, and a run that stops goes on with the same bits."""
+"""`[lora]` through train.py: only adapters are trained, and a resumed run has the same bits."""
 
 from tests.support.small_run import small_runs
 

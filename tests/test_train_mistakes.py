@@ -54,7 +54,7 @@ MISTAKES = {
 
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
-    """`engine.cpu_threads` is set for the whole process, which here is the test suite's."""
+    """Restore the number of threads: `engine.cpu_threads` sets it for the whole process, which runs other tests too."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -124,7 +124,7 @@ LORA = ("--lora.rank=2", "--lora.alpha=4.0", "--lora.path=adapters")
 
 
 def write_adapters(folder: Path) -> dict[str, torch.Tensor]:
-    """As PEFT writes them: of rank 2 on the attention of both blocks."""
+    """Write adapters of rank 2 on the attention of both blocks, as PEFT does."""
     from safetensors.torch import save_file
 
     (folder / "adapters").mkdir()
@@ -276,7 +276,7 @@ def test_a_dry_run_counts_a_mapped_base_as_files_and_not_as_memory(folder, capsy
 
 
 def table_of(printed: str) -> dict[str, str]:
-    """Host memory by kind."""
+    """Return host memory by kind."""
     return dict(re.findall(r"^ +(\S.*?)  +([\d.]+ [MG]iB) *$", printed, re.MULTILINE))
 
 

@@ -1,4 +1,4 @@
-"""What a run does besides training: its files, its end, its data, its validation. In this process."""
+"""Runs in this process, apart from their losses: files, ends, data and validation."""
 
 import hashlib
 import itertools
@@ -34,7 +34,7 @@ from torchround.run.early_end import STOP_SIGNALS
 
 __all__ = ["small_runs"]
 
-# DESIGN section 11.
+# The keys that docs and scripts rely on.
 KEYS = [
     "step",
     "loss",
@@ -96,15 +96,15 @@ def test_metrics_account_for_device_time_and_show_no_allocation_after_the_first_
     assert small_runs("run", *overrides) == 0
     lines = small_runs.steps("run")
     for line in lines:
-        told = line["engine"]
-        assert all(len(value) == 2 for value in told.values() if isinstance(value, list))
-        assert line["bubble"] == pytest.approx(1 - sum(told["busy_s"]) / (2 * line["step_s"]))
-        assert told["optimizer_exposed_s"] == pytest.approx(sum(told["optimizer_wait_s"]) / 2)
-        assert 0 < told["host_pool_gib"] < line["host_gib"] <= told["host_peak_gib"] + 0.01
-        assert min(*told["busy_s"], *told["uploaded_gib"], *told["downloaded_gib"]) > 0
+        figures = line["engine"]
+        assert all(len(value) == 2 for value in figures.values() if isinstance(value, list))
+        assert line["bubble"] == pytest.approx(1 - sum(figures["busy_s"]) / (2 * line["step_s"]))
+        assert figures["optimizer_exposed_s"] == pytest.approx(sum(figures["optimizer_wait_s"]) / 2)
+        assert 0 < figures["host_pool_gib"] < line["host_gib"] <= figures["host_peak_gib"] + 0.01
+        assert min(*figures["busy_s"], *figures["uploaded_gib"], *figures["downloaded_gib"]) > 0
     first, later = lines[0]["engine"], [line["engine"] for line in lines[2:]]
     assert first["device_allocations"] > 0 and first["host_allocations"] > 0
-    assert [told["device_allocations"] + told["host_allocations"] for told in later] == [0, 0, 0]
+    assert [figures["device_allocations"] + figures["host_allocations"] for figures in later] == [0, 0, 0]
 
 
 def test_metrics_continue_after_a_resume_without_repeating_steps(
@@ -225,7 +225,7 @@ def test_each_stop_signal_saves_after_the_step_and_has_an_exit_code_of_its_own(
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for a job that a shell started in the background (SIGINT), or with nohup (SIGHUP)."""
+    """A shell ignores SIGINT in a background job, and nohup ignores SIGHUP."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         before_step(monkeypatch, 2, partial(interrupt, signal.SIGINT))
@@ -329,7 +329,7 @@ def test_validation_without_a_label_logs_no_loss_and_warns_once(
 def test_held_out_documents_are_validated_and_never_trained_on(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the content of every document that a device computes, in two passes over the data and with a resume."""
+    """Compare the content of every document that a device computes, in two passes over the data and with a resume."""
     trained, validated = set[str](), set[str]()
     evaluate, forward_backward = Engine.evaluate, Engine.forward_backward
 
@@ -355,7 +355,7 @@ def test_held_out_documents_are_validated_and_never_trained_on(
 
 
 def hashes_of_documents(batch: MicroBatch) -> Iterator[str]:
-    """Of the text of each document, whose tokens are its bytes between BOS and EOS; padding is none."""
+    """Return the text of each document. Its tokens are its bytes between BOS and EOS; padding is not a document."""
     for tokens, ids in zip(batch.tokens, batch.document_ids, strict=True):
         for number in ids.unique():
             content = [token for token in tokens[ids == number].tolist() if token < 256]
@@ -382,7 +382,7 @@ def test_validation_uses_the_newest_weights(small_runs: SmallRuns, monkeypatch: 
 
 
 def plain_loss(model: LayeredModel, state: dict[str, torch.Tensor], batches: list) -> float:
-    """Mean loss per label of the layers called one after the other."""
+    """Compute the mean loss per label by calling the layers one after the other."""
     for name, layer in zip(model.names, model.layers, strict=True):
         layer.to_empty(device="cpu")
         for path, parameter in layer.named_parameters():

@@ -1,4 +1,4 @@
-"""Saving and loading: what comes back, what is kept, and what a failing disk leaves."""
+"""Saving and loading: restored values, kept checkpoints, and the state after a failing disk."""
 
 import logging
 import mmap
@@ -25,7 +25,7 @@ STATE = {
 
 
 def flat_state(value: float = 0.0) -> dict[str, Tensor]:
-    """Views into one flat buffer per layer and kind, as the host store has them, and a few other dtypes."""
+    """Make views into one flat buffer per layer and kind, as the host store has them, and a few other dtypes."""
     layers = {"embedding": [(50, 8)], "block.0": [(8, 8), (8,), (8, 24)], "head": [(8,)]}
     views = {}
     for kind in ("weights", "exp_avg", "exp_avg_sq"):

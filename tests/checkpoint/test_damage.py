@@ -1,4 +1,4 @@
-"""Damaged checkpoints are found, named and passed over; what can be checked first is checked first."""
+"""Damaged checkpoints are found, named and skipped, before a tensor is touched if possible."""
 
 import json
 import logging
@@ -53,7 +53,7 @@ def flip_last_byte(path: Path) -> None:
 
 
 def forge_manifest(folder: Path, change: Callable[[dict], None]) -> None:
-    """Alter the manifest and make it consistent again, as someone who knows the format would."""
+    """Alter the manifest and make it consistent again, as a forger who knows the format would."""
     content = json.loads((folder / "manifest.json").read_text())
     del content["xxh3_128"]
     change(content)

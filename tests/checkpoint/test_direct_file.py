@@ -1,4 +1,4 @@
-"""Files written past the page cache hold what was given, whatever the disk takes and wherever it stops."""
+"""Files written past the page cache hold the given bytes, on any disk and after any interrupted transfer."""
 
 import errno
 import fcntl
@@ -33,7 +33,7 @@ WRITE = os.write
 
 
 def written(folder: Path, pieces: list[tuple[int, int]]) -> bytes:
-    """What a file holds after it was given `pieces` of the space, as (start, length)."""
+    """Write `pieces` of the space, each (start, length), to a file. Returns the content of the file."""
     path = folder / "file"
     path.unlink(missing_ok=True)
     with closing(DirectFile(path)) as file:
@@ -49,7 +49,7 @@ def given_bytes(pieces: list[tuple[int, int]]) -> bytes:
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many bytes were copied each time instead of being written as they lie."""
+    """Record the number of bytes of each copy into the buffer."""
     sizes: list[int] = []
     hold = DirectFile._hold
 
@@ -62,7 +62,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Disk:
-    """Has `os.write` refuse direct transfers that are not whole blocks in memory and in the file, and counts."""
+    """A disk behind `os.write` that refuses direct transfers unless they are whole blocks in memory and in the file."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, block_bytes: int, cut_bytes: int | None = None
@@ -102,7 +102,7 @@ class Disk:
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a buffer is filled, and what is no smaller goes directly."""
+    """Make the sizes small, so that tests fill the buffer and transfer some pieces directly."""
     monkeypatch.setattr(uncached_io, "_BUFFER_BYTES", 8192)
     monkeypatch.setattr(uncached_io, "_DIRECT_BYTES", 4096)
 
@@ -129,7 +129,7 @@ def test_a_disk_gets_whole_blocks_and_all_but_the_last_directly(
 def test_aligned_blocks_are_written_without_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[int]
 ) -> None:
-    """Nor is what comes after pieces that were, where file and memory are in step again. Small pieces are gathered."""
+    """Blocks after copied pieces are not copied either, once file and memory are aligned again."""
     disk = Disk(monkeypatch, 512)
     pieces = [(0, 512), (512, 2**16), (2**16, 100), (512 + 100, 2**18), (100, 512), (612, 412)]
     assert written(tmp_path, pieces) == given_bytes(pieces)
@@ -215,7 +215,7 @@ def test_the_host_store_is_written_without_a_copy(
     flavor: str,
     policy: UpdatePolicy,
 ) -> None:
-    """Only the header and parameters that are small or no whole blocks are copied."""
+    """A copy is made only of the header and of parameters that are small or not whole blocks."""
     store = HostStore(FAMILIES[family].build(FAMILIES[family].flavors[flavor]), torch.bfloat16, policy=policy)
     views = store.named_views()
     (file,) = plan_files(views)

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment of a save: what is listed is whole, and the newest whole one is never lost."""
+"""SIGKILL at any moment of a save: every listed checkpoint is complete, and the newest complete one is never lost."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A checkpoint leaves no pages in the page cache, and never holds many, whichever way it is written."""
+"""A checkpoint leaves no pages in the page cache, and never holds many, written directly or through it."""
 
 import ctypes
 import errno
@@ -18,13 +18,13 @@ PAGES = FILE_BYTES // mmap.PAGESIZE
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """`FILE_BYTES` in three tensors that end in the middle of pages."""
+    """Make `FILE_BYTES` of tensors, three of them, that end in the middle of pages."""
     half = FILE_BYTES // 8
     return {"a": torch.arange(half).float(), "b": torch.ones(half - 80), "small": torch.ones(80)}
 
 
 def cached_pages(path: Path) -> int:
-    """Pages of the file that are in the page cache; looking at them brings none in."""
+    """Count the file's pages that are in the page cache, without bringing any in."""
     libc = ctypes.CDLL(None, use_errno=True)
     nbytes = path.stat().st_size
     residency = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
@@ -42,7 +42,7 @@ def tensor_file_in(checkpoint: Path) -> Path:
 
 
 def write_plainly(path: Path, nbytes: int) -> Path:
-    """A file as any program writes one, synced, so that all of its pages could be dropped."""
+    """Write a file as any program does, and sync it, so that the kernel could drop all of its pages."""
     with open(path, "xb") as file:
         file.write(bytes(nbytes))
         file.flush()
@@ -63,7 +63,7 @@ def load(checkpoint: Path) -> None:
 def test_no_page_of_a_checkpoint_stays_in_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], object], direct: bool
 ) -> None:
-    """Compared with a file dropped by hand, since a folder in memory keeps every page."""
+    """Compare with a file whose pages the test drops, since a folder in memory keeps every page."""
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT")
     plain = write_plainly(tmp_path / "plain", FILE_BYTES)
@@ -79,7 +79,7 @@ def test_no_page_of_a_checkpoint_stays_in_the_page_cache(
 def test_pages_are_given_back_while_a_file_is_still_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the cache: at no time have more than three pieces gone without the advice, which begins at the start."""
+    """Without direct transfers, at most three pieces are written before the kernel is advised to drop pages."""
     told: list[tuple[int, int]] = []
     advise = os.posix_fadvise
 
@@ -105,7 +105,7 @@ def test_pages_are_given_back_while_a_file_is_still_written(
 def test_checkpoints_work_on_a_system_that_refuses_the_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
-    """Python may know the call, and the kernel not."""
+    """Python may have the call although the kernel does not."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

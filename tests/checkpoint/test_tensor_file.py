@@ -76,10 +76,10 @@ def test_tensors_that_are_not_wanted_are_read_for_their_checksum_alone(tmp_path:
 def test_each_bundle_is_released_once_its_share_of_the_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, flavor: str, policy: UpdatePolicy
 ) -> None:
-    """Tensors that are last in the file for their size, biases and norms, keep no update waiting for the whole file."""
+    """Biases and norms, which are last in the file because of their size, delay no update until the whole file is written."""
 
     class Watch(Unwatched):
-        """How much is written when a bundle is read."""
+        """Records how many bytes are written when a bundle has been read."""
 
         def __init__(self) -> None:
             self.given_bytes = 0

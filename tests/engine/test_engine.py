@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.rounding import FP32
 from tests.support.toy import (
     OPTIMIZER,
     PARTITIONS,
@@ -66,7 +67,8 @@ def test_steps_may_differ_in_number_and_size_of_micro_batches():
     model = toy_model()
     with toy_engine(model, toy_store(model), PARTITION, 2) as engine:
         losses = [engine.evaluate(cut).loss() for cut in (micro_batches, [whole], micro_batches[::-1])]
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    # Sums of at most 9 sequences of 8 tokens, in another order.
+    assert losses == pytest.approx([losses[0]] * 3, rel=72 * FP32)
 
 
 def test_a_step_with_no_label_at_all_changes_no_moment(engine):

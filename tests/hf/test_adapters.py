@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.rounding import assert_close_in_sums
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
 from torchround.engine.store.host_store import HostStore
@@ -54,7 +55,7 @@ def test_the_merged_export_has_the_logits_of_base_and_adapters(trained, tmp_path
     batch = tools.micro_batch([[40]], 50)
     with torch.no_grad():
         expected = tools.all_logits(model, batch)
-        torch.testing.assert_close(theirs(batch.tokens).logits, expected, rtol=0, atol=1e-5)
+        assert_close_in_sums(theirs(batch.tokens).logits, expected, 1000)
 
 
 def test_adapters_alone_are_written_under_pefts_names(trained, tmp_path):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.rounding import assert_close_in_sums
 from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
 from torchround.engine.store.host_store import HostStore
@@ -110,7 +111,7 @@ def test_a_flavor_trained_from_scratch_is_loaded_by_transformers_with_our_logits
     batch = tools.micro_batch([[40]], 260)
     with torch.no_grad():
         expected = tools.all_logits(model, batch)
-        torch.testing.assert_close(loaded(batch.tokens).logits, expected, rtol=0, atol=1e-5)
+        assert_close_in_sums(loaded(batch.tokens).logits, expected, 1000)
 
 
 def test_quantisation_is_gone_from_the_config_and_tokenizer_files_are_copied(hf, tmp_path):

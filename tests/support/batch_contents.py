@@ -1,4 +1,4 @@
-"""Batches back to what they were made of: lists that can be compared, and the text of each document."""
+"""Turns batches back into comparable lists, and into the text of each document."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -21,7 +21,7 @@ def content(batches: Iterable[MicroBatch]) -> list[list[Any]]:
 
 
 def documents(batches: Iterable[MicroBatch], tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """Text and learnt text of every document, padding aside."""
+    """Return the text and the learnt text of every document, without padding."""
     found = []
     for batch in batches:
         for tokens, labels, _, ids in zip(*batch.tensors(), strict=True):

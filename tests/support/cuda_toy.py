@@ -15,7 +15,7 @@ from torchround.layer import LayeredModel, MicroBatch
 
 
 def cuda_engine(model, store, partition, num_workers, **options):
-    """A toy engine whose workers share the first card."""
+    """Make a toy engine whose workers share the first card."""
     counted = iter(range(num_workers))
     return toy_engine(
         model, store, partition, num_workers, wrap=lambda _: CudaDevice(0, next(counted)), **options

@@ -1,4 +1,4 @@
-"""A disk of a process's own that runs full or becomes read-only, with as much of the real thing as the machine allows.
+"""A disk of one process that runs full or becomes read-only, as real as the machine allows.
 
 Where the process may mount, the disk is a small tmpfs in a namespace of its own, and full means ENOSPC. Elsewhere
 the kernel's limit on file sizes fails writes as a quota does, and folders lose their write permission.
@@ -23,7 +23,7 @@ _MNT_DETACH = 2
 
 
 class Disk:
-    """The disk under `folder`. Its troubles hold for this process alone. Meanwhile checkpoints are in `readable`."""
+    """The disk under `folder`, whose troubles affect only this process. `readable` is where checkpoints can be read."""
 
     def __init__(self, folder: Path, checkpoints: Path) -> None:
         self.folder = folder
@@ -40,19 +40,19 @@ class Disk:
         self._armed = False
 
     def fill(self) -> None:
-        """No byte is left."""
+        """Fill the disk to the last byte."""
         if self._mounts:
             self._fill_to(0)
         else:
             self._limit()
 
     def fill_during_the_next_save(self) -> None:
-        """There is room when a save looks, and none when it writes."""
+        """Fill the disk between the moment a save checks for room and the moment it writes."""
         self._armed = True
         sys.addaudithook(self._when_opened)
 
     def make_read_only(self) -> None:
-        """The checkpoints' folder, and all in it."""
+        """Make the checkpoints' folder and its content read-only."""
         if self._mounts:
             _mount(self.checkpoints, self.checkpoints, None, _MS_BIND, None)
             _mount(None, self.checkpoints, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY, None)
@@ -93,7 +93,7 @@ class Disk:
 
 
 def _may_mount() -> bool:
-    """Enter a mount namespace of this process's own, if need be in a user namespace where it is root."""
+    """Enter a mount namespace of this process alone, if necessary in a user namespace in which it is root."""
     libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.geteuid(), os.getegid()
     if libc.unshare(_CLONE_NEWNS) != 0:
         if libc.unshare(_CLONE_NEWNS | _CLONE_NEWUSER) != 0:

@@ -1,9 +1,9 @@
 """Real processes that train, without the seconds that each Python takes to import torch.
 
-A fork server imports everything once, trains a little so that all of it is warm, and then forks a child for each scenario.
-Children are processes of their own: they can be killed, have signals and limits of their own, and leave what they
-leave. Run as a program, this file is the fork server; it reads one request a line and answers with the child's process
-id and, when it has ended, its status.
+A fork server imports everything once, trains a little so that all of it is warm, and then forks a child for each
+scenario. Children are real processes: they can be killed, have their own signals and limits, and leave their files
+behind. Run as a program, this file is the fork server. It reads one request per line, and answers with the child's
+process id and, when the child has ended, its status.
 """
 
 import json
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Child:
-    """A scenario under way, or ended. What it prints is in `output`."""
+    """A scenario in progress or ended. Its output is in the file `output`."""
 
     def __init__(self, fork_server: "ForkServer", pid: int, output: Path) -> None:
         self.pid = pid
@@ -30,12 +30,12 @@ class Child:
         self._returncode: int | None = None
 
     def send(self, number: int) -> None:
-        """A signal, unless it has ended. Its process id is not given to another before the next child."""
+        """Send a signal unless the child has ended. The system does not reuse its process id before the next child."""
         if _is_running(self.pid):
             os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """Its exit code; minus the signal that killed it."""
+        """Wait for the end. Returns the exit code, or minus the number of the signal that killed the child."""
         if self._returncode is None:
             self._returncode = int(self._fork_server.answer())
         return self._returncode
@@ -44,13 +44,13 @@ class Child:
         return self.output.read_text(errors="replace")
 
     def wait_until(self, condition: Callable[[str], bool]) -> None:
-        """Until what it printed satisfies the condition, or it has ended."""
+        """Wait until the printed text satisfies the condition, or the child has ended."""
         while not condition(self.text()) and _is_running(self.pid):
             time.sleep(0.002)
 
 
 class ForkServer:
-    """Forks children that run functions of `tests/support/scenarios.py`, one at a time."""
+    """The process that forks children to run functions of `tests/support/scenarios.py`, one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -79,7 +79,7 @@ class ForkServer:
         return Child(self, int(self.answer()), output)
 
     def run(self, scenario: str, *arguments: Any, folder: Path) -> Child:
-        """The same, ended."""
+        """Run a scenario to its end."""
         child = self.start(scenario, *arguments, folder=folder)
         child.wait()
         return child
@@ -137,7 +137,7 @@ def _serve() -> None:
 
 
 def _become(request: dict[str, Any], scenarios: Any) -> None:
-    """In the child: never returns."""
+    """Run the request in the child process. Never returns."""
     code = 99
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,8 +1,8 @@
-"""What somebody may hand to a run to do harm, and the judgement of what the run made of it.
+"""Hostile input for runs, and the judgement of each run's reaction.
 
-Each case runs `train.py`'s main function in a process of its own with limits on memory and time, and with a witness:
+Each case runs `train.py`'s main function in a process of its own, with limits on memory and time. The process prints
 every file opened for writing, every folder made, every rename and removal outside `outputs/`, every class that a pickle
-looks up and every program that is started is printed by the process itself.
+looks up, and every program that is started.
 """
 
 import os
@@ -32,7 +32,7 @@ _RUNS = {"pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subproc
 
 @dataclass(frozen=True)
 class Case:
-    """`prepare` makes the harm in a folder that holds `small.toml`; `says` is a pattern that the message must have."""
+    """One hostile input. `prepare` puts it into a folder with `small.toml`; the message must match the pattern `says`."""
 
     prepare: Callable[[Path], object]
     says: str
@@ -41,7 +41,7 @@ class Case:
 
 
 def judge(case: Case, fork_server: ForkServer, folder: Path) -> None:
-    """Run the case and see that it is told in words and touches nothing."""
+    """Run the case. Require a message in plain text, the exit code, and an untouched folder."""
     case.prepare(folder)
     before = contents(folder)
     child = fork_server.run("meets_harm", list(case.overrides), folder=folder)
@@ -54,7 +54,7 @@ def judge(case: Case, fork_server: ForkServer, folder: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes | str]:
-    """Every file and link below a folder, but for what a run may write."""
+    """Return every file and link below a folder, except `outputs/`, which a run may write."""
     found: dict[str, bytes | str] = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
@@ -72,7 +72,7 @@ def contents(folder: Path) -> dict[str, bytes | str]:
 
 
 def be_limited() -> None:
-    """In the child: no more memory and time than harmless runs need."""
+    """Limit the child process to the memory and time that harmless runs need."""
     [mapped_kib] = re.findall(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
     most_bytes = int(mapped_kib) * 1024 + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
@@ -82,7 +82,7 @@ def be_limited() -> None:
 
 
 def be_watched(writable: Path) -> None:
-    """In the child: print whatever is done outside `writable`."""
+    """Print every change that this child process makes outside `writable`."""
     allowed = os.path.realpath(writable)
 
     def witness(event: str, details: tuple[object, ...]) -> None:

@@ -127,7 +127,7 @@ def kill_within_writes(folder: Path) -> int:
 
 
 def kill_at_random_times(folder: Path) -> int:
-    """A process that only saves, killed after random times; the next one goes on after the newest."""
+    """Kill a process that only saves after random times. The next process continues after the newest checkpoint."""
     generator = random.Random(7)
     newest, kills = 0, 10
     for _ in range(kills):

@@ -24,11 +24,11 @@ class ModelShape:
     active_experts: int = 1
 
     def attention_parameters(self) -> int:
-        """Of the four projections."""
+        """Count the parameters of the four projections."""
         return 2 * self.width * self.head_dim * (self.num_heads + self.num_kv_heads)
 
     def block_parameters(self) -> int:
-        """Of the projections and of all experts: what a stage uploads for one block."""
+        """Count the parameters of the projections and all experts: a stage uploads these for one block."""
         router = self.width * self.num_experts if self.num_experts > 1 else 0
         return self.attention_parameters() + 3 * self.width * self.ffn_size * self.num_experts + router
 

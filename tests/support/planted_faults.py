@@ -53,7 +53,7 @@ EXCEPTIONS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One planted fault, or, if `exception` is None, a delay, which must change nothing.
+    """One planted fault. Without an `exception` it is a delay, which must change nothing.
 
     In a layer it goes off at `step`, `layer`, `micro_batch`; at a device or the host at the `count`-th operation.
     """

@@ -1,4 +1,4 @@
-"""Hangs that are planted: what blocks does so until a test is over, and no watchdog looks before it blocks."""
+"""Planted hangs: a blocked thread stays so until the test is over, and no watchdog looks before it blocks."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torchround.engine.watch.watchdog import Watchdog
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when the fault has happened, and somebody waits: the watchdog looks from then on."""
+    """Make an event that a test sets once the fault has happened and a thread waits. The watchdog looks from then on."""
     event, look = threading.Event(), Watchdog._look
 
     def from_then_on(self: Watchdog) -> None:
@@ -23,7 +23,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @pytest.fixture
 def over() -> Iterator[threading.Event]:
-    """Set at the end of a test: whatever it made block goes on, and ends."""
+    """Yield an event that is set at the end of a test, so that the threads it blocked continue and end."""
     event = threading.Event()
     yield event
     event.set()

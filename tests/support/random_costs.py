@@ -14,7 +14,7 @@ BYTES = st.integers(0, 100)
 
 @st.composite
 def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True) -> Costs:
-    """Up to `max_layers` layers, often equal, some without time; with updates of the layers in half of them."""
+    """Draw up to `max_layers` layers, often equal, some without time; half of the draws have updates."""
     num_layers = draw(st.integers(1, max_layers))
     updates = updates and draw(st.booleans())
     equal = draw(st.booleans())
@@ -47,7 +47,7 @@ def _named(layer: LayerCost, index: int) -> LayerCost:
 
 @st.composite
 def partitions(draw: st.DrawFn, num_layers: int) -> Partition:
-    """Any partition of so many layers."""
+    """Draw any partition of the layers."""
     fused = draw(st.integers(1, num_layers))
     left, right = (draw(compositions(num_layers - fused)) for _ in range(2))
     return Partition(left, fused, right)
@@ -55,14 +55,14 @@ def partitions(draw: st.DrawFn, num_layers: int) -> Partition:
 
 @st.composite
 def compositions(draw: st.DrawFn, total: int) -> tuple[int, ...]:
-    """Positive integers with this sum."""
+    """Draw positive integers with the given sum."""
     cuts = sorted(draw(st.sets(st.integers(1, total - 1)))) if total > 1 else []
     ends = [0, *cuts, total]
     return tuple(stop - start for start, stop in pairwise(ends) if stop > start)
 
 
 def limits(tightest: int = 200, loosest: int = 2500) -> st.SearchStrategy[MemoryLimits]:
-    """Often none, often so tight that some partitions or all do not fit."""
+    """Draw limits: often none, often so tight that some or all partitions do not fit."""
     bounds = st.one_of(st.none(), st.integers(tightest, loosest))
     return st.builds(
         MemoryLimits,
@@ -74,7 +74,7 @@ def limits(tightest: int = 200, loosest: int = 2500) -> st.SearchStrategy[Memory
 
 
 def all_partitions(num_layers: int) -> list[Partition]:
-    """Every partition, by plain recursion."""
+    """Yield every partition, by plain recursion."""
     found = []
     for fused in range(1, num_layers + 1):
         ways = _ways(num_layers - fused)

@@ -69,7 +69,7 @@ def is_killed_at(event: int, delay_s: float, arguments: list[str]) -> int:
 
 
 def kill_after(delay_s: float) -> None:
-    """At once, or by another thread while this one goes on."""
+    """Kill this process: at once, or after a delay from another thread while this one continues."""
 
     def kill() -> None:
         time.sleep(delay_s)
@@ -141,14 +141,14 @@ def is_signalled_on_its_way_out(number: int, arguments: list[str]) -> int:
 
 
 def meets_harm(arguments: list[str]) -> int:
-    """A run that somebody means harm to, with limits and a witness."""
+    """Run on hostile input, with limits, and print every change outside `outputs/`."""
     be_limited()
     be_watched(Path("outputs"))
     return trains(arguments)
 
 
 def trains_under_mask(mask: int, arguments: list[str]) -> int:
-    """A run of a user with this file mode creation mask."""
+    """Run with the file mode creation mask of another user."""
     os.umask(mask)
     return trains(arguments)
 

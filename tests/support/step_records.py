@@ -1,4 +1,4 @@
-"""A record to report, for the tests of this folder and the programs they start."""
+"""A step's record, for tests of reports and the programs that they start."""
 
 from dataclasses import replace
 

@@ -35,7 +35,7 @@ GPT_OSS = "|".join(
 
 @dataclass(frozen=True)
 class Family:
-    """How one family's tokenizer.json differs from the others."""
+    """The parts of tokenizer.json in which families differ."""
 
     pattern: str | None
     special: tuple[str, ...]

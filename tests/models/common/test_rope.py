@@ -21,6 +21,7 @@ def test_scores_depend_on_the_distance_of_positions_only():
         )
         return (rotate(query, *at_query) * rotate(key, *at_key)).sum(-1)
 
+    # An angle of 104 radians is rounded to 104 * 2^-24 = 6e-6, on each side, and a score adds up 8 products.
     torch.testing.assert_close(score(7, 3), score(104, 100), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(score(7, 3), score(7, 4), rtol=1e-2)
 
@@ -38,6 +39,7 @@ def test_llama3_frequencies_equal_those_of_transformers(head_dim, factor):
     }
     reference = LlamaRotaryEmbedding(LlamaConfig(head_dim=head_dim, rope_parameters=parameters))
     found = inverse_frequencies(Rope(500000.0, Llama3Scaling(factor)), head_dim, torch.device("cpu"))
+    # The same formula in fp32: at most 16 roundings of 2^-24.
     torch.testing.assert_close(found, reference.inv_freq, rtol=1e-6, atol=0)
 
 
