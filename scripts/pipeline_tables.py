@@ -43,8 +43,9 @@ MODELS = {
 }
 CONFIGS = ("qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_lora")
 DEVICES, MICRO_BATCHES, DEVICE_GIB = 8, 16, 24
-# The paper's batches in sequences of 2048 tokens, in micro-batches of four; the tokens/s that RoundPipe's authors measured on
-# RTX 4090s (fp16, everything recomputed), and the longest sequences that they trained on 24 GB.
+# The paper's batches in sequences of 2048 tokens, in micro-batches of four; the tokens/s that RoundPipe's
+# authors measured on RTX 4090s (fp16, everything recomputed), and the longest sequences that they trained on
+# 24 GB.
 BATCHES, SEQUENCES, TOKENS = (512, 256, 128, 128, 64), 4, 2048
 MEASURED = {
     ("async", 8): (65417, 24275, 18122, 5516, 1820),

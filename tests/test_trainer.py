@@ -96,15 +96,15 @@ def test_metrics_account_for_device_time_and_show_no_allocation_after_the_first_
     assert small_runs("run", *overrides) == 0
     lines = small_runs.steps("run")
     for line in lines:
-        told = line["engine"]
-        assert all(len(value) == 2 for value in told.values() if isinstance(value, list))
-        assert line["bubble"] == pytest.approx(1 - sum(told["busy_s"]) / (2 * line["step_s"]))
-        assert told["optimizer_exposed_s"] == pytest.approx(sum(told["optimizer_wait_s"]) / 2)
-        assert 0 < told["host_pool_gib"] < line["host_gib"] <= told["host_peak_gib"] + 0.01
-        assert min(*told["busy_s"], *told["uploaded_gib"], *told["downloaded_gib"]) > 0
+        figures = line["engine"]
+        assert all(len(value) == 2 for value in figures.values() if isinstance(value, list))
+        assert line["bubble"] == pytest.approx(1 - sum(figures["busy_s"]) / (2 * line["step_s"]))
+        assert figures["optimizer_exposed_s"] == pytest.approx(sum(figures["optimizer_wait_s"]) / 2)
+        assert 0 < figures["host_pool_gib"] < line["host_gib"] <= figures["host_peak_gib"] + 0.01
+        assert min(*figures["busy_s"], *figures["uploaded_gib"], *figures["downloaded_gib"]) > 0
     first, later = lines[0]["engine"], [line["engine"] for line in lines[2:]]
     assert first["device_allocations"] > 0 and first["host_allocations"] > 0
-    assert [told["device_allocations"] + told["host_allocations"] for told in later] == [0, 0, 0]
+    assert [figures["device_allocations"] + figures["host_allocations"] for figures in later] == [0, 0, 0]
 
 
 def test_metrics_continue_after_a_resume_without_repeating_steps(

@@ -41,7 +41,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "checkpoints"])
-def test_list_tells_what_is_there_and_what_is_damaged(
+def test_list_shows_what_is_there_and_what_is_damaged(
     run: Path, given: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["list", str(run / given)]) == 0
@@ -92,14 +92,14 @@ def test_prune_deletes_what_the_runs_own_keys_do_not_keep(run: Path) -> None:
 
 def test_prune_says_before_what_it_would_delete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["prune", str(run), "--dry-run"])
-    told = [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()]
-    assert told == ["step-7.tmp", "step-1", "step-2", "step-4"]
+    listed = [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()]
+    assert listed == ["step-7.tmp", "step-1", "step-2", "step-4"]
     for _ in range(2):
         main(["prune", str(run)])
     assert capsys.readouterr().out.splitlines()[4:] == ["nothing to delete"]
 
 
-def test_prune_keeps_the_newest_sound_one_where_all_that_are_kept_are_damaged(run: Path) -> None:
+def test_prune_keeps_the_newest_sound_checkpoint_if_all_others_that_it_keeps_are_damaged(run: Path) -> None:
     for step in (5, 6):
         flip(run / "checkpoints" / f"step-{step}" / TENSORS)
     assert main(["prune", str(run), "--keep-every-n-steps", "0"]) == 0

@@ -303,11 +303,11 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "spikes of words": (
         state(lambda content: content.update(spikes={"loss": ["high"]})),
-        "not that of a run",
+        "invalid run state",
     ),
     "spikes that are no numbers": (
         state(lambda content: content.update(spikes={"loss": [float("nan")] * 10})),
-        "not that of a run",
+        "invalid run state",
     ),
     "a configuration that is a terminal's command": (
         state(lambda content: content["config"]["model"].update(flavor=TITLE)),

@@ -59,7 +59,7 @@ SPIKING = {
 
 @pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", SPIKING)
-def test_a_spike_leaves_all_state_as_it_was_and_the_run_goes_on(
+def test_a_spike_leaves_all_state_as_it_was_and_the_run_continues(
     small_runs: SmallRuns,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -97,7 +97,7 @@ def test_interrupted_around_a_spike_and_resumed_it_equals_an_uninterrupted_run(
         small_runs.assert_same(f"stopped-{stop}", "whole", STEPS)
 
 
-def test_a_spike_may_end_the_run_with_a_diagnosis_and_the_same_command_goes_on(
+def test_a_spike_may_end_the_run_with_a_diagnosis_and_the_same_command_continues(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stops = [*SPIKES, "--training.on_spike=stop"]
@@ -129,8 +129,8 @@ def test_bad_steps_in_a_row_end_the_run_with_the_state_after_the_last_good_one(
         assert small_runs("run", *three, "--checkpoint.keep_latest_k=0") == 1
     message = capsys.readouterr().err
     assert "3 bad steps in a row (training.max_skipped_steps = 3); the last good one: step 4." in message
-    told = [line.split(":")[0] for line in message.splitlines() if line.startswith("  step")]
-    assert told == ["  step 5", "  step 6", "  step 7"]
+    shown = [line.split(":")[0] for line in message.splitlines() if line.startswith("  step")]
+    assert shown == ["  step 5", "  step 6", "  step 7"]
     assert "the loss is not finite, micro-batches 0, 1, 2, 3; loss nan, gradient norm nan" in message
     assert small_runs.saved("run") == [4, 8]  # a step was under way when the third one was known
     last_good, saved = small_runs.state("run", 4), small_runs.state("run", 8)
@@ -148,11 +148,11 @@ def test_float16_overflows_that_a_lower_loss_scale_cures_are_no_bad_steps(
     assert 1 < skipped < STEPS and caplog.text.count("overflows float16") == skipped
 
 
-def test_a_long_row_of_bad_steps_is_told_by_its_ends(
+def test_a_long_row_of_bad_steps_is_shown_by_its_ends(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change_loss(monkeypatch, lambda loss, step: loss * float("inf"))
     assert small_runs("run", "--training.max_skipped_steps=14", f"--training.steps={STEPS}") == 1
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
-    assert [line.split(":")[0] for line in told[4:7]] == ["  step 5", "  (4 more)", "  step 10"]
-    assert len(told) == 11
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
+    assert [line.split(":")[0] for line in shown[4:7]] == ["  step 5", "  (4 more)", "  step 10"]
+    assert len(shown) == 11

@@ -1,4 +1,4 @@
-"""A run that goes on with other settings: what is legal is told and does what it says, another model is refused."""
+"""A run that is resumed with other settings: legal changes are reported and take effect, another model is refused."""
 
 import signal
 
@@ -52,7 +52,7 @@ def test_other_rounds_change_a_run_by_rounding_alone(
     assert changed[STEPS][0] == pytest.approx(whole[STEPS][0], rel=1e-4)
 
 
-def test_another_learning_rate_and_schedule_are_used_and_told(
+def test_another_learning_rate_and_schedule_are_used_and_reported(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stop_after(small_runs, monkeypatch, 2)

@@ -1,4 +1,4 @@
-"""What is foretold of a run is what the run then counts for itself."""
+"""A dry run predicts what the run then counts for itself."""
 
 import json
 import re
@@ -50,12 +50,12 @@ def test_a_dry_run_shows_the_runs_plan_and_its_distance_from_the_fastest(
 ) -> None:
     overrides = ["--engine.measure_steps=0", *more]
     assert small_runs("run", *overrides, "--dry-run") == 0
-    foretold = capsys.readouterr().out
-    assert "engine.plan left out" not in foretold or "--engine.plan=none" not in more
+    predicted = capsys.readouterr().out
+    assert "engine.plan left out" not in predicted or "--engine.plan=none" not in more
     assert small_runs("run", *overrides) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     summaries = [
-        re.search(r"\d+ micro-batches in .*per\s+device", text, re.DOTALL) for text in (foretold, told)
+        re.search(r"\d+ micro-batches in .*per\s+device", text, re.DOTALL) for text in (predicted, printed)
     ]
     first, second = (" ".join(match[0].split()) if match else "" for match in summaries)
     assert first == second != ""

@@ -44,7 +44,7 @@ def test_the_plan_of_the_folder_is_the_measured_one(
     assert plan["step_s"] != counted["step_s"]
 
 
-def test_a_run_that_goes_on_keeps_its_measured_plan(
+def test_a_resumed_run_keeps_its_measured_plan(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop_before(4, small_runs, *measured(2))
@@ -58,7 +58,7 @@ def test_a_run_that_goes_on_keeps_its_measured_plan(
     assert small_runs.losses("run") == small_runs.losses("whole")
 
 
-def test_no_time_is_foretold_before_steps_are_measured_where_the_devices_speed_is_not_known(
+def test_no_time_is_predicted_before_measuring_on_devices_of_unknown_speed(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert small_runs("run", *measured(2)) == 0
@@ -69,11 +69,11 @@ def test_no_time_is_foretold_before_steps_are_measured_where_the_devices_speed_i
     done = capsys.readouterr().out
     assert "nothing to do" in done and "bubble" not in done
     assert small_runs("counted", *measured(0)) == 0
-    told = capsys.readouterr().out
-    assert "how long a step takes is not known" in told and " ms " not in told
+    printed = capsys.readouterr().out
+    assert "how long a step takes is not known" in printed and " ms " not in printed
 
 
-def test_a_run_that_goes_on_with_other_devices_measures_again(
+def test_a_run_resumed_on_other_devices_measures_again(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop_before(3, small_runs, *measured(2))

@@ -8,7 +8,7 @@ import torch
 import torchround.run.run_plan
 from tests.support.small_run import SmallRuns, small_runs
 from torchround.commands import plan_run, train_model
-from torchround.config import EngineTable, TrainingTable
+from torchround.config import EngineTable, TrainingTable, load_config
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES
 from torchround.pipeline import plan_report
@@ -66,6 +66,8 @@ def test_a_run_its_measuring_steps_a_dry_run_and_the_plan_command_plan_with_the_
         assert question.state() == of_the_run.state()
         same = replace(question, given=None, costs_for=of_the_run.costs_for)
         assert same == of_the_run
+    checked = load_config("small.toml", KEYS)  # the config's own checks count micro-batches too
+    assert checked.num_micro_batches == of_the_run.num_micro_batches == 4
     limits = of_the_run.limits()
     assert limits.host_bytes is not None and 0 < limits.host_bytes < 8 * MIB
     # bfloat16 sums that travel as float16 have the same size, and are converted all the same.

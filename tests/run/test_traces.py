@@ -33,7 +33,9 @@ def spans_of(small_runs: SmallRuns) -> list[dict]:
     assert threads == {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     assert {pid for pid, _ in threads} == {e["pid"] for e in events if e["name"] == "process_name"}
     own = [event for event in spans if event["args"]["step"] == 3]
-    assert {event["args"]["step"] for event in spans} <= {2, 3, 4}
+    # Several steps, because a run does not drain the engine for a trace.
+    steps = {event["args"]["step"] for event in spans}
+    assert steps <= {2, 3, 4} and len(steps) > 1
     first, last = min(event["ts"] for event in own), max(event["ts"] + event["dur"] for event in own)
     # Events are rounded to doubles of microseconds, each its start and its duration.
     near = 1e-3

@@ -17,7 +17,8 @@ from matplotlib.patches import Patch, Rectangle
 from torchround.pipeline.baselines import ScheduleReport
 from torchround.pipeline.timeline import COMPUTE, HOST, Task, TaskKind
 
-# Grey mixed into a layer's colour by the kind of task, as (share, grey level); backwards have the full colour.
+# Grey mixed into a layer's colour by the kind of task, as (share, grey level); backwards have the full
+# colour.
 SHADES = {
     TaskKind.FORWARD: (0.6, 1.0),
     TaskKind.RECOMPUTE: (0.8, 1.0),

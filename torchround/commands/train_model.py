@@ -99,10 +99,20 @@ def build(options: Options) -> RunParts:
     numbers, hardware = RunNumbers(config.training, config.engine), find_hardware(config.engine)
     folder = RunFolder(config.run)
     question = with_kept_rounds(run_question(model, numbers, hardware, mapped), folder)
-    plan = plan_for(question)
+    plan = plan_for(question)  # raises if the run does not fit this machine
     loader, validation = build_loaders(options, tokenizer)
     return RunParts(
-        config, folder, model, loader, validation, numbers, hardware, question, plan, pretrained, mapped
+        config=config,
+        folder=folder,
+        model=model,
+        loader=loader,
+        validation=validation,
+        numbers=numbers,
+        hardware=hardware,
+        question=question,
+        plan=plan,
+        pretrained=pretrained,
+        mapped=mapped,
     )
 
 

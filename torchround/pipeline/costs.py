@@ -1,7 +1,8 @@
 """Costs of each layer for one micro-batch: seconds and bytes, measured or counted from FLOPs.
 
-The planner and the simulator read these numbers and nothing else of a model, so a plan can be made for a model or a card that is
-not at hand. `backward_s` is without recomputation: a backward stage pays `forward_s` once more.
+The planner and the simulator read these numbers and nothing else of a model, so a plan can be made for a
+model or a card that is not at hand. `backward_s` is without recomputation: a backward stage pays `forward_s`
+once more.
 """
 
 import json
@@ -13,16 +14,17 @@ from typing import Any, Protocol
 from torchround.pipeline.devices import DeviceSpec
 from torchround.pipeline.partition import Stage, StageKind
 
-# Share of the dense peak that a layer's matrix products reach: 0.78 for a Qwen3-1.7B block on an RTX 4090. RoundPipe's
-# authors measured 7.429 ms for its 0.962 TFLOP; the card's peak is 165 TFLOP/s.
+# Share of the dense peak that a layer's matrix products reach: 0.78 for a Qwen3-1.7B block on an RTX 4090.
+# RoundPipe's authors measured 7.429 ms for its 0.962 TFLOP; the card's peak is 165 TFLOP/s.
 COMPUTE_EFFICIENCY = 0.75
 
-# Share of the nominal PCIe rate that one hop reaches: a boundary activation goes down to the host and up again, and the two
-# directions overlap. RoundPipe's five measured hops are `boundary_bytes / (0.66 x 32 GB/s)` within 2 %.
+# Share of the nominal PCIe rate that one hop reaches: a boundary activation goes down to the host and up
+# again, and the two directions overlap. RoundPipe's five measured hops are `boundary_bytes / (0.66 x 32
+# GB/s)` within 2 %.
 HOP_EFFICIENCY = 0.66
 
-# Host memory traffic of an AdamW update per trained parameter: a 16-bit gradient, an fp32 weight and two moments are read (14
-# bytes); weight, moments and a 16-bit weight are written (14 bytes).
+# Host memory traffic of an AdamW update per trained parameter: a 16-bit gradient, an fp32 weight and two
+# moments are read (14 bytes); weight, moments and a 16-bit weight are written (14 bytes).
 UPDATE_BYTES = 28
 
 
@@ -113,9 +115,9 @@ def _layer_from(index: int, item: Any) -> LayerCost:
 def stage_seconds(costs: Costs, stage: Stage, recompute: str = "stage") -> tuple[float, float]:
     """Return the seconds of one micro-batch in `stage`: before and after it needs its input from the previous stage.
 
-    Only a backward stage has a first part: it recomputes from its boundary activation, which has been on the host since the
-    forward, and needs the incoming gradient after that. With `recompute = "layer"` the activations of one layer are held at a
-    time, so each layer but the stage's last is computed once more.
+    Only a backward stage has a first part: it recomputes from its boundary activation, which has been on the
+    host since the forward, and needs the incoming gradient after that. With `recompute = "layer"` the
+    activations of one layer are held at a time, so each layer but the stage's last is computed once more.
     """
     layers = costs.layers[stage.start : stage.stop]
     forward_s = sum(layer.forward_s for layer in layers)
@@ -132,7 +134,8 @@ def stage_seconds(costs: Costs, stage: Stage, recompute: str = "stage") -> tuple
 class CountedWork(Protocol):
     """The attributes of `torchround.layer.LayerWork` that `costs_from_work` reads.
 
-    A protocol, because this room must not import the layers' room: that needs torch, and the planner does not.
+    A protocol, because this room must not import the layers' room: that needs torch, and the planner does
+    not.
     """
 
     @property
@@ -175,8 +178,8 @@ def costs_from_work(
 ) -> Costs:
     """Estimate costs before any step has run: FLOPs over the device's peak, bytes over PCIe.
 
-    The backward's FLOPs leave out recomputation and, in a LoRA run, gradients of frozen weights. The update moves
-    `UPDATE_BYTES` per trained parameter; without `optimizer_bytes_per_s` it takes no time.
+    The backward's FLOPs leave out recomputation and, in a LoRA run, gradients of frozen weights. The update
+    moves `UPDATE_BYTES` per trained parameter; without `optimizer_bytes_per_s` it takes no time.
     """
     flops_per_s = device.flops_per_s(dtype) * COMPUTE_EFFICIENCY
     layers = []

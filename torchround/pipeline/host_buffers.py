@@ -1,8 +1,9 @@
 """The number of boundary activations on the host at once, at most: the size of the pool of host buffers.
 
-A micro-batch holds the boundaries that are kept for its backward stages, and the one that is on its way. For each stage slot
-that may be the first unfinished one, this module counts how far each round can be by then. The count holds for any speeds of
-the devices, so the pool is never too small; in small cases, tried exhaustively by a test, it is exact.
+A micro-batch holds the boundaries that are kept for its backward stages, and the one that is on its way. For
+each stage slot that may be the first unfinished one, this module counts how far each round can be by then.
+The count holds for any speeds of the devices, so the pool is never too small; in small cases, tried
+exhaustively by a test, it is exact.
 
 Shapes: N devices, S stages of a pass.
 """
@@ -19,7 +20,8 @@ from torchround.pipeline.partition import Partition, Stage, StageKind, split_eve
 class HeldPass:
     """The stages and rounds of a pass, for counting its boundaries.
 
-    - `rounds`: for each round the number of micro-batches of each size. The caller chooses what a size stands for.
+    - `rounds`: for each round the number of micro-batches of each size. The caller chooses what a size stands
+      for.
     - `ahead`: how many of its stages may begin before the previous pass is finished.
     """
 
@@ -99,7 +101,8 @@ def _most(buffers_after: Sequence[Counter[int]], fewest: int, furthest: int) -> 
 def _windows(passes: Sequence[HeldPass], num_devices: int) -> Iterator[list[tuple[int, int, int, int]]]:
     """Yield the rounds that have begun, for each slot that may be the first unfinished one.
 
-    A round is (pass, round, fewest, furthest): how many of its stages are finished at least, and begun at most.
+    A round is (pass, round, fewest, furthest): how many of its stages are finished at least, and begun at
+    most.
     """
     slots = [
         (index, number, stage)
@@ -123,8 +126,9 @@ def _reachable(
 ) -> Iterator[int]:
     """Yield the slots after `position` that can begin before it has ended.
 
-    A slot begins after the previous slot of its device has ended and the previous stage has begun; it ends after both have
-    ended. A round's first stage has no previous stage, so a device may run ahead with the first stages of many rounds.
+    A slot begins after the previous slot of its device has ended and the previous stage has begun; it ends
+    after both have ended. A round's first stage has no previous stage, so a device may run ahead with the
+    first stages of many rounds.
     """
     unended = {position}
     not_begun: set[int] = set()
@@ -133,7 +137,8 @@ def _reachable(
         too_early = index != slots[position][0] and stage >= passes[index].ahead
         if too_early or slot - num_devices in unended or (stage and slot - 1 in not_begun):
             not_begun.add(slot)
-            # A slot needs its device's slot N before it or the stage before it; if N in a row cannot begin, no later one can.
+            # A slot needs its device's slot N before it or the stage before it; if N in a row cannot begin,
+            # no later one can.
             if all(slot - back in not_begun for back in range(num_devices)):
                 return
         else:

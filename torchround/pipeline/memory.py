@@ -1,7 +1,8 @@
 """Memory that a plan needs on each device and on the host, and the limits that it must keep.
 
-The counts of a device follow what the engine allocates: two weight slots and two gradient slots of the largest stage, a buffer
-to round gradients in, fixed staging buffers of the largest boundary, the round's integers, and the peak of one stage's compute.
+The counts of a device follow what the engine allocates: two weight slots and two gradient slots of the
+largest stage, a buffer to round gradients in, fixed staging buffers of the largest boundary, the round's
+integers, and the peak of one stage's compute.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from torchround.pipeline.partition import Partition, Stage, StageKind
 
 GIB = 2**30
 MIB = 2**20
-# Staging buffers of a device: two for incoming activations, two for incoming gradients, two for outputs of either kind. With
-# two of each, one is filled or emptied while the other is computed with.
+# Staging buffers of a device: two for incoming activations, two for incoming gradients, two for outputs of
+# either kind. With two of each, one is filled or emptied while the other is computed with.
 STAGING_BUFFERS = 6
-# A device rounds gradients to the dtype they travel in, if that is not the one they were accumulated in. It does so piece by
-# piece, in one buffer of this many elements.
+# A device rounds gradients to the dtype they travel in, if that is not the one they were accumulated in. It
+# does so piece by piece, in one buffer of this many elements.
 ROUNDING_ELEMENTS = 4 * 2**20
 
 
@@ -28,8 +29,8 @@ class MemoryLimits:
     - `host_bytes`: host memory for activations between stages, after weights, gradients and optimizer state.
     - `integer_bytes`: tokens, labels, positions and document ids of one micro-batch.
     - `recompute`: `"stage"` keeps the activations of a whole stage, `"layer"` those of one layer.
-    - `rounding_share`, `rounding_bytes`: the buffer for rounding gradients has this share of the bytes that they are
-      accumulated in, up to this size.
+    - `rounding_share`, `rounding_bytes`: the buffer for rounding gradients has this share of the bytes that
+      they are accumulated in, up to this size.
     """
 
     device_bytes: int | None = None
@@ -119,9 +120,9 @@ def stage_compute_bytes(stage: Stage, costs: Costs, recompute: str) -> int:
 def rounds_in_flight(num_devices: int, num_stages: int, rounds: int, update: str) -> int:
     """Bound the number of rounds whose activations are on the host at once, for any speeds of N devices, and S stages.
 
-    While a round's last stage is unfinished, the other devices can be N - 1 stages into the next round, S - N fewer into the
-    one after that, and so on. If S <= N, a device may run ahead with the first stages of all rounds. `async` steps follow
-    each other without a flush, so the next step's rounds count too.
+    While a round's last stage is unfinished, the other devices can be N - 1 stages into the next round, S - N
+    fewer into the one after that, and so on. If S <= N, a device may run ahead with the first stages of all
+    rounds. `async` steps follow each other without a flush, so the next step's rounds count too.
     """
     rounds_under_way = rounds if update == "sync" else 2 * rounds
     if num_devices == 1:
@@ -139,8 +140,9 @@ def host_activation_bytes(
     The planner checks its host limit with this bound, because it is quick to compute for many partitions;
     `host_buffers.boundary_pool_bytes` is what a run allocates, and is no larger.
 
-    Each micro-batch under way holds the input of every stage but the first layer's, and one gradient on its way. An input is
-    kept until the backward if a backward stage starts there, otherwise until the next stage has it.
+    Each micro-batch under way holds the input of every stage but the first layer's, and one gradient on its
+    way. An input is kept until the backward if a backward stage starts there, otherwise until the next stage
+    has it.
     """
     stages = partition.stages()
     cuts = {stage.start for stage in stages} - {0}
@@ -192,9 +194,9 @@ def host_state(
 ) -> HostMemory:
     """Count weights, gradients and optimizer state: 16 bytes per trained parameter in 16 bits, 18 in `async` mode.
 
-    `async` keeps a second version of the weights. `gradient_bytes` is the size of an element as it leaves a device. Sums over
-    rounds or over tied layers are kept in float32 beside a buffer for the next part; each use of a parameter needs such a
-    buffer, and a tied parameter has two uses.
+    `async` keeps a second version of the weights. `gradient_bytes` is the size of an element as it leaves a
+    device. Sums over rounds or over tied layers are kept in float32 beside a buffer for the next part; each
+    use of a parameter needs such a buffer, and a tied parameter has two uses.
     """
     versions = 2 if update == "async" else 1
     summed = parameters.trained if rounds > 1 else parameters.tied

@@ -1,9 +1,9 @@
 """A partition of the layers into stages, and the order in which devices run the stages (RoundPipe section 3.2).
 
-Forward and backward are split independently: the forward ranges and the fused range cover all layers once, the fused range and
-the backward ranges cover them once more, from the deepest layer to the first. Stage slot `i` of the endless dispatch sequence
-runs on device `i mod N`; the next round, and the next step, continue after the last slot. The engine runs these very tasks and
-the simulator times them.
+Forward and backward are split independently: the forward ranges and the fused range cover all layers once,
+the fused range and the backward ranges cover them once more, from the deepest layer to the first. Stage slot
+`i` of the endless dispatch sequence runs on device `i mod N`; the next round, and the next step, continue
+after the last slot. The engine runs these very tasks and the simulator times them.
 """
 
 from collections.abc import Sequence
@@ -88,8 +88,8 @@ class Partition:
 class StageTask:
     """The run of one stage of one round on one device.
 
-    `slot` counts from the start of the run. `stage_index` is the position in `Partition.stages()`. `micro_batches` are indices
-    within the step.
+    `slot` counts from the start of the run. `stage_index` is the position in `Partition.stages()`.
+    `micro_batches` are indices within the step.
     """
 
     slot: int

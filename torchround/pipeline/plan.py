@@ -1,7 +1,7 @@
 """The plan of a run as data: which layers each stage holds, in how many rounds, and the predicted cost.
 
-A plan prints as a table, goes to JSON and back, and can be given in the config. `planner.make_plan` makes one. `plan_transfers`
-compares what a plan moves over PCIe with what the link carries.
+A plan prints as a table, goes to JSON and back, and can be given in the config. `planner.make_plan` makes
+one. `plan_transfers` compares what a plan moves over PCIe with what the link carries.
 """
 
 import json
@@ -38,10 +38,10 @@ class Plan:
     """A partition with its number of rounds and its predicted figures.
 
     - `step_s`: seconds per step in the steady state.
-    - `bubble`: idle share of the devices, `1 - busy / (N x step_s)`; busy counts all that the plan executes, recomputation
-      included.
-    - `lower_bound_s`: a time that no plan within the same limits beats; equal to `step_s` if the search has tried or excluded
-      everything else.
+    - `bubble`: idle share of the devices, `1 - busy / (N x step_s)`; busy counts all that the plan executes,
+      recomputation included.
+    - `lower_bound_s`: a time that no plan within the same limits beats; equal to `step_s` if the search has
+      tried or excluded everything else.
     - `device_bytes`: what each device allocates.
     - `host_activation_bytes`: what waits on the host between stages.
     """
@@ -175,7 +175,8 @@ class Transfers:
     Uploads and downloads run at the same time, so the busier direction counts.
 
     - `up_load`, `down_load`: mean over the step.
-    - `busiest_load`: load of the stage whose transfers fill most of its own time; above 1 its device waits for the link.
+    - `busiest_load`: load of the stage whose transfers fill most of its own time; above 1 its device waits
+      for the link.
     """
 
     up_bytes: int
@@ -191,8 +192,8 @@ def plan_transfers(
 ) -> Transfers:
     """Compare what a plan moves with what the links carry: the roofline of RoundPipe's appendix C.
 
-    A stage's weights move once per round, activations with each micro-batch, so more micro-batches per round hide the weights.
-    `gradient_share`: bytes of a gradient as it travels per byte of it as it is accumulated.
+    A stage's weights move once per round, activations with each micro-batch, so more micro-batches per round
+    hide the weights. `gradient_share`: bytes of a gradient as it travels per byte of it as it is accumulated.
     """
     rate = pcie_gb_per_s * 1e9
     size = plan.num_micro_batches / plan.rounds
@@ -233,8 +234,8 @@ def _stage_bytes(stage: Stage, costs: Costs, size: float, gradient_share: float)
 def micro_batches_to_hide(layer: LayerCost, pcie_gb_per_s: float) -> float:
     """Compute the micro-batches per round for which this layer's forward takes as long as its upload.
 
-    This is the batch whose operational intensity reaches the ridge point (RoundPipe appendix C). It is infinite if the
-    activations of a micro-batch take longer to move than to compute.
+    This is the batch whose operational intensity reaches the ridge point (RoundPipe appendix C). It is
+    infinite if the activations of a micro-batch take longer to move than to compute.
     """
     rate = pcie_gb_per_s * 1e9
     spare_s = layer.forward_s - layer.boundary_bytes / rate

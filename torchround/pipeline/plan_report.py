@@ -44,8 +44,8 @@ CLEARLY_FASTER = 0.03
 class RunQuestion:
     """A run to be planned.
 
-    - `costs_for(tokens, sequences, accumulate_bytes)`: the layers' costs for micro-batches of so many sequences of so many
-      tokens, with gradients accumulated in so many bytes per element.
+    - `costs_for(tokens, sequences, accumulate_bytes)`: the layers' costs for micro-batches of so many
+      sequences of so many tokens, with gradients accumulated in so many bytes per element.
     - `given`: a partition and its number of rounds, in place of the planner's choice.
     - `device_bytes`, `host_bytes`: memory that the run may use; None is no limit.
     """
@@ -115,8 +115,8 @@ class ConfigChange:
 class PlanReport:
     """The answers about one run.
 
-    `plan` is None if the run does not fit; then `problem` says why and `changes` lists what could help. `faster` lists
-    changes that would make steps clearly shorter.
+    `plan` is None if the run does not fit; then `problem` says why and `changes` lists what could help.
+    `faster` lists changes that would make steps clearly shorter.
     """
 
     question: RunQuestion
@@ -162,8 +162,8 @@ def report_plan(question: RunQuestion) -> PlanReport:
 def plan_for(question: RunQuestion, costs: Costs | None = None) -> Plan:
     """Return the plan of the run: `given` evaluated, otherwise the best one. Raises `InfeasiblePlanError`.
 
-    A run, its measuring steps, a dry run and the `plan` command all get their plans here, under the same limits.
-    `costs` are measured ones; without them they are counted.
+    A run, its measuring steps, a dry run and the `plan` command all get their plans here, under the same
+    limits. `costs` are measured ones; without them they are counted.
     """
     if (problem := _state_problem(question)) is not None:
         raise problem
@@ -252,8 +252,8 @@ def _to_hide(question: RunQuestion, costs: Costs) -> float | None:
 def fits(question: RunQuestion) -> bool:
     """Check whether some plan keeps within all limits.
 
-    The finest partition needs least of a device, and the one with the fullest stages least of the host. The planner has to
-    search for one in between only if both limits are tight and neither of the two fits.
+    The finest partition needs least of a device, and the one with the fullest stages least of the host. The
+    planner has to search for one in between only if both limits are tight and neither of the two fits.
     """
     if _state_problem(question):
         return False

@@ -1,7 +1,7 @@
 """The planner: the fastest plan within the memory limits, a given partition as a plan, and the reason why nothing fits.
 
-The search for the fastest plan is in `search/`. The error for a plan that does not fit names the layer that needs most, the GiB
-that are short, and the config keys that would help.
+The search for the fastest plan is in `search/`. The error for a plan that does not fit names the layer that
+needs most, the GiB that are short, and the config keys that would help.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,8 @@ DEVICE_KEYS = {
     "integers_bytes": ("engine.rounds",),
     "compute_bytes": ("training.micro_batch_size", "training.seq_len"),
 }
-# Config keys that need less of the host; `DEVICE_KEYS` has those that need less of a device, by kind of its memory.
+# Config keys that need less of the host; `DEVICE_KEYS` has those that need less of a device, by kind of its
+# memory.
 HOST_KEYS = ("training.global_batch_size", "engine.rounds", "training.seq_len")
 UPDATES = ("sync", "async")
 

@@ -1,7 +1,8 @@
 """Devices that share a link to the host: how to find them from measured rates, and when each may use the link.
 
-GPUs below one PCIe switch disturb each other's copies (PipeOffload appendix D). If two of them together move clearly less than
-one after the other, they take turns. If they only share the link fairly, turns would gain nothing.
+GPUs below one PCIe switch disturb each other's copies (PipeOffload appendix D). If two of them together move
+clearly less than one after the other, they take turns. If they only share the link fairly, turns would gain
+nothing.
 """
 
 from collections import deque
@@ -11,8 +12,8 @@ from itertools import combinations
 
 # Two devices share a link if each keeps less than this share of its solo rate while the other copies too.
 KEPT_WHEN_SHARED = 0.85
-# Devices take turns if turns move at least this many times what they move together. Waiting for a turn costs up to 5 % of a
-# step at equal rates; from about this gain on, turns make up for it
+# Devices take turns if turns move at least this many times what they move together. Waiting for a turn costs
+# up to 5 % of a step at equal rates; from about this gain on, turns make up for it
 # (benchmarks/shared_link.py).
 TURNS_AT_LEAST = 1.15
 
@@ -71,8 +72,8 @@ class LinkUse:
 def find_shared_links(rates: LinkRates) -> list[SharedLink]:
     """Find the links that several devices share, in the order of their first devices.
 
-    A device belongs to a link only if it shares with all of the link's devices. So one disturbed measurement may separate two
-    devices, but cannot join two links.
+    A device belongs to a link only if it shares with all of the link's devices. So one disturbed measurement
+    may separate two devices, but cannot join two links.
     """
     groups: list[list[int]] = []
     for device in range(len(rates.alone)):
@@ -102,9 +103,9 @@ def use_of_links(rates: LinkRates) -> LinkUse:
 class LinkWindows:
     """The order of all stage slots' transfer windows on a shared link, in time units of one window.
 
-    All windows count as equally long, so devices can agree on turns without asking each other. Window `p` of a slot comes at
-    time `start + p`. A slot starts one window after the previous slot, whose outputs it reads, and not before its device has
-    finished its own last slot.
+    All windows count as equally long, so devices can agree on turns without asking each other. Window `p` of
+    a slot comes at time `start + p`. A slot starts one window after the previous slot, whose outputs it
+    reads, and not before its device has finished its own last slot.
     """
 
     def __init__(self, num_devices: int) -> None:

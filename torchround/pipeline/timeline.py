@@ -18,8 +18,9 @@ HOST = -1  # the "device" of work that no device does, such as the optimizer's
 class TaskKind(str, Enum):
     """The kind of a task.
 
-    BACKWARD is the whole backward, or the input's gradient alone in schedules with WEIGHT_GRADIENT tasks. FUSED is forward and
-    backward in one. WEIGHTS and GRADIENTS are transfers of a stage up to a device and down.
+    BACKWARD is the whole backward, or the input's gradient alone in schedules with WEIGHT_GRADIENT tasks.
+    FUSED is forward and backward in one. WEIGHTS and GRADIENTS are transfers of a stage up to a device and
+    down.
     """
 
     FORWARD = "forward"
@@ -146,8 +147,8 @@ LETTERS = {
 def trace_events(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
     """Build one JSON-able trace of several named timelines, in the Trace Event Format.
 
-    Perfetto (ui.perfetto.dev) and chrome://tracing open it. Each device is a process and each stream a thread; the optimizer's
-    updates are a process of their own. Times are microseconds; steps count from 1.
+    Perfetto (ui.perfetto.dev) and chrome://tracing open it. Each device is a process and each stream a
+    thread; the optimizer's updates are a process of their own. Times are microseconds; steps count from 1.
     """
     events: list[dict[str, Any]] = []
     first_process = 0

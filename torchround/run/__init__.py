@@ -1,1 +1,1 @@
-"""What a run has besides its loop: folder, checkpoints, signals, reports, traces, and its needs counted ahead."""
+"""A run without its loop: its numbers, hardware, plan, folder, checkpoints, records and early ends."""

@@ -24,7 +24,7 @@ SHOWN = 5  # entries shown from each end of a long list
 
 
 class BadStepsError(Exception):
-    """As many bad steps in a row as the config allows, or one spike where it allows none."""
+    """Too many bad steps in a row, or one spike under `training.on_spike = "stop"`."""
 
 
 @dataclass(frozen=True)

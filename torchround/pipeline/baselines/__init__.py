@@ -56,8 +56,8 @@ __all__ = [
 def simulate_schedule(name: str, setup: SimulationSetup) -> ScheduleReport:
     """Simulate one schedule and measure it.
 
-    If the chunks of a looped schedule are not given, it gets one layer per stage if possible: as many chunks as layers allow, or
-    one more with empty stages in front, whichever is faster.
+    If the chunks of a looped schedule are not given, it gets one layer per stage if possible: as many chunks
+    as layers allow, or one more with empty stages in front, whichever is faster.
     """
     if name not in LOOPED or setup.chunks is not None or setup.stages is not None:
         return measure_schedule(SCHEDULES[name](setup))

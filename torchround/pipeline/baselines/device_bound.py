@@ -1,7 +1,7 @@
 """The common part of all schedules that bind stages to devices: virtual stage s always runs on device s mod N.
 
-A schedule is then an order of actions per device; this module adds durations, bytes and dependencies. `bind_stages` cuts the
-layers into stages.
+A schedule is then an order of actions per device; this module adds durations, bytes and dependencies.
+`bind_stages` cuts the layers into stages.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +28,13 @@ class ScheduleError(ValueError):
 class SimulationSetup:
     """The model, the devices and the options of a simulation; each schedule reads the options that concern it.
 
-    - `recompute`: keep only layer inputs and run each layer's forward again in the backward, except the last layer's (the
-      head). If False, activations are kept, as in the zero-bubble, PipeOffload and PACI papers.
+    - `recompute`: keep only layer inputs and run each layer's forward again in the backward, except the last
+      layer's (the head). If False, activations are kept, as in the zero-bubble, PipeOffload and PACI papers.
     - `chunks`: virtual stages per device (v) of the looped schedules; None: as many as there are layers for.
     - `stages`: layers of each virtual stage, zeros allowed; None: the split whose slowest stage is fastest.
     - `group`: micro-batches that GIS takes through a chunk at a time (g); None: N.
-    - `offload_ratio`: PipeOffload's k: round trip of a chunk's activations over its forward and backward time.
+    - `offload_ratio`: PipeOffload's k: round trip of a chunk's activations over its forward and backward
+      time.
     - `pcie_bytes_per_s`: one direction; if given, transfers take the time of their bytes and k is not read.
     - `accumulate`: PACI's a: local backwards per update; None: all micro-batches of a step.
     - `partition`, `rounds`: RoundPipe's; None: the planner's choice within `limits`.
@@ -165,8 +166,8 @@ def bound_tasks(
 ) -> list[Task]:
     """Turn the orders, one per device, into tasks; the position in an order is also the priority.
 
-    A forward waits for the previous stage. A backward, with its recomputation, waits for its own forward and for the next
-    stage. Both pay a hop if the device changes. A weight gradient waits for its backward.
+    A forward waits for the previous stage. A backward, with its recomputation, waits for its own forward and
+    for the next stage. Both pay a hop if the device changes. A weight gradient waits for its backward.
     """
     flat = [(action, position) for order in orders for position, action in enumerate(order)]
     builder = _Builder(setup, stages, {action: index for index, (action, _) in enumerate(flat)})
@@ -254,10 +255,11 @@ def bind_stages(
 ) -> tuple[int, ...]:
     """Find the layer counts per stage that minimise the slowest stage's seconds within `limit_bytes` per stage.
 
-    This is PACI's memory-constrained min-max partition (appendix D.5). A layer's `memory_bytes` are resident for any number of
-    micro-batches in flight; `in_flight_bytes` count `num_stages - j` times in stage j, counted from 0, as 1F1B keeps them
-    (equation 12). If nothing fits, the worst overshoot is minimised first and the slowest stage second. Among equals the split
-    with the earliest cuts wins. Raises `ScheduleError` for fewer layers than stages or lists of different lengths.
+    This is PACI's memory-constrained min-max partition (appendix D.5). A layer's `memory_bytes` are resident
+    for any number of micro-batches in flight; `in_flight_bytes` count `num_stages - j` times in stage j,
+    counted from 0, as 1F1B keeps them (equation 12). If nothing fits, the worst overshoot is minimised first
+    and the slowest stage second. Among equals the split with the earliest cuts wins. Raises `ScheduleError`
+    for fewer layers than stages or lists of different lengths.
     """
     num_layers = len(costs_s)
     if not 1 <= num_stages <= num_layers:
@@ -275,7 +277,8 @@ def bind_stages(
         used += (num_stages - stage) * (flight_sums[stop] - flight_sums[start])
         return 0 if limit_bytes is None else max(0, used - limit_bytes)
 
-    # Two passes, not one over pairs: the best pair of a prefix need not be part of the best pair of the whole.
+    # Two passes, not one over pairs: the best pair of a prefix need not be part of the best pair of the
+    # whole.
     least, _ = _min_max(num_layers, num_stages, overshoot)
 
     def seconds(stage: int, start: int, stop: int) -> float:

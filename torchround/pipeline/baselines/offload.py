@@ -1,7 +1,7 @@
 """Offload and reload of activations on one stream per device, in slots of their own (PipeOffload section 4.2).
 
-The slots are planned on a grid in which each forward, backward and weight gradient takes one unit. The simulator then runs the
-transfers in that order with their real durations.
+The slots are planned on a grid in which each forward, backward and weight gradient takes one unit. The
+simulator then runs the transfers in that order with their real durations.
 """
 
 from bisect import bisect_right
@@ -59,8 +59,8 @@ class OffloadPlan:
     def add_transfers(self, tasks: list[Task], first: int, planned: Sequence[Planned]) -> None:
         """Add one device's transfers to `tasks`; `tasks[first:]` are its own tasks, in the order of `planned`.
 
-        A reload starts after the task before its slot, and a forward after the offload before it. Otherwise a device could run
-        ahead of the plan and fill its memory.
+        A reload starts after the task before its slot, and a forward after the offload before it. Otherwise a
+        device could run ahead of the plan and fill its memory.
         """
         index_of = {item.action: first + position for position, item in enumerate(planned)}
         starts = [item.start for item in planned]
@@ -83,8 +83,9 @@ class OffloadPlan:
     def transfers(self, planned: Sequence[Planned]) -> list[Planned]:
         """Assign slots, which are for an offload and for a reload in turn; return the transfers in order of time.
 
-        Forwards from left to right take the first free offload slot after them, backwards from right to left the last free
-        reload slot before them. If the reload would come first, the activations stay on the device.
+        Forwards from left to right take the first free offload slot after them, backwards from right to left
+        the last free reload slot before them. If the reload would come first, the activations stay on the
+        device.
         """
         pair = 2 * self.slot
         offload_slot: dict[Action, int] = {}

@@ -1,7 +1,7 @@
 """Schedules as the simulator takes them, and the report on their runs.
 
-A schedule that flushes is measured over one step from idle devices. A continuous one, whose steps flow into each other, runs for
-many steps and is measured once the time from step to step has settled.
+A schedule that flushes is measured over one step from idle devices. A continuous one, whose steps flow into
+each other, runs for many steps and is measured once the time from step to step has settled.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ class Schedule:
     - `partition`: layers per virtual stage, or RoundPipe's ranges; goes to JSON as it is.
     - `ready_first`: devices take what is ready instead of following their order.
     - `tail_steps`: steps at the end of a continuous run that end sooner because nothing follows them.
-    - `warm_up[i]`: the forward of device i after which waiting for the first backward counts as `switch`; None: the last one
-      before that backward.
+    - `warm_up[i]`: the forward of device i after which waiting for the first backward counts as `switch`;
+      None: the last one before that backward.
     - `backwards_per_update`: after how many of its backwards a stage updates its weights.
     - `update_s`: seconds per step that all devices wait for the optimizer.
     """
@@ -109,9 +109,9 @@ def _shares(schedule: Schedule, line: Timeline, total_s: float, bubble: float) -
 def idle_seconds(line: Timeline, warm_up: tuple[int, ...] | None = None) -> dict[str, float]:
     """Split the idle device seconds of one flushed step by kind, as RoundPipe's artifact does.
 
-    For each device: `fill` is before its first task, `drain` after its last, `switch` between a warm-up forward (see
-    `Schedule`) and its first backward. `imbalance` is the rest: waits between stages of unequal length. A recomputation counts
-    as if it had started just in time for its backward.
+    For each device: `fill` is before its first task, `drain` after its last, `switch` between a warm-up
+    forward (see `Schedule`) and its first backward. `imbalance` is the rest: waits between stages of unequal
+    length. A recomputation counts as if it had started just in time for its backward.
     """
     idle_s = dict.fromkeys(GAPS, 0.0)
     for device in range(line.num_devices):
@@ -134,7 +134,8 @@ def _gaps_before(line: Timeline, order: list[int]) -> list[float]:
     gaps = [line.start_s[order[0]]]
     for before, index in pairwise(order):
         gaps.append(line.start_s[index] - line.end_s[before])
-        # A recomputation may run early, in time that would be idle anyway; counting it late keeps the kinds comparable.
+        # A recomputation may run early, in time that would be idle anyway; counting it late keeps the kinds
+        # comparable.
         if line.tasks[before].kind is TaskKind.RECOMPUTE:
             gaps[-2] += gaps[-1]
             gaps[-1] = 0.0

@@ -1,11 +1,11 @@
 """Schedules whose backward is two tasks: zero bubble (Qi et al., 2023) and PipeOffload (Wan et al., 2025).
 
-The weights' gradients are tasks of their own, which fill what would be bubbles. GIS and GIS-H (PipeOffload sections 3.1 and 3.2)
-generalise interleaved 1F1B with less memory. PO-H and PO-F repeat GIS-H's building block uniformly and offload half or all of
-the chunks (sections 2 and 4.2).
+The weights' gradients are tasks of their own, which fill what would be bubbles. GIS and GIS-H (PipeOffload
+sections 3.1 and 3.2) generalise interleaved 1F1B with less memory. PO-H and PO-F repeat GIS-H's building
+block uniformly and offload half or all of the chunks (sections 2 and 4.2).
 
-f, b, w: a stage's forward, input gradient and weight gradient; p or d devices, v chunks per device, rank i from 0; T_F, T_B, T_W
-of one chunk.
+f, b, w: a stage's forward, input gradient and weight gradient; p or d devices, v chunks per device, rank i
+from 0; T_F, T_B, T_W of one chunk.
 """
 
 from collections.abc import Iterable
@@ -39,8 +39,8 @@ def zb_h1(setup: SimulationSetup) -> Schedule:
 def zb_h2(setup: SimulationSetup) -> Schedule:
     """Keep 2p - 1 micro-batches in flight: bubble `(p - 1)(f + b - 2w)`, 0 if all are equal.
 
-    The bubble is that from step to step: the paper checks the update afterwards instead of waiting for all devices, so each
-    device starts the next step as soon as its own stage is done.
+    The bubble is that from step to step: the paper checks the update afterwards instead of waiting for all
+    devices, so each device starts the next step as soon as its own stage is done.
     """
     p, m = setup.num_devices, setup.num_micro_batches
     stages = bound_stages(setup, 1)
@@ -103,7 +103,8 @@ def _grouped(name: str, setup: SimulationSetup, group: int) -> Schedule:
     d, m, chunks = setup.num_devices, setup.num_micro_batches, chunks_of(setup)
     if not -(-d // 2) <= group <= d:
         raise ScheduleError(f"a group of {group} micro-batches must be between {-(-d // 2)} and {d}")
-    # A short last group would reverse the order on some devices, so it is filled up here and its surplus removed below.
+    # A short last group would reverse the order on some devices, so it is filled up here and its surplus
+    # removed below.
     groups = [range(first, first + group) for first in range(0, m, group)]
     orders = []
     for device in range(d):
@@ -127,9 +128,10 @@ def _with_weight_gradients(order: Iterable[Action]) -> list[Action]:
 def uniform_grid(num_devices: int, num_micro_batches: int, chunks: int) -> list[list[Planned]]:
     """Repeat GIS-H's building block every `3 v` units; return each device's actions in order of start.
 
-    On each device forwards, backwards and weight gradients use one residue mod 3 each. Chunk follows chunk after `3 P` units,
-    `P = ceil(d / 2)`. If P and v share a factor, that would meet another micro-batch's chunk, so three units are added. Ranks
-    start late by up to `shift` so that both directions keep their order.
+    On each device forwards, backwards and weight gradients use one residue mod 3 each. Chunk follows chunk
+    after `3 P` units, `P = ceil(d / 2)`. If P and v share a factor, that would meet another micro-batch's
+    chunk, so three units are added. Ranks start late by up to `shift` so that both directions keep their
+    order.
     """
     d, period = num_devices, -(-num_devices // 2)
     before_collision = chunks // gcd(chunks, period)

@@ -1,12 +1,12 @@
 """Schedules with bound stages whose backward is one task, with a flush and without.
 
-With a flush each step starts and ends with an empty pipeline: GPipe (Huang et al., 2019), 1F1B (PipeDream-flush), interleaved
-1F1B (Megatron-LM) and Looped BFS (Lamy-Poirier, 2023). Without one, stages take forwards and backwards as they arrive and
-update on their own: PipeDream's asynchronous 1F1B, and PACI (Elam et al., 2026), which bounds how far weights move on between a
-micro-batch's forward and backward.
+With a flush each step starts and ends with an empty pipeline: GPipe (Huang et al., 2019), 1F1B
+(PipeDream-flush), interleaved 1F1B (Megatron-LM) and Looped BFS (Lamy-Poirier, 2023). Without one, stages
+take forwards and backwards as they arrive and update on their own: PipeDream's asynchronous 1F1B, and PACI
+(Elam et al., 2026), which bounds how far weights move on between a micro-batch's forward and backward.
 
-p devices, m micro-batches, v chunks per device, f and b a stage's forward and backward. In PACI's formulas stage i counts from
-1, and there are N stages.
+p devices, m micro-batches, v chunks per device, f and b a stage's forward and backward. In PACI's formulas
+stage i counts from 1, and there are N stages.
 """
 
 from collections.abc import Iterable, Sequence
@@ -145,7 +145,8 @@ def _continuous(
 
     def tasks(steps: int) -> list[Task]:
         micro_batches = range(steps * setup.num_micro_batches)
-        # A stage that has both alternates, as 1F1B's order and PACI's algorithm 1 do: the order is the priority.
+        # A stage that has both alternates, as 1F1B's order and PACI's algorithm 1 do: the order is the
+        # priority.
         orders = [
             alternate(
                 actions(FORWARD, [device], micro_batches),

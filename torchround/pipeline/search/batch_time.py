@@ -1,9 +1,11 @@
 """Step times of many partitions at once, for ranking: the recurrence of `step_time.py` over numpy arrays.
 
-A figure from here is never above the exact one: it leaves out waits of recomputations for their boundaries, and old lines
-beyond `LINES`. So the search ranks and stops by these figures and proves its choice with `step_time.py`.
+A figure from here is never above the exact one: it leaves out waits of recomputations for their boundaries,
+and old lines beyond `LINES`. So the search ranks and stops by these figures and proves its choice with
+`step_time.py`.
 
-Shapes: K partitions, in order of falling numbers of stages; S stages of the first; N devices; U starting states.
+Shapes: K partitions, in order of falling numbers of stages; S stages of the first; N devices; U starting
+states.
 """
 
 from collections.abc import Sequence
@@ -13,8 +15,8 @@ import numpy as np
 
 from torchround.pipeline.search.partition_batch import Floats, Integers
 
-# Lines kept at each stage. With 6, the figures of 1920 partitions near the best of three models were all exact; with 4,
-# three were not.
+# Lines kept at each stage. With 6, the figures of 1920 partitions near the best of three models were all
+# exact; with 4, three were not.
 LINES = 6
 NEVER = float("-inf")
 
@@ -38,8 +40,9 @@ def batch_sync_seconds(times: BatchTimes, sizes: Sequence[int], num_devices: int
 def batch_async_seconds(times: BatchTimes, sizes: Sequence[int], num_devices: int) -> Floats:
     """Compute the seconds per step [K] in the steady state.
 
-    The state is the times at which each device becomes free and the last two updates start. A step maps it linearly in the
-    (max, +) algebra. One run from all N + 2 unit states gives the matrix, and the matrix gives the growth per step.
+    The state is the times at which each device becomes free and the last two updates start. A step maps it
+    linearly in the (max, +) algebra. One run from all N + 2 unit states gives the matrix, and the matrix
+    gives the growth per step.
     """
     candidates, states = len(times.num_stages), num_devices + 2
     unit = np.full((states, candidates, states), NEVER)
@@ -69,8 +72,8 @@ def _largest_cycle_means(after: Floats) -> Floats:
 def _run_step(times: BatchTimes, sizes: Sequence[int], free: Floats, update_start_s: Floats) -> Floats:
     """Run one step: from the times `free` [N, K, U] at which the devices of the next slots are free to those after it.
 
-    Stage i starts no earlier than `update_start_s` [K, U] plus its updated-after seconds. Partitions with fewer stages have
-    the last columns, so slicing them off leaves the partitions that have a stage.
+    Stage i starts no earlier than `update_start_s` [K, U] plus its updated-after seconds. Partitions with
+    fewer stages have the last columns, so slicing them off leaves the partitions that have a stage.
     """
     num_devices = len(free)
     free = free.copy()
@@ -80,7 +83,8 @@ def _run_step(times: BatchTimes, sizes: Sequence[int], free: Floats, update_star
     waits = bool(times.updated_s.any() or update_start_s.any())
     stages = np.arange(len(times.total_s))[:, None]
     counts = (times.num_stages > stages).sum(axis=1).tolist()
-    # After S stages the device of slot S comes first: each partition's devices turn by its own number of stages.
+    # After S stages the device of slot S comes first: each partition's devices turn by its own number of
+    # stages.
     turned = (np.arange(num_devices)[:, None] + times.num_stages) % num_devices
     turned = np.broadcast_to(turned[:, :, None], free.shape)
     for size in sizes:
@@ -99,8 +103,9 @@ def _run_step(times: BatchTimes, sizes: Sequence[int], free: Floats, update_star
 class _Lines:
     """The lines of `step_time.py` for K x U cases, as arrays [1 + LINES, K, U].
 
-    Lines 1 to LINES are the newest ones. Line 0 stands for all older ones: it is the one whose last micro-batch left latest
-    when it was replaced. Planning spends its time here, hence few numpy calls on large arrays.
+    Lines 1 to LINES are the newest ones. Line 0 stands for all older ones: it is the one whose last
+    micro-batch left latest when it was replaced. Planning spends its time here, hence few numpy calls on
+    large arrays.
     """
 
     def __init__(self, shape: tuple[int, ...], last: int) -> None:

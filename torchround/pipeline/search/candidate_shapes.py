@@ -1,8 +1,9 @@
 """Partitions described by a few numbers each, to search the whole range of plans before single layers move.
 
-A shape says how many stages there are, how many of them are forward stages, how many layers the fused stage holds, and how
-the stages near the first layer differ from the rest. Stages that start small fill the devices sooner, and stages that end
-small drain them sooner, provided that a device that finishes a small stage early finds its next input ready.
+A shape says how many stages there are, how many of them are forward stages, how many layers the fused stage
+holds, and how the stages near the first layer differ from the rest. Stages that start small fill the devices
+sooner, and stages that end small drain them sooner, provided that a device that finishes a small stage early
+finds its next input ready.
 
 Shapes: K partitions, S stages of one direction over the layers `0 .. split` before the fused stage, L layers.
 """
@@ -14,7 +15,8 @@ import numpy as np
 from torchround.pipeline.search.partition_batch import Floats, Integers, PartitionBatch
 from torchround.pipeline.search.planning_problem import PlanningProblem
 
-# Smallest relative length of a direction's stages near layer 0, and most turns of the devices until full length.
+# Smallest relative length of a direction's stages near layer 0, and most turns of the devices until full
+# length.
 SMALLEST_RATIO, MOST_TURNS = 0.15, 3.0
 # Forward stages relative to the number that makes all stages equally long.
 FORWARD_FACTOR = (0.55, 1.7)
@@ -34,8 +36,8 @@ EVEN_SHARE = {"sync": 0.1, "async": 0.75}
 class CandidateShapes:
     """K shapes as arrays: `stages`, `fused` (layers) and `forward` (stages) [K]; the rest [K, 2] by direction.
 
-    `ratio`: length of the stages at layer 0 relative to the others. `turns`: turns of the devices over which they reach full
-    length. `step`: 1 if they stay at `ratio` until then, 0 if they grow evenly.
+    `ratio`: length of the stages at layer 0 relative to the others. `turns`: turns of the devices over which
+    they reach full length. `step`: 1 if they stay at `ratio` until then, 0 if they grow evenly.
     """
 
     stages: Integers
@@ -127,7 +129,8 @@ def _sizes(
 ) -> tuple[Integers, Integers]:
     """Turn relative sizes into layers of the fused stage and numbers of forward stages, both [K].
 
-    `fused_factor` is relative to a mean stage, `forward_factor` to the share of forward stages that makes all equally long.
+    `fused_factor` is relative to a mean stage, `forward_factor` to the share of forward stages that makes all
+    equally long.
     """
     layers = problem.num_layers
     both_s = problem.forward_s + problem.backward_s
@@ -163,7 +166,8 @@ def _nearby(values: Integers, random: np.random.Generator, share: float) -> Inte
 def shaped_partitions(problem: PlanningProblem, shapes: CandidateShapes) -> PartitionBatch:
     """Build the partitions of these shapes."""
     split = problem.num_layers - shapes.fused
-    # Both halves are cut from layer 0 on. Forward stages are dispatched in that order, backward ones in the reverse.
+    # Both halves are cut from layer 0 on. Forward stages are dispatched in that order, backward ones in the
+    # reverse.
     both_s = problem.forward_s + problem.backward_s
     left = _half(problem, problem.forward_s, split, shapes.forward, shapes, 0)
     right = _half(problem, both_s, split, shapes.stages - 1 - shapes.forward, shapes, 1)
@@ -189,8 +193,8 @@ def _half(
 ) -> Integers:
     """Cut the layers `0 .. split` into stages: layers per stage [K, S], fewest first, padded with zeros.
 
-    `sums_s` [L + 1] are running sums of the layers' seconds. The cuts are those nearest to the wanted shares of the time,
-    moved so that every stage keeps at least one layer.
+    `sums_s` [L + 1] are running sums of the layers' seconds. The cuts are those nearest to the wanted shares
+    of the time, moved so that every stage keeps at least one layer.
     """
     position = np.arange(int(stages.max()))
     exists = position < stages[:, None]
@@ -202,7 +206,8 @@ def _half(
     cuts = np.maximum.accumulate(np.maximum(cuts - steps, 0), axis=1) + steps
     cuts = np.where(position + 1 < stages[:, None], cuts, split[:, None])
     counts = np.diff(cuts, axis=1, prepend=0)
-    # Rounding to layers can put a smaller stage behind a larger one; the shape asks for small stages at layer 0.
+    # Rounding to layers can put a smaller stage behind a larger one; the shape asks for small stages at layer
+    # 0.
     ascending = np.sort(np.where(exists, counts, problem.num_layers), axis=1)
     return np.where(exists, ascending, 0)
 

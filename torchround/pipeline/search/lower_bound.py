@@ -1,7 +1,8 @@
 """A step time that no plan within the limits can beat, to judge the plan that the search found.
 
-The bound has two reasons, for every number of rounds, fused size and number of stages: the devices' work plus the idle time
-that filling and draining cannot avoid, and the time of one round's micro-batches on their way through all stages.
+The bound has two reasons, for every number of rounds, fused size and number of stages: the devices' work plus
+the idle time that filling and draining cannot avoid, and the time of one round's micro-batches on their way
+through all stages.
 
 N devices, M micro-batches, S stages.
 """
@@ -22,7 +23,8 @@ def lower_bound_s(problem: PlanningProblem, rounds_choices: Sequence[int], found
     if found_s <= least_s * (1 + SAME_STEP):
         return found_s
     bound_s = found_s
-    # Every plan has some number of rounds and some fused stage, so the least bound over all of them holds for all plans.
+    # Every plan has some number of rounds and some fused stage, so the least bound over all of them holds for
+    # all plans.
     for rounds in rounds_choices:
         for fused in range(1, largest + 1):
             bound_s = min(bound_s, max(_bound_s(problem, rounds, fused), problem.sums.updated_s[-1]))
@@ -79,8 +81,8 @@ def _stage_limit(problem: PlanningProblem, fused: int) -> int:
 def _alone_s(problem: PlanningProblem, rounds: int, fused: int) -> Floats:
     """Compute the seconds of a round on its own by the numbers of forward and of backward stages.
 
-    The first micro-batch passes every stage; each further one leaves at least the slowest stage's time later. The last row
-    and column stand for that many stages or more.
+    The first micro-batch passes every stage; each further one leaves at least the slowest stage's time later.
+    The last row and column stand for that many stages or more.
     """
     split, limit = problem.num_layers - fused, _stage_limit(problem, fused)
     stages = np.arange(1, limit + 1)
@@ -101,8 +103,8 @@ def _alone_s(problem: PlanningProblem, rounds: int, fused: int) -> Floats:
 def _idle_s(problem: PlanningProblem, limit: int) -> Floats:
     """Compute the idle device seconds of filling and draining by the numbers of forward and of backward stages.
 
-    The device of slot k waits for k forward stages of at least a layer each. The device of the k-th last slot is done before
-    k backward stages, whose recomputation may be over by then.
+    The device of slot k waits for k forward stages of at least a layer each. The device of the k-th last slot
+    is done before k backward stages, whose recomputation may be over by then.
     """
     waiting = np.arange(1, limit + 1)
     waiting = waiting[waiting < problem.num_devices]

@@ -68,8 +68,8 @@ class PartitionBatch:
     def ranges(self, num_layers: int) -> tuple[Integers, Integers]:
         """Compute the first layer and the end of each stage, both [K, S]; both are 0 after the last stage.
 
-        Along the dispatch order forward and fused stages end at the running sum of layers. Backward stages go down
-        again from the split, where the running sum is L.
+        Along the dispatch order forward and fused stages end at the running sum of layers. Backward stages go
+        down again from the split, where the running sum is L.
         """
         running = np.cumsum(self.counts, axis=1)
         fused = np.take_along_axis(self.counts, self.fused_at[:, None], axis=1)
@@ -99,8 +99,9 @@ def joined(batches: Sequence[PartitionBatch]) -> PartitionBatch:
 def moved(parents: PartitionBatch, random: np.random.Generator, most_stages: int) -> PartitionBatch:
     """Return a copy of each row with one to a few random moves.
 
-    A move cuts a stage in two, joins two stages, changes the fused stage, or takes single layers from one stage to another
-    of the same direction. All random numbers are drawn at once: few large numpy calls are what makes the search fast.
+    A move cuts a stage in two, joins two stages, changes the fused stage, or takes single layers from one
+    stage to another of the same direction. All random numbers are drawn at once: few large numpy calls are
+    what makes the search fast.
     """
     draw = random.random((5 + MOST_TRANSFERS, 2, len(parents)))
     kind, has_room = draw[0, 0], parents.num_stages < most_stages
@@ -154,7 +155,8 @@ def _merge(batch: PartitionBatch, wanted: Booleans, draw: Floats) -> PartitionBa
     stage, _, end = _random_stage(batch, draw[0])
     legal = wanted & (stage != batch.fused_at) & (stage + 1 < end)
     size = batch.counts[_all(batch), stage]
-    # Every stage from the chosen one on takes the place of the one before; the chosen one's layers join the next.
+    # Every stage from the chosen one on takes the place of the one before; the chosen one's layers join the
+    # next.
     counts = np.pad(batch.counts, ((0, 0), (0, 1)))
     position = np.arange(batch.counts.shape[1])
     counts = np.take_along_axis(counts, position + (legal[:, None] & (position >= stage[:, None])), axis=1)
@@ -166,7 +168,8 @@ def _merge(batch: PartitionBatch, wanted: Booleans, draw: Floats) -> PartitionBa
 def _change_fused(batch: PartitionBatch, wanted: Booleans, draw: Floats, change: Integers) -> None:
     """Give the fused stage a layer more or less, in place.
 
-    One stage of each direction gives or gets that layer, because both directions cover the layers before the fused stage.
+    One stage of each direction gives or gets that layer, because both directions cover the layers before the
+    fused stage.
     """
     all_rows, backward_stages = _all(batch), batch.num_stages - 1 - batch.fused_at
     forward = (draw[0] * batch.fused_at).astype(np.int64)

@@ -22,8 +22,8 @@ from torchround.pipeline.search.partition_batch import (
 )
 from torchround.pipeline.simulation.step_time import LayerSums, step_seconds
 
-# Adding a round on the host moves 10 bytes per trained parameter: a 2-byte gradient is read, a float32 sum is read and
-# written. An update moves 28 (`costs.UPDATE_BYTES`), and its seconds are known.
+# Adding a round on the host moves 10 bytes per trained parameter: a 2-byte gradient is read, a float32 sum is
+# read and written. An update moves 28 (`costs.UPDATE_BYTES`), and its seconds are known.
 ADDING_SHARE = 10 / UPDATE_BYTES
 # Partitions timed together: few enough for their arrays to stay in the processor's cache.
 CHUNK = 1024
@@ -122,7 +122,8 @@ class PlanningProblem:
     def _in_order_of_stages(self, rows: PartitionBatch, seconds: Callable[[BatchTimes], Floats]) -> Floats:
         """Call `seconds` on chunks that begin with the partitions of most stages, as `batch_time.py` expects them."""
         num_stages = rows.num_stages
-        # Sorted by falling numbers of stages, a chunk's partitions that lack a stage are at its end and can be sliced off.
+        # Sorted by falling numbers of stages, a chunk's partitions that lack a stage are at its end and can
+        # be sliced off.
         order = np.argsort(-num_stages, kind="stable")
         result = np.empty(len(rows))
         for first in range(0, len(rows), CHUNK):
@@ -147,15 +148,11 @@ class PlanningProblem:
         )
 
 
-# Which of many partitions keep within the memory limits: `memory.py`'s counts as arrays.
-#
-# Shapes: K partitions, S stages, L layers.
-
-
 class MemoryTable:
     """The counts of `memory.py` as arrays, to check many partitions at once.
 
-    It holds running sums over the layers and, if device memory is limited, the compute peak of every possible stage.
+    It holds running sums over the layers and, if device memory is limited, the compute peak of every possible
+    stage.
     """
 
     def __init__(self, costs: Costs, limits: MemoryLimits) -> None:
@@ -243,7 +240,8 @@ class MemoryTable:
         weights = (self.weights[stops] - self.weights[starts]).max(axis=1)
         has_gradients = rows.has_gradients()
         gradients = np.where(has_gradients, self.gradients[stops] - self.gradients[starts], 0).max(axis=1)
-        # Each layer is in a fused or backward stage too, which needs at least what a forward stage with it needs.
+        # Each layer is in a fused or backward stage too, which needs at least what a forward stage with it
+        # needs.
         compute = np.where(has_gradients, self.compute[starts, stops], 0).max(axis=1)
         return np.asarray(2 * weights + self._gradient_bytes(gradients) + compute + self.staging_bytes)
 

@@ -1,8 +1,9 @@
 """The search for the fastest plan: every candidate for small models, seeds and random search for large ones.
 
-A large model is searched in three passes, all ranked by the simulated step time: the paper's greedy packings and random
-shapes for each number of rounds, variations of the best shapes, random moves of single layers. The random numbers have
-fixed seeds and the effort is counted, not timed, so the same problem always gets the same plan.
+A large model is searched in three passes, all ranked by the simulated step time: the paper's greedy packings
+and random shapes for each number of rounds, variations of the best shapes, random moves of single layers. The
+random numbers have fixed seeds and the effort is counted, not timed, so the same problem always gets the same
+plan.
 """
 
 from collections.abc import Sequence
@@ -38,26 +39,29 @@ from torchround.pipeline.search.systematic_search import (
 
 # All plans are tried up to this many partitions x rounds: 8 layers and 8 micro-batches have 43696.
 MOST_EXHAUSTIVE = 50_000
-# Seeds of the searches for each number of rounds. Step times found with eight seeds on the published models differ by up to
-# 4 %. In `sync` a second search makes up for most of that: 23368 in place of 23623 ms for Qwen3-32B within 24 GiB. A single
-# search had found a plan of 23384 ms that needs 15 GiB, but without the limit. Most `async` plans have no idle time to save.
+# Seeds of the searches for each number of rounds. Step times found with eight seeds on the published models
+# differ by up to 4 %. In `sync` a second search makes up for most of that: 23368 in place of 23623 ms for
+# Qwen3-32B within 24 GiB. A single search had found a plan of 23384 ms that needs 15 GiB, but without the
+# limit. Most `async` plans have no idle time to save.
 SEEDS = {"sync": (2, 5), "async": (2,)}
-# An `async` step that waits for its weights, not for a device, gets longer when an update takes longer than the costs
-# say. So among steps of about the same length the search prefers the one with less idle time.
+# An `async` step that waits for its weights, not for a device, gets longer when an update takes longer than
+# the costs say. So among steps of about the same length the search prefers the one with less idle time.
 IDLE_WEIGHT = {"sync": 0.0, "async": 0.5}
-# Shapes tried first, for up to so many layers, and children of a generation, for up to so many stages. Larger models get
-# fewer, so that a search takes tens of milliseconds. The steady state of `async` takes N + 2 times the arithmetic.
+# Shapes tried first, for up to so many layers, and children of a generation, for up to so many stages. Larger
+# models get fewer, so that a search takes tens of milliseconds. The steady state of `async` takes N + 2 times
+# the arithmetic.
 SHAPES, FULL_SHAPES_LAYERS = {"sync": 384, "async": 96}, 40
 CHILDREN, FULL_CHILDREN_STAGES = 192, {"sync": 80, "async": 24}
 FEWEST = 48
 # Partitions kept from one generation to the next, and how many of them may have the same number of stages.
 ELITES, ELITES_PER_SIZE = 32, 6
-# What the generations for one number of rounds may cost, in stage slots of the longest partition. Each generation also
-# costs as much as FIXED_COST slots. The first SHAPES_SHARE of the budget is for shapes, the rest for single layers.
+# What the generations for one number of rounds may cost, in stage slots of the longest partition. Each
+# generation also costs as much as FIXED_COST slots. The first SHAPES_SHARE of the budget is for shapes, the
+# rest for single layers.
 BUDGET, FIXED_COST, SHAPES_SHARE = {"sync": 1600, "async": 1000}, 60, 0.6
-# Generations shorten the first best step by up to 1.23 times (240 searches on the published models). A number of rounds
-# that starts further behind is not refined. Every other one is: refining the best start alone once chose two rounds for
-# GPT-OSS-20B within 24 GiB (7371 ms), although one round takes 7324 ms.
+# Generations shorten the first best step by up to 1.23 times (240 searches on the published models). A number
+# of rounds that starts further behind is not refined. Every other one is: refining the best start alone once
+# chose two rounds for GPT-OSS-20B within 24 GiB (7371 ms), although one round takes 7324 ms.
 MOST_GAIN = 1.25
 # Rounds of fewer micro-batches than devices are searched up to this many stages per device.
 MOST_TURNS_OF_SHORT_ROUNDS = 2
@@ -111,8 +115,8 @@ def _search_large(problem: PlanningProblem, rounds_choices: Sequence[int]) -> tu
 def _promising(problem: PlanningProblem, fullest: Partition, rounds_choices: Sequence[int]) -> Sequence[int]:
     """Select the numbers of rounds that are worth a search.
 
-    Rounds of fewer micro-batches than devices cannot fill the devices unless all stages of a round, or of several rounds,
-    run at once. They are worth a search only if memory allows partitions of few stages.
+    Rounds of fewer micro-batches than devices cannot fill the devices unless all stages of a round, or of
+    several rounds, run at once. They are worth a search only if memory allows partitions of few stages.
     """
     few = fullest.num_stages <= MOST_TURNS_OF_SHORT_ROUNDS * problem.num_devices
     filling = [rounds for rounds in rounds_choices if _fills(problem, rounds)]
@@ -141,7 +145,8 @@ def _seeds(problem: PlanningProblem) -> tuple[Partition, list[Partition]]:
     """
     layers = problem.num_layers
     finest = Partition((1,) * (layers - 1), 1, (1,) * (layers - 1))
-    # M micro-batches take at least M times the longest stage, so a longer one cannot beat the finest partition.
+    # M micro-batches take at least M times the longest stage, so a longer one cannot beat the finest
+    # partition.
     slowest_s = problem.exact_s(Candidate(finest, 1)) / problem.num_micro_batches
     fullest = greedy_partition(problem, float("inf"))
     return fullest, [finest, fullest, *greedy_partitions(problem, slowest_s)]
@@ -216,7 +221,8 @@ class _Search:
     def best(self, known: Candidate | None) -> Candidate | None:
         """Return the best candidate by exact step time, or `known` if that is better.
 
-        Estimates are never above the exact times, so the first estimate above the best exact time ends the search.
+        Estimates are never above the exact times, so the first estimate above the best exact time ends the
+        search.
         """
         for row, estimate_s in enumerate(self.step_s.tolist()):
             if known is not None and estimate_s >= self.problem.rank_s(known) * (1 - SAME_STEP):

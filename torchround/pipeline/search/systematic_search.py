@@ -1,8 +1,8 @@
 """The two searches without chance: every plan of a small model, and the paper's greedy packing.
 
-`search_all` ranks all partitions in all numbers of rounds by a lower bound of their step time and proves the winner with the
-exact one. `greedy_partition` packs stages as full as a longest stage allows (RoundPipe section 4.4.2); the random search
-starts from its partitions.
+`search_all` ranks all partitions in all numbers of rounds by a lower bound of their step time and proves the
+winner with the exact one. `greedy_partition` packs stages as full as a longest stage allows (RoundPipe
+section 4.4.2); the random search starts from its partitions.
 
 Shapes: K partitions, S stages.
 """
@@ -83,8 +83,8 @@ def _best_first(
     """
     if not len(bounds):
         return None
-    # Bounds that differ by rounding count as equal, so that the fewest rounds and stages come first among them. Bounds
-    # beyond 1e15 times the least need no order: rounding them to the unit below would overflow.
+    # Bounds that differ by rounding count as equal, so that the fewest rounds and stages come first among
+    # them. Bounds beyond 1e15 times the least need no order: rounding them to the unit below would overflow.
     unit = max(float(bounds.min()), 1e-15 * float(bounds.max())) * SAME_STEP
     equal = np.round(bounds / unit) if unit else bounds
     best: Candidate | None = None
@@ -99,8 +99,9 @@ def _best_first(
 def published_packing(problem: PlanningProblem) -> Partition:
     """Return the partition that RoundPipe's planner chooses: the greedy packing of the shortest predicted step.
 
-    The prediction is the paper's `(M S + N (N - 1)) / N` times the longest stage, for N devices, M micro-batches and S stages.
-    It leaves out hops and uneven stages, which our search counts; a benchmark compares the time that both take.
+    The prediction is the paper's `(M S + N (N - 1)) / N` times the longest stage, for N devices, M
+    micro-batches and S stages. It leaves out hops and uneven stages, which our search counts; a benchmark
+    compares the time that both take.
     """
     devices, micro_batches = problem.num_devices, problem.num_micro_batches
 

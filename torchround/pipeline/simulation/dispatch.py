@@ -1,6 +1,7 @@
 """The dispatch schedule as timed tasks for the simulator, over one or several steps (RoundPipe section 3.2).
 
-The stage tasks come from `partition.step_tasks`, as the engine's do. This module adds durations, bytes and dependencies.
+The stage tasks come from `partition.step_tasks`, as the engine's do. This module adds durations, bytes and
+dependencies.
 """
 
 from typing import Any
@@ -9,8 +10,8 @@ from torchround.pipeline.costs import Costs, stage_seconds
 from torchround.pipeline.partition import Partition, StageKind, StageTask, step_tasks
 from torchround.pipeline.timeline import HOST, Dependency, Task, TaskKind
 
-# Steps between a gradient and the first step that reads the weights it made. `async` weights are one step old, so that step
-# t + 1 runs while the host still updates with step t's gradients.
+# Steps between a gradient and the first step that reads the weights it made. `async` weights are one step
+# old, so that step t + 1 runs while the host still updates with step t's gradients.
 STEPS_UNTIL_READ = {"sync": 1, "async": 2}
 
 
@@ -27,8 +28,9 @@ def dispatch_tasks(
 ) -> list[Task]:
     """List the tasks of `steps` consecutive steps, slot by slot and micro-batch by micro-batch.
 
-    If there are several steps, each is followed by its update: after the step's last gradient the host updates layer by layer
-    in forward order. Each stage of step t+1 (`sync`) or t+2 (`async`) waits for the update of its own layers.
+    If there are several steps, each is followed by its update: after the step's last gradient the host
+    updates layer by layer in forward order. Each stage of step t+1 (`sync`) or t+2 (`async`) waits for the
+    update of its own layers.
     """
     if partition.num_layers != len(costs.layers):
         raise ValueError(f"the partition holds {partition.num_layers} layers, the costs {len(costs.layers)}")
@@ -72,7 +74,8 @@ class _Builder:
         for micro_batch in stage_task.micro_batches:
             arrived = self._arrival(self.previous.get(micro_batch))
             if stage.kind is StageKind.BACKWARD:
-                # Recomputation needs the boundary and the weights, not the gradient: it starts while that is on its way.
+                # Recomputation needs the boundary and the weights, not the gradient: it starts while that is
+                # on its way.
                 boundary = self._arrival(self.producer.get((stage.start - 1, micro_batch)))
                 early = {"after": boundary + weights_ready, "holds_bytes": peak}
                 self._append(stage_task, TaskKind.RECOMPUTE, micro_batch, early_s, **early)
@@ -95,7 +98,8 @@ class _Builder:
     def add_updates(self) -> list[int]:
         """Add one host task per layer and return their indices.
 
-        The first waits for all gradients, because the clipping norm is over all of them; the others follow it in order.
+        The first waits for all gradients, because the clipping norm is over all of them; the others follow it
+        in order.
         """
         first = len(self.tasks)
         for layer, cost in enumerate(self.costs.layers):

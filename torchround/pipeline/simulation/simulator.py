@@ -1,7 +1,7 @@
 """The event simulator: it turns tasks with durations into a timeline.
 
-One simulator serves all schedules. A task runs on one stream of one device, in the order of the list or, in schedules that
-react to arrivals, by priority among the tasks that are ready.
+One simulator serves all schedules. A task runs on one stream of one device, in the order of the list or, in
+schedules that react to arrivals, by priority among the tasks that are ready.
 """
 
 import heapq
@@ -25,8 +25,9 @@ class ScheduleDeadlockError(RuntimeError):
 def simulate(tasks: Sequence[Task], num_devices: int, ready_first: Collection[int] = ()) -> Timeline:
     """Run all tasks as early as their order and dependencies allow.
 
-    Each stream runs its tasks in list order, except on the devices in `ready_first`: when one of their streams is free, it takes
-    the ready task of lowest `priority` (list order among equals). Raises `ScheduleDeadlockError` if a task can never start.
+    Each stream runs its tasks in list order, except on the devices in `ready_first`: when one of their
+    streams is free, it takes the ready task of lowest `priority` (list order among equals). Raises
+    `ScheduleDeadlockError` if a task can never start.
     """
     return _Simulation(tasks, ready_first).run(num_devices)
 
@@ -61,10 +62,10 @@ def steady_state(
 ) -> tuple[Timeline, float, int]:
     """Simulate consecutive steps until they repeat; return the run, the seconds per step and the number of steps.
 
-    `tasks_of(steps)` builds a run, whose last `tail_steps` are unlike the others because nothing follows them. Steps may repeat
-    with a period of several, because the dispatch sequence moves on by `R S mod N` devices each step. The run is doubled until
-    steps repeat or it would be longer than `max_steps`. In the latter case the mean of the second half is returned, which is
-    too short if a delay still builds up.
+    `tasks_of(steps)` builds a run, whose last `tail_steps` are unlike the others because nothing follows
+    them. Steps may repeat with a period of several, because the dispatch sequence moves on by `R S mod N`
+    devices each step. The run is doubled until steps repeat or it would be longer than `max_steps`. In the
+    latter case the mean of the second half is returned, which is too short if a delay still builds up.
     """
     steps = 2 * num_devices + 2
     while True:
@@ -80,7 +81,8 @@ def steady_state(
 def _shapes(line: Timeline, ends_s: Sequence[float]) -> list[list[float]]:
     """Describe each step by its length and by the starts of its tasks relative to the step's end.
 
-    Lengths alone would look settled too early: updates can fall behind the devices step by step until a step has to wait.
+    Lengths alone would look settled too early: updates can fall behind the devices step by step until a step
+    has to wait.
     """
     shapes = [[end_s - before_s] for before_s, end_s in pairwise([0.0, *ends_s])]
     for task, start_s in zip(line.tasks, line.start_s, strict=True):
@@ -156,7 +158,8 @@ class _Simulation:
         while events:
             now = events[0][0]
             touched: dict[int, _Stream] = {}
-            # All events of a moment come first: which task a stream takes depends on everything that is ready then.
+            # All events of a moment come first: which task a stream takes depends on everything that is ready
+            # then.
             while events and events[0][0] <= now + SAME_MOMENT_S:
                 _, index, ends = heapq.heappop(events)
                 stream = self.stream_of[index]

@@ -1,9 +1,9 @@
 """The exact time of one training step of a partition: a recurrence that takes O(1) per stage slot.
 
 Within a round, micro-batch `m` leaves a stage at `max over lines (base + slope x m)`. A stage of duration d
-that a device may start at r adds the line (r + d, d) and turns each slope below d into d, because a tandem line of constant
-servers is as fast as its slowest one. So a slot costs the same for 1 or 1000 micro-batches, and the result equals that of the
-event simulator (a test compares the two).
+that a device may start at r adds the line (r + d, d) and turns each slope below d into d, because a tandem
+line of constant servers is as fast as its slowest one. So a slot costs the same for 1 or 1000 micro-batches,
+and the result equals that of the event simulator (a test compares the two).
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,13 @@ Lines = tuple[list[float], list[float]]
 class StageTimes:
     """The seconds of a partition's stages, in dispatch order.
 
-    - `entry_s`: from the previous stage's output of a micro-batch to this stage's, hop included, if the device is free.
+    - `entry_s`: from the previous stage's output of a micro-batch to this stage's, hop included, if the
+      device is free.
     - `total_s`: busy time per micro-batch.
-    - `updated_after_s`: from the start of the update until the optimizer has updated all layers that the stage reads.
-    - `boundary_from`: the forward stage whose output a recomputation may have to wait for; -1 if the gradient always arrives
-      later anyway.
+    - `updated_after_s`: from the start of the update until the optimizer has updated all layers that the
+      stage reads.
+    - `boundary_from`: the forward stage whose output a recomputation may have to wait for; -1 if the gradient
+      always arrives later anyway.
     """
 
     entry_s: Sequence[float]
@@ -67,7 +69,8 @@ class LayerSums:
         fused_s = self._recompute_s(split, num_layers) + self._after_recompute_s(split, num_layers)
         total.append(fused_s)
         entry.append(fused_s + hop_s)
-        # A backward stage recomputes while its gradient is still on its way, so only the rest is on the path of the gradient.
+        # A backward stage recomputes while its gradient is still on its way, so only the rest is on the path
+        # of the gradient.
         before = []
         for stop, start in pairwise(cuts):
             before.append(self._recompute_s(start, stop))
@@ -108,8 +111,9 @@ def _boundary_waits(
 ) -> list[int]:
     """Find the recomputations that may have to wait for their boundary activation, as `StageTimes.boundary_from`.
 
-    A recomputation of e seconds never waits if its gradient arrives at least e seconds after the boundary. `starts`: first
-    layers of the forward stages and of the fused one; `cuts`: first layers of the fused stage and of the backward ones.
+    A recomputation of e seconds never waits if its gradient arrives at least e seconds after the boundary.
+    `starts`: first layers of the forward stages and of the fused one; `cuts`: first layers of the fused stage
+    and of the backward ones.
     """
     num_forward = len(starts) - 1
     waits = [-1] * (num_forward + 1)
@@ -131,9 +135,9 @@ def step_seconds(
 ) -> float:
     """Compute the seconds per training step in the steady state.
 
-    `"sync"`: from one step's last gradient to the next step's. The update starts at the former, and each stage waits for the
-    update of its layers. `"async"`: step t+2 waits for the update with step t's gradient, and steps follow each other without
-    a flush.
+    `"sync"`: from one step's last gradient to the next step's. The update starts at the former, and each
+    stage waits for the update of its layers. `"async"`: step t+2 waits for the update with step t's gradient,
+    and steps follow each other without a flush.
     """
     sizes = [len(part) for part in split_evenly(num_micro_batches, rounds)]
     if update == "sync":
@@ -158,7 +162,8 @@ def run_step(
     slot = 0
     for size in round_sizes:
         slot = run_stages(stages, size, free, slot, Front(), times.hop_s, update_start_s)
-    # Slots take devices in turn without a restart, so the next step begins with the device after the last slot's.
+    # Slots take devices in turn without a restart, so the next step begins with the device after the last
+    # slot's.
     free[:] = free[slot:] + free[:slot]
     return free
 
@@ -166,7 +171,8 @@ def run_step(
 class Front:
     """The output times of a round's last stage so far, as lines with falling slopes and rising bases.
 
-    Micro-batch m leaves at `shift + max(base + slope x m)`. `outputs` keeps the lines of each stage, for recomputations.
+    Micro-batch m leaves at `shift + max(base + slope x m)`. `outputs` keeps the lines of each stage, for
+    recomputations.
     """
 
     def __init__(self) -> None:
@@ -187,8 +193,8 @@ def run_stages(
 ) -> int:
     """Run the next stages of a round of `size` micro-batches; the first takes the device of `free[slot]`.
 
-    Updates `free` and `front`; returns the position of the slot after the last one. A stage is a tuple of its entry, total and
-    updated-after seconds and of its boundary stage.
+    Updates `free` and `front`; returns the position of the slot after the last one. A stage is a tuple of its
+    entry, total and updated-after seconds and of its boundary stage.
     """
     num_devices, last, shift = len(free), size - 1, front.shift
     slopes, bases = front.slopes, front.bases
