@@ -21,6 +21,9 @@ from torchround.engine.errors import DeviceMemoryError
 GIB = 2**30
 T = TypeVar("T")
 
+# The step of operations that belong to no training step: those of an evaluation.
+NO_STEP = -1
+
 
 class Stream(Enum):
     """The five queues of a device; operations of one stream run in the order they were enqueued."""
@@ -127,7 +130,7 @@ class Device(ABC):
         self.watchers: list[DeviceWatcher] = []
 
     def begin_step(self, step: int, *streams: Stream) -> None:
-        """Say that what is enqueued on these streams from now on belongs to training step `step`."""
+        """Say that what is enqueued on these streams from now on belongs to training step `step`, or to `NO_STEP`."""
         self.step_of.update(dict.fromkeys(streams, step))
 
     def allocate(self, nbytes: int) -> Tensor:
