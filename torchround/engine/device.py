@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from torchround.engine.errors import DeviceMemoryError
+from torchround.pipeline.memory import GIB
 
-GIB = 2**30
 T = TypeVar("T")
 
 # The step of operations that belong to no training step: those of an evaluation.
@@ -144,6 +144,7 @@ class Device(ABC):
             self.uploaded_bytes += source.nbytes
         else:
             self.downloaded_bytes += source.nbytes
+        # In the enqueuing thread, so that each watcher sees the operations of a stream in their order.
         for watcher in self.watchers:
             watcher.begins(self, stream, [source], [destination], source.nbytes)
         self._copy(stream, destination, source)

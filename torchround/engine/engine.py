@@ -34,8 +34,8 @@ from torchround.engine.passes import (
     StageJob,
     backward_inputs,
     check_micro_batches,
-    contributions,
     forward_inputs,
+    gradient_parts,
     host_micro_batch,
     uploads,
 )
@@ -200,9 +200,8 @@ class Engine:
             index, self._next_save = self._next_save, self._next_save + 1
             self._ordering.expect_save([bundle.index for bundle in self.store.trained], self._step, index)
             self._board.post(SAVE(index), (self._step, write))
-            self._saves = [
-                save for save in self._saves if not save.ended
-            ]  # a long run keeps none of the others
+            # A long run must not keep every save that ended.
+            self._saves = [save for save in self._saves if not save.ended]
             self._saves.append(PendingSave(index, self._board, self._wait_in_call))
             return self._saves[-1]
 
@@ -262,7 +261,7 @@ class Engine:
             training=training,
             step=self._step,
             version=version,
-            loss_scale=loss_scale / max(num_labels, 1),
+            loss_factor=loss_scale / max(num_labels, 1),
             num_labels=num_labels,
             micro_batches=tuple(
                 host_micro_batch(
@@ -286,7 +285,7 @@ class Engine:
             self._ordering.expect_upload(bundle, pass_.version, use)
         for task in tasks:
             window = self._windows.next(len(task.micro_batches))
-            job = StageJob(task, pass_, contributions(self.store, task), window)
+            job = StageJob(task, pass_, gradient_parts(self.store, task), window)
             self._board.post(STAGE_JOB(task.slot), job)
         self._next_slot += len(tasks)
 

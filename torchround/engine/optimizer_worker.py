@@ -142,7 +142,7 @@ class OptimizerWorker:
             if bundle.adds_up:
                 self._add_up(bundle, step, parts, landings)
             # The norm needs the whole sum, so it comes with the last round.
-            if parts.stop == self._ordering.contributions(bundle.index, step):
+            if parts.stop == self._ordering.num_parts(bundle.index, step):
                 self._squares[bundle.index] = self._norm_squared(bundle)
             self._busy_s += time.perf_counter() - start
         # Losses last: devices that wait until a part of a gradient is consumed cannot send the later ones.
@@ -161,7 +161,7 @@ class OptimizerWorker:
             for bundle in reversed(self._store.trained):
                 uses = len(bundle.layers)
                 parts = range(round_index * uses, (round_index + 1) * uses)
-                if parts.stop > self._ordering.contributions(bundle.index, step):
+                if parts.stop > self._ordering.num_parts(bundle.index, step):
                     return
                 yield bundle, parts
 

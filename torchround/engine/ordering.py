@@ -78,7 +78,7 @@ class Ordering:
         # takes; hence the lock.
         self._uses: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._uses_lock = threading.Lock()
-        self._contributions: dict[tuple[int, int], int] = {}
+        self._num_parts: dict[tuple[int, int], int] = {}
         self._saves: dict[tuple[int, int], list[int]] = defaultdict(list)
 
     def begin(self, bundles: Sequence[int], step: int) -> None:
@@ -147,26 +147,26 @@ class Ordering:
 
     # Rules 3 and 4. A step's gradient arrives in parts: one for each round and each layer that uses the bundle.
 
-    def expect_gradient(self, bundle: int, step: int, contributions: int) -> None:
-        """Announce how many downloads make up a step's gradient. The controller calls this before dispatch."""
-        self._contributions[step, bundle] = contributions
+    def expect_gradient(self, bundle: int, step: int, num_parts: int) -> None:
+        """Announce the parts of a step's gradient, one download each. The controller calls this before dispatch."""
+        self._num_parts[step, bundle] = num_parts
 
-    def contributions(self, bundle: int, step: int) -> int:
-        """Return how many downloads make up a step's gradient."""
-        return self._contributions[step, bundle]
+    def num_parts(self, bundle: int, step: int) -> int:
+        """Return the number of parts of a step's gradient."""
+        return self._num_parts[step, bundle]
 
-    def before_gradient_read(self, bundle: int, step: int, contribution: int) -> HostBuffer | None:
+    def before_gradient_read(self, bundle: int, step: int, part: int) -> HostBuffer | None:
         """Rule 3: wait until the download of this part has finished. Returns the buffer given to `gradient_landed`."""
-        key = GRADIENT_LANDED(step, bundle, contribution)
+        key = GRADIENT_LANDED(step, bundle, part)
         event, landing = self._board.wait(key)
         self._board.synchronize(event, key)
         return landing
 
     def gradient_landed(
-        self, bundle: int, step: int, contribution: int, event: Event, landing: HostBuffer | None
+        self, bundle: int, step: int, part: int, event: Event, landing: HostBuffer | None
     ) -> None:
         """Post that a download into `landing` is enqueued; it has finished after `event`."""
-        self._board.post(GRADIENT_LANDED(step, bundle, contribution), (event, landing))
+        self._board.post(GRADIENT_LANDED(step, bundle, part), (event, landing))
 
     def before_gradient_write(self, bundle: int, step: int, previous_part: int) -> None:
         """Rule 4: wait until the optimizer has consumed what this part's buffer held before.
@@ -185,7 +185,7 @@ class Ordering:
 
     def gradient_consumed(self, bundle: int, step: int) -> None:
         """Post that the optimizer will not read step `step`'s gradient again."""
-        self._contributions.pop((step, bundle), None)
+        self._num_parts.pop((step, bundle), None)
         self._board.signal(GRADIENT_CONSUMED(step, bundle))
 
     # Rule 6.

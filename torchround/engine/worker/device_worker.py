@@ -166,7 +166,7 @@ class DeviceWorker:
                 gradients,
                 upload.layout,
                 job.pass_.step,
-                job.contribution,
+                job.gradient_parts,
             )
 
     def _report(self, job: StageJob, upload: WeightUpload, weights_ready: Mark) -> None:
@@ -184,7 +184,7 @@ class DeviceWorker:
         self._reported_bytes, self._idle_since, self._spans = moved, self._spans[-1].end, []
         self._setup.board.post(STAGE_DONE(job.task.slot), report)
 
-    # Stages, one micro-batch each. `shared` is the weight slot's memory and, if there is one, the gradient slot's.
+    # Stages, for one micro-batch, number `m` of its pass. `shared` is the weight slot's memory and, if there is one, the gradient slot's.
 
     def _forward_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
         """Run forward without gradients, and send what later stages read: the output, and inputs of backward stages."""
@@ -209,9 +209,9 @@ class DeviceWorker:
         micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
 
         def forward_and_backward() -> tuple[Tensor, tuple[Tensor, ...] | None]:
-            part = Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute)
-            [loss] = as_tuple(part.output)
-            return loss.detach(), part.backward([torch.full_like(loss, pass_.loss_scale)])
+            recomputation = Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute)
+            [loss] = as_tuple(recomputation.output)
+            return loss.detach(), recomputation.backward([torch.full_like(loss, pass_.loss_factor)])
 
         loss, gradients = self._compute(
             TaskKind.FUSED,
@@ -230,7 +230,7 @@ class DeviceWorker:
         reads = [shared[0], *inputs]
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the device would
         # be idle until another device has made it.
-        part = self._compute(
+        recomputation = self._compute(
             TaskKind.RECOMPUTE,
             lambda: Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute),
             reads,
@@ -239,7 +239,7 @@ class DeviceWorker:
         incoming, staged_gradient = self._activations.bring_gradients(boundary)
         gradients = self._compute(
             TaskKind.BACKWARD,
-            lambda: part.backward(incoming),
+            lambda: recomputation.backward(incoming),
             reads=[*reads, staged_gradient.memory],
             writes=shared[1:],
         )
