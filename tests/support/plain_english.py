@@ -12,37 +12,8 @@ from tests.support.source_files import Source
 
 # A function's docstring opens with a verb, a class's with a noun phrase. These words open neither.
 OPENINGS = frozenset(
-    [
-        *(
-            "of",
-            "that",
-            "those",
-            "what",
-            "where",
-            "which",
-            "whose",
-            "how",
-            "with",
-            "without",
-            "as",
-            "none",
-            "nobody",
-        ),
-        *(
-            "nothing",
-            "for",
-            "whatever",
-            "whoever",
-            "if",
-            "only",
-            "beside",
-            "besides",
-            "in",
-            "on",
-            "by",
-            "than",
-        ),
-    ]
+    "of that those what where which whose how with without as none nobody nothing for whatever whoever if only beside "
+    "besides in on by than".split()
 )
 PATTERNS = {
     # An actor without a name.
