@@ -34,17 +34,17 @@ from torchround.engine.passes import (
     StageJob,
     backward_inputs,
     check_micro_batches,
-    contributions,
     forward_inputs,
     host_micro_batch,
+    part_numbers,
     uploads,
 )
-from torchround.engine.results import STAGE_DONE, StepResult
+from torchround.engine.results import STAGE_ENQUEUED, StepResult
 from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
-from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, Boundary
+from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import LayeredModel, MicroBatch
@@ -286,7 +286,7 @@ class Engine:
             self._ordering.expect_upload(bundle, pass_.version, use)
         for task in tasks:
             window = self._windows.next(len(task.micro_batches))
-            job = StageJob(task, pass_, contributions(self.store, task), window)
+            job = StageJob(task, pass_, part_numbers(self.store, task), window)
             self._board.post(STAGE_JOB(task.slot), job)
         self._next_slot += len(tasks)
 
@@ -315,7 +315,7 @@ class Engine:
         for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
             self._board.retire(kind, oldest.pass_.index)
         self._board.retire(STAGE_JOB, oldest.tasks[0].slot)
-        self._board.retire(STAGE_DONE, oldest.tasks[0].slot)
+        self._board.retire(STAGE_ENQUEUED, oldest.tasks[0].slot)
 
     def _collect(self, result: StepResult) -> None:
         """Wait for a pass, so that the engine may forget it."""
@@ -362,7 +362,7 @@ class Engine:
         """
         with self._life.call(is_there=self._board.ready(key)):
             value = self._watchdog.wait(key)
-            if isinstance(value, Boundary):
+            if isinstance(value, HostTensors):
                 self._synchronize(value.landed)
             return value
 

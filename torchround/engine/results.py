@@ -99,7 +99,7 @@ class SlotReport:
         return min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), self._before_s)
 
 
-STAGE_DONE = HandOver[SlotReport]("stage slot {0} to be enqueued")
+STAGE_ENQUEUED = HandOver[SlotReport]("stage slot {0} to be enqueued")
 
 
 class StepResult:
@@ -143,7 +143,7 @@ class StepResult:
     def reports(self) -> list[SlotReport]:
         """Return what the devices measured in each stage slot, in dispatch order."""
         if self._reports is None:
-            self._reports = [self._wait(STAGE_DONE(task.slot)) for task in self.tasks]
+            self._reports = [self._wait(STAGE_ENQUEUED(task.slot)) for task in self.tasks]
         return self._reports
 
     def by_device(self, figure: Callable[[SlotReport], float], num_devices: int) -> list[float]:

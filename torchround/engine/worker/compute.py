@@ -70,7 +70,7 @@ def forward(
     return [*outputs, (first + len(layers), hidden)]
 
 
-class Recomputation:
+class ForwardWithGraph:
     """A stage's forward with everything that its backward needs: all activations, or one layer's with `layerwise`.
 
     Layerwise keeps only layer inputs and recomputes each layer again in the backward, as gradient checkpointing
