@@ -66,8 +66,8 @@ class PassShape:
 class Pass:
     """The facts that all stage jobs of a pass share.
 
-    `step` counts the training steps before it; `version` is the weight version it reads. `loss_scale`
-    multiplies the loss before the backward pass. `forward_inputs` are the layers whose input a forward or fused
+    `step` counts the training steps before it; `version` is the weight version it reads. `loss_factor`
+    is the loss scale divided by the step's number of labels; the backward pass starts from it. `forward_inputs` are the layers whose input a forward or fused
     stage takes from the host, `backward_inputs` the layers whose input a backward stage takes. `sizes` is the staging
     space that its devices need; `shape` decides that.
     """
@@ -76,7 +76,7 @@ class Pass:
     training: bool
     step: int
     version: int
-    loss_scale: float
+    loss_factor: float
     num_labels: int
     micro_batches: tuple[HostTensors, ...]
     forward_inputs: frozenset[int]
@@ -89,13 +89,13 @@ class Pass:
 class StageJob:
     """A stage task of a pass, as a device gets it.
 
-    `contribution` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer windows are
+    `part_numbers` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer windows are
     `window`, `window + 1`, .. in the run's order (`pipeline/shared_links.py`).
     """
 
     task: StageTask
     pass_: Pass
-    contribution: dict[tuple[int, int], int]
+    part_numbers: dict[tuple[int, int], int]
     window: int
 
 
@@ -167,7 +167,7 @@ def read_loss(boundary: HostTensors, pool: HostPool) -> float:
     boundary.landed.synchronize()
     [loss_sum] = boundary.packing.views(boundary.memory)
     value = float(loss_sum)  # read before the buffer is given back
-    boundary.read(PastEvent(), pool)
+    boundary.reader_ends(PastEvent(), pool)
     return value
 
 

@@ -99,7 +99,7 @@ class SlotReport:
         return min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), self._before_s)
 
 
-STAGE_ENQUEUED = HandOver[SlotReport]("stage slot {0} to be enqueued")
+STAGE_ENQUEUED = HandOver[SlotReport]("all of stage slot {0} to be enqueued")
 
 
 class StepResult:
@@ -154,7 +154,7 @@ class StepResult:
         return sums
 
     def wait(self) -> None:
-        """Wait until every stage task is done."""
+        """Wait until the losses are on the host and every stage task is enqueued; backward passes may still run."""
         self.loss()
         self.reports()
 

@@ -146,8 +146,8 @@ def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(
     post, wait, lost, waited = Board.post, Board.wait, [], []
 
     def losing(self, key, value):
-        epoch = {STAGE_JOB: 12, STAGE_ENQUEUED: 12, UPDATED: 2}.get(kind, 1)
-        mine = key.kind is kind and key.epoch == epoch and (not key.key or 1 in (key.key[0], key.key[-1]))
+        number = {STAGE_JOB: 12, STAGE_ENQUEUED: 12, UPDATED: 2}.get(kind, 1)
+        mine = key.kind is kind and key.number == number and (not key.key or 1 in (key.key[0], key.key[-1]))
         if mine and not lost:
             lost.append(key)
             if key in waited:

@@ -96,7 +96,10 @@ class Bundle:
         return self.device_weights[0] if self.weight is None else self.weight
 
     def version(self, version: int) -> Tensor:
-        """Return the device weights of a version. Versions that are no longer kept share their buffer with newer ones."""
+        """Return the buffer that holds, or will hold, the device weights of `version`.
+
+        Ask only for versions that are kept or being written: an older number gives the buffer of a newer version.
+        """
         return self.device_weights[version % len(self.device_weights)]
 
     def sources(self, version: int, start: int, stop: int) -> Iterator[MappedRange]:

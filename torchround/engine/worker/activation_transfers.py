@@ -20,7 +20,9 @@ LOSS_BYTES = 4
 
 
 class HostTensors:
-    """Tensors between two stages, on the host. They are valid after `landed`; the last reader gives them back.
+    """Packed tensors on the host: a stage's input or its gradient, a micro-batch's integers, or a loss.
+
+    They are valid after `landed`; the last reader gives them back.
 
     `facts` go with a micro-batch's integers (`MicroBatch.facts`).
     """
@@ -42,7 +44,7 @@ class HostTensors:
         self._reads: list[Event] = []
         self._lock = threading.Lock()
 
-    def read(self, event: Event, pool: HostPool) -> None:
+    def reader_ends(self, event: Event, pool: HostPool) -> None:
         """Note that one reader's read ends at `event`."""
         with self._lock:
             self._reads.append(event)
@@ -155,5 +157,5 @@ class ActivationTransfers:
         uploaded = device.record(Stream.ACTIVATION_UPLOAD)
         device.wait(Stream.COMPUTE, uploaded)
         # As soon as the copy is enqueued: the next writer of the buffer waits for `uploaded`, not for this stage.
-        boundary.read(uploaded, self._pool)
+        boundary.reader_ends(uploaded, self._pool)
         return slot.views(boundary.packing)

@@ -164,7 +164,7 @@ class DeviceWorker:
                 gradients,
                 upload.layout,
                 job.pass_.step,
-                job.contribution,
+                job.part_numbers,
             )
 
     def _report(self, job: StageJob, upload: WeightUpload, weights_ready: Mark) -> None:
@@ -209,7 +209,7 @@ class DeviceWorker:
         def forward_and_backward() -> tuple[Tensor, tuple[Tensor, ...] | None]:
             part = ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute)
             [loss] = as_tuple(part.output)
-            return loss.detach(), part.backward([torch.full_like(loss, pass_.loss_scale)])
+            return loss.detach(), part.backward([torch.full_like(loss, pass_.loss_factor)])
 
         loss, gradients = self._compute(
             TaskKind.FUSED,
@@ -303,8 +303,9 @@ class DeviceWorker:
         following = STAGE_JOB(self._next_slot + self._setup.num_devices)
         if self._upload is None and self._setup.board.ready(following):
             self._upload = self._start_upload(self._setup.board.wait(following))
-        # Each chunk queues behind the activations already on their way: it has until the end of the stage, a computation
-        # waits for each activation. Chunks of one window's size keep an activation from waiting for a whole stage.
+        # Each chunk queues behind the activations already on their way. A chunk has until the end of the stage, but a
+        # computation waits for each activation. Chunks of one window's size keep an activation from waiting for a
+        # whole stage's weights.
         if self._upload is not None:
             self._device.wait(Stream.WEIGHT_UPLOAD, self._device.record(Stream.ACTIVATION_UPLOAD))
             with self._turn(window, not self._upload.may_advance):
