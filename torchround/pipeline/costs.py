@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
-from torchround.pipeline.devices import DeviceSpec
+from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.partition import Stage, StageKind
 
 # Share of the dense peak that a layer's matrix products reach: 0.78 for a Qwen3-1.7B block on an RTX 4090.

@@ -19,7 +19,7 @@ from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, Pass, StageJob
-from torchround.engine.results import STAGE_ENQUEUED, DeviceSpan, SlotReport
+from torchround.engine.results import STAGE_ENQUEUED, DeviceSpan, StageReport
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import (
@@ -169,7 +169,7 @@ class DeviceWorker:
 
     def _report(self, job: StageJob, upload: WeightUpload, weights_ready: Mark) -> None:
         moved = (self._device.uploaded_bytes, self._device.downloaded_bytes)
-        report = SlotReport(
+        report = StageReport(
             task=job.task,
             step=job.pass_.step,
             idle_since=self._idle_since,
