@@ -339,7 +339,7 @@ def write_parquet(path: Path, records: Iterator[bytes]) -> None:
 
 
 def memory_while_reading(path: str, documents: int, workers: int) -> Report:
-    """Measure resident MiB above that of the imports: after the first batch, and at each tenth of the documents."""
+    """Measure resident MiB beyond what the imports take, after the first batch and at each tenth of the documents."""
     if path.endswith(".parquet"):
         importlib.import_module("pyarrow.parquet")  # 30 MiB that hold no documents
     data = DataTable(sources=(SourceTable(path=path),), epochs=1, num_workers=workers)

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-    """Six blocks and a head; 1 ms, 1 MiB of activations and 1/8 MiB of output per 1024 tokens."""
+    """Make six blocks and a head; 1 ms, 1 MiB of activations and 1/8 MiB of output per 1024 tokens."""
     units = tokens * sequences / 1024
     block = {
         "forward_s": 1e-3 * units,
