@@ -18,7 +18,7 @@ from tests.support.vocabularies import FAMILIES, write
 from torchround.config import TokenizerTable
 from torchround.data import DataError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
-from torchround.data.reader import DocumentPiece
+from torchround.data.reading_order import DocumentPiece
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.tokenising import tokenise
 
@@ -243,13 +243,13 @@ LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end
         ("{{ messages.x.y }}", "a plain question and answer cannot be written: error in the chat template"),
         (
             LOOP,
-            "chat template chat.jinja: the assistant's header, what it adds for add_generation_prompt, is ''; legal",
+            "chat template chat.jinja: the assistant's header, which it adds for add_generation_prompt, is ''; legal",
         ),
         (
             LOOP + "{% if add_generation_prompt %}Assistant:{% endif %}",
             "is 'Assistant:'; legal: one that begins with a special token",
         ),
-        ("<|im_start|>", "chat.jinja: it writes the answers .* 0 times in all; legal: each answer once"),
+        ("<|im_start|>", "chat.jinja: it writes the two answers .* 0 times in all; legal: each answer once"),
         (LOOP + LOOP, "4 times in all"),
     ],
 )
