@@ -1,4 +1,4 @@
-"""Folders with models, adapters, tokenizers and templates that mean harm: one message each, nothing touched."""
+"""Hostile folders of models, adapters, tokenizers and templates: one message each, nothing touched."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def release(folder: Path) -> Path:
-    """A small model as it should be."""
+    """Write a small, sound model."""
     (folder / "release").mkdir()
     (folder / "release" / "config.json").write_text(json.dumps(HF))
     save_file(weights(), folder / "release" / "model.safetensors")
@@ -76,7 +76,7 @@ def with_config(**changes: Any):
 
 
 def with_file(name: str, content: bytes, *without: str):
-    """A file of the release, in place of others."""
+    """Write a file into the release, and remove others."""
 
     def prepare_file(folder: Path) -> None:
         path = release(folder)
@@ -88,7 +88,7 @@ def with_file(name: str, content: bytes, *without: str):
 
 
 def with_header(change: Callable[[dict[str, Any]], Any], length: int | None = None):
-    """The weights with another header in front, whatever it says."""
+    """Put another header in front of the weights, sound or not."""
 
     def prepare_header(folder: Path) -> None:
         path = release(folder) / "model.safetensors"

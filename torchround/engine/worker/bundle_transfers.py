@@ -113,14 +113,14 @@ class WeightUpload:
 
 
 def upload_use(slot_number: int, layer: int) -> int:
-    """Number the upload of a bundle by a stage slot on behalf of `layer`, uniquely in a run."""
+    """Number the upload of a bundle by a stage slot on behalf of `layer`, uniquely in a run of fewer than 2^20 layers."""
     return slot_number * 2**20 + layer
 
 
 class GradientDownload:
     """The download of one stage's gradients from a slot to the host store, rounded to the store's gradient dtype.
 
-    `gradient_parts` gives, by layer and bundle, which part of the step's gradient they are. `rounding` is device memory
+    `part_numbers` gives, by layer and bundle, which part of the step's gradient they are. `rounding` is device memory
     for rounded elements, None if slots have the store's gradient dtype.
     """
 
@@ -134,7 +134,7 @@ class GradientDownload:
         slot: DeviceSlot,
         layout: StageLayout,
         step: int,
-        gradient_parts: dict[tuple[int, int], int],
+        part_numbers: dict[tuple[int, int], int],
     ) -> None:
         self._device = device
         self._store = store
@@ -144,7 +144,7 @@ class GradientDownload:
         self._slot = slot
         self._layout = layout
         self._step = step
-        self._gradient_parts = gradient_parts
+        self._part_numbers = part_numbers
         self._next_range = 0
         self._done_elements = 0  # of the next range
         self._landing: tuple[Tensor, HostBuffer | None] | None = None
@@ -194,8 +194,8 @@ class GradientDownload:
         self._done_elements = stop
         if stop == slot_range.numel:
             event = self._device.record(Stream.GRADIENT_DOWNLOAD)
-            gradient_part = self._gradient_parts[slot_range.layer, slot_range.bundle]
-            self._ordering.gradient_landed(slot_range.bundle, self._step, gradient_part, event, buffer)
+            part_number = self._part_numbers[slot_range.layer, slot_range.bundle]
+            self._ordering.gradient_landed(slot_range.bundle, self._step, part_number, event, buffer)
             self._next_range, self._done_elements, self._landing = self._next_range + 1, 0, None
         return stop - start
 
@@ -216,8 +216,8 @@ class GradientDownload:
         return buffer.memory.view(self._store.gradient_dtype), buffer
 
     def _previous_part(self, slot_range: SlotRange) -> int:
-        """Return the index of the previous round's part of this gradient; negative in the first round."""
-        return self._gradient_parts[slot_range.layer, slot_range.bundle] - len(
+        """Return the number of the part that the previous round made of this gradient; negative in the first round."""
+        return self._part_numbers[slot_range.layer, slot_range.bundle] - len(
             self._store.bundles[slot_range.bundle].layers
         )
 
