@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from torchround.layer import LayeredModel
-from torchround.optim import decayed_names
+from torchround.layer import LayeredModel, decayed_names
 
 # 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and direct disk writes
 # need it. Matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
