@@ -74,7 +74,7 @@ def test_a_second_signal_ends_the_run_at_once_and_what_was_saved_before_is_good(
     child = fork_server.start("hangs", "save" if while_saving else "step", 3, arguments, folder=tmp_path)
     child.wait_until(lambda text: "hanging" in text)
     child.send(number)
-    child.wait_until(lambda text: "once more stops at once" in text)
+    child.wait_until(lambda text: "another signal stops at once" in text)
     time.sleep(SAME_REQUEST_S + 0.1)
     child.send(number)
     assert child.wait() == -number, child.text()
