@@ -1,4 +1,4 @@
-"""Files of text that mean harm: devices and pipes, archives that unpack without end, records that no reader expects."""
+"""Data files from an attacker: devices and pipes, archives that unpack without end, records that no reader expects."""
 
 import gzip
 import io
@@ -35,7 +35,7 @@ class Bomb:
 
 
 def reads(path: str, **source: object) -> tuple[str, ...]:
-    """The override that makes this the only source."""
+    """Return the override that makes this the only source."""
     keys = {"path": path, **source}
     return (f"--data.sources=[{{ {', '.join(f'{key} = {json.dumps(keys[key])}' for key in keys)} }}]",)
 
@@ -130,7 +130,7 @@ def same_text_again_and_again() -> bytes:
 
 
 def pickled_type() -> bytes:
-    """What earlier versions of the package unpickled as soon as they opened the file."""
+    """Write metadata that earlier versions of pyarrow unpickled as soon as they opened the file."""
     metadata = {
         "ARROW:extension:name": "arrow.py_extension_type",
         "ARROW:extension:metadata": pickle.dumps(Bomb()),

@@ -4,6 +4,7 @@
 """
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -57,19 +58,19 @@ def run_command(command: Callable[[list[str]], int]) -> NoReturn:
     except SystemExit as end:  # argparse, after --help or a mistake
         code = end.code
     except BrokenPipeError:
-        if _flush_output():
+        if not _has_no_reader(sys.stdout.fileno()):
             raise
         code = 128 + signal.SIGPIPE
-    _flush_output()
-    sys.exit(code)
-
-
-def _flush_output() -> bool:
-    """Write what is left in the buffer of our output. Returns False if its reader has closed it."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes once more at exit. What is left in the buffer must then have somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True
+    sys.exit(code)
+
+
+def _has_no_reader(descriptor: int) -> bool:
+    """Whether a pipe or socket was closed at its other end. A file or a terminal never is."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors are reported without being asked for
+    return bool(poll.poll(0))
