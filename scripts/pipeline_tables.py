@@ -1,4 +1,4 @@
-"""The tables of docs/schedules.md and docs/planning.md, from simulation: a tool for maintainers.
+"""The tables of docs/schedules.md and docs/simulated_results.md, from simulation: a tool for maintainers.
 
     python scripts/pipeline_tables.py            print them
     python scripts/pipeline_tables.py --write    put them between their markers in the pages
@@ -33,7 +33,7 @@ from torchround.pipeline.plan import Plan
 from torchround.pipeline.planner import make_plan
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "docs" / "schedules.md", ROOT / "docs" / "planning.md")
+PAGES = (ROOT / "docs" / "schedules.md", ROOT / "docs" / "simulated_results.md")
 MODELS = {
     "Qwen3-1.7B": "qwen3_1.7b",
     "Llama-3.1-8B": "llama3_8b",

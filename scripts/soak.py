@@ -218,7 +218,7 @@ def damage(checkpoint: Path, moment: random.Random) -> None:
 
 
 def newest(checkpoints: Path, damaged: set[int]) -> int:
-    """Return the newest step whose checkpoint verifies, 0 if there is none.
+    """Return the newest step whose checkpoint verifies, or 0 without a checkpoint.
 
     Raises `SoakError` for an unsound checkpoint that this script has not `damaged` itself.
     """

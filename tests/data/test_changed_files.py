@@ -112,7 +112,10 @@ def test_the_warning_of_a_change_counts_the_documents_that_it_may_cost(
     used = sum(run.trained_on().values())
     run.change("b", 39, "longer than it was " * 2)
     run.go_on(0)
-    assert f"; {used} of the group being packed are used, its others are packed anew" in caplog.text
+    assert (
+        f"; {used} documents of the group being packed are used, its other documents are packed anew"
+        in caplog.text
+    )
     assert "sources was ['40 documents in " in caplog.text
     told = int(caplog.text.split("at most the ")[1].split()[0])
     assert 0 < told <= 40  # only of the source that has changed

@@ -29,7 +29,7 @@ def take(loader: Loader, count: int) -> list[list[Any]]:
 
 
 def threads_of_torchround(before: set[threading.Thread], patience_s: float = 30.0) -> set[threading.Thread]:
-    """Threads that were not there before and do not end by themselves."""
+    """Return the threads that the loader started and that do not end by themselves."""
     deadline = time.monotonic() + patience_s
     while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -250,7 +250,7 @@ def test_a_row_of_a_saved_dataset_that_cannot_be_read_is_named_and_costs_no_othe
 
 
 def test_a_large_row_group_is_read_part_by_part(tmp_path: Path) -> None:
-    """By what the package itself counts: one row group of 8 MiB that does not compress."""
+    """Compare with pyarrow's own count of memory, for one row group of 8 MiB that does not compress."""
     generator = random.Random(0)
     rows = [{"text": generator.randbytes(256).hex()} for _ in range(16384)]
     table = pyarrow.Table.from_pylist(rows)

@@ -149,7 +149,7 @@ os._exit(3)
 
 
 def test_an_error_inside_a_kernel_is_a_pipeline_error():
-    """In a process of its own, because after it CUDA fails for the rest of the process."""
+    """Run in a process of its own, because CUDA fails for the rest of a process after such an error."""
     done = subprocess.run(
         [sys.executable, "-c", POISON], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -22,7 +22,7 @@ HEADER_BYTES = 3000  # of a tensor file: length, names and offsets
 
 @contextmanager
 def damaged(path: Path, moment: random.Random) -> Iterator[str]:
-    """Flip one byte of the file or cut off its end, for the block. Yields what was done."""
+    """Flip one byte of the file or cut off its end. Returns a text that says what was done."""
     whole = path.read_bytes()
     in_header = path.suffix == ".safetensors" and moment.random() < 0.5
     place = moment.randrange(min(len(whole), HEADER_BYTES) if in_header else len(whole))
@@ -85,7 +85,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_an
 def test_a_complete_run_whose_last_checkpoint_is_damaged_trains_its_last_steps_again(
     small_runs: SmallRuns, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The damage leaves all sizes as they were, so only reading every byte shows it."""
+    """All sizes stay the same, so a check of sizes alone would call the run complete."""
     every_second = ["--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0"]
     assert small_runs("whole") == 0 and small_runs("run", *every_second) == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}" / "tensors-00000.safetensors"

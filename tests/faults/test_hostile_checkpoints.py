@@ -1,6 +1,6 @@
-"""Checkpoints from an attacker who knows the format: one message each, and nothing outside the run is touched.
+"""Checkpoints forged by an attacker who knows the format: one message each, and nothing outside the run is touched.
 
-Checksums find accidental damage, not an attack: here each checksum is made to fit the forged content.
+Checksums find accidents, not attacks: here each checksum is made to fit the forged content.
 """
 
 import json
@@ -38,7 +38,7 @@ DEEP = b'{"a":' * 100_000
 
 @pytest.fixture(scope="module")
 def saved(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a harmless run."""
+    """Return the folder that a harmless run left."""
     folder = tmp_path_factory.mktemp("harmless")
     prepare(folder)
     run = fork_server.run("trains", ["--run.name=run"], folder=folder)
@@ -56,7 +56,7 @@ def forge_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> No
 
 
 def forge(path: Path, name: str, content: bytes) -> None:
-    """Give a file other content, and the manifest a checksum that fits."""
+    """Replace a file's content, and make the manifest fit it."""
     (path / name).write_bytes(content)
     record = {"size_bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
     forge_manifest(path, lambda manifest: manifest["files"].update({name: record}))
@@ -71,7 +71,7 @@ def manifest(change: Callable[[dict[str, Any]], object]):
 
 
 def listed(name: str):
-    """Name one more file in the manifest, and create it."""
+    """Add a file to the folder and to its manifest."""
 
     def change(content: dict[str, Any]) -> None:
         content["files"][name] = {"size_bytes": 8, "xxh3_128": xxhash.xxh3_128_hexdigest(b"precious")}
@@ -80,7 +80,7 @@ def listed(name: str):
 
 
 def state(change: Callable[[dict[str, Any]], object]):
-    """Return the harm of a changed state."""
+    """Change the saved state."""
 
     def forge_state(path: Path) -> None:
         content = json.loads((path / "state.json").read_text())
@@ -114,12 +114,12 @@ def group(**changes: Any):
 
 
 def without(key: str):
-    """Return the harm of a source whose progress lacks an entry."""
+    """Remove a key from a source's progress."""
     return state(lambda content: content["data"]["position"]["reader"]["sources"][0].pop(key))
 
 
 def header(change: Callable[[dict[str, Any]], Any], length: int | None = None):
-    """Return the harm of another header in front of the tensors."""
+    """Put another header in front of the tensors."""
 
     def forge_header(path: Path) -> None:
         whole = (path / TENSORS).read_bytes()
@@ -139,7 +139,7 @@ def first(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def renamed_to(name: str):
-    """Return the harm of another name for the first tensor."""
+    """Give the first tensor another name."""
 
     def rename(entries: dict[str, Any]) -> bytes:
         old = next(name for name in entries if name != "__metadata__")
@@ -150,7 +150,7 @@ def renamed_to(name: str):
 
 
 def twice(entries: dict[str, Any]) -> bytes:
-    """Write a name twice: some readers take the first of them, some the last."""
+    """Write a name twice: readers disagree on which one wins."""
     name = next(name for name in entries if name != "__metadata__")
     text = json.dumps(entries)
     return (text[:-1] + f", {json.dumps(name)}: {json.dumps(entries[name])}}}").encode()
@@ -345,7 +345,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def given(harm: Callable[[Path], object]):
-    """Return a case's preparation: the attacker's checkpoint, beside a file that no run may touch."""
+    """Put the forged checkpoint into a folder, beside a file that no run may touch."""
 
     def prepare_given(folder: Path) -> None:
         shutil.move(folder / "outputs" / "run" / "checkpoints" / f"step-{STEP}", folder / "theirs")

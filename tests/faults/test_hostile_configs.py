@@ -1,4 +1,4 @@
-"""Configs from an attacker: one message each, and nothing outside the run's folder is touched."""
+"""Hostile configs: one message each, and nothing outside the run's folder is touched."""
 
 import os
 from pathlib import Path
@@ -43,7 +43,7 @@ def pipe_base(folder: Path) -> None:
 
 
 def linked(name: str):
-    """Return the harm of a link in the run's folder to a file outside."""
+    """Make a file of the run's folder a link to a file outside."""
 
     def prepare_link(folder: Path) -> None:
         (folder / "outside").write_text("precious")
@@ -132,7 +132,7 @@ def test_a_hostile_config_is_a_message_and_touches_nothing(
 
 
 def test_a_shell_s_words_in_a_name_are_a_name(fork_server: ForkServer, tmp_path: Path) -> None:
-    """Variables and commands are not expanded: they are the folder's name."""
+    """The name is not expanded: the folder has exactly that name."""
     prepare(tmp_path)
     folder = "outputs/$HOME $(touch pwned) `touch pwned`;touch pwned"
     child = fork_server.run("meets_harm", [f"--run.folder={folder}", "--training.steps=1"], folder=tmp_path)

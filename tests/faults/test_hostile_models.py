@@ -1,4 +1,4 @@
-"""Models, adapters, tokenizers and templates from an attacker: one message each, and nothing outside is touched."""
+"""Hostile folders of models, adapters, tokenizers and templates: one message each, nothing touched."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def release(folder: Path) -> Path:
-    """Write a small model without harm."""
+    """Write a small, sound model."""
     (folder / "release").mkdir()
     (folder / "release" / "config.json").write_text(json.dumps(HF))
     save_file(weights(), folder / "release" / "model.safetensors")
@@ -76,7 +76,7 @@ def with_config(**changes: Any):
 
 
 def with_file(name: str, content: bytes, *without: str):
-    """Return the harm of one file of a release in place of the others."""
+    """Write a file into the release, and remove others."""
 
     def prepare_file(folder: Path) -> None:
         path = release(folder)
@@ -88,7 +88,7 @@ def with_file(name: str, content: bytes, *without: str):
 
 
 def with_header(change: Callable[[dict[str, Any]], Any], length: int | None = None):
-    """Return the harm of another header in front of the weights, even one that is not JSON."""
+    """Put another header in front of the weights, sound or not."""
 
     def prepare_header(folder: Path) -> None:
         path = release(folder) / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Run folders that an attacker prepared: the run reports what it does not use, and touches nothing outside."""
+"""Run folders sent by an attacker: the run says what it does not use, and touches nothing outside."""
 
 import json
 import os
@@ -29,12 +29,12 @@ OWN = ("--run.name=run", "--training.steps=8")
 
 
 def own(harm: Callable[[Path], object]):
-    """Return the harm done to a whole run folder, as an attacker would send it."""
+    """Put a whole run's folder in place, as an attacker may have sent it."""
     return lambda folder: harm(folder / "outputs" / "run")
 
 
 def plan(change: Callable[[dict[str, Any]], object]):
-    """Return the case of a run that is resumed after its measured plan was altered."""
+    """Alter the measured plan of a run, which then continues."""
 
     def forge_plan(path: Path) -> None:
         content = json.loads((path / "plan.json").read_text())
@@ -45,7 +45,7 @@ def plan(change: Callable[[dict[str, Any]], object]):
 
 
 def outside(name: str):
-    """Return the harm of a checkpoint folder that is a link."""
+    """Make a checkpoint's folder a link to one outside."""
 
     def link(path: Path) -> None:
         (path.parents[1] / "elsewhere").mkdir()

@@ -34,7 +34,7 @@ def test_stopped_at_random_moments_the_run_says_so_is_saved_there_and_equals_an_
 def stop_until_complete(
     fork_server: ForkServer, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
 ) -> int:
-    """Stop a run and start it again until it is complete. Returns how often it was stopped."""
+    """Stop a run and start it again until it is complete. Returns the number of stops."""
     arguments, stops, last_step = [f"--run.name={name}", *OFTEN, *mode], 0, 0
     while True:
         child = fork_server.start("trains", arguments, folder=runs.folder)

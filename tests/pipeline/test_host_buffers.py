@@ -1,4 +1,4 @@
-"""The pool's size against every order in which devices could get on: never too small, and never larger."""
+"""The pool's size against every order of progress of the devices: never too small, and never larger than needed."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ FORWARD, FUSED, BACKWARD = StageKind.FORWARD, StageKind.FUSED, StageKind.BACKWAR
 
 
 def most_alive(passes, num_devices, ahead):
-    """By trying every order of single micro-batches: most boundaries alive at once.
+    """Find the most boundaries alive at once, by trying every order of single micro-batches.
 
     `passes` are lists of stage tasks. A device takes its slots in order, a slot its micro-batches; a micro-batch
     needs the stage before it; only `ahead` stages of a pass may begin before the pass before it is done.

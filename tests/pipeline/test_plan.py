@@ -364,4 +364,4 @@ def test_a_table_of_costs_in_proportion_shows_no_seconds() -> None:
     lines = plan.text(timed=False).splitlines()
     assert len(lines) == len(str(plan).splitlines())
     assert " ms " in str(plan).splitlines()[0] and " ms " not in lines[0]
-    assert "step takes is not known" in lines[-1] and f"{plan.step_s:.4g}" not in lines[-1]
+    assert "the step time is unknown" in lines[-1] and f"{plan.step_s:.4g}" not in lines[-1]

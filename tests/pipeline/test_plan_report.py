@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, LayerCost, ParameterCounts
-from torchround.pipeline.devices import DeviceSpec
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import micro_batches_to_hide, plan_transfers
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-    """Six blocks and a head; 1 ms, 1 MiB of activations and 1/8 MiB of output per 1024 tokens."""
+    """Make six blocks and a head; 1 ms, 1 MiB of activations and 1/8 MiB of output per 1024 tokens."""
     units = tokens * sequences / 1024
     block = {
         "forward_s": 1e-3 * units,

@@ -1,4 +1,4 @@
-"""Shared links are found from rates on topologies whose answer is known, and windows are those of a uniform pipeline."""
+"""Shared links are found from rates on topologies with a known answer, and windows come as in a uniform pipeline."""
 
 from itertools import combinations
 
@@ -106,7 +106,7 @@ def test_the_line_says_what_was_found():
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 30))
 @settings(max_examples=50, deadline=None)
 def test_windows_come_as_in_a_pipeline_of_equal_windows(num_devices, num_windows, num_slots):
-    """Window by window: after the same one of the slot before, and after whatever its device did before."""
+    """Compare window by window: each follows the same window of the previous slot, and its device's previous window."""
     windows = LinkWindows(num_devices)
     starts = [windows.next(num_windows) for _ in range(num_slots)]
     free, before = [0] * num_devices, [-1] * num_windows

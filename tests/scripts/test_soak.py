@@ -1,4 +1,4 @@
-"""The soak: a few of its iterations, its report of a run whose result was altered, and its end when a child hangs."""
+"""The soak: a few iterations, its report of a run whose result was altered, and its limit on time."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from torchround.checkpoint import verify_checkpoint
 
 
 def alter_a_weight(run: Path) -> None:
-    """The last bit of the last checkpoint, with a checksum that fits: only the comparison can tell."""
+    """Flip the last bit of the last checkpoint and make its checksum fit, so that only the comparison can tell."""
     path = run / "checkpoints" / "step-12"
     tensors = path / "tensors-00000.safetensors"
     content = bytearray(tensors.read_bytes())
@@ -34,7 +34,7 @@ def remove_the_metrics(run: Path) -> None:
 
 
 def cut_the_metrics(run: Path) -> None:
-    """Half of the last line is missing."""
+    """Remove half of the last line."""
     path = run / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-100])
 

@@ -20,7 +20,7 @@ from torchround.data import MissingTokenizerError, TokenizerError, build_tokeniz
 from torchround.engine.errors import EngineUsageError
 from torchround.hf import HFError
 from torchround.models import ModelConfigError
-from torchround.pipeline.devices import DeviceSpec, UnknownPeakError, device_names, find_device
+from torchround.pipeline.cards import DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.memory import GIB, HostMemory, size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan import Plan, PlannedStage

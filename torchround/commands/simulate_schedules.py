@@ -18,8 +18,8 @@ from torchround.commands import CommandError
 from torchround.pipeline.baselines import SCHEDULES, ScheduleError, simulate_schedule
 from torchround.pipeline.baselines.device_bound import SimulationSetup
 from torchround.pipeline.baselines.schedule_report import ScheduleReport
+from torchround.pipeline.cards import DEVICES, DeviceSpec, UnknownPeakError, find_device
 from torchround.pipeline.costs import Costs, CostsError, ParameterCounts, costs_from_work
-from torchround.pipeline.devices import DEVICES, DeviceSpec, UnknownPeakError, find_device
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.planner import InfeasiblePlanError

@@ -217,6 +217,7 @@ class CompiledShape:
         inner = [_leaf(tensor, wanted) for tensor, wanted in zip(tensors, self._wants, strict=True)]
         with torch.set_grad_enabled(any(self._wants)):
             output = self._compiled(inner, micro_batch.tensors(), micro_batch.facts())
+        # Device threads share this object; every one of them writes the same value here.
         self._single = isinstance(output, Tensor)
         return inner, as_tuple(output)
 

@@ -15,7 +15,7 @@ from torchround.engine.board import HandOver, Observer
 from torchround.engine.device import Event, PastEvent
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.activation_transfers import LOSS_BYTES, Boundary, StagingSizes
+from torchround.engine.worker.activation_transfers import LOSS_BYTES, HostTensors, StagingSizes
 from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
@@ -66,8 +66,8 @@ class PassShape:
 class Pass:
     """The facts that all stage jobs of a pass share.
 
-    `step` counts the training steps before it; `version` is the weight version it reads. `loss_scale`
-    multiplies the loss before the backward pass. `forward_inputs` are the layers whose input a forward or fused
+    `step` counts the training steps before it; `version` is the weight version it reads. `loss_factor`
+    is the loss scale divided by the step's number of labels; the backward pass starts from it. `forward_inputs` are the layers whose input a forward or fused
     stage takes from the host, `backward_inputs` the layers whose input a backward stage takes. `sizes` is the staging
     space that its devices need; `shape` decides that.
     """
@@ -76,9 +76,9 @@ class Pass:
     training: bool
     step: int
     version: int
-    loss_scale: float
+    loss_factor: float
     num_labels: int
-    micro_batches: tuple[Boundary, ...]
+    micro_batches: tuple[HostTensors, ...]
     forward_inputs: frozenset[int]
     backward_inputs: frozenset[int]
     shape: PassShape
@@ -89,13 +89,13 @@ class Pass:
 class StageJob:
     """A stage task of a pass, as a device gets it.
 
-    `contribution` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer windows are
+    `part_numbers` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer windows are
     `window`, `window + 1`, .. in the run's order (`pipeline/shared_links.py`).
     """
 
     task: StageTask
     pass_: Pass
-    contribution: dict[tuple[int, int], int]
+    part_numbers: dict[tuple[int, int], int]
     window: int
 
 
@@ -126,7 +126,7 @@ def uploads(store: HostStore, tasks: Sequence[StageTask]) -> Iterator[tuple[int,
                     yield bundle, upload_use(task.slot, layer)
 
 
-def contributions(store: HostStore, task: StageTask) -> dict[tuple[int, int], int]:
+def part_numbers(store: HostStore, task: StageTask) -> dict[tuple[int, int], int]:
     """Return, by layer and bundle, which part of a step's gradient sum the task makes.
 
     Parts count by round, then from the deepest layer that uses the bundle: the order in which they are made.
@@ -147,7 +147,7 @@ def host_micro_batch(
     observer: Observer,
     readers: int,
     synchronize: Callable[[Event], None],
-) -> Boundary:
+) -> HostTensors:
     """Copy a micro-batch's integers into one pool buffer, for `readers` devices to upload.
 
     `synchronize` waits for the device events after which the buffer may be written.
@@ -159,15 +159,15 @@ def host_micro_batch(
         synchronize(event)
     observer.touched(reads=(), writes=[buffer.memory])
     fill(packing.views(buffer.memory), tensors)
-    return Boundary(buffer, packing, PastEvent(), readers, micro_batch.facts())
+    return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.facts())
 
 
-def read_loss(boundary: Boundary, pool: HostPool) -> float:
+def read_loss(boundary: HostTensors, pool: HostPool) -> float:
     """Return the sum of a micro-batch's token losses, as one of the boundary's readers. Waits until it has landed."""
     boundary.landed.synchronize()
     [loss_sum] = boundary.packing.views(boundary.memory)
     value = float(loss_sum)  # read before the buffer is given back
-    boundary.read(PastEvent(), pool)
+    boundary.reader_ends(PastEvent(), pool)
     return value
 
 

@@ -1,6 +1,6 @@
 """The measurements of a step by devices and the optimizer, and the result that the caller of a pass gets.
 
-Devices report stage slots (`SlotReport`), the optimizer reports updates. A `StepResult` waits for these reports when
+Devices report stage slots (`StageReport`), the optimizer reports updates. A `StepResult` waits for these reports when
 its caller asks for them, and keeps them. `costs_from_reports` turns them into the planner's costs.
 """
 
@@ -39,7 +39,7 @@ class DeviceSpan:
 
 
 @dataclass(frozen=True)
-class SlotReport:
+class StageReport:
     """The measurements of one stage slot on its device.
 
     `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready` marks the
@@ -99,7 +99,7 @@ class SlotReport:
         return min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), self._before_s)
 
 
-STAGE_DONE = HandOver[SlotReport]("stage slot {0} to be enqueued")
+STAGE_ENQUEUED = HandOver[StageReport]("all of stage slot {0} to be enqueued")
 
 
 class StepResult:
@@ -115,7 +115,7 @@ class StepResult:
         self._wait = wait
         self._loss: float | None = None
         self._update: UpdateReport | None = None
-        self._reports: list[SlotReport] | None = None
+        self._reports: list[StageReport] | None = None
 
     @property
     def step(self) -> int:
@@ -140,13 +140,13 @@ class StepResult:
             self._update = self._wait(UPDATED(self.pass_.step))
         return self._update
 
-    def reports(self) -> list[SlotReport]:
+    def reports(self) -> list[StageReport]:
         """Return what the devices measured in each stage slot, in dispatch order."""
         if self._reports is None:
-            self._reports = [self._wait(STAGE_DONE(task.slot)) for task in self.tasks]
+            self._reports = [self._wait(STAGE_ENQUEUED(task.slot)) for task in self.tasks]
         return self._reports
 
-    def by_device(self, figure: Callable[[SlotReport], float], num_devices: int) -> list[float]:
+    def by_device(self, figure: Callable[[StageReport], float], num_devices: int) -> list[float]:
         """Return each device's sum of a figure over its stage slots, in device order."""
         sums = [0.0] * num_devices
         for report in self.reports():
@@ -154,7 +154,7 @@ class StepResult:
         return sums
 
     def wait(self) -> None:
-        """Wait until every stage task is done."""
+        """Wait until the losses are on the host and every stage task is enqueued; backward passes may still run."""
         self.loss()
         self.reports()
 
@@ -174,7 +174,7 @@ def one_layer_a_stage(num_layers: int) -> Partition:
 
 
 def costs_from_reports(
-    counted: Costs, reports: Iterable[SlotReport], updates: Iterable[Sequence[BundleUpdate]] = ()
+    counted: Costs, reports: Iterable[StageReport], updates: Iterable[Sequence[BundleUpdate]] = ()
 ) -> Costs:
     """Return `counted` with measured seconds in place of counted ones.
 

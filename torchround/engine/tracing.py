@@ -38,7 +38,7 @@ class StepTraces(DeviceWatcher):
     With `trace.memory` there is also `step-N-memory.pickle` for pytorch.org/memory_viz. Steps count from 1 in the
     config and in file names, from 0 in results and tasks.
 
-    A caller says `start` for each new engine, then for each step `before_dispatch` and, when it is done, `add`. The
+    Call `start` for each new engine. For each step call `before_dispatch`, and `add` once the step is done. The
     trace of step N is written once step N + 1 is done, or at `finish`: the engine collects a step before it dispatches
     the next but one, so only N - 1 and N + 1 can overlap step N.
     """
@@ -97,7 +97,7 @@ class StepTraces(DeviceWatcher):
                 del kept[old]
 
     def finish(self) -> None:
-        """Write what still waits for a step after it: an engine ends and no such step comes."""
+        """Write the traces that were waiting for the next step. The engine ends, so there is no next step."""
         self._write_up_to(max(self._unwritten, default=-1))
 
     def timeline(self, step: int) -> Timeline:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class RunPosition:
     """The place of a run after `step` steps. Together with the host store's state, a run resumes from it.
 
-    `tokens` counts the labels trained on so far; `data` is the loader's state.
+    `tokens` counts the labels trained on so far, under the name that metrics and checkpoints use; `data` is the loader's state.
     """
 
     step: int

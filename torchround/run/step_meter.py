@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torchround.engine.device import GIB, Device
-from torchround.engine.results import SlotReport, StepResult
+from torchround.engine.results import StageReport, StepResult
 from torchround.layer import LayeredModel, LayerWork
 from torchround.observe import StepRecord, host_gib, host_peak_gib
 
 # The figures of a stage slot that a record gives for each device.
-_FIGURES: dict[str, Callable[[SlotReport], float]] = {
+_FIGURES: dict[str, Callable[[StageReport], float]] = {
     "busy_s": lambda slot: slot.busy_s,
     "input_wait_s": lambda slot: slot.input_wait_s,
     "weights_wait_s": lambda slot: slot.weights_wait_s,

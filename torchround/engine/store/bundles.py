@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from torchround.layer import LayeredModel
-from torchround.optim import decayed_names
+from torchround.layer import LayeredModel, decayed_names
 
 # 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and direct disk writes
 # need it. Matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
@@ -96,7 +95,10 @@ class Bundle:
         return self.device_weights[0] if self.weight is None else self.weight
 
     def version(self, version: int) -> Tensor:
-        """Return the device weights of a version. Versions that are no longer kept share their buffer with newer ones."""
+        """Return the buffer that holds, or will hold, the device weights of `version`.
+
+        Ask only for versions that are kept or being written: an older number gives the buffer of a newer version.
+        """
         return self.device_weights[version % len(self.device_weights)]
 
     def sources(self, version: int, start: int, stop: int) -> Iterator[MappedRange]:

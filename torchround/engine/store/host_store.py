@@ -25,7 +25,8 @@ from torchround.engine.store.host_memory import HostAllocator
 from torchround.layer import LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
 
-# In checkpoints the names of device weights older than the newest begin so. Files that exist keep the word.
+# Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`. The word is from an early
+# release: these are not the float32 weights. It stays, so that checkpoints already written load.
 OLDER_WEIGHTS = "master_"
 
 
@@ -95,7 +96,10 @@ class HostStore:
         self.refresh_device_weights()
 
     def refresh_device_weights(self) -> None:
-        """Derive every version of the device weights from the fp32 weights. Call it after writing the fp32 weights."""
+        """Derive every version of the device weights from the fp32 weights, once those are written.
+
+        A frozen bundle has no fp32 weights; its device weights stay as they are.
+        """
         for bundle in self.bundles:
             for device_weights in bundle.device_weights:
                 device_weights.copy_(bundle.authority)
@@ -116,9 +120,10 @@ class HostStore:
         the newest ones, as the first step of a run does.
         """
         for bundle in self.trained:
-            # The views were filled as of the store's own step, and version v belongs to buffer v modulo their number.
-            turn = (step - self.step) % len(bundle.device_weights)
-            bundle.device_weights = bundle.device_weights[-turn:] + bundle.device_weights[:-turn]
+            # Version v belongs to buffer v modulo their number, but the views were filled as of the store's own step: a
+            # buffer that holds version `self.step - age` must come to where `step - age` belongs, `shift` places on.
+            shift = (step - self.step) % len(bundle.device_weights)
+            bundle.device_weights = bundle.device_weights[-shift:] + bundle.device_weights[:-shift]
             derived = [bundle.version(step)] if holds_older_weights else bundle.device_weights
             for device_weights in derived:
                 device_weights.copy_(bundle.authority)

@@ -114,6 +114,7 @@ class Watchdog:
 
     def wait(self, key: HandOverKey[T]) -> T:
         """Wait for a hand-over in the caller's thread, as `Board.wait` does."""
+        # No count of moves is negative, so the first look finds movement and begins to count afresh.
         self._last_moves = -1
         return self._board.wait(key, self._look, self._timeout_s / LOOKS)
 

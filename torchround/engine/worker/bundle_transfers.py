@@ -110,14 +110,14 @@ class WeightUpload:
 
 
 def upload_use(slot_number: int, layer: int) -> int:
-    """Number the upload of a bundle by a stage slot on behalf of `layer`, uniquely in a run."""
+    """Number the upload of a bundle by a stage slot on behalf of `layer`, uniquely in a run of fewer than 2^20 layers."""
     return slot_number * 2**20 + layer
 
 
 class GradientDownload:
     """The download of one stage's gradients from a slot to the host store, rounded to the store's gradient dtype.
 
-    `contribution` gives, by layer and bundle, which part of the step's gradient they are. `rounding` is device memory
+    `part_numbers` gives, by layer and bundle, which part of the step's gradient they are. `rounding` is device memory
     for rounded elements, None if slots have the store's gradient dtype.
     """
 
@@ -131,7 +131,7 @@ class GradientDownload:
         slot: DeviceSlot,
         layout: StageLayout,
         step: int,
-        contribution: dict[tuple[int, int], int],
+        part_numbers: dict[tuple[int, int], int],
     ) -> None:
         self._device = device
         self._store = store
@@ -141,7 +141,7 @@ class GradientDownload:
         self._slot = slot
         self._layout = layout
         self._step = step
-        self._contribution = contribution
+        self._part_numbers = part_numbers
         self._next_range = 0
         self._done_elements = 0  # of the next range
         self._landing: tuple[Tensor, HostBuffer | None] | None = None
@@ -184,8 +184,8 @@ class GradientDownload:
         self._done_elements = stop
         if stop == part.numel:
             event = self._device.record(Stream.GRADIENT_DOWNLOAD)
-            contribution = self._contribution[part.layer, part.bundle]
-            self._ordering.gradient_landed(part.bundle, self._step, contribution, event, buffer)
+            part_number = self._part_numbers[part.layer, part.bundle]
+            self._ordering.gradient_landed(part.bundle, self._step, part_number, event, buffer)
             self._next_range, self._done_elements, self._landing = self._next_range + 1, 0, None
         return stop - start
 
@@ -206,8 +206,8 @@ class GradientDownload:
         return buffer.memory.view(self._store.gradient_dtype), buffer
 
     def _previous_part(self, part: SlotRange) -> int:
-        """Return the index of the previous round's contribution to this gradient; negative in the first round."""
-        return self._contribution[part.layer, part.bundle] - len(self._store.bundles[part.bundle].layers)
+        """Return the number of the part that the previous round made of this gradient; negative in the first round."""
+        return self._part_numbers[part.layer, part.bundle] - len(self._store.bundles[part.bundle].layers)
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         if self._rounding is None:

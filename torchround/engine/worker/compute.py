@@ -70,8 +70,10 @@ def forward(
     return [*outputs, (first + len(layers), hidden)]
 
 
-class Recomputation:
+class ForwardWithGraph:
     """A stage's forward with everything that its backward needs: all activations, or one layer's with `layerwise`.
+
+    Backward stages recompute by it from their boundary activation; the fused stage runs its only forward by it.
 
     Layerwise keeps only layer inputs and recomputes each layer again in the backward, as gradient checkpointing
     does. It costs one more forward and holds the activations of one layer instead of the stage's.

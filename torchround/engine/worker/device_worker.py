@@ -19,7 +19,7 @@ from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, Pass, StageJob
-from torchround.engine.results import STAGE_DONE, DeviceSpan, SlotReport
+from torchround.engine.results import STAGE_ENQUEUED, DeviceSpan, StageReport
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import (
@@ -29,7 +29,7 @@ from torchround.engine.worker.activation_transfers import (
     ActivationTransfers,
 )
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
-from torchround.engine.worker.compute import LayerCall, Recomputation, bind, forward, with_own_seed
+from torchround.engine.worker.compute import ForwardWithGraph, LayerCall, bind, forward, with_own_seed
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.engine.worker.slots import DeviceSlot, SlotRing, StageLayout, as_tuple
 from torchround.layer import Hidden, MicroBatch
@@ -164,12 +164,12 @@ class DeviceWorker:
                 gradients,
                 upload.layout,
                 job.pass_.step,
-                job.contribution,
+                job.part_numbers,
             )
 
     def _report(self, job: StageJob, upload: WeightUpload, weights_ready: Mark) -> None:
         moved = (self._device.uploaded_bytes, self._device.downloaded_bytes)
-        report = SlotReport(
+        report = StageReport(
             task=job.task,
             step=job.pass_.step,
             idle_since=self._idle_since,
@@ -180,7 +180,7 @@ class DeviceWorker:
             downloaded_bytes=moved[1] - self._reported_bytes[1],
         )
         self._reported_bytes, self._idle_since, self._spans = moved, self._spans[-1].end, []
-        self._setup.board.post(STAGE_DONE(job.task.slot), report)
+        self._setup.board.post(STAGE_ENQUEUED(job.task.slot), report)
 
     # Stages, one micro-batch each. `shared` is the weight slot's memory and, if there is one, the gradient slot's.
 
@@ -207,9 +207,9 @@ class DeviceWorker:
         micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
 
         def forward_and_backward() -> tuple[Tensor, tuple[Tensor, ...] | None]:
-            part = Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute)
+            part = ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute)
             [loss] = as_tuple(part.output)
-            return loss.detach(), part.backward([torch.full_like(loss, pass_.loss_scale)])
+            return loss.detach(), part.backward([torch.full_like(loss, pass_.loss_factor)])
 
         loss, gradients = self._compute(
             TaskKind.FUSED,
@@ -226,11 +226,11 @@ class DeviceWorker:
         stage, pass_ = job.task.stage, job.pass_
         micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
         reads = [shared[0], *inputs]
-        # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the device would
+        # ForwardWithGraph needs no gradient, so it is enqueued before the thread waits for one. Otherwise the device would
         # be idle until another device has made it.
         part = self._compute(
             TaskKind.RECOMPUTE,
-            lambda: Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute),
+            lambda: ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute),
             reads,
         )
         boundary = self._await(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
@@ -303,8 +303,9 @@ class DeviceWorker:
         following = STAGE_JOB(self._next_slot + self._setup.num_devices)
         if self._upload is None and self._setup.board.ready(following):
             self._upload = self._start_upload(self._setup.board.wait(following))
-        # Each chunk queues behind the activations already on their way: it has until the end of the stage, a computation
-        # waits for each activation. Chunks of one window's size keep an activation from waiting for a whole stage.
+        # Each chunk queues behind the activations already on their way. A chunk has until the end of the stage, but a
+        # computation waits for each activation. Chunks of one window's size keep an activation from waiting for a
+        # whole stage's weights.
         if self._upload is not None:
             self._device.wait(Stream.WEIGHT_UPLOAD, self._device.record(Stream.ACTIVATION_UPLOAD))
             with self._turn(window, not self._upload.may_advance):

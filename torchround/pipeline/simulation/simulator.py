@@ -158,8 +158,8 @@ class _Simulation:
         while events:
             now = events[0][0]
             touched: dict[int, _Stream] = {}
-            # All events of a moment come first: which task a stream takes depends on everything that is ready
-            # then.
+            # All events of a moment come first: which task a stream
+            # takes depends on everything that is ready then.
             while events and events[0][0] <= now + SAME_MOMENT_S:
                 _, index, ends = heapq.heappop(events)
                 stream = self.stream_of[index]
