@@ -19,7 +19,7 @@ from benchmarks.frame import Benchmark, Report
 from benchmarks.gpu_figures import cards, copy_rates, figures_table, test_results
 from benchmarks.plain_loops import LR, ResidentLoop, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.engine.device import GIB, Device
+from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
 from torchround.engine.store.host_store import HostStore
@@ -27,6 +27,7 @@ from torchround.engine.worker.link_turns import find_link_use
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.costs import Costs
+from torchround.pipeline.memory import GIB
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import evaluate_plan

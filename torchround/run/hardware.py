@@ -7,9 +7,10 @@ import psutil
 import torch
 
 from torchround.config import EngineTable
-from torchround.engine.device import GIB, CpuDevice, CudaDevice, Device
+from torchround.engine.device import CpuDevice, CudaDevice, Device
 from torchround.engine.errors import EngineUsageError
 from torchround.pipeline.cards import DeviceSpec, find_device
+from torchround.pipeline.memory import GIB
 
 # The share of a GPU's memory that a plan may use. The CUDA context, library workspaces and fragmentation take the rest.
 USABLE_CUDA_FRACTION = 0.9

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torchround.engine.device import GIB, Device
+from torchround.engine.device import Device
 from torchround.engine.results import StageReport, StepResult
 from torchround.layer import LayeredModel, LayerWork
 from torchround.observe import StepRecord, host_gib, host_peak_gib
+from torchround.pipeline.memory import GIB
 
 # The figures of a stage slot that a record gives for each device.
 _FIGURES: dict[str, Callable[[StageReport], float]] = {
