@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torchround.config import OptimizerTable, TrainingTable
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import LayeredModel, MicroBatch
-from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
+from torchround.layer import LayeredModel, MicroBatch, decayed_names
+from torchround.optim import adamw_update_, clip_scale, sum_of_squares
 
 LR = 1e-4
 MAX_NORM = 1.0

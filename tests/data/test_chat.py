@@ -18,7 +18,7 @@ from tests.support.vocabularies import FAMILIES, write
 from torchround.config import TokenizerTable
 from torchround.data import DataError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
-from torchround.data.reader import DocumentPiece
+from torchround.data.reading_order import DocumentPiece
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.tokenising import tokenise
 

@@ -22,7 +22,8 @@ from tests.support.toy import (
     toy_store,
 )
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
+from torchround.layer import decayed_names
+from torchround.optim import adamw_update_, clip_scale, sum_of_squares
 from torchround.optim import stability as loss_scale
 
 PARTITION = PARTITIONS["forward coarser"]

@@ -3,8 +3,8 @@
 import pytest
 
 from torchround.engine.store.host_store import HostStore
+from torchround.layer import decayed_names
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.optim import decayed_names
 
 CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
 # What a projection is called, last of all; every other parameter shifts or scales.

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from tests.support.model_shapes import model_shape
 from tests.support.random_costs import costs
+from torchround.pipeline.cards import ASSUMED_DEVICE, DEVICES, UnknownPeakError, device_names, find_device
 from torchround.pipeline.costs import (
     Costs,
     CostsError,
@@ -17,7 +18,6 @@ from torchround.pipeline.costs import (
     hop_seconds,
     stage_seconds,
 )
-from torchround.pipeline.devices import ASSUMED_DEVICE, DEVICES, UnknownPeakError, device_names, find_device
 from torchround.pipeline.partition import Stage, StageKind
 
 # RoundPipe's artifact: forward of a block and hop, both in ms, for micro-batches of 4 x 2048 tokens.

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, LayerCost, ParameterCounts
-from torchround.pipeline.devices import DeviceSpec
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import micro_batches_to_hide, plan_transfers

@@ -15,8 +15,8 @@ from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice, Device, DeviceWatcher
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import IGNORED_LABEL, LayeredModel, LayerWork, MicroBatch
-from torchround.optim import adamw_update_, clip_scale, decayed_names, sum_of_squares
+from torchround.layer import IGNORED_LABEL, LayeredModel, LayerWork, MicroBatch, decayed_names
+from torchround.optim import adamw_update_, clip_scale, sum_of_squares
 from torchround.pipeline.partition import Partition
 
 WIDTH, VOCABULARY, BLOCKS = 16, 37, 5

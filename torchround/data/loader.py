@@ -15,7 +15,7 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, ValidationTable
 from torchround.data.errors import DataError
-from torchround.data.formats.records import RecordReader
+from torchround.data.formats.content import RecordReader
 from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
 from torchround.data.packing.batches import (
@@ -28,7 +28,7 @@ from torchround.data.packing.batches import (
 )
 from torchround.data.packing.best_fit import BestFitPacker, in_changed_files
 from torchround.data.packing.contiguous import ContiguousPacker, PackedSequence
-from torchround.data.reader import MixSettings, Reader
+from torchround.data.reading_order import MixSettings, Reader
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.data.tokenising import Tokenising

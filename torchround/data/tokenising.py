@@ -17,7 +17,7 @@ from torchdata.nodes import BaseNode
 from torchround.data.document_types import TextSpan, TokenIds
 from torchround.data.errors import DataError
 from torchround.data.packing.contiguous import TokenPiece
-from torchround.data.reader import DocumentPiece
+from torchround.data.reading_order import DocumentPiece
 from torchround.data.text.tokenizer import Tokenizer
 
 Result = Callable[[], TokenPiece | DataError]

@@ -1,6 +1,5 @@
 """The update of flat host memory: AdamW, gradient clipping, loss scaling, and the learning rate of each step."""
 
-from torchround.layer import decayed_names
 from torchround.optim.adamw import UpdateProgress, adamw_update_
 from torchround.optim.lr_schedule import LRSchedule
 from torchround.optim.stability import LossScaling, Spike, SpikeBounds, clip_scale, sum_of_squares
@@ -13,6 +12,5 @@ __all__ = [
     "UpdateProgress",
     "adamw_update_",
     "clip_scale",
-    "decayed_names",
     "sum_of_squares",
 ]

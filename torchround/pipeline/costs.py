@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
-from torchround.pipeline.devices import DeviceSpec
+from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.partition import Stage, StageKind
 from torchround.untrusted.strict_json import parse_json
 

@@ -6,8 +6,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, ParameterCounts
-from torchround.pipeline.devices import DeviceSpec
 from torchround.pipeline.memory import (
     GIB,
     DeviceMemory,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torchround.config import SourceTable
 from torchround.data.document_types import Content, Cursor, Document
 from torchround.data.errors import DataError
-from torchround.data.formats.records import RecordReader
+from torchround.data.formats.content import RecordReader
 from torchround.data.formats.source_files import (
     PIECE_SIZE,
     kind_of,

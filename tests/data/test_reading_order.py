@@ -12,7 +12,7 @@ from torchround.config import SourceTable
 from torchround.data import DataError
 from torchround.data.formats.sources import Source, shuffled
 from torchround.data.formats.streams import open_source
-from torchround.data.reader import MixSettings, Reader
+from torchround.data.reading_order import MixSettings, Reader
 
 
 @pytest.fixture(scope="module")
