@@ -18,7 +18,7 @@ from benchmarks.frame import ROOT, Benchmark, Report, in_fresh_process, in_turns
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import Tokenizer, build_loader, build_tokenizer, num_tokens
 from torchround.data.text.tiktoken_file import LLAMA3, QWEN
-from torchround.pipeline.devices import find_device
+from torchround.pipeline.cards import find_device
 
 MIB = 2**20
 SEQ_LEN = 2048
@@ -339,7 +339,7 @@ def write_parquet(path: Path, records: Iterator[bytes]) -> None:
 
 
 def memory_while_reading(path: str, documents: int, workers: int) -> Report:
-    """Measure resident MiB above that of the imports: after the first batch, and at each tenth of the documents."""
+    """Measure resident MiB beyond what the imports take, after the first batch and at each tenth of the documents."""
     if path.endswith(".parquet"):
         importlib.import_module("pyarrow.parquet")  # 30 MiB that hold no documents
     data = DataTable(sources=(SourceTable(path=path),), epochs=1, num_workers=workers)

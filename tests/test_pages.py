@@ -25,7 +25,7 @@ def cells(page: Path) -> list[str]:
 
 
 def num_words(cell: str) -> int:
-    """Count the words of a cell; formulas and names in code are no words."""
+    """Count the words of a cell. Formulas and names in code do not count as words."""
     return len(re.findall(r"[A-Za-z][A-Za-z'-]+", re.sub(r"`[^`]*`", "", cell)))
 
 

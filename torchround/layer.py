@@ -26,7 +26,9 @@ HFNames = dict[str, HFTensors]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The integers of one micro-batch, uploaded once per device and round. All tensors are `[B, T]` int64.
+    """The integers of a batch, or of one micro-batch cut from it. All tensors are `[B, T]` int64.
+
+    A micro-batch goes up to each device that needs it once per round.
 
     `labels[b, t]` is the token that position `t` must predict (already shifted), or `IGNORED_LABEL`.
     `positions` restart at 0 with each document. `document_ids` are equal exactly when two tokens of a

@@ -25,7 +25,7 @@ COMPILES = {"compiled-layers", "optimizer-speed"}
     ],
 )
 def test_a_benchmark_runs_at_a_tiny_size_and_reports_its_machine(name: str, tmp_path: Path) -> None:
-    """In a process of its own, as its users start it: several change threads or the environment for good."""
+    """Start each in a process of its own, as users do: several change threads or the environment for good."""
     command = [sys.executable, "-m", "benchmarks", name, *shlex.split(find(name).tiny)]
     out = tmp_path / "report.json"
     done = subprocess.run(

@@ -48,7 +48,7 @@ def test_every_run_is_measured_and_predicted(report: dict) -> None:
 
 
 def test_the_rival_computes_the_same_loss_from_the_same_weights_and_tokens(report: dict) -> None:
-    """Before any update; then both have taken the step that bf16 noise lets differ a little."""
+    """The first loss comes before any update. The later ones may differ by the noise of bf16."""
     assert report["resident"]["losses"][0] == pytest.approx(report["first_loss"], rel=1e-3)
     assert report["resident"]["losses"][1] == pytest.approx(report["runs"][2]["losses"][1], rel=1e-2)
 
@@ -86,7 +86,7 @@ def test_what_does_not_fit_into_the_time_is_left_out_and_failed_tests_fail_the_c
 
 
 def test_the_command_ends_with_the_table_where_there_is_no_gpu_too(tmp_path: Path) -> None:
-    """Without a GPU the gpu tests are deselected, which the command must tell from tests that passed."""
+    """The command must tell gpu tests that are deselected, because there is no GPU, from tests that passed."""
     environment = {
         **os.environ,
         "PYTHON": sys.executable,

@@ -46,7 +46,7 @@ def test_a_recording_that_cannot_go_on_is_refused():
 
 
 def test_turns_pay_where_copies_disturb_each_other():
-    """The better one of three recordings, for they depend on how far threads were ahead."""
+    """Compare the best of three recordings, since each depends on how far threads were ahead."""
     options = "--devices 2 --microbatches 4 --steps 2 --runs 3 --updates sync --carries 0.3 --uploads 1.5"
     [row] = SHARED_LINK.measure(SHARED_LINK.parse("shared-link", options.split()))["rows"]
     assert min(row["in_turns"]) < min(row["together"])

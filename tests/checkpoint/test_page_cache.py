@@ -79,7 +79,7 @@ def test_no_page_of_a_checkpoint_stays_in_the_page_cache(
 def test_pages_are_given_back_while_a_file_is_still_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without direct transfers, at most three pieces are written before the kernel is advised to drop pages."""
+    """Write through the page cache: the kernel is advised to drop pages after three pieces at most."""
     told: list[tuple[int, int]] = []
     advise = os.posix_fadvise
 

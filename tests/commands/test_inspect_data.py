@@ -71,7 +71,7 @@ def test_sources_are_listed_with_their_tokens_and_longest_documents(tmp_path: Pa
 def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what_is_bad(
     tmp_path: Path,
 ) -> None:
-    """Turns begin with <|bos|> and the role's letter. The third conversation has 59 tokens, the last record is none."""
+    """Turns begin with <|bos|> and the role's letter. The third conversation has 59 tokens. The last record is broken."""
     (tmp_path / "template.jinja").write_text(
         "{% for m in messages %}<|bos|>{{ m.role[0] }}:{{ m.content }}<|eos|>{% endfor %}"
         "{% if add_generation_prompt %}<|bos|>a:{% endif %}"

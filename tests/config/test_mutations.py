@@ -43,7 +43,7 @@ VALUES = st.recursive(
 
 
 def text_of(tables: dict[str, Any]) -> str:
-    """Scalars at the top first, so that they do not fall into a table."""
+    """Write the tables as TOML. Scalars at the top come first, so that they do not fall into a table."""
     ordered = sorted(tables.items(), key=lambda item: isinstance(item[1], dict))
     return "\n".join(f"{name} = {toml_value(value)}" for name, value in ordered)
 
@@ -59,7 +59,7 @@ def load_text(text: str) -> Config | ConfigError:
 
 
 def holds(config: Any, raw: Any) -> bool:
-    """Whether a config holds what was written: same values, lists as tuples, integers perhaps as floats."""
+    """Return whether a config holds what was written: same values, lists as tuples, integers perhaps as floats."""
     if isinstance(raw, dict):
         return all(
             raw_value == UNSET and getattr(config, key) is None or holds(getattr(config, key), raw_value)

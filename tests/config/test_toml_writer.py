@@ -75,7 +75,7 @@ PLANS = st.builds(
 
 @st.composite
 def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
-    """Tables that are legal together."""
+    """Draw tables that are legal together."""
     steps = draw(st.integers(1, 10**6))
     micro = draw(st.integers(1, 10**6))
     whole = draw(st.integers(micro, 10**7))

@@ -18,7 +18,7 @@ from tests.support.vocabularies import FAMILIES, write
 from torchround.config import TokenizerTable
 from torchround.data import DataError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
-from torchround.data.reader import DocumentPiece
+from torchround.data.reading_order import DocumentPiece
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.tokenising import tokenise
 
@@ -34,7 +34,7 @@ Written = list[tuple[str, bool]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By template: a tokenizer on disk with that template beside it."""
+    """Map each template to a folder with a tokenizer and that template."""
     found = {}
     for name, family in VOCABULARIES.items():
         folder = tmp_path_factory.mktemp(name)
@@ -52,7 +52,7 @@ def ours(folders: dict[str, Path]) -> dict[str, Tokenizer]:
 def learnt(
     tokenizer: Tokenizer, messages: Messages, tools: Sequence[Any] = (), loss_on: str = "assistant"
 ) -> tuple[list[int], list[bool]]:
-    """Our tokens, and which of them are labels."""
+    """Return our tokens, and whether each of them is a label."""
     content = ChatTemplate(tokenizer, loss_on)(Conversation(tuple(messages), tuple(tools)))
     piece = tokenise(tokenizer, DocumentPiece(content, 0, 0, Document("here"), first=True, last=True))
     assert piece.learn is not None
@@ -60,7 +60,7 @@ def learnt(
 
 
 def reference(folder: Path, written: Written) -> tuple[list[int], list[bool]]:
-    """The package tokenizers' tokens of each part, special tokens included."""
+    """Return the tokens that the package tokenizers gives for each part, special tokens included."""
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     parts = [(tokenizer.encode(text, add_special_tokens=False).ids, learn) for text, learn in written]
     return [token for ids, _ in parts for token in ids], [learn for ids, learn in parts for _ in ids]
@@ -243,13 +243,13 @@ LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end
         ("{{ messages.x.y }}", "a plain question and answer cannot be written: error in the chat template"),
         (
             LOOP,
-            "chat template chat.jinja: the assistant's header, what it adds for add_generation_prompt, is ''; legal",
+            "chat template chat.jinja: the assistant's header, which it adds for add_generation_prompt, is ''; legal",
         ),
         (
             LOOP + "{% if add_generation_prompt %}Assistant:{% endif %}",
             "is 'Assistant:'; legal: one that begins with a special token",
         ),
-        ("<|im_start|>", "chat.jinja: it writes the answers .* 0 times in all; legal: each answer once"),
+        ("<|im_start|>", "chat.jinja: it writes the two answers .* 0 times in all; legal: each answer once"),
         (LOOP + LOOP, "4 times in all"),
     ],
 )

@@ -23,7 +23,7 @@ Pair = tuple[Tokenizer, tokenizers.Tokenizer]
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """By family: ours from the files on disk, and the reference that wrote them."""
+    """Map each family to our tokenizer, read from files, and to the reference that wrote them."""
     found = {}
     for name in FAMILIES:
         folder = tmp_path_factory.mktemp(name)
@@ -58,7 +58,7 @@ def test_10000_random_strings_have_the_tokens_of_the_reference(pairs: dict[str, 
 def test_random_strings_between_special_tokens_have_the_tokens_of_the_reference(
     pairs: dict[str, Pair], name: str
 ) -> None:
-    """Told apart from text as a rendered chat template's are; 10,000 over the families."""
+    """The tokenizer sees special tokens apart from text, as in a rendered chat. 10,000 strings over all families."""
     ours, reference = pairs[name]
     generator, special = random.Random(name), list(FAMILIES[name].special)
     dialogues = [
@@ -122,7 +122,7 @@ def test_special_tokens_in_a_text_are_text_and_added_tokens_are_tokens(pairs: di
 def test_documents_are_framed_with_the_vocabularys_own_tokens_for_documents(
     pairs: dict[str, Pair], name: str, bos: str | None, eos: str, pad: str
 ) -> None:
-    """Not with the token that ends a turn, which `eos_token` names for chat models."""
+    """The end of a document is not the token that ends a turn, which `eos_token` names for chat models."""
     ours, reference = pairs[name]
     assert ours.bos_id == (bos and reference.token_to_id(bos))
     assert (ours.eos_id, ours.pad_id) == (reference.token_to_id(eos), reference.token_to_id(pad))

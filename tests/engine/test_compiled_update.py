@@ -39,7 +39,7 @@ def trained_state(compiled, dtype=torch.float32, policy=SYNC, steps=4, tied=Fals
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How many elements each kernel call updated."""
+    """Record the number of elements that each kernel call updates."""
     original, seen = AdamWKernel.__call__, []
 
     def counting(self, weight, *others):

@@ -1,6 +1,6 @@
-"""On one card, losses and weights are bitwise those of a plain CUDA loop, for any number of workers that share it.
+"""Losses and weights on one card equal a plain CUDA loop's bit for bit, for any number of workers that share it.
 
-In deterministic mode and without TF32, which are the caller's to set: the engine leaves both alone.
+The tests set deterministic mode and switch TF32 off. Both are the caller's settings, which the engine leaves alone.
 """
 
 import pytest

@@ -19,8 +19,9 @@ from tests.support.toy import (
     toy_store,
     train,
 )
-from torchround.engine.device import GIB, CudaDevice
+from torchround.engine.device import CudaDevice
 from torchround.engine.errors import DeviceMemoryError, PipelineError
+from torchround.pipeline.memory import GIB
 
 pytestmark = pytest.mark.gpu
 
@@ -149,7 +150,7 @@ os._exit(3)
 
 
 def test_an_error_inside_a_kernel_is_a_pipeline_error():
-    """In a process of its own, because after it CUDA fails for the rest of the process."""
+    """Run in a process of its own, because CUDA fails for the rest of a process after such an error."""
     done = subprocess.run(
         [sys.executable, "-c", POISON], cwd=ROOT, capture_output=True, text=True, check=False
     )

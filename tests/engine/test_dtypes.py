@@ -65,7 +65,7 @@ def test_grad_dtype_below_the_training_dtype_rounds_on_the_way_down():
 
 
 def test_accumulate_dtype_is_the_format_in_which_micro_batches_add_up():
-    """With gradients that come down in float32, their digits show where they were added."""
+    """Gradients come down in float32, so their digits show in which format they were added up."""
     wide = gradients(trained_store("bfloat16", grad_dtype="float32"))
     narrow = gradients(trained_store("bfloat16", grad_dtype="float32", accumulate_dtype="bfloat16"))
     assert share_representable(wide, torch.bfloat16) < 0.5

@@ -1,4 +1,4 @@
-"""The engine's losses, weights and moments equal those of a plain PyTorch loop bit for bit, in fp32 on the CPU."""
+"""The engine's losses, weights and moments equal a plain PyTorch loop's bit for bit, in fp32 on the CPU."""
 
 import math
 

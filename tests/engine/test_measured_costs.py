@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.optimizer_worker import BundleUpdate
-from torchround.engine.results import DeviceSpan, SlotReport, costs_from_reports, one_layer_a_stage
+from torchround.engine.results import DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.partition import StageKind, StageTask
 from torchround.pipeline.timeline import TaskKind
@@ -103,7 +103,7 @@ def test_a_layers_time_is_the_median_of_its_samples_so_that_one_slow_sample_does
             task = StageTask(
                 slot=slot, device=0, round=0, stage_index=slot, stage=stage, micro_batches=range(1)
             )
-            reports.append(SlotReport(task, sample, None, At(0.0), 0.0, spans, 0, 0))
+            reports.append(StageReport(task, sample, None, At(0.0), 0.0, spans, 0, 0))
     costs = costs_from_reports(COUNTED, reports)
     assert [layer.forward_s for layer in costs.layers] == [2.0] * 6 + [1.0]
     assert [layer.backward_s for layer in costs.layers] == [4.0] * 6 + [2.0]

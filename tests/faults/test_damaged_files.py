@@ -22,7 +22,7 @@ HEADER_BYTES = 3000  # of a tensor file: length, names and offsets
 
 @contextmanager
 def damaged(path: Path, moment: random.Random) -> Iterator[str]:
-    """The file with one byte flipped or its end cut off; says what was done."""
+    """Flip one byte of the file or cut off its end. Returns a text that says what was done."""
     whole = path.read_bytes()
     in_header = path.suffix == ".safetensors" and moment.random() < 0.5
     place = moment.randrange(min(len(whole), HEADER_BYTES) if in_header else len(whole))
@@ -69,7 +69,7 @@ def test_every_flipped_byte_and_every_cut_is_named_and_the_checkpoint_before_is_
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "tensors-00000.safetensors"])
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_and_ends_the_same(
+def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_and_ends_the_same(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     assert small_runs("whole") == 0
@@ -85,7 +85,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_an
 def test_a_complete_run_whose_last_checkpoint_is_damaged_trains_its_last_steps_again(
     small_runs: SmallRuns, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sizes are as they were: without reading it, the run would be called complete."""
+    """All sizes stay the same, so a check of sizes alone would call the run complete."""
     every_second = ["--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=0"]
     assert small_runs("whole") == 0 and small_runs("run", *every_second) == 0
     path = small_runs.path("run") / "checkpoints" / f"step-{STEPS}" / "tensors-00000.safetensors"

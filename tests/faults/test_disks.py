@@ -1,4 +1,4 @@
-"""A disk that runs full or becomes read-only under a run: training goes on, and so do saves once it is over."""
+"""A disk runs full or becomes read-only under a run: training continues, and saves succeed again once there is room."""
 
 import re
 from pathlib import Path
@@ -19,10 +19,10 @@ TROUBLES = {
 
 @pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_training_goes_on_the_old_checkpoint_verifies_and_saves_succeed_once_there_is_room(
+def test_training_continues_the_old_checkpoint_verifies_and_saves_succeed_once_there_is_room(
     fork_server: ForkServer, tmp_path: Path, trouble: str, mode: list[str]
 ) -> None:
-    """In trouble while step 4 is dispatched and until step 8 is: the saves of steps 4 and 6 fail."""
+    """The trouble begins when step 4 is dispatched and ends when step 8 is, so the saves of steps 4 and 6 fail."""
     runs, disk = SmallRuns(tmp_path), SmallRuns(made(tmp_path / "disk"))
     run = fork_server.run(
         "trains_while_the_disk_is", trouble, 4, 8, [*EVERY_SECOND, *mode], folder=disk.folder

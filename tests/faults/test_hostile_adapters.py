@@ -1,4 +1,4 @@
-"""Adapters that mean harm: headers that lie about what follows, numbers that are none; nothing of them is unpickled."""
+"""Hostile adapters: headers that lie about the tensors, and weights that are not numbers. Nothing is unpickled."""
 
 import json
 import math
@@ -21,7 +21,7 @@ ENTRY = {"dtype": "F32", "shape": [2, 16], "data_offsets": [0, 128]}
 
 
 def with_header(entries: Any, says: str = "damaged") -> Case:
-    """A file of one tensor whose header says that."""
+    """Write a file of one tensor with a forged header."""
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return Case(adapter(CONFIG, content=struct.pack("<Q", len(text)) + text + bytes(128)), says, ADAPTED)
 

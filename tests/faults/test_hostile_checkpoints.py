@@ -1,6 +1,6 @@
-"""Checkpoints from somebody who means harm, and knows the format: one message each, nothing touched.
+"""Checkpoints forged by an attacker who knows the format: one message each, and nothing outside the run is touched.
 
-Checksums find damage by accident, not an attacker: here each is made to fit what was forged.
+Checksums find accidents, not attacks: here each checksum is made to fit the forged content.
 """
 
 import json
@@ -38,7 +38,7 @@ DEEP = b'{"a":' * 100_000
 
 @pytest.fixture(scope="module")
 def saved(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a harmless run left."""
+    """Return the folder that a harmless run left."""
     folder = tmp_path_factory.mktemp("harmless")
     prepare(folder)
     run = fork_server.run("trains", ["--run.name=run"], folder=folder)
@@ -56,7 +56,7 @@ def forge_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> No
 
 
 def forge(path: Path, name: str, content: bytes) -> None:
-    """A file with other content, and a manifest that says so."""
+    """Replace a file's content, and make the manifest fit it."""
     (path / name).write_bytes(content)
     record = {"size_bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
     forge_manifest(path, lambda manifest: manifest["files"].update({name: record}))
@@ -71,7 +71,7 @@ def manifest(change: Callable[[dict[str, Any]], object]):
 
 
 def listed(name: str):
-    """One more file in the manifest, which is there."""
+    """Add a file to the folder and to its manifest."""
 
     def change(content: dict[str, Any]) -> None:
         content["files"][name] = {"size_bytes": 8, "xxh3_128": xxhash.xxh3_128_hexdigest(b"precious")}
@@ -80,7 +80,7 @@ def listed(name: str):
 
 
 def state(change: Callable[[dict[str, Any]], object]):
-    """The state with something else in it."""
+    """Change the saved state."""
 
     def forge_state(path: Path) -> None:
         content = json.loads((path / "state.json").read_text())
@@ -99,7 +99,7 @@ def progress(**changes: Any):
 
 
 def group(**changes: Any):
-    """The position of a run with whole documents in a sequence, at the beginning of a group."""
+    """Return the harm of the data position of a run that packs whole documents, at the beginning of a group."""
 
     def become_group(content: dict[str, Any]) -> None:
         data = content["data"]
@@ -114,12 +114,12 @@ def group(**changes: Any):
 
 
 def without(key: str):
-    """A source's progress lacks something."""
+    """Remove a key from a source's progress."""
     return state(lambda content: content["data"]["position"]["reader"]["sources"][0].pop(key))
 
 
 def header(change: Callable[[dict[str, Any]], Any], length: int | None = None):
-    """The tensors with another header in front."""
+    """Put another header in front of the tensors."""
 
     def forge_header(path: Path) -> None:
         whole = (path / TENSORS).read_bytes()
@@ -127,8 +127,8 @@ def header(change: Callable[[dict[str, Any]], Any], length: int | None = None):
         entries = json.loads(whole[8:end])
         changed = change(entries)
         text = changed if isinstance(changed, bytes) else json.dumps(entries).encode()
-        told = len(text) if length is None else length
-        forge(path, TENSORS, told.to_bytes(8, "little") + text + whole[end:])
+        given_length = len(text) if length is None else length
+        forge(path, TENSORS, given_length.to_bytes(8, "little") + text + whole[end:])
 
     return forge_header
 
@@ -139,7 +139,7 @@ def first(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def renamed_to(name: str):
-    """The first tensor has another name."""
+    """Give the first tensor another name."""
 
     def rename(entries: dict[str, Any]) -> bytes:
         old = next(name for name in entries if name != "__metadata__")
@@ -150,7 +150,7 @@ def renamed_to(name: str):
 
 
 def twice(entries: dict[str, Any]) -> bytes:
-    """A name that comes twice: other readers take the first, or the last."""
+    """Write a name twice: readers disagree on which one wins."""
     name = next(name for name in entries if name != "__metadata__")
     text = json.dumps(entries)
     return (text[:-1] + f", {json.dumps(name)}: {json.dumps(entries[name])}}}").encode()
@@ -242,7 +242,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         header(lambda entries: first(entries).update(shape=[-1])),
         r"has shape \(-1,\)",
     ),
-    "a type that nobody knows": (
+    "a type that does not exist": (
         header(lambda entries: first(entries).update(dtype="O")),
         "header of .* is damaged",
     ),
@@ -345,7 +345,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def given(harm: Callable[[Path], object]):
-    """The checkpoint as somebody sent it, beside a file that is nobody's business."""
+    """Put the forged checkpoint into a folder, beside a file that no run may touch."""
 
     def prepare_given(folder: Path) -> None:
         shutil.move(folder / "outputs" / "run" / "checkpoints" / f"step-{STEP}", folder / "theirs")
@@ -371,7 +371,7 @@ CASES = {name: Case(given(harm), says, GIVEN) for name, (harm, says) in CHECKPOI
     name: Case(given(harm), says, (*GIVEN, "--data.packing=best_fit"))
     for name, (harm, says) in GROUPS.items()
 }
-# What is no harm, or the cases above would tell nothing.
+# A harmless case: without it, the cases above could pass because every checkpoint is refused.
 CASES["a group as a run leaves it"] = Case(
     given(group(waiting=[[[1] * 16, [1] * 16, [0, 0, 0]]])),
     "the run is complete",

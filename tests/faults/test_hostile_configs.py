@@ -1,4 +1,4 @@
-"""Configs that mean harm: one message each, and nothing outside the run's folder is touched."""
+"""Hostile configs: one message each, and nothing outside the run's folder is touched."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.support.scenarios import prepare
 
 
 def small(text: str, before: str = ""):
-    """`small.toml` with more lines at its end, or at its beginning."""
+    """Return the harm of more lines at the end of `small.toml`, or at its beginning."""
     return lambda folder: (folder / "small.toml").write_text(
         before + (folder / "small.toml").read_text() + text
     )
@@ -43,7 +43,7 @@ def pipe_base(folder: Path) -> None:
 
 
 def linked(name: str):
-    """A file of the run's folder is a link to one outside."""
+    """Make a file of the run's folder a link to a file outside."""
 
     def prepare_link(folder: Path) -> None:
         (folder / "outside").write_text("precious")
@@ -73,7 +73,7 @@ CASES = {
     "a name of two lines": Case(small('\n[run]\nname = "a\\nb"\n'), "run.name"),
     "a name too long": Case(nothing, "run.name", (f"--run.name={'a' * 5000}",)),
     "a folder with NUL": Case(small('\n[run]\nfolder = "a\\u0000b"\n'), "run.folder"),
-    "a folder of nobody's": Case(nothing, "run.folder", ("--run.folder=~nobody-there/x",)),
+    "a folder of a user that does not exist": Case(nothing, "run.folder", ("--run.folder=~nobody-there/x",)),
     "a folder in a file": Case(lambda folder: (folder / "outputs").touch(), "run.folder: .* cannot be used"),
     "a lock that is a link": Case(linked(".lock"), "run.folder: .*lock.* link", (RUN,)),
     "metrics that are a link": Case(linked("metrics.jsonl"), "run.folder: .*metrics.* link", (RUN,)),
@@ -132,7 +132,7 @@ def test_a_hostile_config_is_a_message_and_touches_nothing(
 
 
 def test_a_shell_s_words_in_a_name_are_a_name(fork_server: ForkServer, tmp_path: Path) -> None:
-    """Nothing expands variables or commands: the folder is called that."""
+    """The name is not expanded: the folder has exactly that name."""
     prepare(tmp_path)
     folder = "outputs/$HOME $(touch pwned) `touch pwned`;touch pwned"
     child = fork_server.run("meets_harm", [f"--run.folder={folder}", "--training.steps=1"], folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Files of text that mean harm: devices and pipes, archives that unpack without end, records that no reader expects."""
+"""Hostile data files: devices and pipes, archives that unpack without end, records that no reader expects."""
 
 import gzip
 import io
@@ -35,7 +35,7 @@ class Bomb:
 
 
 def reads(path: str, **source: object) -> tuple[str, ...]:
-    """The override that makes this the only source."""
+    """Return the override that makes this the only source."""
     keys = {"path": path, **source}
     return (f"--data.sources=[{{ {', '.join(f'{key} = {json.dumps(keys[key])}' for key in keys)} }}]",)
 
@@ -124,13 +124,13 @@ def parquet(**columns: Any) -> Callable[[], bytes]:
 
 
 def same_text_again_and_again() -> bytes:
-    """A few megabytes for 8 GiB: each of the rows is a number that means the same long text."""
+    """Write a few megabytes that unpack to 8 GiB: each row is a number that refers to the same long text."""
     texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 2048, pyarrow.int32()), ["x" * (4 << 20)])
     return parquet(text=texts)()
 
 
 def pickled_type() -> bytes:
-    """What earlier versions of the package unpickled as soon as they opened the file."""
+    """Write a parquet file with a pickled type, which earlier versions of pyarrow unpickled when they opened the file."""
     metadata = {
         "ARROW:extension:name": "arrow.py_extension_type",
         "ARROW:extension:metadata": pickle.dumps(Bomb()),

@@ -1,4 +1,4 @@
-"""Folders with models, adapters, tokenizers and templates that mean harm: one message each, nothing touched."""
+"""Hostile folders of models, adapters, tokenizers and templates: one message each, nothing touched."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def release(folder: Path) -> Path:
-    """A small model as it should be."""
+    """Write a small, sound model."""
     (folder / "release").mkdir()
     (folder / "release" / "config.json").write_text(json.dumps(HF))
     save_file(weights(), folder / "release" / "model.safetensors")
@@ -76,7 +76,7 @@ def with_config(**changes: Any):
 
 
 def with_file(name: str, content: bytes, *without: str):
-    """A file of the release, in place of others."""
+    """Write a file into the release, and remove others."""
 
     def prepare_file(folder: Path) -> None:
         path = release(folder)
@@ -88,7 +88,7 @@ def with_file(name: str, content: bytes, *without: str):
 
 
 def with_header(change: Callable[[dict[str, Any]], Any], length: int | None = None):
-    """The weights with another header in front, whatever it says."""
+    """Put another header in front of the weights, sound or not."""
 
     def prepare_header(folder: Path) -> None:
         path = release(folder) / "model.safetensors"
@@ -139,7 +139,7 @@ def template(source: str):
 
 
 def tokenizer(change: Callable[[dict[str, Any]], Any]):
-    """A byte-level BPE without merges, changed."""
+    """Return the harm of a changed byte-level BPE without merges."""
 
     def prepare_tokenizer(folder: Path) -> None:
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -204,7 +204,7 @@ MODELS = {
         with_header(lambda h: entry(h, data_offsets=["0", "64"])), "damaged", PRETRAINED
     ),
     "a type that lies": Case(with_header(lambda h: entry(h, dtype="F64")), "damaged", PRETRAINED),
-    "a type that nobody knows": Case(
+    "a type that does not exist": Case(
         with_header(lambda h: entry(h, dtype="O")), "of a type that is not read", PRETRAINED
     ),
     "a shape beyond all memory": Case(

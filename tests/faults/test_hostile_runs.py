@@ -1,4 +1,4 @@
-"""Folders of runs from somebody who means harm: the run tells what it does not use, and touches nothing outside."""
+"""Run folders sent by an attacker: the run says what it does not use, and touches nothing outside."""
 
 import json
 import os
@@ -29,12 +29,12 @@ OWN = ("--run.name=run", "--training.steps=8")
 
 
 def own(harm: Callable[[Path], object]):
-    """The whole folder of a run as somebody sent it."""
+    """Put a whole run's folder in place, as an attacker may have sent it."""
     return lambda folder: harm(folder / "outputs" / "run")
 
 
 def plan(change: Callable[[dict[str, Any]], object]):
-    """A run that measured its plan, which is altered, and goes on."""
+    """Alter the measured plan of a run, which then continues."""
 
     def forge_plan(path: Path) -> None:
         content = json.loads((path / "plan.json").read_text())
@@ -45,7 +45,7 @@ def plan(change: Callable[[dict[str, Any]], object]):
 
 
 def outside(name: str):
-    """A checkpoint's folder is a link."""
+    """Make a checkpoint's folder a link to one outside."""
 
     def link(path: Path) -> None:
         (path.parents[1] / "elsewhere").mkdir()
@@ -111,7 +111,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_hostile_folder_of_a_run_is_told_of_and_nothing_outside_is_touched(
+def test_a_hostile_run_folder_is_reported_and_nothing_outside_is_touched(
     fork_server: ForkServer, saved: Path, tmp_path: Path, name: str
 ) -> None:
     judge_in_copy(RUNS[name], fork_server, tmp_path, saved)

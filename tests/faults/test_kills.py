@@ -18,7 +18,7 @@ OFTEN = [f"--training.steps={STEPS}", "--checkpoint.interval_steps=1"]
 
 
 def killed(fork_server: ForkServer, folder: Path, arguments: list[str], moment: random.Random) -> Child:
-    """A run that was killed, or that was complete before: three of four times at a file operation of a checkpoint."""
+    """Start a run and kill it, unless it completes first: three of four times at a file operation of a checkpoint."""
     if moment.random() < 0.75:
         delay_s = moment.choice((0.0, moment.uniform(0, 0.01)))
         return fork_server.run("is_killed_at", moment.randint(1, 80), delay_s, arguments, folder=folder)
@@ -30,7 +30,7 @@ def killed(fork_server: ForkServer, folder: Path, arguments: list[str], moment: 
 
 
 def newest(checkpoints: Path) -> int:
-    """The newest complete checkpoint, every byte of it read; 0 where there is none."""
+    """Return the step of the newest complete checkpoint, after reading every byte of it; 0 without one."""
     step = Checkpointer(checkpoints).latest_step() or 0
     if step:
         verify_checkpoint(checkpoints / f"step-{step}")
@@ -38,7 +38,7 @@ def newest(checkpoints: Path) -> int:
 
 
 def announced(child: Child) -> int:
-    """The last step that it said was saved."""
+    """Return the last step that the run reported as saved."""
     return max(map(int, re.findall(r"^saved \S+step-(\d+) ", child.text(), re.MULTILINE)), default=0)
 
 
@@ -58,7 +58,7 @@ def test_killed_at_random_moments_every_resume_succeeds_and_the_run_equals_an_un
 def kill_until_complete(
     fork_server: ForkServer, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
 ) -> int:
-    """A run that is killed and started again until it is complete; how often it was killed."""
+    """Kill a run and start it again until it is complete. Returns the number of kills."""
     arguments = [f"--run.name={name}", *OFTEN, *mode]
     checkpoints, reached, kills = runs.path(name) / "checkpoints", 0, 0
     while reached < STEPS and kills < at_most:

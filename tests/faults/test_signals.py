@@ -34,7 +34,7 @@ def test_stopped_at_random_moments_the_run_says_so_is_saved_there_and_equals_an_
 def stop_until_complete(
     fork_server: ForkServer, runs: SmallRuns, name: str, mode: list[str], moment: random.Random, at_most: int
 ) -> int:
-    """A run that is stopped and started again until it is complete; how often it was stopped."""
+    """Stop a run and start it again until it is complete. Returns the number of stops."""
     arguments, stops, last_step = [f"--run.name={name}", *OFTEN, *mode], 0, 0
     while True:
         child = fork_server.start("trains", arguments, folder=runs.folder)
@@ -68,21 +68,20 @@ def test_a_signal_after_the_last_save_does_not_make_a_complete_run_a_failed_one(
 def test_a_second_signal_ends_the_run_at_once_and_what_was_saved_before_is_good(
     fork_server: ForkServer, tmp_path: Path, while_saving: bool
 ) -> None:
-    """Step 3, or the save after it, takes for ever."""
+    """Step 3, or the save after it, never ends."""
     runs, number = SmallRuns(tmp_path), signal.SIGTERM
     arguments = ["--run.name=run", *OFTEN]
     child = fork_server.start("hangs", "save" if while_saving else "step", 3, arguments, folder=tmp_path)
     child.wait_until(lambda text: "hanging" in text)
     child.send(number)
-    child.wait_until(lambda text: "once more stops at once" in text)
+    child.wait_until(lambda text: "another signal stops at once" in text)
     time.sleep(SAME_REQUEST_S + 0.1)
     child.send(number)
     assert child.wait() == -number, child.text()
     whole = fork_server.run("trains", ["--run.name=whole", *OFTEN], folder=tmp_path)
     resumed = fork_server.run("trains", arguments, folder=tmp_path)
     assert (whole.wait(), resumed.wait()) == (0, 0), resumed.text()
-    saved_before = (
-        2 if while_saving else 1
-    )  # a checkpoint appears once its step is reported, beside the one after
+    # A checkpoint appears only once its step is reported, which happens while the next step is under way.
+    saved_before = 2 if while_saving else 1
     assert f"resuming after step {saved_before} " in resumed.text()
     runs.assert_same("run", "whole", step=STEPS)

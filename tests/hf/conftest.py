@@ -71,7 +71,7 @@ def release(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **savi
 
 @pytest.fixture(scope="session")
 def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SimpleNamespace]:
-    """A released model by kind, written once; nobody may change it."""
+    """Map each kind to a released model's folder. It is written once, and tests must not change it."""
     made: dict[str, SimpleNamespace] = {}
 
     def get(kind: str) -> SimpleNamespace:

@@ -162,7 +162,7 @@ def test_a_deleted_file_is_there_until_the_end_and_one_cut_short_ends_the_proces
 
 
 def resident_bytes(path: Path) -> int:
-    """Of this process's mapping of a file: pages that were used."""
+    """Count the bytes of a mapped file that are resident in this process."""
     blocks = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     sizes = [re.search(r"^Rss: +(\d+) kB", block, re.MULTILINE) for block in blocks if str(path) in block]
     return sum(int(size[1]) * 1024 for size in sizes)

@@ -77,13 +77,13 @@ def loss_of(logits, batch):
 
 
 def assert_same_logits(actual, expected):
-    """To 1e-5 of the largest; peft adds up in another order, and the files' weights are ten times the usual."""
+    """Compare to 1e-5 of the largest: peft adds up in another order, and the files' weights are ten times the usual."""
     assert_close_in_sums(actual, expected, 1000)  # terms of all sums on the path of a logit
 
 
 @pytest.fixture(params=CASES, ids=[f"{kind} {targets[-1]}" for kind, targets in CASES])
 def case(request, releases):
-    """A release whose `theirs` is in fp32 and nobody else's: peft changes the model it is given."""
+    """Make a release whose model `theirs` is a copy in fp32, because peft changes the model that it is given."""
     kind, targets = request.param
     release = releases(kind)
     theirs = type(release.theirs).from_pretrained(release.folder).float().eval()

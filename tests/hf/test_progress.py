@@ -1,4 +1,4 @@
-"""The bar of an import: shown where the console is a terminal, and nothing at all where it is none."""
+"""The bar of an import: shown on a terminal, and nothing at all in a log file."""
 
 import os
 import pty
@@ -22,7 +22,7 @@ def read_release(release) -> PretrainedWeights:
 
 
 def shown_on(files: tuple[int, int], run: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What `run` writes to standard error, of which the second file is the end that a program has."""
+    """Return what `run` writes to standard error. The program writes to the second end of the given pair."""
     ours, theirs = files
     received: list[bytes] = []
 

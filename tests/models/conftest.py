@@ -59,7 +59,7 @@ def micro_batch(documents: list[list[int]], vocab_size: int, seed: int = 0) -> M
 
 
 def load_hf_weights(model: LayeredModel, names: dict, theirs: nn.Module) -> None:
-    """Copy the weights of a transformers model, as it writes them to a file, by our name mapping."""
+    """Copy the weights of a transformers model by our name mapping, in the shapes in which it writes files."""
     released = released_tensors(theirs)
     with torch.no_grad():
         for name, parameter in stored_parameters(model).items():

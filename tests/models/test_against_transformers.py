@@ -197,7 +197,7 @@ def test_bf16_gradients_are_as_close_to_fp32_as_those_of_transformers(pair, tool
 
 
 def test_weights_after_ten_adamw_steps_of_the_engine_equal_those_of_transformers(pair, tools):
-    """In three stages and more on two devices, two micro-batches a step, against torch.optim on the whole model."""
+    """The engine runs three or more stages on two devices, two micro-batches a step; torch.optim trains the whole model."""
     theirs, ours, names = pair
     # eps well above the rounding of gradients: AdamW would turn the rounding of a vanishing one into a full step.
     settings = {"betas": (0.9, 0.95), "eps": 1e-3}

@@ -1,4 +1,4 @@
-"""Every family through the engine: the same bits as a plain loop, whatever a layer hands to the next."""
+"""Every family through the engine: the same bits as a plain loop, for any tensors that a layer hands to the next."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -43,7 +43,7 @@ def copy_of(buffers: Buffers) -> Buffers:
 
 
 def adamw_float64(start: Tensor, gradient_of: Callable[[int], Tensor], num_steps: int) -> Tensor:
-    """The textbook formula, all in float64 (Loshchilov & Hutter, algorithm 2)."""
+    """Apply the textbook formula in float64 (Loshchilov & Hutter, algorithm 2)."""
     weight = start.double()
     first = torch.zeros_like(weight)
     second = torch.zeros_like(weight)

@@ -185,7 +185,7 @@ def test_other_threads_run_python_during_an_update(kernels: dict[UpdateDtypes, A
 
 
 def test_an_update_under_way_is_finished_by_the_plain_pass(kernels: dict[UpdateDtypes, AdamWKernel]) -> None:
-    """What a retry does: `progress` says which elements hold new values already."""
+    """A retry must leave elements alone that hold new values already; `progress` counts them."""
     finished = random_buffers(5000, (BF16, BF16))
     buffers = copy_of(finished)
     update(finished, None)

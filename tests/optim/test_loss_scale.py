@@ -1,4 +1,4 @@
-"""The loss scale against a plain simulation, its delay, its bounds, and going on from a saved state."""
+"""The loss scale against a plain simulation, its delay, its bounds, and its continuation from a saved state."""
 
 import json
 
@@ -26,7 +26,7 @@ def scales_of(overflows: list[bool], scaling: LossScaling, first: int = 0) -> li
 
 
 def expected_scales(overflows: list[bool], interval: int) -> list[float]:
-    """The rule once more, from its description: history in, scales out, nothing kept."""
+    """Compute the scales from the rule's description and the whole history."""
     scales: list[float] = []
     for step in range(len(overflows)):
         scale, good = INITIAL_SCALE, 0

@@ -31,7 +31,7 @@ def schedule(warmup: int, decay: str, floor: float, total: int, lr: float = 3e-4
 
 
 def torch_rates(warmup: int, decay: str, floor: float, total: int, lr: float = 3e-4) -> list[float]:
-    """What torch's schedulers give after 1, 2, .., total steps."""
+    """Return the rates of torch's schedulers after 1, 2, .., total steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     rise = LinearLR(optimizer, start_factor=1e-12, total_iters=warmup)
     span = total - warmup

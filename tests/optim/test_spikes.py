@@ -1,4 +1,4 @@
-"""Bounds on loss and gradient norm against NumPy's medians, and going on from a saved state."""
+"""Bounds on loss and gradient norm against NumPy's medians, and their continuation from a saved state."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The pool's size against every order in which devices could get on: never too small, and never larger."""
+"""The pool's size against every order of progress of the devices: never too small, and never larger than needed."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ FORWARD, FUSED, BACKWARD = StageKind.FORWARD, StageKind.FUSED, StageKind.BACKWAR
 
 
 def most_alive(passes, num_devices, ahead):
-    """By trying every order of single micro-batches: most boundaries alive at once.
+    """Find the most boundaries alive at once, by trying every order of single micro-batches.
 
     `passes` are lists of stage tasks. A device takes its slots in order, a slot its micro-batches; a micro-batch
     needs the stage before it; only `ahead` stages of a pass may begin before the pass before it is done.
@@ -122,7 +122,7 @@ def test_a_micro_batch_holds_more_up_to_the_fused_stage_and_less_after_it():
 
 
 def test_uneven_micro_batches_and_boundaries_get_buffers_of_their_own():
-    """Two of size 3 and one of size 2; the input of layer 1 is twice as large as that of layer 2."""
+    """The micro-batches: two of size 3 and one of size 2; the input of layer 1 is twice as large as that of layer 2."""
     stages = Partition((1, 1), 1, (2,)).stages()
     held = HeldPass(stages, ({3: 2, 2: 1},), 0)
     buffers = most_buffers([held], 2, lambda cut, size: 10 * cut * size)

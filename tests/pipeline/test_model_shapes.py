@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.model_shapes import ModelShape, model_shape, shape_names
 from torchround.models import FAMILIES
-from torchround.pipeline.devices import find_device
+from torchround.pipeline.cards import find_device
 
 
 def shape_of(name: str) -> ModelShape:

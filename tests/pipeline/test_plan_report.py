@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, LayerCost, ParameterCounts
-from torchround.pipeline.devices import DeviceSpec
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import micro_batches_to_hide, plan_transfers
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-    """Six blocks and a head; 1 ms, 1 MiB of activations and 1/8 MiB of output per 1024 tokens."""
+    """Make six blocks and a head; 1 ms, 1 MiB of activations and 1/8 MiB of output per 1024 tokens."""
     units = tokens * sequences / 1024
     block = {
         "forward_s": 1e-3 * units,
@@ -99,9 +99,9 @@ def test_the_proposed_batch_is_the_largest_halving_that_fits() -> None:
     answer = report_plan(tight)
     sizes = [size for size in (32, 16, 8, 4, 2, 1) if fits(replace(tight, global_batch_size=size))]
     assert answer.plan is None and 1 < sizes[0] < 32
-    told = {change.setting: change.fits for change in answer.changes}
-    assert told[f"training.global_batch_size = {sizes[0]}"]
-    assert sum("global_batch_size" in setting for setting in told) == 1
+    proposed = {change.setting: change.fits for change in answer.changes}
+    assert proposed[f"training.global_batch_size = {sizes[0]}"]
+    assert sum("global_batch_size" in setting for setting in proposed) == 1
 
 
 def test_a_proposed_batch_has_a_micro_batch_for_each_round() -> None:

@@ -82,7 +82,7 @@ def test_a_spike_leaves_all_state_as_it_was_and_the_run_continues(
 def test_interrupted_around_a_spike_and_resumed_it_equals_an_uninterrupted_run(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, mode: list[str]
 ) -> None:
-    """That the spike is found shows that the window went through the checkpoint."""
+    """The resumed run can find the spike only if the window of earlier steps went through the checkpoint."""
     with monkeypatch.context() as patch:
         change_loss(patch, SPIKING["loss"])
         assert small_runs("whole", *SPIKES, *mode) == 0

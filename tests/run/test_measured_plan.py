@@ -70,7 +70,7 @@ def test_no_time_is_predicted_before_measuring_on_devices_of_unknown_speed(
     assert "nothing to do" in done and "bubble" not in done
     assert small_runs("counted", *measured(0)) == 0
     printed = capsys.readouterr().out
-    assert "how long a step takes is not known" in printed and " ms " not in printed
+    assert "the step time is unknown" in printed and " ms " not in printed
 
 
 def test_a_run_resumed_on_other_devices_measures_again(

@@ -17,7 +17,7 @@ STAGES = {("forward", 0), ("forward", 2), ("fused", 4), ("backward", 3), ("backw
 
 
 def spans_of(small_runs: SmallRuns) -> list[dict]:
-    """The events of step 3 in its trace, after a look at everything that a viewer relies on."""
+    """Return the events of step 3 in its trace, after checking everything that a viewer relies on."""
     assert small_runs("run", ASYNC, TWO_ROUNDS, *LORA, "--trace.steps=[3]") == 0
 
     def refuse(constant: str) -> None:
@@ -52,7 +52,7 @@ def moved_bytes(spans: Iterable[dict]) -> int:
 
 
 def first_layer(span: dict) -> int:
-    """Of a label such as `FB 4` or `B 0-2`."""
+    """Return the first layer of a label such as `FB 4` or `B 0-2`."""
     return int(span["name"].split()[1].split("-")[0])
 
 

@@ -103,6 +103,6 @@ def be_watched(writable: Path) -> None:
 
 
 def _meant(event: str, path: str) -> str:
-    """The file itself: what changes names changes links and not what they lead to."""
+    """Return the path that an operation on names changes: a link itself, not the file that it leads to."""
     folder, name = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(folder), name) if event in _NAMES else os.path.realpath(path)

@@ -31,7 +31,7 @@ def save(folder: Path, step: int, numel: int) -> None:
 
 
 def in_child(work: Callable[[], None], seconds: float | None = None) -> bool:
-    """Run `work` in a forked process, killed after `seconds` if given. True if it was killed."""
+    """Run `work` in a forked process, and kill it after `seconds` if given. Returns whether it was killed."""
     child = os.fork()
     if child == 0:
         try:
@@ -51,7 +51,7 @@ def in_child(work: Callable[[], None], seconds: float | None = None) -> bool:
 
 
 def check(folder: Path, oldest_allowed: int, numel: int) -> int:
-    """Every listed checkpoint must be whole, the newest at least `oldest_allowed`. Returns the newest."""
+    """Check that every listed checkpoint is whole and the newest at least `oldest_allowed`. Returns the newest."""
     checkpointer = Checkpointer(folder)
     listed = [path for path in folder.iterdir() if path.suffix not in (".tmp", ".trash")]
     # A former step-N that its replacement made superfluous is no longer listed.
@@ -90,7 +90,7 @@ def kill_at_event(number: int) -> None:
 
 
 def kill_at_every_operation(folder: Path, saved_again: bool) -> int:
-    """A save killed before its 1st, 2nd, .. operation, of a new step or of the newest one again."""
+    """Kill a save before its 1st, 2nd, .. operation: of a new step, or of the newest step again."""
     step, number, killed = 2, 0, True
     for first in (1, 2):
         in_child(lambda first=first: save(folder, first, SMALL))  # type: ignore[misc]
@@ -109,7 +109,7 @@ def kill_at_every_operation(folder: Path, saved_again: bool) -> int:
 
 
 def kill_within_writes(folder: Path) -> int:
-    """A save killed by the kernel in the middle of a write, at several lengths of the file."""
+    """Let the kernel kill a save in the middle of a write, at several lengths of the file."""
     in_child(lambda: save(folder, 1, SMALL))
     lengths = [1, 7, 8, 100, 200, 1_000, 8_192, 2 * SMALL * 4]
     for step, length in enumerate(lengths, start=2):

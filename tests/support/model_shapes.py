@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """`ffn_size` is one expert's where there are experts. 16-bit weights and activations."""
+    """A model's sizes, with 16-bit weights and activations. With experts, `ffn_size` is one expert's."""
 
     num_layers: int
     width: int
@@ -33,35 +33,35 @@ class ModelShape:
         return self.attention_parameters() + 3 * self.width * self.ffn_size * self.num_experts + router
 
     def block_forward_flops(self, batch: int, tokens: int) -> float:
-        """Equation 2: matrix products only, all T x T pairs of the attention."""
+        """Count FLOPs by equation 2: matrix products only, all T x T pairs of the attention."""
         linear = self.attention_parameters() + 3 * self.width * self.ffn_size * self.active_experts
         attention = 4 * tokens * self.num_heads * self.head_dim
         return float(batch * tokens * (2 * linear + attention))
 
     def block_activation_bytes(self, batch: int, tokens: int) -> int:
-        """Equation 1, with heads that need not add up to the width."""
+        """Count bytes by equation 1, with heads that need not add up to the width."""
         heads = 4 * self.num_heads * self.head_dim + 4 * self.num_kv_heads * self.head_dim
         per_token = 8 * self.width + heads + 6 * self.ffn_size * self.active_experts
         return batch * tokens * per_token
 
     def boundary_bytes(self, batch: int, tokens: int) -> int:
-        """One activation between two blocks."""
+        """Return the size of one activation between two blocks."""
         return 2 * batch * tokens * self.width
 
     def operational_intensity(self, batch: int, tokens: int) -> float:
-        """Equations 4 and 5: FLOPs of a block's forward per byte uploaded for it."""
+        """Return the FLOPs of a block's forward per byte uploaded for it (equations 4 and 5)."""
         uploaded = 2 * self.block_parameters() + self.boundary_bytes(batch, tokens)
         return self.block_forward_flops(batch, tokens) / uploaded
 
 
 def model_shape(family: str, flavor: str) -> ModelShape | None:
-    """The shape of a released model, or None."""
+    """Return the shape of a released model, or None."""
     numbers = _SHAPES.get(f"{family}/{flavor}")
     return None if numbers is None else ModelShape(*numbers)
 
 
 def shape_names() -> tuple[str, ...]:
-    """`family/flavor` of all shapes."""
+    """Return `family/flavor` of all shapes."""
     return tuple(_SHAPES)
 
 

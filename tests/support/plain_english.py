@@ -11,38 +11,10 @@ from collections.abc import Iterator
 from tests.support.source_files import Source
 
 # A function's docstring opens with a verb, a class's with a noun phrase. These words open neither.
-OPENINGS = frozenset(
-    [
-        *(
-            "of",
-            "that",
-            "those",
-            "what",
-            "where",
-            "which",
-            "whose",
-            "how",
-            "with",
-            "without",
-            "as",
-            "none",
-            "nobody",
-        ),
-        *(
-            "nothing",
-            "for",
-            "whatever",
-            "whoever",
-            "if",
-            "only",
-            "beside",
-            "besides",
-            "in",
-            "on",
-            "by",
-            "than",
-        ),
-    ]
+OPENING = re.compile(
+    r"(of|that|those|what|where|which|whose|how|with|without|as|none|nobody|nothing|for|whatever|whoever|if|only|beside|"
+    r"besides|in|on|by|than)\b",
+    re.IGNORECASE,
 )
 PATTERNS = {
     # An actor without a name.
@@ -65,8 +37,8 @@ def oddities(paragraph: str, is_of_callable: bool) -> Iterator[str]:
 
     `is_of_callable`: whether it documents a function or a class, whose first word is checked.
     """
-    first = re.match(r"[A-Za-z]+", paragraph)
-    if is_of_callable and first and first[0].lower() in OPENINGS:
+    first = OPENING.match(paragraph)
+    if is_of_callable and first:
         yield f"opens with {first[0]!r}: open with a verb, or a noun phrase for a class"
     for pattern, remedy in PATTERNS.items():
         found = re.search(pattern, paragraph, re.IGNORECASE)

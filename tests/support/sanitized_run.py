@@ -23,7 +23,7 @@ CLEAN, OTHER, RACE = 0, 1, 9
 
 
 class OneAtATime(sanitizer.CUDASanitizerDispatchMode):
-    """The sanitizer's tables are not made for several threads."""
+    """A lock around the sanitizer, whose tables are not made for several threads."""
 
     def __init__(self) -> None:
         super().__init__()

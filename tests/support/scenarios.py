@@ -29,7 +29,7 @@ CHECKPOINT_EVENTS = {
 
 
 def warm_up() -> None:
-    """One run, so that no child has to import or compile anything."""
+    """Train one run, so that no child has to import or compile anything."""
     configured_model.FAMILIES = {**FAMILIES, "small": small_family()}  # type: ignore[assignment]
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
@@ -41,18 +41,18 @@ def warm_up() -> None:
 
 
 def prepare(folder: Path) -> None:
-    """`small.toml` and its text, for runs in `folder`."""
+    """Write `small.toml` and its text, for runs in `folder`."""
     write_text(folder / "text.jsonl", lines=200)
     (folder / "small.toml").write_text(SMALL)
 
 
 def trains(arguments: list[str]) -> int:
-    """A run; its exit code."""
+    """Train a run. Returns its exit code."""
     return train.main(["--config", "small.toml", *arguments])
 
 
 def is_killed_at(event: int, delay_s: float, arguments: list[str]) -> int:
-    """A run that is killed `delay_s` after the `event`-th time that it touches a checkpoint's files."""
+    """Train a run that is killed `delay_s` after it touches a checkpoint's files for the `event`-th time."""
     seen = 0
 
     def hook(name: str, details: tuple[object, ...]) -> None:
@@ -81,10 +81,10 @@ def kill_after(delay_s: float) -> None:
 
 
 def trains_while_the_disk_is(trouble: str, from_step: int, to_step: int, arguments: list[str]) -> int:
-    """A run whose disk is `full`, `filling` (full once a save has begun) or `read-only` during some of its steps.
+    """Train while the disk is `full`, `filling` (full once a save has begun) or `read-only` during some steps.
 
-    It saves after every second step; a disk changes only when the saves before have ended. Prints by which means. What
-    the run left is copied to `kept/`, since its disk may end with this process.
+    The run saves after every second step. The disk changes only when earlier saves have ended. Prints the means that the
+    disk uses, and copies what the run left to `kept/`, since the disk may end with this process.
     """
     disk = Disk(Path("outputs"), Path("outputs/run/checkpoints"))
     print(f"this disk is {disk.kind}", flush=True)
@@ -107,7 +107,7 @@ def restore(disk: "Disk") -> None:
 
 
 def hangs(where: str, step: int, arguments: list[str]) -> int:
-    """A run that saves after every step, and whose `step`-th one, or the save after it, never ends."""
+    """Train a run that saves after every step; its step number `step`, or the save after it, never ends."""
 
     def hang() -> None:
         print("hanging", flush=True)
@@ -128,7 +128,7 @@ def hangs(where: str, step: int, arguments: list[str]) -> int:
 
 
 def is_signalled_on_its_way_out(number: int, arguments: list[str]) -> int:
-    """A run that gets a signal once all is trained and saved, while its metrics are closed."""
+    """Train a run that gets a signal once all is trained and saved, while it closes its metrics."""
     close = MetricsLogger.close
 
     def interrupted(self: MetricsLogger) -> None:
@@ -154,7 +154,7 @@ def trains_under_mask(mask: int, arguments: list[str]) -> int:
 
 
 def has_a_bad_device(device: str, trouble: str, operation: int, arguments: list[str]) -> int:
-    """A run one of whose devices is `slow` from its `operation`-th operation on, or `faulty` at that one."""
+    """Train with one device that is `slow` from its `operation`-th operation on, or `faulty` at that one."""
     run, seen = CpuDevice.run, itertools.count(1)
 
     def troubled(self, *details, **further):

@@ -37,5 +37,5 @@ ENGINE = {
 
 
 def record(step: int, **changes: object) -> StepRecord:
-    """The record of `step`, with `changes`."""
+    """Make the record of `step`, with `changes`."""
     return replace(RECORD, step=step, **changes)  # type: ignore[arg-type]

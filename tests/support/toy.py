@@ -153,8 +153,8 @@ def train(engine: Engine, batches: Sequence[Sequence[MicroBatch]], lr: float = 1
 class PlainLoop:
     """The same model as one `nn.Module` trained by ordinary autograd: no engine, no threads, no offloading.
 
-    A tied weight is two leaves of equal value whose gradients are added before the update: the order in which
-    the engine's stages add them, and the order of no-op autograd differs only in where it rounds.
+    A tied weight is two leaves of equal value, whose gradients are added before the update, as the engine's stages add
+    them. Autograd with one shared leaf differs only in where it rounds.
     """
 
     def __init__(self, model: LayeredModel, weights: dict[str, Tensor], tied: bool) -> None:

@@ -1,6 +1,6 @@
 """Small byte-level BPE vocabularies, trained by the package tokenizers on the standard library's source files.
 
-One for each family's way to split text, with the special and added tokens that its released chat template needs.
+Each family's way to split text has one, with the special and added tokens that its released chat template needs.
 """
 
 import json
@@ -77,7 +77,7 @@ FAMILIES = {
 
 
 def real_text() -> list[str]:
-    """Some modules of the standard library, and scripts and emoji that they do not have."""
+    """Return some modules of the standard library, and scripts and emoji that do not occur in them."""
     root = Path(sysconfig.get_path("stdlib"))
     names = ("argparse.py", "typing.py", "json/decoder.py", "datetime.py", "inspect.py")
     others = "Zażółć gęślą jaźń. Съешь же ещё этих булок. 我能吞下玻璃而不伤身体。 नमस्ते 안녕하세요 🙂👩‍🚀\r\n\t x² ½ ſ"
@@ -85,7 +85,7 @@ def real_text() -> list[str]:
 
 
 def random_text(generator: random.Random) -> str:
-    """Up to 40 parts: any character of any plane, the Latin and spaces of real text, and tokens in the text."""
+    """Draw up to 40 parts: any character of any plane, the Latin and spaces of real text, and tokens in the text."""
 
     def any_character() -> str:
         code = generator.randrange(0x110000 - 0x800)
@@ -103,7 +103,7 @@ def random_text(generator: random.Random) -> str:
 
 
 def train(name: str, vocab_size: int = 3000, text: Sequence[str] | None = None) -> tokenizers.Tokenizer:
-    """The family's tokenizer with a vocabulary of its own."""
+    """Train the family's tokenizer on a vocabulary of its own."""
     family = FAMILIES[name]
     tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=family.ignore_merges))
     if family.nfc:
@@ -129,7 +129,7 @@ def train(name: str, vocab_size: int = 3000, text: Sequence[str] | None = None) 
 
 
 def write(folder: Path, name: str, tokenizer: tokenizers.Tokenizer | None = None) -> tokenizers.Tokenizer:
-    """`tokenizer.json` and `tokenizer_config.json` as a released model has them."""
+    """Write `tokenizer.json` and `tokenizer_config.json` as a released model has them."""
     family = FAMILIES[name]
     tokenizer = tokenizer or train(name)
     folder.mkdir(parents=True, exist_ok=True)

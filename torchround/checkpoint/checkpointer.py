@@ -45,7 +45,7 @@ def _nothing_is_optional(name: str) -> bool:
 class Loaded:
     """The result of a load besides the tensors: the step, and the state as it was given to `save`.
 
-    `filled` are the names of the tensors that the checkpoint holds. Optional ones may be missing there.
+    `filled` are the names of the tensors that were read. Optional ones may be missing in the checkpoint.
     """
 
     step: int
@@ -88,6 +88,7 @@ class Checkpointer:
         state_json = encode_state(state)
         try:
             make_folder(self.folder)
+            # Leftovers first: the new checkpoint may need their room, and the name of the unfinished folder.
             self._clear_leftovers()
             self._require_space(sum(file.size_bytes for file in files) + len(state_json))
             written = write_folder(self._named(step, ".tmp"), step, files, state_json, watch)
@@ -99,6 +100,7 @@ class Checkpointer:
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}; "
                 "earlier checkpoints are untouched"
             ) from error
+        # Old checkpoints go only now that the new one is complete. So a save needs room for one more than is kept.
         self.delete(self.superfluous(newest=step))
         return path
 
@@ -138,6 +140,7 @@ class Checkpointer:
         """
         if self.keep_latest_k == 0:
             return []
+        # Damaged checkpoints do not count among the k, so that k usable ones stay.
         complete = self.complete_steps()
         latest = sorted({*complete} - {newest}, reverse=True)
         if newest is not None:
@@ -175,9 +178,11 @@ class Checkpointer:
     def _publish(self, step: int, written: Path) -> Path:
         path = self._named(step)
         replaced = self._named(step, ".replaced")
+        # A folder that is not empty cannot be renamed over, so the former one steps aside.
         if path.exists():
             path.rename(replaced)
         written.rename(path)
+        # The new name must be on the disk before the former folder is deleted.
         sync_entry(self.folder)
         if replaced.exists():
             self.delete([replaced])

@@ -155,15 +155,18 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         try:
             start, entries = read_tensor_header(file, _MAX_HEADER_BYTES, _ITEM_BYTES)
         except EOFError as error:
+            # Callers treat a file that ends early as damaged, like any other bad header.
             raise ValueError(str(error)) from error
         left_bytes = os.fstat(file.fileno()).st_size - start
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     found = {}
     end = 0
     for name, entry in entries.items():
+        if entry.dtype_name not in dtypes:
+            raise ValueError(f"{name} is of the unknown type {entry.dtype_name}")
         # Tensors are read one after the other, so each must begin where the one before it ends.
-        if entry.dtype_name not in dtypes or entry.begin != end:
-            raise ValueError(f"{name} is {entry.dtype_name} at byte {entry.begin} instead of {end}")
+        if entry.begin != end:
+            raise ValueError(f"{name} begins at byte {entry.begin} instead of {end}")
         end = entry.end
         found[name] = (dtypes[entry.dtype_name], entry.shape)
     if end != left_bytes:

@@ -66,6 +66,7 @@ class UncachedPass:
             if start + PIECE_BYTES < len(memory):
                 previous = self._hashing.submit(self._hash.update, piece)
             else:
+                # The last piece is hashed here: the caller may change the memory once the loop ends.
                 self._hash.update(piece)
             self._count(len(piece))
 
@@ -113,9 +114,8 @@ class DirectFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._buffer = memoryview(
-            mmap.mmap(-1, _BUFFER_BYTES)
-        )  # a mapping begins at a page, so it is aligned
+        # A mapping begins at a page, so the buffer is aligned to every disk's blocks.
+        self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
         self._held_bytes = 0
         self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
@@ -152,6 +152,7 @@ class DirectFile:
                 if self._held_bytes == _BUFFER_BYTES:
                     self._put_held()
                 rest = rest[len(copied) :]
+        # Without direct transfers the buffer is empty, and all that is left goes through the page cache.
         self._put(rest)
 
     def sync(self) -> None:

@@ -25,6 +25,7 @@ class Options:
     """Print the resolved config, the plan and the memory it needs, then stop."""
 
     raw: RawConfig
+    """The tables before they were checked, for the source of each key in a message."""
 
     def error(self, key: str, message: str) -> ConfigError:
         """Make the error of a mistake found after loading, such as a missing folder, in the form of all others."""
@@ -51,6 +52,7 @@ def parse_command_line(arguments: Sequence[str]) -> Options:
             path = _config_path(rest, path)
         else:
             overrides.extend(_override(rest))
+    # Before the file is read: `--help` needs no config.
     if "--help" in switches:
         print(usage())
         raise SystemExit(0)
@@ -61,6 +63,7 @@ def parse_command_line(arguments: Sequence[str]) -> Options:
 
 
 def _switch(argument: str) -> str:
+    """Return the switch's long name."""
     name, equals, value = argument.partition("=")
     if equals:
         raise config_error(COMMAND_LINE, "", f"{name} takes no value, given {value}")
@@ -68,6 +71,7 @@ def _switch(argument: str) -> str:
 
 
 def _config_path(rest: list[str], earlier: str | None) -> str:
+    """Remove `--config` and its value from the front. `earlier` is the value given before it, if any."""
     _, value = take_flag(rest)
     if not value:
         raise config_error(COMMAND_LINE, "", "--config has no value; write --config NAME.toml")
@@ -77,6 +81,7 @@ def _config_path(rest: list[str], earlier: str | None) -> str:
 
 
 def _override(rest: list[str]) -> list[str]:
+    """Remove an override from the front. Returns it as one argument, or as a flag without a value."""
     flag, value = take_flag(rest)
     if not flag.startswith("--") or "." not in flag:
         raise _unknown_flag(flag)

@@ -45,9 +45,8 @@ def show(value: Any) -> str:
     """Write a value as TOML, shortened to fit on one line of a message."""
     try:
         text = toml_value(value)
-    except (
-        ValueError
-    ):  # Python prints no integer of over 4300 digits, but reads one that TOML writes in base 16
+    except ValueError:
+        # Python prints no integer of over 4300 digits, but reads one that TOML writes in base 16.
         return "an integer too long to print"
     return text if len(text) <= 80 else f"{text[:77]}..."
 

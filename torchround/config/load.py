@@ -46,6 +46,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
     file = find_config(path)
     raw = RawConfig(main_source=str(file))
     _merge_file(raw, file, chain=[])
+    # Before the overrides, so that `--run.name` wins over the file's name.
     run = raw.tables.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", _run_name(file))
@@ -79,6 +80,7 @@ def _merge_file(raw: RawConfig, file: Path, chain: list[Path]) -> None:
     data = _read_toml(file)
     if BASE in data:
         _merge_file(raw, _base_file(file, data.pop(BASE), [*chain, file]), [*chain, file])
+    # A file with a chain is a base.
     if chain and isinstance(data.get("run"), dict):
         data["run"].pop("name", None)
     for name, table in data.items():
@@ -114,6 +116,7 @@ def _base_file(file: Path, base: Any, chain: list[Path]) -> Path:
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
+        # The parser raises the same error for text nested beyond Python's stack.
         if is_nested_deeper(data, DEEPEST):
             raise RecursionError
         return data
@@ -130,6 +133,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
 def _apply(raw: RawConfig, key_path: tuple[str, ...], value: Any) -> None:
     target = raw.tables
     for length, part in enumerate(key_path[:-1], start=1):
+        # A value that is no table gives way to one: `--engine.plan.fused 2` replaces the path of a plan.
         inner = target.get(part)
         target[part] = target = inner if isinstance(inner, dict) else {}
         raw.sources.setdefault(".".join(key_path[:length]), COMMAND_LINE)

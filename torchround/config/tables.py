@@ -150,8 +150,8 @@ class DataTable(Table):
 
     on_changed_files: Literal["stop", "go_on"] = "stop"
     """Reaction to data files whose size or number changed since the checkpoint that a run resumes from. `stop`: the run
-    refuses to start (exit code 2). `go_on`: it continues at the same document numbers, as is right after a bad record was
-    repaired in place. The key is needed for one start only. If documents were added or removed, the rest of the epoch
+    refuses to start (exit code 2). `go_on`: it continues at the same document numbers, for example after a bad
+    record was repaired in place. The key is needed for one start only. If documents were added or removed, the rest of the epoch
     has another order: a warning says how many documents may be repeated or skipped."""
 
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0

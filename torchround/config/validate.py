@@ -43,11 +43,13 @@ class RawConfig:
 
 def validate(raw: RawConfig) -> Config:
     """Check types, ranges and unknown keys, then what the tables demand of each other. Raises `ConfigError`."""
+    # A table that is not given is an empty one, so that messages name its missing keys and not the table.
     empty: dict[str, Any] = {name: {} for name in Config.model_fields}
     try:
         config = Config.model_validate({**empty, **raw.tables})
     except ValidationError as error:
         raise ConfigError(_mistakes(raw, error)) from None
+    # Only values of the right types can be compared with each other.
     conflicts = [_conflict(raw, keys, message) for keys, message in find_conflicts(config)]
     if conflicts:
         raise ConfigError(conflicts)
@@ -55,6 +57,7 @@ def validate(raw: RawConfig) -> Config:
 
 
 def _conflict(raw: RawConfig, keys: tuple[str, ...], message: str) -> str:
+    # A key at its default has no source. A dict keeps each source once, in the order of the keys.
     given = {raw.source_of(key): None for key in keys if key in raw.sources}
     return mistake(" and ".join(given) or raw.main_source, ", ".join(keys), message)
 
@@ -111,6 +114,7 @@ def _unknown(key: str, around: KeyType, given: Any) -> str:
     hint = nearest(name, known)
     if not outer:
         return f"unknown table; legal: {', '.join(known)}{hint}"
+    # A name that is like no key of this table may be a key of another.
     elsewhere = [f"{other}.{name}" for other, keys in all_keys().items() if name in keys]
     if elsewhere and not hint:
         hint = f"; nearest: {', '.join(elsewhere)}"

@@ -35,7 +35,7 @@ class Conversation:
 
 
 Content = str | TokenIds | tuple[TextSpan, ...]
-"""The content of a document: text, to be framed by BOS and EOS; token ids `[n]`, used unchanged; or a rendered
+"""The content of a document: text, which BOS and EOS frame later; token ids `[n]`, used unchanged; or a rendered
 conversation."""
 
 Record = bytes | dict[str, Any] | DataError

@@ -15,7 +15,7 @@ class TokenizerError(DataError):
 
 
 class MissingTokenizerError(TokenizerError):
-    """An error in a path of a tokenizer that does not exist. `key` is the config key that gives the path."""
+    """The error of a tokenizer path that does not exist. `key` is the config key that gives the path."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")

@@ -15,7 +15,7 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, ValidationTable
 from torchround.data.errors import DataError
-from torchround.data.formats.records import RecordReader
+from torchround.data.formats.content import RecordReader
 from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
 from torchround.data.packing.batches import (
@@ -28,7 +28,7 @@ from torchround.data.packing.batches import (
 )
 from torchround.data.packing.best_fit import BestFitPacker, in_changed_files
 from torchround.data.packing.contiguous import ContiguousPacker, PackedSequence
-from torchround.data.reader import MixSettings, Reader
+from torchround.data.reading_order import MixSettings, Reader
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.data.tokenising import Tokenising
@@ -114,6 +114,7 @@ class Loader(Iterator[MicroBatch]):
         self._tokenizer = tokenizer
         self._seq_len = seq_len
         self._global_batch_size = global_batch_size
+        # Opened here and not with the first batch, so that a missing source is an error as soon as the run starts.
         self._sources = open_sources(data, tokenizer)
         self._mix = mix_settings(data, self._sources, seed, validation)
         self._packs_whole = packs_whole_documents(data)
@@ -171,8 +172,8 @@ class Loader(Iterator[MicroBatch]):
             self._check_position(position)
         if changed:
             what = what_a_change_costs(position, saved["sources"], current["sources"])
-            told = f"continuing at the same document numbers in changed files: {text}"
-            logger.warning("%s; %s", terminal_safe(told), what)
+            notice = f"continuing at the same document numbers in changed files: {text}"
+            logger.warning("%s; %s", terminal_safe(notice), what)
             if self._packs_whole and position:
                 position = with_packing_state(position, in_changed_files(packing_state(position)))
         self.close()  # what is prefetched belongs to the old position
@@ -288,11 +289,13 @@ def what_a_change_costs(position: dict[str, Any] | None, were: Sequence[str], ar
     )
     gone = {(source, number) for source, number, _ in packing_state(position).get("gone", ())}
     if gone:
-        text += f"; {len(gone)} of the group being packed are used, its others are packed anew"
+        text += (
+            f"; {len(gone)} documents of the group being packed are used, its other documents are packed anew"
+        )
     if position.get("taken"):
         text += (
-            f"; {position['taken']} sequences of the window being shuffled are used, and as many of it as packed "
-            "anew are left out"
+            f"; {position['taken']} sequences of the window being shuffled are used; the window is packed anew, and "
+            "as many of its new sequences are left out"
         )
     return text
 

@@ -17,7 +17,7 @@ from torchdata.nodes import BaseNode
 from torchround.data.document_types import TextSpan, TokenIds
 from torchround.data.errors import DataError
 from torchround.data.packing.contiguous import TokenPiece
-from torchround.data.reader import DocumentPiece
+from torchround.data.reading_order import DocumentPiece
 from torchround.data.text.tokenizer import Tokenizer
 
 Result = Callable[[], TokenPiece | DataError]
@@ -102,16 +102,16 @@ def tokenise(tokenizer: Tokenizer, piece: DocumentPiece) -> TokenPiece:
         framed = (before, tokenizer.encode_array(piece.content), after)
         tokens = np.concatenate([np.array(ids, dtype=np.int64) for ids in framed])
     else:
-        parts = [_encoded(tokenizer, segment) for segment in piece.content]
+        parts = [_encoded(tokenizer, span) for span in piece.content]
         tokens = np.concatenate(parts)
-        learn = np.repeat([segment.learn for segment in piece.content], [len(part) for part in parts])
+        learn = np.repeat([span.learn for span in piece.content], [len(part) for part in parts])
     return TokenPiece(tokens, piece.first, learn, piece.last, piece.epoch, piece.source, piece.number)
 
 
-def _encoded(tokenizer: Tokenizer, segment: TextSpan) -> TokenIds:
-    if segment.special:
-        return np.array([tokenizer.special_id(segment.text)], dtype=np.int64)
-    return tokenizer.encode_array(segment.text)
+def _encoded(tokenizer: Tokenizer, span: TextSpan) -> TokenIds:
+    if span.special:
+        return np.array([tokenizer.special_id(span.text)], dtype=np.int64)
+    return tokenizer.encode_array(span.text)
 
 
 def _itself(error: DataError) -> DataError:

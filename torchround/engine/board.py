@@ -1,6 +1,6 @@
 """The board: where threads of an engine hand values to each other, each under a typed key.
 
-A kind of hand-over is one constant beside the type that it carries, for example `LOSS = HandOver[Boundary](...)` in
+A kind of hand-over is one constant beside the type that it carries, for example `LOSS = HandOver[HostTensors](...)` in
 `worker/activation_transfers.py`; `LOSS(pass_index, micro_batch)` is the key of one loss. Posting and waiting name the same constant,
 so an editor finds one end from the other, and mypy rejects a value of another type. `ordering.py` lists all kinds.
 
@@ -26,27 +26,28 @@ T = TypeVar("T")
 class HandOver(Generic[T]):
     """A kind of hand-over, whose values have type `T`.
 
-    `words` describes one of them in reports: `{0}` is its epoch, `{1}` and `{2}` are the rest of its key.
+    `words` describes one of them in reports: `{0}` is its number, `{1}` and `{2}` are the rest of its key.
     """
 
     def __init__(self, words: str) -> None:
         self.words = words
 
-    def __call__(self, epoch: int, *key: int) -> "HandOverKey[T]":
-        return HandOverKey(self, epoch, key)
+    def __call__(self, number: int, *key: int) -> "HandOverKey[T]":
+        return HandOverKey(self, number, key)
 
 
 @dataclass(frozen=True)
 class HandOverKey(Generic[T]):
-    """The name of one hand-over. `epoch` is the weight version, step, pass or stage slot that it belongs to."""
+    """The name of one hand-over. `number` is the weight version, step, pass or stage slot that it
+    belongs to. It only grows, and old hand-overs are forgotten by it."""
 
     kind: HandOver[T]
-    epoch: int
+    number: int
     key: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """Describe the hand-over for a report."""
-        return self.kind.words.format(self.epoch, *self.key)
+        return self.kind.words.format(self.number, *self.key)
 
 
 class WaitForHandOver(Protocol):
@@ -72,7 +73,7 @@ class Observer:
 
 
 class Board:
-    """Posted values by key. Each is posted once; posting wakes only the threads that wait for that key."""
+    """Posted values by key. Each is posted once (`MAY_PUBLISH`, without a value, maybe again); posting wakes only the threads that wait for that key."""
 
     def __init__(self, observer: Observer | None = None) -> None:
         self.observer = observer or Observer()
@@ -124,6 +125,7 @@ class Board:
 
     def outlast(self, key: HandOverKey[None], poll_s: float = 0.005) -> None:
         """Wait for a hand-over even though the engine has stopped; some thread must post it in answer to the stop."""
+        # `wait` would raise `Stopped` at once, and a stopped board wakes no thread any more.
         while not self.ready(key):
             time.sleep(poll_s)
         self.observer.waited(key)
@@ -140,13 +142,13 @@ class Board:
 
     def waiting(self) -> dict[str, str]:
         """Describe, by thread name, what each waiting thread waits for."""
-        return dict(self._waiting)
+        return dict(self._waiting)  # a copy: threads begin and end their waits meanwhile
 
     def retire(self, kind: HandOver[T], below: int) -> None:
-        """Forget hand-overs of a kind with an epoch under `below`. No thread may wait for one of them again."""
+        """Forget hand-overs of a kind with an number under `below`. No thread may wait for one of them again."""
         with self._lock:
             values = self._values[kind]
-            for key in [key for key in values if key.epoch < below]:
+            for key in [key for key in values if key.number < below]:
                 del values[key]
 
     def forget(self, key: HandOverKey[T]) -> None:
@@ -164,7 +166,7 @@ class Board:
             waker.set()
 
     def note_progress(self) -> None:
-        """Count as movement for the watchdog although nothing is posted."""
+        """Let the watchdog see movement although nothing is posted."""
         with self._lock:
             self.posts += 1
 

@@ -34,17 +34,17 @@ from torchround.engine.passes import (
     StageJob,
     backward_inputs,
     check_micro_batches,
-    contributions,
     forward_inputs,
     host_micro_batch,
+    part_numbers,
     uploads,
 )
-from torchround.engine.results import STAGE_DONE, StepResult
+from torchround.engine.results import STAGE_ENQUEUED, StepResult
 from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
-from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, Boundary
+from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import LayeredModel, MicroBatch
@@ -153,6 +153,7 @@ class Engine:
             if self._awaiting_step:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
             self._limit_passes_under_way()
+            # An empty batch gets tasks too, so that `_begin_pass` can refuse it by its own message.
             rounds = min(self.settings.rounds, len(micro_batches)) or 1
             tasks = step_tasks(
                 self.partition, max(len(micro_batches), 1), rounds, len(self.devices), self._next_slot
@@ -161,6 +162,7 @@ class Engine:
             # Before dispatch: the optimizer must know how many parts to expect when the first one lands.
             self._expect_gradients(rounds)
             self._dispatch(pass_, tasks)
+            # After the jobs: devices are not to wait, and the optimizer has nothing to do before the first part lands.
             self._board.post(TRAINING_PASS(self._step), pass_)
             self._awaiting_step = True
             return self._track(pass_, tasks)
@@ -200,9 +202,8 @@ class Engine:
             index, self._next_save = self._next_save, self._next_save + 1
             self._ordering.expect_save([bundle.index for bundle in self.store.trained], self._step, index)
             self._board.post(SAVE(index), (self._step, write))
-            self._saves = [
-                save for save in self._saves if not save.ended
-            ]  # a long run keeps none of the others
+            # A long run must not keep every save that ended.
+            self._saves = [save for save in self._saves if not save.ended]
             self._saves.append(PendingSave(index, self._board, self._wait_in_call))
             return self._saves[-1]
 
@@ -262,7 +263,7 @@ class Engine:
             training=training,
             step=self._step,
             version=version,
-            loss_scale=loss_scale / max(num_labels, 1),
+            loss_factor=loss_scale / max(num_labels, 1),
             num_labels=num_labels,
             micro_batches=tuple(
                 host_micro_batch(
@@ -286,7 +287,7 @@ class Engine:
             self._ordering.expect_upload(bundle, pass_.version, use)
         for task in tasks:
             window = self._windows.next(len(task.micro_batches))
-            job = StageJob(task, pass_, contributions(self.store, task), window)
+            job = StageJob(task, pass_, part_numbers(self.store, task), window)
             self._board.post(STAGE_JOB(task.slot), job)
         self._next_slot += len(tasks)
 
@@ -311,11 +312,11 @@ class Engine:
         self._ordering.retire(oldest.pass_.version - 1)
         self._board.retire(TRAINING_PASS, oldest.pass_.step)
         self._board.retire(LEARNING_RATE, oldest.pass_.step)
-        self._board.retire(UPDATED, oldest.pass_.version)
+        self._board.retire(UPDATED, oldest.pass_.step)
         for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
             self._board.retire(kind, oldest.pass_.index)
         self._board.retire(STAGE_JOB, oldest.tasks[0].slot)
-        self._board.retire(STAGE_DONE, oldest.tasks[0].slot)
+        self._board.retire(STAGE_ENQUEUED, oldest.tasks[0].slot)
 
     def _collect(self, result: StepResult) -> None:
         """Wait for a pass, so that the engine may forget it."""
@@ -362,7 +363,7 @@ class Engine:
         """
         with self._life.call(is_there=self._board.ready(key)):
             value = self._watchdog.wait(key)
-            if isinstance(value, Boundary):
+            if isinstance(value, HostTensors):
                 self._synchronize(value.landed)
             return value
 

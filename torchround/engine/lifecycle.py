@@ -103,6 +103,7 @@ class Lifecycle:
             self._pool.close()
         elif self.failure is not None:
             still = ", ".join(sorted(busy))
+            # Callers may hold this very object already, so its text grows in place.
             self.failure.args = (f"{self.failure} (still inside a computation, with its memory: {still})",)
 
     def _finish(self, device: Device, deadline_s: float) -> bool:

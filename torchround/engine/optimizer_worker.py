@@ -142,7 +142,7 @@ class OptimizerWorker:
             if bundle.adds_up:
                 self._add_up(bundle, step, parts, landings)
             # The norm needs the whole sum, so it comes with the last round.
-            if parts.stop == self._ordering.contributions(bundle.index, step):
+            if parts.stop == self._ordering.num_parts(bundle.index, step):
                 self._squares[bundle.index] = self._norm_squared(bundle)
             self._busy_s += time.perf_counter() - start
         # Losses last: devices that wait until a part of a gradient is consumed cannot send the later ones.
@@ -161,7 +161,7 @@ class OptimizerWorker:
             for bundle in reversed(self._store.trained):
                 uses = len(bundle.layers)
                 parts = range(round_index * uses, (round_index + 1) * uses)
-                if parts.stop > self._ordering.contributions(bundle.index, step):
+                if parts.stop > self._ordering.num_parts(bundle.index, step):
                     return
                 yield bundle, parts
 
@@ -212,6 +212,7 @@ class OptimizerWorker:
         # Before `UPDATED` is posted: a call that waits for it must see the fault, not end as if all were well.
         if overcome is not None:
             self._on_failure(overcome)
+        # The step first: a thread that finds the store consistent after a stop saves it under this step.
         self._store.step = step + 1
         self._store.is_consistent = True
         self._ordering.settled(step + 1, self._store.resume_state())
@@ -229,6 +230,8 @@ class OptimizerWorker:
         )
         self._busy_s, self._waited_for_save_s, self._bundle_updates = 0.0, 0.0, []
         self._board.post(UPDATED(step), report)
+        # After `UPDATED`: a stop must not take the report of an update that is complete. The next job may be posted
+        # already, and waiting for it would not notice the stop.
         self._board.raise_if_stopped()
 
     def _begin_update(self) -> None:
@@ -254,6 +257,7 @@ class OptimizerWorker:
     def _apply(self, step: int, lr: float, gradient_scale: float) -> PipelineError | None:
         """Update every bundle, in forward order. Returns the first fault that a second try overcame."""
         overcome: PipelineError | None = None
+        # Before the bundles: the bias correction of this update counts it.
         self._store.applied_updates += 1
         for bundle in self._store.trained:
             self._location = self._location_of(bundle)
@@ -312,7 +316,7 @@ class OptimizerWorker:
     def _advance_version(self, step: int) -> PipelineError | None:
         """Skip an update: make version `step + 1` equal to version `step` and drop the gradient.
 
-        Returns the first fault that did not keep the new version from being complete.
+        Returns the first fault, if any. The new version is complete all the same.
         """
         # All gradients first: devices need not wait for the copies below.
         for bundle in self._store.trained:

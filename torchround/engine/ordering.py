@@ -20,10 +20,10 @@ which is the caller's thread; D a device worker; O the optimizer worker; S the s
 | `FIRST_SIZES` | `passes.py` | 0 | `StagingSizes` of the first pass | C | D |
 | `STAGE_JOB` | `passes.py` | slot | `StageJob` | C | D |
 | `TRAINING_PASS` | `passes.py` | step | `Pass`, whose gradients O adds up | C | O |
-| `BOUNDARY` | `worker/activation_transfers.py` | pass, layer, micro-batch | `Boundary`: input of a stage | D | D |
-| `BOUNDARY_GRADIENT` | `worker/activation_transfers.py` | pass, layer, micro-batch | `Boundary`: its gradient | D | D |
-| `LOSS` | `worker/activation_transfers.py` | pass, micro-batch | `Boundary`: sum of token losses | D | C, O |
-| `STAGE_DONE` | `results.py` | slot | report of the stage slot | D | C |
+| `BOUNDARY` | `worker/activation_transfers.py` | pass, layer, micro-batch | `HostTensors`: input of a stage | D | D |
+| `BOUNDARY_GRADIENT` | `worker/activation_transfers.py` | pass, layer, micro-batch | `HostTensors`: its gradient | D | D |
+| `LOSS` | `worker/activation_transfers.py` | pass, micro-batch | `HostTensors`: sum of token losses | D | C, O |
+| `STAGE_ENQUEUED` | `results.py` | slot | report of the stage slot | D | C |
 | `LEARNING_RATE` | `optimizer_worker.py` | step | `float` | C | O |
 | `UPDATED` | `optimizer_worker.py` | step | `UpdateReport` | O | C |
 | `SAVE` | `saver.py` | save | step and function that writes | C | S |
@@ -78,12 +78,13 @@ class Ordering:
         # takes; hence the lock.
         self._uses: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._uses_lock = threading.Lock()
-        self._contributions: dict[tuple[int, int], int] = {}
+        self._num_parts: dict[tuple[int, int], int] = {}
         self._saves: dict[tuple[int, int], list[int]] = defaultdict(list)
 
     def begin(self, bundles: Sequence[int], step: int) -> None:
         """Declare that the store holds every version that `step` and later steps may read, and that nothing runs."""
         for bundle in bundles:
+            # At step 0 the older versions have negative numbers. They equal version 0, and nothing waits for them.
             for version in range(step - self._versions + 1, step + 1):
                 self._board.signal(WEIGHTS(version, bundle))
             self._board.signal(GRADIENT_CONSUMED(step - 1, bundle))
@@ -95,7 +96,8 @@ class Ordering:
 
         If a device announced it, the optimizer could pass rule 1 before the device came to it.
         """
-        self._uses[version, bundle].append(use)
+        with self._uses_lock:
+            self._uses[version, bundle].append(use)
 
     def before_device_weight_write(self, bundle: int, version: int) -> None:
         """Rule 1: wait until every upload of the version that `version` overwrites has finished."""
@@ -147,31 +149,32 @@ class Ordering:
 
     # Rules 3 and 4. A step's gradient arrives in parts: one for each round and each layer that uses the bundle.
 
-    def expect_gradient(self, bundle: int, step: int, contributions: int) -> None:
+    def expect_gradient(self, bundle: int, step: int, num_parts: int) -> None:
         """Announce how many downloads make up a step's gradient. The controller calls this before dispatch."""
-        self._contributions[step, bundle] = contributions
+        self._num_parts[step, bundle] = num_parts
 
-    def contributions(self, bundle: int, step: int) -> int:
+    def num_parts(self, bundle: int, step: int) -> int:
         """Return how many downloads make up a step's gradient."""
-        return self._contributions[step, bundle]
+        return self._num_parts[step, bundle]
 
-    def before_gradient_read(self, bundle: int, step: int, contribution: int) -> HostBuffer | None:
+    def before_gradient_read(self, bundle: int, step: int, part: int) -> HostBuffer | None:
         """Rule 3: wait until the download of this part has finished. Returns the buffer given to `gradient_landed`."""
-        key = GRADIENT_LANDED(step, bundle, contribution)
+        key = GRADIENT_LANDED(step, bundle, part)
         event, landing = self._board.wait(key)
         self._board.synchronize(event, key)
         return landing
 
     def gradient_landed(
-        self, bundle: int, step: int, contribution: int, event: Event, landing: HostBuffer | None
+        self, bundle: int, step: int, part: int, event: Event, landing: HostBuffer | None
     ) -> None:
         """Post that a download into `landing` is enqueued; it has finished after `event`."""
-        self._board.post(GRADIENT_LANDED(step, bundle, contribution), (event, landing))
+        self._board.post(GRADIENT_LANDED(step, bundle, part), (event, landing))
 
     def before_gradient_write(self, bundle: int, step: int, previous_part: int) -> None:
-        """Rule 4: wait until the optimizer has consumed what this part's buffer held before.
+        """Rule 4: wait until the optimizer has consumed the gradient before this one.
 
-        `previous_part` is the part that the previous round made of this sum; negative in a step's first round.
+        That is the previous round's part, `previous_part`, or the previous step's gradient if `previous_part` is
+        negative, as in a step's first round. It protects `Bundle.gradient` and bounds the pool's buffers for parts.
         """
         self._board.wait(_consumed(bundle, step, previous_part))
 
@@ -185,7 +188,7 @@ class Ordering:
 
     def gradient_consumed(self, bundle: int, step: int) -> None:
         """Post that the optimizer will not read step `step`'s gradient again."""
-        self._contributions.pop((step, bundle), None)
+        self._num_parts.pop((step, bundle), None)
         self._board.signal(GRADIENT_CONSUMED(step, bundle))
 
     # Rule 6.

@@ -1,6 +1,6 @@
 """The measurements of a step by devices and the optimizer, and the result that the caller of a pass gets.
 
-Devices report stage slots (`SlotReport`), the optimizer reports updates. A `StepResult` waits for these reports when
+Devices report stage slots (`StageReport`), the optimizer reports updates. A `StepResult` waits for these reports when
 its caller asks for them, and keeps them. `costs_from_reports` turns them into the planner's costs.
 """
 
@@ -39,7 +39,7 @@ class DeviceSpan:
 
 
 @dataclass(frozen=True)
-class SlotReport:
+class StageReport:
     """The measurements of one stage slot on its device.
 
     `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready` marks the
@@ -67,6 +67,7 @@ class SlotReport:
     @cached_property
     def input_wait_s(self) -> float:
         """Idle seconds until an input or a gradient of a neighbouring stage arrived."""
+        # All weights arrived before the first span, so a gap between two spans is a wait for an activation or gradient.
         between_s = sum(
             max(later.start.seconds_since(earlier.end), 0.0)
             for earlier, later in zip(self.spans, self.spans[1:], strict=False)
@@ -99,7 +100,7 @@ class SlotReport:
         return min(max(self.weights_ready.seconds_since(self.idle_since), 0.0), self._before_s)
 
 
-STAGE_DONE = HandOver[SlotReport]("stage slot {0} to be enqueued")
+STAGE_ENQUEUED = HandOver[StageReport]("all of stage slot {0} to be enqueued")
 
 
 class StepResult:
@@ -115,7 +116,7 @@ class StepResult:
         self._wait = wait
         self._loss: float | None = None
         self._update: UpdateReport | None = None
-        self._reports: list[SlotReport] | None = None
+        self._reports: list[StageReport] | None = None
 
     @property
     def step(self) -> int:
@@ -129,6 +130,7 @@ class StepResult:
 
     def loss(self) -> float:
         """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once."""
+        # Once only: the last reader of a loss gives its buffer back, and another micro-batch may fill it.
         if self._loss is None:
             total = sum(self._loss_sum(index) for index in range(len(self.pass_.micro_batches)))
             self._loss = total / max(self.num_labels, 1)
@@ -140,13 +142,14 @@ class StepResult:
             self._update = self._wait(UPDATED(self.pass_.step))
         return self._update
 
-    def reports(self) -> list[SlotReport]:
+    def reports(self) -> list[StageReport]:
         """Return what the devices measured in each stage slot, in dispatch order."""
+        # Kept, like the update: the engine forgets the hand-overs of a pass that is two passes old.
         if self._reports is None:
-            self._reports = [self._wait(STAGE_DONE(task.slot)) for task in self.tasks]
+            self._reports = [self._wait(STAGE_ENQUEUED(task.slot)) for task in self.tasks]
         return self._reports
 
-    def by_device(self, figure: Callable[[SlotReport], float], num_devices: int) -> list[float]:
+    def by_device(self, figure: Callable[[StageReport], float], num_devices: int) -> list[float]:
         """Return each device's sum of a figure over its stage slots, in device order."""
         sums = [0.0] * num_devices
         for report in self.reports():
@@ -154,7 +157,7 @@ class StepResult:
         return sums
 
     def wait(self) -> None:
-        """Wait until every stage task is done."""
+        """Wait until the losses are on the host and every stage task is enqueued; backward passes may still run."""
         self.loss()
         self.reports()
 
@@ -174,7 +177,7 @@ def one_layer_a_stage(num_layers: int) -> Partition:
 
 
 def costs_from_reports(
-    counted: Costs, reports: Iterable[SlotReport], updates: Iterable[Sequence[BundleUpdate]] = ()
+    counted: Costs, reports: Iterable[StageReport], updates: Iterable[Sequence[BundleUpdate]] = ()
 ) -> Costs:
     """Return `counted` with measured seconds in place of counted ones.
 
@@ -210,7 +213,7 @@ def costs_from_reports(
 def _with_updates(costs: Costs, updates: Sequence[Sequence[BundleUpdate]]) -> Costs:
     """Add the optimizer's seconds. A shared bundle counts with its first layer, whose upload waits for it."""
     if not updates:
-        return costs
+        return costs  # the counted seconds stay
     seconds = [[0.0] * len(updates) for _ in costs.layers]
     for step, bundles in enumerate(updates):
         for bundle in bundles:

@@ -19,7 +19,7 @@ from torchround.pipeline.memory import GIB, size_text
 # The ETA takes the time per step from so many of the newest lines.
 _ETA_LINES = 20
 
-# Lines that wait for a disk that takes them again: about 10 MB.
+# The most lines kept in memory while the disk fails (about 10 MB). They are written once it works again.
 KEPT_LINES = 10_000
 
 _STYLES = {"step": "bold", "loss": "bold green", "tokens/s": "cyan", "skipped": "bold red"}

@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
-from torchround.pipeline.devices import DeviceSpec
+from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.partition import Stage, StageKind
+from torchround.untrusted.strict_json import parse_json
 
 # Share of the dense peak that a layer's matrix products reach: 0.78 for a Qwen3-1.7B block on an RTX 4090.
 # RoundPipe's authors measured 7.429 ms for its 0.962 TFLOP; the card's peak is 165 TFLOP/s.
 COMPUTE_EFFICIENCY = 0.75
 
-# Share of the nominal PCIe rate that one hop reaches: a boundary activation goes down to the host and up
-# again, and the two directions overlap. RoundPipe's five measured hops are `boundary_bytes / (0.66 x 32
-# GB/s)` within 2 %.
+# Share of the nominal PCIe rate that one hop reaches: a boundary activation goes
+# down to the host and up again, and the two directions overlap. RoundPipe's five
+# measured hops are `boundary_bytes / (0.66 x 32 GB/s)` within 2 %.
 HOP_EFFICIENCY = 0.66
 
 # Host memory traffic of an AdamW update per trained parameter: a 16-bit gradient, an fp32 weight and two
@@ -88,8 +89,8 @@ class Costs:
     def from_json(text: str) -> "Costs":
         """Read what `to_json` wrote; bytes that are not given are 0. Raises `CostsError` for anything else."""
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            data = parse_json(text)
+        except ValueError as error:
             raise CostsError(f"costs are not valid JSON: {error}") from error
         if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
             raise CostsError('costs need an object with a list "layers"')

@@ -137,8 +137,8 @@ def _reachable(
         too_early = index != slots[position][0] and stage >= passes[index].ahead
         if too_early or slot - num_devices in unended or (stage and slot - 1 in not_begun):
             not_begun.add(slot)
-            # A slot needs its device's slot N before it or the stage before it; if N in a row cannot begin,
-            # no later one can.
+            # A slot needs its device's slot N before it or the stage
+            # before it; if N in a row cannot begin, no later one can.
             if all(slot - back in not_begun for back in range(num_devices)):
                 return
         else:

@@ -19,6 +19,8 @@ STAGING_BUFFERS = 6
 # A device rounds gradients to the dtype they travel in, if that is not the one they were accumulated in. It
 # does so piece by piece, in one buffer of this many elements.
 ROUNDING_ELEMENTS = 4 * 2**20
+# Optimizer state per trained parameter: an fp32 weight and two fp32 moments.
+OPTIMIZER_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,6 @@ def host_activation_bytes(
 def size_text(num_bytes: int) -> str:
     """Format bytes in GiB, or in MiB below a tenth of a GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:.2f} MiB"
-
-
-# Optimizer state per trained parameter: an fp32 weight and two fp32 moments.
-OPTIMIZER_BYTES = 12
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ def evaluation_tasks(
     partition: Partition, num_micro_batches: int, num_devices: int, first_slot: int = 0
 ) -> list[StageTask]:
     """List the stage tasks of a pass without gradients: the forward stages, then the fused range as a forward stage."""
+    # The ranges of the training stages, so that evaluation needs no larger slots on a device.
     stages = [
         Stage(StageKind.FORWARD, stage.start, stage.stop)
         for stage in partition.stages()

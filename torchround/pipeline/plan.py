@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torchround.pipeline.costs import Costs, LayerCost, stage_seconds
-from torchround.pipeline.memory import (
-    size_text,
-)
+from torchround.pipeline.memory import size_text
 from torchround.pipeline.partition import Partition, PlanError, Stage, StageKind
+from torchround.untrusted.strict_json import parse_json
 
 # Largest figure accepted in a plan's file: sums of such figures stay finite.
 MOST_FIGURE = 2**62
@@ -68,8 +67,8 @@ class Plan:
     def from_json(text: str) -> "Plan":
         """Read what `to_json` wrote. Raises `PlanError`."""
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            data = parse_json(text)
+        except ValueError as error:
             raise PlanError(f"a plan must be JSON: {error}") from error
         partition, rounds = read_partition(data)
         stages = data.get("stages", [])
@@ -94,6 +93,7 @@ class Plan:
         lines = [title if timed else title.replace(f"  {'ms':>8}", "")]
         for first, last, stage in self.runs():
             numbers = f"{first}" if first == last else f"{first}-{last}"
+            # Backward stages come from the last layer to the first, so the last of a run holds its first layer.
             ends = (self.stages[last], stage) if stage.kind == "backward" else (stage, self.stages[last])
             layers = f"{stage.num_layers} of {ends[0].first_layer} .. {ends[1].last_layer}"
             parts = [f"{numbers:>9}", f"{stage.kind:<8}", f"{layers:<33}"]
@@ -134,6 +134,7 @@ def _looks(stage: PlannedStage) -> tuple[object, ...]:
 
 def _read_fields(kind: type[Plan | PlannedStage], data: object) -> dict[str, Any]:
     """Read the texts and figures of a plan or stage, so that they can be printed and summed. Raises `PlanError`."""
+    # `rounds` and the partition are read by `read_partition`, because `engine.plan` gives them too.
     wanted = {field.name: field.type for field in fields(kind) if field.type in (str, int, float)}
     wanted.pop("rounds", None)
     if not isinstance(data, Mapping) or not wanted.keys() <= data.keys():

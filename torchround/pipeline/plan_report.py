@@ -6,8 +6,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, ParameterCounts
-from torchround.pipeline.devices import DeviceSpec
 from torchround.pipeline.memory import (
     GIB,
     DeviceMemory,
@@ -29,7 +29,7 @@ from torchround.pipeline.search.systematic_search import greedy_partition
 INTEGER_BYTES = 32
 # Sequence lengths are tried in multiples of this, up to the limit.
 LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22
-# Config keys that make a run's weights, gradients and optimizer state smaller.
+# Changes of the config that make a run's weights, gradients and optimizer state smaller.
 STATE_KEYS = (
     "a smaller model.flavor",
     'training.dtype = "bfloat16"',
@@ -193,6 +193,7 @@ def _host(question: RunQuestion, plan: Plan | None) -> HostMemory:
     state = question.state()
     if plan is None:
         return state
+    # `state()` counts one round if the config gives no number; a plan of several rounds also keeps their sums.
     if plan.rounds > 1:
         state = host_state(
             question.parameters, question.update, plan.rounds, question.element_bytes, question.gradient_bytes
@@ -226,9 +227,11 @@ def _faster(question: RunQuestion, plan: Plan) -> Iterator[ConfigChange]:
         if 1 <= size <= question.global_batch_size:
             changed = replace(question, micro_batch_size=size)
             alternatives.append((f"training.micro_batch_size = {size}", changed))
+    # The other changes would leave the given plan in place, which was made for other costs.
     if question.given is not None:
         alternatives = [("engine.plan left out", replace(question, given=None))]
     for setting, changed in alternatives:
+        # A change that alters nothing, or that does not fit, is no advice.
         if changed == question or not fits(changed):
             continue
         gain = 1 - plan_for(changed).step_s / plan.step_s if plan.step_s else 0.0
@@ -297,6 +300,7 @@ def longest_tokens(question: RunQuestion) -> int:
         )
         return fits(longer)
 
+    # Memory grows with the length, so the longest one is found by doubling and then halving the interval.
     low, high = 0, 1
     while possible(high) and high * LENGTH_STEP < LONGEST_LENGTH:
         low, high = high, 2 * high
@@ -310,6 +314,7 @@ def _frozen(question: RunQuestion) -> RunQuestion:
     """Return the run with frozen weights alone; adapters of a usual rank add little to it."""
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+        # Without gradients a frozen layer neither accumulates nor downloads; its compute is left as it is.
         costs = question.costs_for(tokens, sequences, accumulate_bytes)
         return replace(costs, layers=tuple(replace(layer, gradient_bytes=0) for layer in costs.layers))
 

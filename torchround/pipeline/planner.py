@@ -33,8 +33,8 @@ DEVICE_KEYS = {
     "integers_bytes": ("engine.rounds",),
     "compute_bytes": ("training.micro_batch_size", "training.seq_len"),
 }
-# Config keys that need less of the host; `DEVICE_KEYS` has those that need less of a device, by kind of its
-# memory.
+# Config keys that need less of the host; `DEVICE_KEYS` has
+# those that need less of a device, by kind of its memory.
 HOST_KEYS = ("training.global_batch_size", "engine.rounds", "training.seq_len")
 UPDATES = ("sync", "async")
 
@@ -44,7 +44,7 @@ class InfeasiblePlanError(ValueError):
 
     - `layer`: the layer that needs most.
     - `missing_gib`: the memory that is short.
-    - `keys`: config keys that would help.
+    - `keys`: config keys, or changes of them, that would help.
     """
 
     def __init__(self, message: str, layer: str, missing_gib: float, keys: tuple[str, ...]) -> None:

@@ -153,6 +153,7 @@ def trace_events(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     first_process = 0
     for name, line in timelines:
+        # Viewers sort by process number: devices first, the optimizer after them, then the next timeline.
         processes = {HOST: first_process + line.num_devices}
         processes.update((device, first_process + device) for device in range(line.num_devices))
         streams = _streams(line.tasks)

@@ -12,8 +12,8 @@ import torch
 from torchround.config import EngineTable, TrainingTable
 from torchround.engine.errors import EngineUsageError
 from torchround.layer import LayeredModel, LayerWork
+from torchround.pipeline.cards import ASSUMED_DEVICE
 from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
-from torchround.pipeline.devices import ASSUMED_DEVICE
 from torchround.pipeline.memory import HostMemory, size_text
 from torchround.pipeline.plan_report import RunQuestion
 from torchround.run.hardware import Hardware

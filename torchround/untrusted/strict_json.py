@@ -1,4 +1,4 @@
-"""Parses JSON from untrusted files: no name twice in one object, bounded nesting, and one kind of error."""
+"""Parses JSON from untrusted files: distinct names in each object, bounded nesting, and one kind of error."""
 
 import json
 from typing import Any
@@ -32,7 +32,9 @@ def is_nested_deeper(content: Any, most: int) -> bool:
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Reject duplicate names in an object: readers disagree on which one wins."""
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        raise ValueError("a name is there twice")
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ValueError(f"the name {name[:100]!r} occurs twice in one object")
+        entries[name] = value
     return entries

@@ -74,6 +74,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def metered(self, source: str) -> nodes.Template:
         """Parse a template, so that its work is counted when it is rendered."""
         parsed = self.parse(source)
+        # Wrapped here and not in `__init__`: by now the caller has put in its own filters, such as `tojson`.
         for name in ("center", "indent", "tojson", "batch", "slice", "wordwrap", "replace", "join", "format"):
             self.filters[name] = self._sized(name, self.filters[name])
         metered: nodes.Template = Metering(self).visit(parsed)
@@ -82,6 +83,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Count and check each call in a template."""
         self._work.add(CALL_WORK)
+        # A method of a string is checked before it runs; `_made` counts its result only after that has filled the memory.
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
             _check_size(getattr(obj, "__name__", ""), owner, [*args, *kwargs.values()])
@@ -100,6 +102,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self._made(super().call_binop(context, operator, left, right))
 
     def _counted(self, items: Iterable[Any]) -> Iterable[Any]:
+        # Items of known number are charged at once; those of a generator while the loop takes them.
         if isinstance(items, Sized):
             self._work.add(len(items) + 1)
             return items

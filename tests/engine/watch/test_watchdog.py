@@ -27,7 +27,7 @@ from torchround.engine.errors import HangError
 from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED
 from torchround.engine.ordering import GRADIENT_LANDED, UPLOADED, WEIGHTS
 from torchround.engine.passes import STAGE_JOB, TRAINING_PASS
-from torchround.engine.results import STAGE_DONE
+from torchround.engine.results import STAGE_ENQUEUED
 from torchround.engine.watch.watchdog import LOOKS, QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
 
@@ -131,7 +131,7 @@ def test_a_layer_that_blocks_is_reported_with_what_all_others_wait_for(
             UPLOADED,
             r"torchround optimizer: waits for upload \d+ of version 1 of bundle 1 \(ordering rule 1",
         ),
-        (STAGE_DONE, r"MainThread .*: waits for stage slot 12 to be enqueued"),
+        (STAGE_ENQUEUED, r"MainThread .*: waits for stage slot 12 to be enqueued"),
         (UPDATED, r"MainThread .*: waits for the update of step 2"),
         (TRAINING_PASS, r"torchround optimizer: waits for step 1 to be dispatched"),
         (LEARNING_RATE, r"torchround optimizer: waits for the learning rate of step 1"),
@@ -146,8 +146,8 @@ def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(
     post, wait, lost, waited = Board.post, Board.wait, [], []
 
     def losing(self, key, value):
-        epoch = {STAGE_JOB: 12, STAGE_DONE: 12, UPDATED: 2}.get(kind, 1)
-        mine = key.kind is kind and key.epoch == epoch and (not key.key or 1 in (key.key[0], key.key[-1]))
+        number = {STAGE_JOB: 12, STAGE_ENQUEUED: 12, UPDATED: 2}.get(kind, 1)
+        mine = key.kind is kind and key.number == number and (not key.key or 1 in (key.key[0], key.key[-1]))
         if mine and not lost:
             lost.append(key)
             if key in waited:

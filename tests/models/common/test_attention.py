@@ -31,7 +31,7 @@ def ids(*rows):
 
 
 def brute_force(query, key, value, document_ids, window=None, sinks=None):
-    """Query by query, over the tokens it may see."""
+    """Compute attention query by query, over the tokens that each may see."""
     mixed = torch.zeros_like(query)
     for row, token, head in torch.cartesian_prod(*(torch.arange(size) for size in query.shape[:3])).tolist():
         earlier = torch.arange(token + 1)
@@ -155,7 +155,7 @@ def plain_scores(query, key, offsets, window):
 
 
 def plain_forward_kernel(query, key, value, offsets, longest, window):
-    """What the flash kernel's documentation promises, with everything in memory."""
+    """Compute what the flash kernel's documentation promises, with all scores in memory."""
     scores, _ = plain_scores(query, key, offsets, window)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     output = torch.einsum("hnm,mhc->nhc", scores.softmax(-1), value)
@@ -163,7 +163,7 @@ def plain_forward_kernel(query, key, value, offsets, longest, window):
 
 
 def plain_backward_kernel(grad, query, key, value, output, log_sums, offsets, longest, window, random_state):
-    """FlashAttention-2, algorithm 2, from output and log-sum-exp alone."""
+    """Compute the gradients from output and log-sum-exp alone (FlashAttention-2, algorithm 2)."""
     scores, keys = plain_scores(query, key, offsets, window)
     groups = query.shape[1] // key.shape[1]
     shares = (scores - log_sums[..., None]).exp()

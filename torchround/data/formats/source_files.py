@@ -1,4 +1,4 @@
-"""Finds the files that a path or glob names, and reads plain text and plain lines piece by piece."""
+"""Finds the files that a path or glob names, and reads plain text piece by piece and plain records line by line."""
 
 import codecs
 import glob
@@ -93,6 +93,7 @@ def is_compressed(path: Path) -> bool:
 
 def size_bytes(path: Path) -> int:
     """Return the size of a file. Raises `DataError` if it cannot be opened."""
+    # Opened and not only asked for its size: a file without permission to read should fail here, at the start.
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size

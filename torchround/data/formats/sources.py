@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torchround.config import SourceTable
 from torchround.data.document_types import Content, Cursor, Document
 from torchround.data.errors import DataError
-from torchround.data.formats.records import RecordReader
+from torchround.data.formats.content import RecordReader
 from torchround.data.formats.source_files import (
     PIECE_SIZE,
     kind_of,
@@ -106,9 +106,8 @@ class IndexedFiles(Source):
             line_starts(path) if kind_of(path, table.format) == "jsonl" else None for path in paths
         ]
         counts = [1 if starts is None else len(starts) for starts in self._line_starts]
-        self._ends = np.array(
-            list(accumulate(counts)), dtype=np.int64
-        )  # documents up to the end of each file
+        # Documents up to the end of each file: a binary search in it finds the file of a document.
+        self._ends = np.array(list(accumulate(counts)), dtype=np.int64)
         self._shuffled: tuple[str, npt.NDArray[np.integer]] = "", np.empty(0, dtype=np.int64)
 
     def first_cursor(self) -> Cursor:
@@ -123,6 +122,7 @@ class IndexedFiles(Source):
         if key is None:
             return self._document(number), [number + 1]
         if self._shuffled[0] != key:
+            # Kept for the whole pass: sorting all documents again for each one would be far too slow.
             self._shuffled = key, shuffled(self.count(), key)
         return self._document(int(self._shuffled[1][number])), [number + 1]
 

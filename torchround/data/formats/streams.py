@@ -17,7 +17,7 @@ from typing import Any
 from torchround.config import SourceTable
 from torchround.data.document_types import Document, Record
 from torchround.data.errors import DataError
-from torchround.data.formats.records import RecordReader
+from torchround.data.formats.content import RecordReader
 from torchround.data.formats.source_files import (
     find_files,
     is_compressed,

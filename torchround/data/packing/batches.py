@@ -1,4 +1,4 @@
-"""Packed sequences to the batch of a step, optionally shuffled, and that batch to its micro-batches."""
+"""Turns packed sequences, shuffled if asked for, into the batch of a step, and that batch into its micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,8 +19,8 @@ from torchround.pipeline.partition import split_evenly
 class Batches(BaseNode[MicroBatch | DataError]):
     """Batches `[G, T]` of G sequences each; fewer in the last batch of limited data.
 
-    An error takes the place of the batch that it falls into. Nothing is kept between batches, so the state is that of
-    `source`.
+    An error takes the place of the batch that it falls into. Nothing is kept between batches, so the state of `source`
+    is the whole state.
     """
 
     def __init__(self, source: BaseNode[PackedSequence | DataError], global_batch_size: int) -> None:
@@ -40,6 +40,7 @@ class Batches(BaseNode[MicroBatch | DataError]):
 
     def next(self) -> MicroBatch | DataError:
         """Return the next batch. Raises `StopIteration` when no sequence is left."""
+        # A bad record costs its whole batch: the position before it lets a run repeat the batch once it is repaired.
         rows: list[PackedSequence] = []
         for row in islice(self._source, self._global_batch_size):
             if isinstance(row, DataError):

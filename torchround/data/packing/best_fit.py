@@ -135,6 +135,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
                 return self._row(row)
             if self._ended:
                 raise StopIteration
+            # The group is used up: its leftover documents begin the next one.
             self._waiting = self._next_waiting
             self._group += 1
             self._begin_group([], None)
@@ -252,6 +253,7 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
 
     def _take_emptiest(self, packed: list[list[WholeDocument]]) -> list[WholeDocument]:
         """Remove the emptiest sequence whose documents have not waited before, and return them, if another is left."""
+        # A document waits at most once: a hard-to-place one would otherwise be put off to the end of the data.
         candidates = [
             index for index, row in enumerate(packed) if not any(document.waited for document in row)
         ]

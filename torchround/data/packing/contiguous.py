@@ -155,6 +155,7 @@ class ContiguousPacker(BaseNode[PackedSequence | DataError]):
                 return piece
             runs.append(_run(piece))
             wanted -= len(piece.tokens)
+        # Joined once: joining piece by piece would copy the growing run each time.
         if runs:
             self._run = self._run.join(runs)
         return None

@@ -53,36 +53,34 @@ class ChatTemplate:
         """Render a conversation, with special tokens apart from text. Raises `DataError`."""
         guard, messages, tools = self._guarded(conversation)
         parts = self._parts(self._render(messages, tools))
-        segments, num_turns = self._marked(parts)
+        spans, num_turns = self._marked(parts)
         wanted = sum(message["role"] == "assistant" for message in conversation.messages)
         if num_turns < (1 if self._joins_headers else wanted):
             raise DataError(
                 f"the chat template wrote {num_turns} turns of the assistant for {wanted} messages from it"
             )
         if guard is None:
-            return tuple(segments)
-        return tuple(
-            TextSpan(segment.text.replace(guard, ""), segment.learn, segment.special) for segment in segments
-        )
+            return tuple(spans)
+        return tuple(TextSpan(span.text.replace(guard, ""), span.learn, span.special) for span in spans)
 
     def _marked(self, parts: Sequence[TextSpan]) -> tuple[list[TextSpan], int]:
         """Mark which parts are learnt, and count the turns of the assistant."""
-        segments: list[TextSpan] = []
+        spans: list[TextSpan] = []
         index, num_turns, speaking = 0, 0, False  # `speaking`: inside a turn of the assistant
         while index < len(parts):
             part = parts[index]
             if not speaking and self._is_header(parts, index):
                 header, rest = self._cut_header(parts, index)
-                segments += [TextSpan(piece.text, self._learns_all, piece.special) for piece in header]
-                segments += [TextSpan(piece.text, True) for piece in rest]
+                spans += [TextSpan(part.text, self._learns_all, part.special) for part in header]
+                spans += rest
                 index, num_turns, speaking = index + len(self._header), num_turns + 1, True
                 continue
-            segments.append(TextSpan(part.text, speaking or self._learns_all, part.special))
+            spans.append(TextSpan(part.text, speaking or self._learns_all, part.special))
             index += 1
             if speaking and part.special and part.text in self._ends:
                 # A template that writes thoughts apart from the answer continues the turn with another header.
                 speaking = self._joins_headers and self._is_header(parts, index)
-        return segments, num_turns
+        return spans, num_turns
 
     def _is_header(self, parts: Sequence[TextSpan], index: int) -> bool:
         found = parts[index : index + len(self._header)]
@@ -116,19 +114,19 @@ class ChatTemplate:
         begins = self._special.match(prompt)
         if dialogue.count(ANSWER) != 2:
             raise TokenizerError(
-                f"{self._where}: it writes the answers of a conversation that has two of them "
-                f"{dialogue.count(ANSWER)} times in all; legal: each answer once"
+                f"{self._where}: it writes the two answers of a conversation {dialogue.count(ANSWER)} times in all; "
+                "legal: each answer once"
             )
         if begins is None:
             raise TokenizerError(
-                f"{self._where}: the assistant's header, what it adds for add_generation_prompt, is {prompt!r}; "
-                "legal: one that begins with a special token of the tokenizer, by which its turns are told apart"
+                f"{self._where}: the assistant's header, which it adds for add_generation_prompt, is {prompt!r}; "
+                "legal: one that begins with a special token of the tokenizer, because that marks its turns"
             )
-        places = [match.start() for match in re.finditer(re.escape(ANSWER), dialogue)]
-        headers = [dialogue[dialogue.rfind(begins[0], 0, place) : place] for place in places]
+        answer_starts = [match.start() for match in re.finditer(re.escape(ANSWER), dialogue)]
+        headers = [dialogue[dialogue.rfind(begins[0], 0, place) : place] for place in answer_starts]
         # Prompt and written headers may continue differently (GPT-OSS names a channel): only their common beginning counts.
         self._header = tuple(self._parts(commonprefix([prompt, *headers])))
-        after = [self._special.search(dialogue, place) for place in places]
+        after = [self._special.search(dialogue, place) for place in answer_starts]
         ends = {match[0] for match in after if match is not None}
         if not ends or len(self._header) < 2:
             raise TokenizerError(
@@ -187,7 +185,8 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _mapped(value: Any, change: Any) -> Any:
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Copy nested messages with each string changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -205,7 +204,7 @@ def _mapped(value: Any, change: Any) -> Any:
 # template falls back to it.
 FIXED_DAY = datetime.datetime(2024, 7, 26)
 
-Render = Callable[..., str]
+RenderTemplate = Callable[..., str]
 
 
 class GenerationTag(Extension):
@@ -219,7 +218,7 @@ class GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def compile_template(source: str, tokens: Mapping[str, str]) -> Render:
+def compile_template(source: str, tokens: Mapping[str, str]) -> RenderTemplate:
     """Compile a chat template to a function `render(messages, tools, add_generation_prompt=False) -> str`.
 
     `tokens`: names of the special tokens that the template may ask for, such as `bos_token`. Raises `TokenizerError`

@@ -95,7 +95,10 @@ class Bundle:
         return self.device_weights[0] if self.weight is None else self.weight
 
     def version(self, version: int) -> Tensor:
-        """Return the device weights of a version. Versions that are no longer kept share their buffer with newer ones."""
+        """Return the buffer that holds, or will hold, the device weights of `version`.
+
+        Ask only for versions that are kept or being written: an older number gives the buffer of a newer version.
+        """
         return self.device_weights[version % len(self.device_weights)]
 
     def sources(self, version: int, start: int, stop: int) -> Iterator[MappedRange]:
@@ -137,6 +140,7 @@ def collect_bundles(
             if index not in users[id(parameter)]:
                 users[id(parameter)].append(index)
             first.setdefault(id(parameter), (f"{name}.{path}", parameter))
+    # By users, trained or frozen, mapped or not. Dictionaries keep the order of first use.
     groups: dict[tuple[tuple[int, ...], bool, bool], list[int]] = {}
     for key, (name, parameter) in first.items():
         groups.setdefault((tuple(users[key]), parameter.requires_grad, name in mapped), []).append(key)
@@ -190,5 +194,5 @@ def _lay_out(
     for name, parameter in sorted(parameters, key=lambda item: item[0] not in with_decay):
         placed.append(FlatParameter(name, start, parameter.shape))
         start = -(-(start + parameter.numel()) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-        decayed = start if name in with_decay else decayed
+        decayed = start if name in with_decay else decayed  # up to the next parameter, padding included
     return Bundle(index, layers, trainable, tuple(placed), start, decayed)

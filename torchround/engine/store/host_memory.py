@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from torchround.engine.board import Observer
-from torchround.engine.device import GIB, Event
+from torchround.engine.device import Event
+from torchround.pipeline.memory import GIB
 
 REGISTRATION_BYTES = 64 * GIB  # one registration of 512 GiB or more fails and leaves an error behind
 FILL_BYTES = 64 * 2**20  # the piece that one thread fills of a new buffer
@@ -80,6 +81,7 @@ class HostAllocator:
         if nbytes == 0:
             return torch.zeros(nbytes, dtype=torch.uint8)
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Fewer page faults when it is filled, and fewer entries to look up in each copy.
         _advise(mapping, "MADV_HUGEPAGE")
         buffer = torch.frombuffer(mapping, dtype=torch.uint8)
         if not (self._pinned and for_devices):
@@ -88,7 +90,7 @@ class HostAllocator:
         # Registration pins pages that exist. It would create missing ones itself, but with one thread.
         _fill(buffer)
         for start in range(0, nbytes, REGISTRATION_BYTES):
-            if self._pinned:
+            if self._pinned:  # a refusal in the loop switches page-locking off
                 size = min(REGISTRATION_BYTES, nbytes - start)
                 self._page_lock(mapping, buffer.data_ptr() + start, size)
         return buffer
@@ -187,7 +189,8 @@ class HostBuffer:
 class HostPool:
     """Host buffers by size in pages, reused, so that a steady run allocates nothing.
 
-    A taker must make its writing stream wait for `HostBuffer.busy` first. What the giving thread did itself is over.
+    A taker must make its writing stream wait for `HostBuffer.busy` first. The thread that gave the buffer back has finished its own
+    reads and writes.
     """
 
     def __init__(self, pinned: bool, observer: Observer) -> None:
@@ -236,6 +239,7 @@ class HostPool:
     def give(self, buffer: HostBuffer, busy: list[Event]) -> None:
         """Give a buffer back; `busy` are the events of its last reads."""
         buffer.busy = busy
+        # Before the buffer can be taken, so that the race checker sees the two in this order.
         self._observer.posted(buffer)
         with self._lock:
             self._free[buffer.space.numel()].append(buffer)

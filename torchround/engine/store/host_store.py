@@ -25,7 +25,8 @@ from torchround.engine.store.host_memory import HostAllocator
 from torchround.layer import LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
 
-# In checkpoints the names of device weights older than the newest begin so. Files that exist keep the word.
+# Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`. The word is from an early
+# release: these are not the float32 weights. It stays, so that checkpoints already written load.
 OLDER_WEIGHTS = "master_"
 
 
@@ -85,6 +86,7 @@ class HostStore:
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
             # A generator of its own for each layer: its values do not depend on the layers before it.
+            # The factor is above every number of layers, so that no two seeds give two layers the same numbers.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
             fill: Callable[[torch.Generator], None] | None = getattr(layer, method, None)
             if fill is not None:
@@ -95,7 +97,10 @@ class HostStore:
         self.refresh_device_weights()
 
     def refresh_device_weights(self) -> None:
-        """Derive every version of the device weights from the fp32 weights. Call it after writing the fp32 weights."""
+        """Derive every version of the device weights from the fp32 weights, once those are written.
+
+        A frozen bundle has no fp32 weights; its device weights stay as they are.
+        """
         for bundle in self.bundles:
             for device_weights in bundle.device_weights:
                 device_weights.copy_(bundle.authority)
@@ -116,9 +121,10 @@ class HostStore:
         the newest ones, as the first step of a run does.
         """
         for bundle in self.trained:
-            # The views were filled as of the store's own step, and version v belongs to buffer v modulo their number.
-            turn = (step - self.step) % len(bundle.device_weights)
-            bundle.device_weights = bundle.device_weights[-turn:] + bundle.device_weights[:-turn]
+            # Version v belongs to buffer v modulo their number, but the views were filled as of the store's own step: a
+            # buffer that holds version `self.step - age` must come to where `step - age` belongs, `shift` places on.
+            shift = (step - self.step) % len(bundle.device_weights)
+            bundle.device_weights = bundle.device_weights[-shift:] + bundle.device_weights[:-shift]
             derived = [bundle.version(step)] if holds_older_weights else bundle.device_weights
             for device_weights in derived:
                 device_weights.copy_(bundle.authority)
@@ -146,6 +152,7 @@ class HostStore:
     def allocate_gradients(self, rounds: int) -> None:
         """Give each trained bundle the gradient buffer that steps of `rounds` rounds need."""
         for bundle in self.trained:
+            # Parts that add up are summed in fp32. A gradient in one part lands as it travels, in the gradient dtype.
             bundle.adds_up = rounds * len(bundle.layers) > 1
             dtype = torch.float32 if bundle.adds_up else self.gradient_dtype
             if bundle.gradient is None or bundle.gradient.dtype != dtype:
@@ -215,6 +222,7 @@ class HostStore:
     def _allocate(self, bundle: Bundle) -> None:
         versions = self.policy.versions if bundle.trainable else 1
         bundle.device_weights = [self._flat(bundle.numel, self.dtype) for _ in range(versions)]
+        # Devices never touch these three, so page-locking them would gain nothing.
         if bundle.trainable:
             bundle.weight = self._flat(bundle.numel, torch.float32, for_devices=False)
             bundle.exp_avg = self._flat(bundle.numel, torch.float32, for_devices=False)

@@ -19,8 +19,10 @@ from torchround.layer import Hidden, MicroBatch
 LOSS_BYTES = 4
 
 
-class Boundary:
-    """Tensors between two stages, on the host. They are valid after `landed`; the last reader gives them back.
+class HostTensors:
+    """Packed tensors on the host: a stage's input or its gradient, a micro-batch's integers, or a loss.
+
+    They are valid after `landed`; the last reader gives them back.
 
     `facts` go with a micro-batch's integers (`MicroBatch.facts`).
     """
@@ -42,7 +44,7 @@ class Boundary:
         self._reads: list[Event] = []
         self._lock = threading.Lock()
 
-    def read(self, event: Event, pool: HostPool) -> None:
+    def reader_ends(self, event: Event, pool: HostPool) -> None:
         """Note that one reader's read ends at `event`."""
         with self._lock:
             self._reads.append(event)
@@ -51,9 +53,9 @@ class Boundary:
             pool.give(self._buffer, self._reads)
 
 
-BOUNDARY = HandOver[Boundary]("the input of layer {1} for micro-batch {2} of pass {0}")
-BOUNDARY_GRADIENT = HandOver[Boundary]("the gradient of layer {1}'s input for micro-batch {2} of pass {0}")
-LOSS = HandOver[Boundary]("the loss of micro-batch {1} of pass {0}")
+BOUNDARY = HandOver[HostTensors]("the input of layer {1} for micro-batch {2} of pass {0}")
+BOUNDARY_GRADIENT = HandOver[HostTensors]("the gradient of layer {1}'s input for micro-batch {2} of pass {0}")
+LOSS = HandOver[HostTensors]("the loss of micro-batch {1} of pass {0}")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class ActivationTransfers:
         self._hidden_in, self._gradients_in, self._out = SlotRing(device), SlotRing(device), SlotRing(device)
         # By position in the round: space for a micro-batch's integers, and the micro-batch whose integers it holds.
         self._integers = SlotRing(device, depth=0)
-        self._micro_batches: dict[int, tuple[Boundary, MicroBatch]] = {}
+        self._micro_batches: dict[int, tuple[HostTensors, MicroBatch]] = {}
         self._prepared: set[StagingSizes] = set()
         self._stage_end: Event | None = None
 
@@ -93,7 +95,7 @@ class ActivationTransfers:
                 self._gradients_in.reserve(sizes.boundary_bytes)
         self._out.reserve(max(sizes.boundary_bytes, aligned(LOSS_BYTES)))
 
-    def bring_micro_batch(self, boundary: Boundary, position: int) -> tuple[MicroBatch, DeviceSlot]:
+    def bring_micro_batch(self, boundary: HostTensors, position: int) -> tuple[MicroBatch, DeviceSlot]:
         """Upload a micro-batch's integers, once per round: later stages of the round on this device find them there.
 
         `position` is the micro-batch's position in its round.
@@ -112,12 +114,12 @@ class ActivationTransfers:
         """Note that all computation of a stage is enqueued."""
         self._stage_end = self._device.record(Stream.COMPUTE)
 
-    def bring_hidden(self, boundary: Boundary) -> tuple[Hidden, DeviceSlot]:
+    def bring_hidden(self, boundary: HostTensors) -> tuple[Hidden, DeviceSlot]:
         """Upload the input of a stage."""
         slot = self._hidden_in.next(boundary.memory.numel())
         return as_hidden(self._upload(boundary, slot), boundary.packing.single), slot
 
-    def bring_gradients(self, boundary: Boundary) -> tuple[tuple[Tensor, ...], DeviceSlot]:
+    def bring_gradients(self, boundary: HostTensors) -> tuple[tuple[Tensor, ...], DeviceSlot]:
         """Upload the gradients of a stage's output."""
         slot = self._gradients_in.next(boundary.memory.numel())
         return self._upload(boundary, slot), slot
@@ -127,7 +129,7 @@ class ActivationTransfers:
         if slot is not None:
             slot.released = self._device.record(Stream.COMPUTE)
 
-    def send(self, key: HandOverKey[Boundary], hidden: Hidden, readers: int) -> None:
+    def send(self, key: HandOverKey[HostTensors], hidden: Hidden, readers: int) -> None:
         """Copy tensors to the host and post them under `key` for `readers` readers."""
         device, packing = self._device, Packing.of(hidden)
         slot = self._out.next(packing.nbytes)
@@ -144,9 +146,9 @@ class ActivationTransfers:
         device.copy(Stream.ACTIVATION_DOWNLOAD, buffer.memory, slot.memory[: packing.nbytes])
         landed = slot.released = device.record(Stream.ACTIVATION_DOWNLOAD)
         # Posted when enqueued, not when landed: the reader's stream waits for `landed`, its thread for nothing.
-        self._board.post(key, Boundary(buffer, packing, landed, readers))
+        self._board.post(key, HostTensors(buffer, packing, landed, readers))
 
-    def _upload(self, boundary: Boundary, slot: DeviceSlot) -> tuple[Tensor, ...]:
+    def _upload(self, boundary: HostTensors, slot: DeviceSlot) -> tuple[Tensor, ...]:
         device, nbytes = self._device, boundary.memory.numel()
         if slot.released is not None:
             device.wait(Stream.ACTIVATION_UPLOAD, slot.released)
@@ -155,5 +157,5 @@ class ActivationTransfers:
         uploaded = device.record(Stream.ACTIVATION_UPLOAD)
         device.wait(Stream.COMPUTE, uploaded)
         # As soon as the copy is enqueued: the next writer of the buffer waits for `uploaded`, not for this stage.
-        boundary.read(uploaded, self._pool)
+        boundary.reader_ends(uploaded, self._pool)
         return slot.views(boundary.packing)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from torchround.engine.board import Board, HandOverKey
 from torchround.engine.compiled import LayerCompiler
-from torchround.engine.device import Device, Mark, Stream
+from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, Pass, StageJob
-from torchround.engine.results import STAGE_DONE, DeviceSpan, SlotReport
+from torchround.engine.results import STAGE_ENQUEUED, DeviceSpan, StageReport
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import (
@@ -29,7 +29,7 @@ from torchround.engine.worker.activation_transfers import (
     ActivationTransfers,
 )
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
-from torchround.engine.worker.compute import LayerCall, Recomputation, bind, forward, with_own_seed
+from torchround.engine.worker.compute import ForwardWithGraph, LayerCall, bind, forward, with_own_seed
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.engine.worker.slots import DeviceSlot, SlotRing, StageLayout, as_tuple
 from torchround.layer import Hidden, MicroBatch
@@ -118,9 +118,7 @@ class DeviceWorker:
     def _run(self, job: StageJob) -> None:
         """Run one stage job: weights in, every micro-batch, gradients out."""
         self._job = job
-        self._device.begin_step(
-            job.pass_.step, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD
-        )
+        self._begin_step(job, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD)
         self._activations.prepare(job.pass_.sizes)
         upload = self._upload or self._start_upload(job)
         self._upload = None
@@ -146,6 +144,10 @@ class DeviceWorker:
         self._report(job, upload, weights_ready)
         self._job = None
 
+    def _begin_step(self, job: StageJob, *streams: Stream) -> None:
+        # An evaluation has the number of the next training step. In that step's trace its copies would be wrong.
+        self._device.begin_step(job.pass_.step if job.pass_.training else NO_STEP, *streams)
+
     def _finish(self, job: StageJob, upload: WeightUpload, gradients: DeviceSlot | None) -> None:
         self._micro_batch = None
         upload.slot.released = self._device.record(Stream.COMPUTE)
@@ -153,7 +155,7 @@ class DeviceWorker:
         # The previous stage's download must be complete before this stage's takes its place.
         self._flush()
         if gradients is not None:
-            self._device.begin_step(job.pass_.step, Stream.GRADIENT_DOWNLOAD)
+            self._begin_step(job, Stream.GRADIENT_DOWNLOAD)
             # Only started here: its chunks go down in the windows of the next job, or in `_flush` if there is none.
             self._download = GradientDownload(
                 self._device,
@@ -164,12 +166,12 @@ class DeviceWorker:
                 gradients,
                 upload.layout,
                 job.pass_.step,
-                job.contribution,
+                job.part_numbers,
             )
 
     def _report(self, job: StageJob, upload: WeightUpload, weights_ready: Mark) -> None:
         moved = (self._device.uploaded_bytes, self._device.downloaded_bytes)
-        report = SlotReport(
+        report = StageReport(
             task=job.task,
             step=job.pass_.step,
             idle_since=self._idle_since,
@@ -180,9 +182,10 @@ class DeviceWorker:
             downloaded_bytes=moved[1] - self._reported_bytes[1],
         )
         self._reported_bytes, self._idle_since, self._spans = moved, self._spans[-1].end, []
-        self._setup.board.post(STAGE_DONE(job.task.slot), report)
+        self._setup.board.post(STAGE_ENQUEUED(job.task.slot), report)
 
-    # Stages, one micro-batch each. `shared` is the weight slot's memory and, if there is one, the gradient slot's.
+    # Stages, for one micro-batch, number `m` of its pass. `shared` is the weight slot's memory and, if there is one, the
+    # gradient slot's.
 
     def _forward_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
         """Run forward without gradients, and send what later stages read: the output, and inputs of backward stages."""
@@ -207,9 +210,9 @@ class DeviceWorker:
         micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
 
         def forward_and_backward() -> tuple[Tensor, tuple[Tensor, ...] | None]:
-            part = Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute)
-            [loss] = as_tuple(part.output)
-            return loss.detach(), part.backward([torch.full_like(loss, pass_.loss_scale)])
+            stage_forward = ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute)
+            [loss] = as_tuple(stage_forward.output)
+            return loss.detach(), stage_forward.backward([torch.full_like(loss, pass_.loss_factor)])
 
         loss, gradients = self._compute(
             TaskKind.FUSED,
@@ -228,16 +231,16 @@ class DeviceWorker:
         reads = [shared[0], *inputs]
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the device would
         # be idle until another device has made it.
-        part = self._compute(
+        recomputed = self._compute(
             TaskKind.RECOMPUTE,
-            lambda: Recomputation(layers, hidden, micro_batch, self._setup.layerwise_recompute),
+            lambda: ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute),
             reads,
         )
         boundary = self._await(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
         incoming, staged_gradient = self._activations.bring_gradients(boundary)
         gradients = self._compute(
             TaskKind.BACKWARD,
-            lambda: part.backward(incoming),
+            lambda: recomputed.backward(incoming),
             reads=[*reads, staged_gradient.memory],
             writes=shared[1:],
         )
@@ -289,7 +292,7 @@ class DeviceWorker:
     def _start_upload(self, job: StageJob) -> WeightUpload:
         layout = self._layout(range(job.task.stage.start, job.task.stage.stop))
         slot = self._weights.next(self._weight_numel)
-        self._device.begin_step(job.pass_.step, Stream.WEIGHT_UPLOAD)
+        self._begin_step(job, Stream.WEIGHT_UPLOAD)
         return WeightUpload(
             self._device, self._store, self._setup.ordering, slot, layout, job.pass_.version, job.task.slot
         )
@@ -303,8 +306,9 @@ class DeviceWorker:
         following = STAGE_JOB(self._next_slot + self._setup.num_devices)
         if self._upload is None and self._setup.board.ready(following):
             self._upload = self._start_upload(self._setup.board.wait(following))
-        # Each chunk queues behind the activations already on their way: it has until the end of the stage, a computation
-        # waits for each activation. Chunks of one window's size keep an activation from waiting for a whole stage.
+        # Each chunk queues behind the activations already on their way. A chunk has until the end of the stage, but a
+        # computation waits for each activation. Chunks of one window's size keep an activation from waiting for a
+        # whole stage's weights.
         if self._upload is not None:
             self._device.wait(Stream.WEIGHT_UPLOAD, self._device.record(Stream.ACTIVATION_UPLOAD))
             with self._turn(window, not self._upload.may_advance):

@@ -61,6 +61,7 @@ def simulate_schedule(name: str, setup: SimulationSetup) -> ScheduleReport:
     """
     if name not in LOOPED or setup.chunks is not None or setup.stages is not None:
         return measure_schedule(SCHEDULES[name](setup))
+    # Layers that do not divide among the devices leave a choice: some stages of two layers, or some empty ones.
     fewer = max(1, setup.costs.num_layers // setup.num_devices)
     choices = {fewer, -(-setup.costs.num_layers // setup.num_devices)}
     reports = [measure_schedule(SCHEDULES[name](replace(setup, chunks=chunks))) for chunks in sorted(choices)]

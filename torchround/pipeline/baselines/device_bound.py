@@ -131,8 +131,10 @@ def bound_stages(setup: SimulationSetup, chunks: int) -> list[BoundStage]:
 def _fastest_split(setup: SimulationSetup, num_stages: int) -> tuple[int, ...]:
     """Cut the layers so that the slowest stage is as fast as possible; surplus stages come first and are empty."""
     layers = setup.costs.layers
+    # The last layer is the head, whose activations are used at once and so never recomputed.
     seconds = [layer.forward_s * (2 if setup.recompute else 1) + layer.backward_s for layer in layers]
     seconds[-1] = layers[-1].forward_s + layers[-1].backward_s
+    # Surplus stages come first: an empty stage passes its input on, and the head stays on the last device.
     if num_stages >= len(layers):
         return (0,) * (num_stages - len(layers)) + (1,) * len(layers)
     return bind_stages(seconds, [0] * len(seconds), num_stages, None)
@@ -213,6 +215,7 @@ class _Builder:
             "after": own_forward + self._waits(BACKWARD, action.stage + 1, action),
             "moves_bytes": self._moved_bytes(action.stage),
         }
+        # The weight gradient still needs the activations, so only that task frees them.
         if self.split:
             seconds = stage.recompute_s + (1 - WEIGHT_GRADIENT_SHARE) * stage.backward_s
             return {**fields, "duration_s": seconds, "holds_bytes": stage.rebuilt_bytes}
@@ -277,8 +280,8 @@ def bind_stages(
         used += (num_stages - stage) * (flight_sums[stop] - flight_sums[start])
         return 0 if limit_bytes is None else max(0, used - limit_bytes)
 
-    # Two passes, not one over pairs: the best pair of a prefix need not be part of the best pair of the
-    # whole.
+    # Two passes, not one over pairs: the best pair of a
+    # prefix need not be part of the best pair of the whole.
     least, _ = _min_max(num_layers, num_stages, overshoot)
 
     def seconds(stage: int, start: int, stop: int) -> float:

@@ -73,8 +73,8 @@ def _swap(
     rate = setup.pcie_bytes_per_s
     for position, (stage_index, users) in enumerate(stays):
         stage, first, last = stages[stage_index], users[0], users[-1]
-        # A device has room for two chunks' weights, so an upload waits for the end of the stay before the
-        # previous one.
+        # A device has room for two chunks' weights, so an upload
+        # waits for the end of the stay before the previous one.
         room = ((stays[position - 2][1][-1], 0.0),) if position >= 2 else ()
         upload = replace(
             tasks[first],
@@ -104,8 +104,8 @@ def roundpipe_sync(setup: SimulationSetup) -> Schedule:
     """Run steps that each read the weights of the step before, and so start from idle devices."""
     partition, rounds = _choose(setup, "sync")
     tasks = _tasks(setup, partition, rounds, "sync")
-    # The second of two steps waits for the first one's update, a lone step for none: the difference is the
-    # exposed update.
+    # The second of two steps waits for the first one's update, a
+    # lone step for none: the difference is the exposed update.
     both = simulate(tasks(2), setup.num_devices).step_ends_s()
     one = simulate(tasks(1), setup.num_devices).makespan_s
     return Schedule(

@@ -75,6 +75,7 @@ class OffloadPlan:
                 after = first + bisect_right(starts, transfer.start - 1) - 1
                 _wait(tasks, index_of[replace(forward, kind=BACKWARD)], len(tasks))
             tasks.append(self._task(transfer.action, tasks[own], after))
+        # Forwards wait for the offloads whose slots end before them, so that memory stays as planned.
         for item in planned:
             ended = bisect_right(offloads, (item.start, len(tasks)))
             if self._is_offloaded(item.action, FORWARD) and ended:
@@ -101,6 +102,7 @@ class OffloadPlan:
             if self._is_offloaded(item.action, BACKWARD):
                 last = min(last, floor(item.start / pair)) - 1
                 forward = replace(item.action, kind=FORWARD)
+                # Equal numbers are legal: in each pair of slots the offload comes before the reload.
                 if last >= offload_slot[forward]:
                     offload, reload = replace(forward, kind=OFFLOAD), replace(forward, kind=RELOAD)
                     transfers.append(Planned(offload_slot[forward] * pair, offload))

@@ -83,6 +83,7 @@ def measure_schedule(schedule: Schedule) -> ScheduleReport:
         line, steps = simulate(schedule.tasks(1), devices, ready_first), 1
         makespan_s = line.makespan_s + schedule.update_s
     total_s = devices * makespan_s
+    # Rounding may leave a bubble just below 0.
     bubble = max(0.0, 1 - line.work_s / steps / total_s) if total_s > 0 else 0.0
     return ScheduleReport(
         name=schedule.name,
@@ -98,6 +99,7 @@ def measure_schedule(schedule: Schedule) -> ScheduleReport:
 
 
 def _shares(schedule: Schedule, line: Timeline, total_s: float, bubble: float) -> dict[str, float]:
+    # Steps that flow into each other have no fill or drain to tell apart.
     if schedule.continuous or total_s == 0:
         return {"fill": 0.0, "drain": 0.0, "switch": 0.0, "imbalance": bubble}
     idle_s = idle_seconds(line, schedule.warm_up)
@@ -134,8 +136,8 @@ def _gaps_before(line: Timeline, order: list[int]) -> list[float]:
     gaps = [line.start_s[order[0]]]
     for before, index in pairwise(order):
         gaps.append(line.start_s[index] - line.end_s[before])
-        # A recomputation may run early, in time that would be idle anyway; counting it late keeps the kinds
-        # comparable.
+        # A recomputation may run early, in time that would be idle
+        # anyway; counting it late keeps the kinds comparable.
         if line.tasks[before].kind is TaskKind.RECOMPUTE:
             gaps[-2] += gaps[-1]
             gaps[-1] = 0.0

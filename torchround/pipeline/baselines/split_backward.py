@@ -46,6 +46,7 @@ def zb_h2(setup: SimulationSetup) -> Schedule:
     stages = bound_stages(setup, 1)
     orders = [_order(setup, device, 2 * (p - device) - 1, 2 * device) for device in range(p)]
 
+    # The numbers of micro-batches continue from step to step, because `bound_tasks` tells tasks apart by them.
     def tasks(steps: int) -> list[Task]:
         repeated = [
             [Action(a.kind, a.stage, a.micro_batch + step * m) for step in range(steps) for a in order]
@@ -103,8 +104,8 @@ def _grouped(name: str, setup: SimulationSetup, group: int) -> Schedule:
     d, m, chunks = setup.num_devices, setup.num_micro_batches, chunks_of(setup)
     if not -(-d // 2) <= group <= d:
         raise ScheduleError(f"a group of {group} micro-batches must be between {-(-d // 2)} and {d}")
-    # A short last group would reverse the order on some devices, so it is filled up here and its surplus
-    # removed below.
+    # A short last group would reverse the order on some devices,
+    # so it is filled up here and its surplus removed below.
     groups = [range(first, first + group) for first in range(0, m, group)]
     orders = []
     for device in range(d):

@@ -145,8 +145,8 @@ def _continuous(
 
     def tasks(steps: int) -> list[Task]:
         micro_batches = range(steps * setup.num_micro_batches)
-        # A stage that has both alternates, as 1F1B's order and PACI's algorithm 1 do: the order is the
-        # priority.
+        # A stage that has both alternates, as 1F1B's order and
+        # PACI's algorithm 1 do: the order is the priority.
         orders = [
             alternate(
                 actions(FORWARD, [device], micro_batches),

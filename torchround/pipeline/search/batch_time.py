@@ -1,8 +1,8 @@
 """Step times of many partitions at once, for ranking: the recurrence of `step_time.py` over numpy arrays.
 
-A figure from here is never above the exact one: it leaves out waits of recomputations for their boundaries,
-and old lines beyond `LINES`. So the search ranks and stops by these figures and proves its choice with
-`step_time.py`.
+These step times are never above the exact ones, because two delays are left out: waits of recomputations for
+their boundaries, and old lines beyond `LINES`. So the search ranks and stops by them, and proves its choice
+with `step_time.py`.
 
 Shapes: K partitions, in order of falling numbers of stages; S stages of the first; N devices; U starting
 states.
@@ -83,8 +83,8 @@ def _run_step(times: BatchTimes, sizes: Sequence[int], free: Floats, update_star
     waits = bool(times.updated_s.any() or update_start_s.any())
     stages = np.arange(len(times.total_s))[:, None]
     counts = (times.num_stages > stages).sum(axis=1).tolist()
-    # After S stages the device of slot S comes first: each partition's devices turn by its own number of
-    # stages.
+    # After S stages the device of slot S comes first: each
+    # partition's devices turn by its own number of stages.
     turned = (np.arange(num_devices)[:, None] + times.num_stages) % num_devices
     turned = np.broadcast_to(turned[:, :, None], free.shape)
     for size in sizes:

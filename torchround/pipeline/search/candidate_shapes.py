@@ -15,8 +15,8 @@ import numpy as np
 from torchround.pipeline.search.partition_batch import Floats, Integers, PartitionBatch
 from torchround.pipeline.search.planning_problem import PlanningProblem
 
-# Smallest relative length of a direction's stages near layer 0, and most turns of the devices until full
-# length.
+# Smallest relative length of a direction's stages near
+# layer 0, and most turns of the devices until full length.
 SMALLEST_RATIO, MOST_TURNS = 0.15, 3.0
 # Forward stages relative to the number that makes all stages equally long.
 FORWARD_FACTOR = (0.55, 1.7)
@@ -166,8 +166,8 @@ def _nearby(values: Integers, random: np.random.Generator, share: float) -> Inte
 def shaped_partitions(problem: PlanningProblem, shapes: CandidateShapes) -> PartitionBatch:
     """Build the partitions of these shapes."""
     split = problem.num_layers - shapes.fused
-    # Both halves are cut from layer 0 on. Forward stages are dispatched in that order, backward ones in the
-    # reverse.
+    # Both halves are cut from layer 0 on. Forward stages are
+    # dispatched in that order, backward ones in the reverse.
     both_s = problem.forward_s + problem.backward_s
     left = _half(problem, problem.forward_s, split, shapes.forward, shapes, 0)
     right = _half(problem, both_s, split, shapes.stages - 1 - shapes.forward, shapes, 1)
@@ -206,8 +206,8 @@ def _half(
     cuts = np.maximum.accumulate(np.maximum(cuts - steps, 0), axis=1) + steps
     cuts = np.where(position + 1 < stages[:, None], cuts, split[:, None])
     counts = np.diff(cuts, axis=1, prepend=0)
-    # Rounding to layers can put a smaller stage behind a larger one; the shape asks for small stages at layer
-    # 0.
+    # Rounding to layers can put a smaller stage behind a
+    # larger one; the shape asks for small stages at layer 0.
     ascending = np.sort(np.where(exists, counts, problem.num_layers), axis=1)
     return np.where(exists, ascending, 0)
 

@@ -1,8 +1,8 @@
 """A step time that no plan within the limits can beat, to judge the plan that the search found.
 
-The bound has two reasons, for every number of rounds, fused size and number of stages: the devices' work plus
-the idle time that filling and draining cannot avoid, and the time of one round's micro-batches on their way
-through all stages.
+For each number of rounds, fused size and number of stages, a step takes at least the larger of two times: the
+devices' work plus the idle time that filling and draining cannot avoid, and the time of one round's
+micro-batches on their way through all stages. The bound is the least of these over all of them.
 
 N devices, M micro-batches, S stages.
 """
@@ -23,8 +23,8 @@ def lower_bound_s(problem: PlanningProblem, rounds_choices: Sequence[int], found
     if found_s <= least_s * (1 + SAME_STEP):
         return found_s
     bound_s = found_s
-    # Every plan has some number of rounds and some fused stage, so the least bound over all of them holds for
-    # all plans.
+    # Every plan has some number of rounds and some fused stage,
+    # so the least bound over all of them holds for all plans.
     for rounds in rounds_choices:
         for fused in range(1, largest + 1):
             bound_s = min(bound_s, max(_bound_s(problem, rounds, fused), problem.sums.updated_s[-1]))

@@ -155,8 +155,8 @@ def _merge(batch: PartitionBatch, wanted: Booleans, draw: Floats) -> PartitionBa
     stage, _, end = _random_stage(batch, draw[0])
     legal = wanted & (stage != batch.fused_at) & (stage + 1 < end)
     size = batch.counts[_all(batch), stage]
-    # Every stage from the chosen one on takes the place of the one before; the chosen one's layers join the
-    # next.
+    # Every stage from the chosen one on takes the place of
+    # the one before; the chosen one's layers join the next.
     counts = np.pad(batch.counts, ((0, 0), (0, 1)))
     position = np.arange(batch.counts.shape[1])
     counts = np.take_along_axis(counts, position + (legal[:, None] & (position >= stage[:, None])), axis=1)

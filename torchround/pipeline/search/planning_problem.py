@@ -122,8 +122,8 @@ class PlanningProblem:
     def _in_order_of_stages(self, rows: PartitionBatch, seconds: Callable[[BatchTimes], Floats]) -> Floats:
         """Call `seconds` on chunks that begin with the partitions of most stages, as `batch_time.py` expects them."""
         num_stages = rows.num_stages
-        # Sorted by falling numbers of stages, a chunk's partitions that lack a stage are at its end and can
-        # be sliced off.
+        # Sorted by falling numbers of stages, a chunk's partitions
+        # that lack a stage are at its end and can be sliced off.
         order = np.argsort(-num_stages, kind="stable")
         result = np.empty(len(rows))
         for first in range(0, len(rows), CHUNK):
@@ -240,8 +240,8 @@ class MemoryTable:
         weights = (self.weights[stops] - self.weights[starts]).max(axis=1)
         has_gradients = rows.has_gradients()
         gradients = np.where(has_gradients, self.gradients[stops] - self.gradients[starts], 0).max(axis=1)
-        # Each layer is in a fused or backward stage too, which needs at least what a forward stage with it
-        # needs.
+        # Each layer is in a fused or backward stage too, which
+        # needs at least what a forward stage with it needs.
         compute = np.where(has_gradients, self.compute[starts, stops], 0).max(axis=1)
         return np.asarray(2 * weights + self._gradient_bytes(gradients) + compute + self.staging_bytes)
 

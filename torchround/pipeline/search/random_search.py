@@ -47,17 +47,17 @@ SEEDS = {"sync": (2, 5), "async": (2,)}
 # An `async` step that waits for its weights, not for a device, gets longer when an update takes longer than
 # the costs say. So among steps of about the same length the search prefers the one with less idle time.
 IDLE_WEIGHT = {"sync": 0.0, "async": 0.5}
-# Shapes tried first, for up to so many layers, and children of a generation, for up to so many stages. Larger
-# models get fewer, so that a search takes tens of milliseconds. The steady state of `async` takes N + 2 times
-# the arithmetic.
+# Shapes tried first, for up to so many layers, and children of a generation,
+# for up to so many stages. Larger models get fewer, so that a search takes tens
+# of milliseconds. The steady state of `async` takes N + 2 times the arithmetic.
 SHAPES, FULL_SHAPES_LAYERS = {"sync": 384, "async": 96}, 40
 CHILDREN, FULL_CHILDREN_STAGES = 192, {"sync": 80, "async": 24}
 FEWEST = 48
 # Partitions kept from one generation to the next, and how many of them may have the same number of stages.
 ELITES, ELITES_PER_SIZE = 32, 6
-# What the generations for one number of rounds may cost, in stage slots of the longest partition. Each
-# generation also costs as much as FIXED_COST slots. The first SHAPES_SHARE of the budget is for shapes, the
-# rest for single layers.
+# What the generations for one number of rounds may cost, in stage slots of the
+# longest partition. Each generation also costs as much as FIXED_COST slots. The
+# first SHAPES_SHARE of the budget is for shapes, the rest for single layers.
 BUDGET, FIXED_COST, SHAPES_SHARE = {"sync": 1600, "async": 1000}, 60, 0.6
 # Generations shorten the first best step by up to 1.23 times (240 searches on the published models). A number
 # of rounds that starts further behind is not refined. Every other one is: refining the best start alone once
@@ -145,8 +145,8 @@ def _seeds(problem: PlanningProblem) -> tuple[Partition, list[Partition]]:
     """
     layers = problem.num_layers
     finest = Partition((1,) * (layers - 1), 1, (1,) * (layers - 1))
-    # M micro-batches take at least M times the longest stage, so a longer one cannot beat the finest
-    # partition.
+    # M micro-batches take at least M times the longest stage,
+    # so a longer one cannot beat the finest partition.
     slowest_s = problem.exact_s(Candidate(finest, 1)) / problem.num_micro_batches
     fullest = greedy_partition(problem, float("inf"))
     return fullest, [finest, fullest, *greedy_partitions(problem, slowest_s)]

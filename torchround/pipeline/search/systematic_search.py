@@ -1,4 +1,4 @@
-"""The two searches without chance: every plan of a small model, and the paper's greedy packing.
+"""The two searches that draw no random numbers: every plan of a small model, and the paper's greedy packing.
 
 `search_all` ranks all partitions in all numbers of rounds by a lower bound of their step time and proves the
 winner with the exact one. `greedy_partition` packs stages as full as a longest stage allows (RoundPipe

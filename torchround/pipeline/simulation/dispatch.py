@@ -74,8 +74,8 @@ class _Builder:
         for micro_batch in stage_task.micro_batches:
             arrived = self._arrival(self.previous.get(micro_batch))
             if stage.kind is StageKind.BACKWARD:
-                # Recomputation needs the boundary and the weights, not the gradient: it starts while that is
-                # on its way.
+                # Recomputation needs the boundary and the weights, not
+                # the gradient: it starts while that is on its way.
                 boundary = self._arrival(self.producer.get((stage.start - 1, micro_batch)))
                 early = {"after": boundary + weights_ready, "holds_bytes": peak}
                 self._append(stage_task, TaskKind.RECOMPUTE, micro_batch, early_s, **early)

@@ -69,8 +69,8 @@ class LayerSums:
         fused_s = self._recompute_s(split, num_layers) + self._after_recompute_s(split, num_layers)
         total.append(fused_s)
         entry.append(fused_s + hop_s)
-        # A backward stage recomputes while its gradient is still on its way, so only the rest is on the path
-        # of the gradient.
+        # A backward stage recomputes while its gradient is still on
+        # its way, so only the rest is on the path of the gradient.
         before = []
         for stop, start in pairwise(cuts):
             before.append(self._recompute_s(start, stop))
@@ -145,11 +145,6 @@ def step_seconds(
     return _steady_state_seconds(times, sizes, num_devices)
 
 
-def busy_seconds(times: StageTimes, num_micro_batches: int) -> float:
-    """Compute the device seconds of one step's work in this partition, recomputation included."""
-    return num_micro_batches * sum(times.total_s)
-
-
 def run_step(
     times: StageTimes, round_sizes: Sequence[int], free: list[float], update_start_s: float
 ) -> list[float]:
@@ -161,43 +156,33 @@ def run_step(
     stages = list(zip(times.entry_s, times.total_s, times.updated_after_s, times.boundary_from, strict=True))
     slot = 0
     for size in round_sizes:
-        slot = run_stages(stages, size, free, slot, Front(), times.hop_s, update_start_s)
-    # Slots take devices in turn without a restart, so the next step begins with the device after the last
-    # slot's.
+        slot = _run_round(stages, size, free, slot, times.hop_s, update_start_s)
+    # Slots take devices in turn without a restart, so the
+    # next step begins with the device after the last slot's.
     free[:] = free[slot:] + free[:slot]
     return free
 
 
-class Front:
-    """The output times of a round's last stage so far, as lines with falling slopes and rising bases.
-
-    Micro-batch m leaves at `shift + max(base + slope x m)`. `outputs` keeps the lines of each stage, for
-    recomputations.
-    """
-
-    def __init__(self) -> None:
-        self.slopes: list[float] = []
-        self.bases: list[float] = []
-        self.shift = 0.0
-        self.outputs: list[Lines] = []
-
-
-def run_stages(
+def _run_round(
     stages: Sequence[tuple[float, float, float, int]],
     size: int,
     free: list[float],
     slot: int,
-    front: Front,
     hop_s: float,
     update_start_s: float,
 ) -> int:
-    """Run the next stages of a round of `size` micro-batches; the first takes the device of `free[slot]`.
+    """Run a round of `size` micro-batches; its first stage takes the device of `free[slot]`.
 
-    Updates `free` and `front`; returns the position of the slot after the last one. A stage is a tuple of its
-    entry, total and updated-after seconds and of its boundary stage.
+    Updates `free` and returns the position of the slot after the round's last. A stage is a tuple of its entry,
+    total and updated-after seconds and of its boundary stage.
     """
-    num_devices, last, shift = len(free), size - 1, front.shift
-    slopes, bases = front.slopes, front.bases
+    num_devices, last = len(free), size - 1
+    # The outputs of the stage before, as lines with falling slopes and rising bases: micro-batch m leaves at
+    # `shift + max(base + slope x m)`.
+    slopes: list[float] = []
+    bases: list[float] = []
+    shift = 0.0
+    outputs: list[Lines] = []  # the same of each stage, for recomputations
     keeps_outputs = any(stage[3] >= 0 for stage in stages)
     for entry_s, total_s, updated_s, producer in stages:
         # Each line gets later by the entry time. One shift for all of them keeps a slot at O(1).
@@ -206,7 +191,7 @@ def run_stages(
         start = max(free[slot], update_start_s + updated_s)
         base = start + total_s - shift
         if producer >= 0:
-            _wait_for_boundary(front.outputs[producer], hop_s + total_s - shift, slopes, bases)
+            _wait_for_boundary(outputs[producer], hop_s + total_s - shift, slopes, bases)
         # Slopes below this stage's duration become that duration, so only the latest of their lines matters.
         while slopes and slopes[-1] <= total_s:
             slopes.pop()
@@ -221,8 +206,7 @@ def run_stages(
         free[slot] = end + shift
         slot = slot + 1 if slot + 1 < num_devices else 0
         if keeps_outputs:
-            front.outputs.append((list(slopes), [base + shift for base in bases]))
-    front.shift = shift
+            outputs.append((list(slopes), [base + shift for base in bases]))
     return slot
 
 

@@ -137,6 +137,7 @@ class Reader(BaseNode[DocumentPiece]):
                 raise DataError(f"{error} ({REMEDIES})") from error
             self._skip_bad(progress, error)
             next_offset = None
+        # Whether a document is held out is decided with its first piece, so all of its pieces are treated alike.
         if content is None or not len(content) or (offset == 0 and not self._is_wanted(content)):
             content, next_offset = None, None
         self._offset = next_offset or 0

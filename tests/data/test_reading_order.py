@@ -12,12 +12,12 @@ from torchround.config import SourceTable
 from torchround.data import DataError
 from torchround.data.formats.sources import Source, shuffled
 from torchround.data.formats.streams import open_source
-from torchround.data.reader import MixSettings, Reader
+from torchround.data.reading_order import MixSettings, Reader
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
-    """Three sources of 3, 7 and 20 one-word documents: `2-13` is document 13 of source 2."""
+    """Make three sources of 3, 7 and 20 one-word documents: `2-13` is document 13 of source 2."""
     folder = tmp_path_factory.mktemp("mix")
     for number, count in enumerate((3, 7, 20)):
         for index in range(count):
@@ -86,7 +86,7 @@ def test_a_shuffle_is_a_permutation(count: int, key: str) -> None:
 
 
 def test_a_shuffle_is_the_one_that_earlier_checkpoints_were_written_with() -> None:
-    """By hand from the published SplitMix64, in Python's own integers."""
+    """Work the order out by hand from the published SplitMix64, in Python's own integers."""
 
     def mixed(value: int) -> int:
         value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64

@@ -71,8 +71,8 @@ DEVICES = (
     _card("b200", 180, 64, 2250.0, 80.0),
 )
 
-# A stand-in if the card is not known, as with virtual devices on a CPU: its costs are proportions, not times
-# to report.
+# A stand-in if the card is not known, as with virtual devices
+# on a CPU: its costs are proportions, not times to report.
 ASSUMED_DEVICE = DeviceSpec(
     "assumed", float("inf"), 16, {"bfloat16": 1e12, "float16": 1e12, "float32": 1e12, "float64": 1e12}
 )

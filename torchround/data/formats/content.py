@@ -152,6 +152,7 @@ def _from_alpaca(record: dict[str, Any]) -> Conversation:
             raise DataError("field 'history' is not a list of pairs of question and answer")
         messages += [("user", turn[0]), ("assistant", turn[1])]
     messages += [("user", question), ("assistant", record["output"])]
+    # Through `_message` too, because the texts of `history` are not checked yet.
     as_fields = [
         _message({"role": role, "content": content}, index) for index, (role, content) in enumerate(messages)
     ]
@@ -169,6 +170,7 @@ def _optional_text(record: dict[str, Any], name: str) -> str:
 def _conversation(messages: list[dict[str, Any]], tools: Any) -> Conversation:
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"no message of the assistant; roles: {', '.join(m['role'] for m in messages)}")
+    # Some data sets hold tools as JSON text, because a column of parquet needs one shape for all of its rows.
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else []
