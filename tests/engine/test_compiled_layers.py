@@ -1,7 +1,7 @@
 """Compiled layers: each kind once, the same bits on any number of devices and any partition, and a way out.
 
-Most of it is tested with `aot_eager`, which traces and differentiates as Inductor does but writes no code:
-what it runs are the operations that were traced.
+Most tests use `aot_eager`, which traces and differentiates as Inductor does but writes no code: it runs the
+traced operations themselves.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The CUDA device's own lines, run without a GPU: `torch.cuda` is replaced by streams that run at once.
 
-What this shows is that the engine and `CudaDevice` fit together (which events, waits, marks and threads it is
-handed); whether CUDA orders things as they ask is for the tests marked `gpu`.
+This shows that the engine and `CudaDevice` fit together: which events, waits, marks and threads the device
+gets. The tests marked `gpu` show that CUDA orders operations as they ask.
 """
 
 import time

@@ -1,6 +1,6 @@
 """A device that fails while a thread waits for it, as CUDA does after a fault in a kernel, gives a named error.
 
-The failing device computes like any other; only waiting for it, on the host, raises.
+The failing device computes like any other; only a wait for it on the host raises.
 """
 
 import threading

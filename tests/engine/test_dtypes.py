@@ -1,4 +1,4 @@
-"""What `training.dtype`, `engine.grad_dtype` and `engine.accumulate_dtype` do to a run built from tables."""
+"""The effect of `training.dtype`, `engine.grad_dtype` and `engine.accumulate_dtype` on a run built from tables."""
 
 import pytest
 import torch

@@ -50,8 +50,8 @@ class LayerCompiler:
         self._compiling = threading.Lock()
         self._compiles: dict[str, bool] = {}  # by type of device: whether there is a compiler
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
-            # Only the last layer may compute something else without gradients, so it shares no code with the
-            # others.
+            # Only the last layer may compute something else without gradients, so it
+            # shares no code with the others.
             code = (index == len(model.layers) - 1, _structure(layer))
             kind = next((kind for kind in self.kinds if kind.code == code), None)
             if kind is None:
@@ -99,8 +99,8 @@ class LayerKind:
         self.paths = [path for path, _ in named]
         self._trained = [parameter.requires_grad for _, parameter in named]
         self.shapes: dict[object, CompiledShape] = {}
-        # A copy: `functional_call` replaces its parameters for a while, which the caller's model must not
-        # show.
+        # A copy: `functional_call` replaces its parameters for a while, which the
+        # caller's model must not show.
         self._prototype = copy.deepcopy(layer)
         self._is_last = is_last
         self._backend = backend
@@ -125,8 +125,8 @@ class LayerKind:
             micro_batch.tokens.shape,
             micro_batch.tokens.device,
         )
-        # Numbers that change from batch to batch go in as tensors, so that no new number is a new
-        # compilation.
+        # Numbers that change from batch to batch go in as tensors, so that no new
+        # number is a new compilation.
         micro_batch = replace(
             micro_batch,
             dropout_seed=_as_data(micro_batch.dropout_seed),

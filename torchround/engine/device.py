@@ -343,8 +343,7 @@ class CudaDevice(Device):
         if isinstance(event, torch.cuda.Event):
             self._streams[stream].wait_event(event)
         else:
-            # The host's own event: what the host wrote is there once this returns, before anything is
-            # enqueued.
+            # The host's own event: what the host wrote is there once this returns.
             event.synchronize()
 
     def _release(self) -> None:

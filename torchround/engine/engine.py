@@ -162,8 +162,8 @@ class Engine:
             # Before dispatch: the optimizer must know how many parts to expect when the first one lands.
             self._expect_gradients(rounds)
             self._dispatch(pass_, tasks)
-            # After the jobs: devices are not to wait, and the optimizer has nothing to do before the first
-            # part lands.
+            # After the jobs: devices are not to wait, and the optimizer has nothing to do
+            # before the first part lands.
             self._board.post(TRAINING_PASS(self._step), pass_)
             self._awaiting_step = True
             return self._track(pass_, tasks)
@@ -213,8 +213,8 @@ class Engine:
         with self._life.call():
             for result in self._results:
                 result.wait()
-            # If the store is at the last step already, `UPDATED` may be forgotten, or may never have been
-            # posted.
+            # If the store is at the last step already, `UPDATED` may be forgotten,
+            # or may never have been posted.
             if self.store.step < self._step or not self.store.is_consistent:
                 self._watchdog.wait(UPDATED(self._step - 1))
 
@@ -250,8 +250,8 @@ class Engine:
         problem = check_micro_batches(micro_batches)
         if problem is not None:
             raise EngineUsageError(problem)
-        # Each device that works on a micro-batch uploads its integers; the last one gives the host buffer
-        # back.
+        # Each device that works on a micro-batch uploads its integers; the last
+        # one gives the host buffer back.
         readers: dict[int, set[int]] = {}
         for task in tasks:
             for index in task.micro_batches:
@@ -285,8 +285,8 @@ class Engine:
         return pass_
 
     def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
-        # All uploads are announced before the first job: an update must not overwrite a version that a later
-        # job reads.
+        # All uploads are announced before the first job: an update must not overwrite a
+        # version that a later job reads.
         for bundle, use in uploads(self.store, tasks):
             self._ordering.expect_upload(bundle, pass_.version, use)
         for task in tasks:

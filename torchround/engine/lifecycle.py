@@ -60,8 +60,8 @@ class Lifecycle:
             yield
         except Stopped:
             self.raise_if_ended(during_call=True)
-        # The call has its answer, but a fault came meanwhile, for example one that the update's second try
-        # overcame.
+        # The call has its answer, but a fault came meanwhile, for example one that the
+        # update's second try overcame.
         if self.failure is not None and not is_there:
             self.raise_if_ended()
 
@@ -94,8 +94,8 @@ class Lifecycle:
         while self._optimizer and self._optimizer.thread.is_alive() and self._optimizer.moves != moves:
             moves = self._optimizer.moves
             self._optimizer.thread.join(JOIN_S)
-        # A device is given back only if no thread drives it any more: another engine may allocate on it at
-        # once.
+        # A device is given back only if no thread drives it any more: another
+        # engine may allocate on it at once.
         busy = {thread.name for thread in ours if thread.is_alive()}
         for device, thread in zip_longest(self._devices, self._threads[: len(self._devices)]):
             drives = thread is not None and thread.name in busy  # no thread yet: the engine did not fit

@@ -209,8 +209,7 @@ class OptimizerWorker:
             overcome = self._apply(step, lr, clip_scale(norm, self._max_norm) / loss_scale)
             self._store.spikes.record(loss, norm)
         self._store.loss_scaling.record(step, overflowed)
-        # Before `UPDATED` is posted: a call that waits for it must see the fault, not end as if all were
-        # well.
+        # Before `UPDATED` is posted: a call that waits for it must see the fault, not end as if all went well.
         if overcome is not None:
             self._on_failure(overcome)
         # The step first: a thread that finds the store consistent after a stop saves it under this step.
@@ -274,8 +273,8 @@ class OptimizerWorker:
                 # Without compiled kernels, which may be what failed.
                 self._update_bundle(bundle, step, lr, gradient_scale, progress, {})
             self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
-            # Posted per bundle: the next step's forward uploads the first layers while later ones are
-            # updated.
+            # Posted per bundle: the next step's forward uploads the first layers
+            # while later ones are updated.
             self._ordering.gradient_consumed(bundle.index, step)
             self._ordering.updated(bundle.index, step)
         return overcome

@@ -84,8 +84,8 @@ class Ordering:
     def begin(self, bundles: Sequence[int], step: int) -> None:
         """Declare that the store holds every version that `step` and later steps may read, and that nothing runs."""
         for bundle in bundles:
-            # At step 0 the older versions have negative numbers. They equal version 0, and nothing waits for
-            # them.
+            # At step 0 the older versions have negative numbers. They equal version
+            # 0, and nothing waits for them.
             for version in range(step - self._versions + 1, step + 1):
                 self._board.signal(WEIGHTS(version, bundle))
             self._board.signal(GRADIENT_CONSUMED(step - 1, bundle))
@@ -148,8 +148,8 @@ class Ordering:
         """Post that version `step + 1` is complete."""
         self._board.signal(WEIGHTS(step + 1, bundle))
 
-    # Rules 3 and 4. A step's gradient arrives in parts: one for each round and each layer that uses the
-    # bundle.
+    # Rules 3 and 4. A step's gradient arrives in parts: one for each round and
+    # each layer that uses the bundle.
 
     def expect_gradient(self, bundle: int, step: int, num_parts: int) -> None:
         """Announce how many downloads make up a step's gradient. The controller calls this before dispatch."""

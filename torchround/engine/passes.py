@@ -220,16 +220,16 @@ class BufferReservation:
         wait for the previous pass's update, only stages of frozen layers at the start of this pass overlap
         with it.
         """
-        # The second pass is made up here rather than met later, where it would page-lock memory in the middle
-        # of a run.
+        # The second pass is made up here rather than met later, where it would page-lock
+        # memory in the middle of a run.
         if before is None:
             next_step = this.step + 1
             before, this = (
                 this,
                 replace(this, step=next_step, version=self._store.policy.version_read(next_step)),
             )
-        # Steps of a run have few shapes, so buffers for most passes are reserved already and this costs a
-        # look-up.
+        # Steps of a run have few shapes, so buffers for most passes are reserved
+        # already and this costs a look-up.
         key = this, before, this.runs_beside(before)
         if key not in self._reserved:
             ahead = len(this.stages) if this.runs_beside(before) else self._frozen_stages(this)

@@ -70,8 +70,8 @@ class StageReport:
     @cached_property
     def input_wait_s(self) -> float:
         """Idle seconds until an input or a gradient of a neighbouring stage arrived."""
-        # All weights arrived before the first span, so a gap between two spans is a wait for an activation or
-        # gradient.
+        # All weights arrived before the first span, so a gap between two spans is a wait
+        # for an activation or gradient.
         between_s = sum(
             max(later.start.seconds_since(earlier.end), 0.0)
             for earlier, later in zip(self.spans, self.spans[1:], strict=False)
@@ -195,8 +195,8 @@ def costs_from_reports(
             # A recomputation is the same work as a forward.
             kind = TaskKind.FORWARD if span.kind is TaskKind.RECOMPUTE else span.kind
             samples[kind, report.task.stage.start].append(span.seconds)
-    # Medians, because the first step (caches, compilation) and other processes make single samples far too
-    # long.
+    # Medians, because the first step (caches, compilation) and other processes make
+    # single samples far too long.
     seconds = {key: median(values) for key, values in samples.items()}
     last = counted.num_layers - 1
     layers = [

@@ -47,8 +47,8 @@ class SaveSource:
             self.tensors |= views
             if bundle.trainable:
                 self._bundle_of |= dict.fromkeys(views, bundle.index)
-        # By bundle: tensors still to be read. The last one frees the bundle for its next update (ordering
-        # rule 6).
+        # By bundle: tensors still to be read. The last one frees the bundle for its
+        # next update (ordering rule 6).
         self._unread = Counter(self._bundle_of.values())
 
     def raise_if_abandoned(self) -> None:

@@ -230,8 +230,8 @@ class StepTraces(DeviceWatcher):
             torch.cuda.memory._dump_snapshot(str(self._folder / f"step-{step + 1}-memory.pickle"))
         except OSError as error:
             _warn(step, error)
-        # The next step runs already. If it is traced too, its own snapshot needs what is recorded from here
-        # on.
+        # The next step runs already. If it is traced too, its own snapshot needs
+        # what is recorded from here on.
         if step + 1 not in self._steps:
             self._record_memory(False)
 

@@ -1,8 +1,7 @@
 """The watchdog tells a hang from work, reports what every thread and device queue waits for, and no thread is left.
 
-What blocks blocks on an event, not for a time, and the watchdog looks only once it does: however slow the
-machine, nothing is taken for a hang before the planted one, and all other threads have the time-out to come
-to a halt.
+A planted hang waits for an event, not for a time, and the watchdog looks only after the hang has begun. So on
+a slow machine too, the planted hang is the first one found, and all other threads have the time-out to halt.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""The order in which a device worker enqueues transfers and computation, and the memory that its computation holds.
+"""The order in which a device worker enqueues its work, and the memory that its computation holds.
 
-Nothing here measures time: what is checked is what the worker enqueued, in which order, and what waits for
-what.
+No test here measures time: each checks what the worker enqueued, in which order, and which operation waits
+for which.
 """
 
 import threading

@@ -1,6 +1,6 @@
 """Devices that share a link take turns to upload weights: in order, with the same bits, never waiting for a dead one.
 
-What is ordered is judged from what was synchronised, so no verdict depends on timing.
+The tests judge order by waits and events alone, so no verdict depends on timing.
 """
 
 import threading
@@ -70,7 +70,7 @@ def test_a_turn_follows_the_others_turns_up_to_its_window_as_far_as_they_were_ta
     assert take(turns, devices, 1, 9) == ["cpu:0 5", "cpu:3 1"], "the last ones, though not of this window"
 
 
-def test_of_two_chunks_of_one_window_the_second_waits():
+def test_the_second_of_two_chunks_of_one_window_waits():
     for first, second in ((0, 1), (1, 0)):
         devices, turns = [EnqueuingDevice(0), EnqueuingDevice(1)], LinkTurns([(0, 1)])
         assert take(turns, devices, first, 5) == []

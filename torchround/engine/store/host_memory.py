@@ -53,8 +53,8 @@ class PageLocker:
     def _checked(self, status: object) -> int:
         code = int(status)  # type: ignore[call-overload]
         if code != 0:
-            # CUDA reports a failed call again at the thread's next kernel launch, in unrelated code: launch
-            # one here.
+            # CUDA reports a failed call again at the thread's next kernel launch, in
+            # unrelated code: launch one here.
             with suppress(RuntimeError):
                 torch.ones(1, device="cuda")
         return int(code)

@@ -25,9 +25,9 @@ from torchround.engine.store.host_memory import HostAllocator
 from torchround.layer import LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
 
-# Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`. The word is
-# from an early release: these are not the float32 weights. It stays, so that checkpoints already written
-# load.
+# Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`.
+# The word is from an early release: these are not the float32 weights. It stays, so that
+# checkpoints already written load.
 OLDER_WEIGHTS = "master_"
 
 
@@ -123,9 +123,9 @@ class HostStore:
         of `async` reads the newest ones, as the first step of a run does.
         """
         for bundle in self.trained:
-            # Version v belongs to buffer v modulo their number, but the views were filled as of the store's
-            # own step: a buffer that holds version `self.step - age` must come to where `step - age` belongs,
-            # `shift` places on.
+            # Version v belongs to buffer v modulo their number, but the views were filled as of the
+            # store's own step: a buffer that holds version `self.step - age` must come to where `step -
+            # age` belongs, `shift` places on.
             shift = (step - self.step) % len(bundle.device_weights)
             bundle.device_weights = bundle.device_weights[-shift:] + bundle.device_weights[:-shift]
             derived = [bundle.version(step)] if holds_older_weights else bundle.device_weights
@@ -155,8 +155,8 @@ class HostStore:
     def allocate_gradients(self, rounds: int) -> None:
         """Give each trained bundle the gradient buffer that steps of `rounds` rounds need."""
         for bundle in self.trained:
-            # Parts that add up are summed in fp32. A gradient in one part lands as it travels, in the
-            # gradient dtype.
+            # Parts that add up are summed in fp32. A gradient in one part lands as it
+            # travels, in the gradient dtype.
             bundle.adds_up = rounds * len(bundle.layers) > 1
             dtype = torch.float32 if bundle.adds_up else self.gradient_dtype
             if bundle.gradient is None or bundle.gradient.dtype != dtype:

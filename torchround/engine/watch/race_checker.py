@@ -111,8 +111,8 @@ class AccessLog(Observer, DeviceWatcher):
 
     def _enqueue(self, device: Device, stream: Stream) -> str:
         """Return the stream's actor, ordered after everything its host thread did so far."""
-        # A stream runs nothing before the host has enqueued it, so enqueuing is a signal that the stream
-        # waits for.
+        # A stream runs nothing before the host has enqueued it, so enqueuing is a
+        # signal that the stream waits for.
         actor = f"{device.name} {stream.value}"
         token = ("enqueue", next(self.tokens))
         self.signal(_this_thread(), token)
@@ -188,8 +188,8 @@ def _check(history: list[Access], access: Access, clock: Clock) -> list[tuple[Ac
         ordered = earlier.moment <= clock.get(earlier.actor, 0)
         if earlier.region.overlaps(access.region) and not ordered and (earlier.writes or access.writes):
             races.append((earlier, access))
-        # An earlier access may be forgotten if each later one that it would race with races with `access`
-        # too.
+        # An earlier access may be forgotten if each later one that it would race
+        # with races with `access` too.
         supersedes = access.region.covers(earlier.region) and (access.writes or not earlier.writes)
         if not (ordered and supersedes):
             kept.append(earlier)

@@ -77,8 +77,8 @@ class ActivationTransfers:
         self._board = board
         self._pool = pool
         self._hidden_in, self._gradients_in, self._out = SlotRing(device), SlotRing(device), SlotRing(device)
-        # By position in the round: space for a micro-batch's integers, and the micro-batch whose integers it
-        # holds.
+        # By position in the round: space for a micro-batch's integers, and the
+        # micro-batch whose integers it holds.
         self._integers = SlotRing(device, depth=0)
         self._micro_batches: dict[int, tuple[HostTensors, MicroBatch]] = {}
         self._prepared: set[StagingSizes] = set()
@@ -147,8 +147,8 @@ class ActivationTransfers:
             device.wait(Stream.ACTIVATION_DOWNLOAD, event)
         device.copy(Stream.ACTIVATION_DOWNLOAD, buffer.memory, slot.memory[: packing.nbytes])
         landed = slot.released = device.record(Stream.ACTIVATION_DOWNLOAD)
-        # Posted when enqueued, not when landed: the reader's stream waits for `landed`, its thread for
-        # nothing.
+        # Posted when enqueued, not when landed: the reader's stream waits for
+        # `landed`, its thread for nothing.
         self._board.post(key, HostTensors(buffer, packing, landed, readers))
 
     def _upload(self, boundary: HostTensors, slot: DeviceSlot) -> tuple[Tensor, ...]:
@@ -159,7 +159,7 @@ class ActivationTransfers:
         device.copy(Stream.ACTIVATION_UPLOAD, slot.memory[:nbytes], boundary.memory)
         uploaded = device.record(Stream.ACTIVATION_UPLOAD)
         device.wait(Stream.COMPUTE, uploaded)
-        # As soon as the copy is enqueued: the next writer of the buffer waits for `uploaded`, not for this
-        # stage.
+        # As soon as the copy is enqueued: the next writer of the buffer waits for
+        # `uploaded`, not for this stage.
         boundary.reader_ends(uploaded, self._pool)
         return slot.views(boundary.packing)

@@ -89,8 +89,8 @@ class WeightUpload:
     def _enqueue(self, numel: int) -> int:
         slot_range = self.layout.weights[self._next_range]
         bundle = self._store.bundles[slot_range.bundle]
-        # Rule 2 once per bundle: when its first chunk may go, so may the others. Frozen weights have one
-        # version.
+        # Rule 2 once per bundle: when its first chunk may go, so may the others.
+        # Frozen weights have one version.
         if bundle.trainable and self._done_elements == 0:
             start_s = time.perf_counter()
             self._ordering.before_upload(bundle.index, self._version)
@@ -103,8 +103,8 @@ class WeightUpload:
         self._done_elements = stop
         if stop == slot_range.numel:
             self._next_range, self._done_elements = self._next_range + 1, 0
-            # Posted per bundle, not per stage: the optimizer may overwrite this version as soon as it has
-            # gone up.
+            # Posted per bundle, not per stage: the optimizer may overwrite this
+            # version as soon as it has gone up.
             if bundle.trainable:
                 use = upload_use(self._slot_number, slot_range.layer)
                 event = self._device.record(Stream.WEIGHT_UPLOAD)

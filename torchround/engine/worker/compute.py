@@ -107,8 +107,8 @@ class ForwardWithGraph:
                 return None
             gradients = [_gradient_of(tensor) for tensor in as_tuple(leaf) if tensor.is_floating_point()]
             if position > 0:
-                # Rebinding the names drops the deeper group's graph, whose activations autograd has freed
-                # already.
+                # Rebinding the names drops the deeper group's graph, whose
+                # activations autograd has freed already.
                 leaf, output = self._run(self._groups[position - 1], self._inputs[position - 1])
         return tuple(gradients)
 

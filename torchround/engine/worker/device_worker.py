@@ -123,8 +123,8 @@ class DeviceWorker:
         self._activations.prepare(job.pass_.sizes)
         upload = self._upload or self._start_upload(job)
         self._upload = None
-        # The optimizer may need this device's last gradients before it can complete the weights that are
-        # missing.
+        # The optimizer may need this device's last gradients before it can complete
+        # the weights that are missing.
         if upload.blocked:
             self._flush()
         with self._turn(job.window, upload.complete):
@@ -147,8 +147,7 @@ class DeviceWorker:
         self._job = None
 
     def _begin_step(self, job: StageJob, *streams: Stream) -> None:
-        # An evaluation has the number of the next training step. In that step's trace its copies would be
-        # wrong.
+        # An evaluation has the number of the next training step, whose trace must not show its copies.
         self._device.begin_step(job.pass_.step if job.pass_.training else NO_STEP, *streams)
 
     def _finish(self, job: StageJob, upload: WeightUpload, gradients: DeviceSlot | None) -> None:
@@ -159,8 +158,7 @@ class DeviceWorker:
         self._flush()
         if gradients is not None:
             self._begin_step(job, Stream.GRADIENT_DOWNLOAD)
-            # Only started here: its chunks go down in the windows of the next job, or in `_flush` if there is
-            # none.
+            # Started here, but its chunks go down in the next job's windows, or in `_flush` if none comes.
             self._download = GradientDownload(
                 self._device,
                 self._store,
@@ -339,8 +337,8 @@ class DeviceWorker:
             self._download = None
 
     def _await(self, key: HandOverKey[T]) -> T:
-        # Held gradients go first: what is awaited may depend on an update that needs them, and then both
-        # would hang.
+        # Held gradients go first: what is awaited may depend on an update that needs
+        # them, and then both would hang.
         if not self._setup.board.ready(key):
             self._flush()
         return self._setup.board.wait(key)

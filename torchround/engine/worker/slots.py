@@ -135,8 +135,8 @@ class StageLayout:
 
     def _ranges(self, store: HostStore, trainable_only: bool) -> list[SlotRange]:
         ranges, start = [], 0
-        # In forward order, in which the optimizer completes weights: an upload stops at the first incomplete
-        # bundle.
+        # In forward order, in which the optimizer completes weights: an upload stops at
+        # the first incomplete bundle.
         for layer in self.layers:
             for bundle in (store.bundles[index] for index in store.layer_bundles(layer)):
                 if bundle.trainable or not trainable_only:
