@@ -141,7 +141,7 @@ class Soak:
             wait_s = moment.uniform(0, 0.3)
 
             def send(child: Child) -> None:
-                if trouble == "signalled":  # before its first step nobody listens
+                if trouble == "signalled":  # before its first step the run does not listen for signals
                     child.wait_until(lambda text: "\nstep " in text or "is complete" in text)
                 time.sleep(wait_s)
                 child.send(number)

@@ -40,7 +40,7 @@ def cut_the_metrics(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_iteration_ends_as_a_run_that_was_left_alone_and_any_difference_is_told_with_how_to_see_it_again(
+def test_an_iteration_ends_as_an_undisturbed_run_and_a_difference_is_reported_with_the_command_that_repeats_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One is left as it is, one bit of another is altered, the metrics of two are broken and missing."""

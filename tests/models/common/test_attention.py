@@ -132,7 +132,7 @@ def test_heads_that_the_flash_kernel_cannot_take_get_a_mask(head_dim):
     rows=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=4),
     spare=st.integers(0, 3),
 )
-def test_offsets_are_where_documents_begin_whatever_room_is_left(rows, spare):
+def test_offsets_are_where_documents_begin_for_any_room_that_is_left(rows, spare):
     tokens = max(sum(row) for row in rows)
     rows = [[*row, tokens - sum(row)] if sum(row) < tokens else row for row in rows]
     room = max(map(len, rows)) + spare
