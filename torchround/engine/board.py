@@ -125,6 +125,7 @@ class Board:
 
     def outlast(self, key: HandOverKey[None], poll_s: float = 0.005) -> None:
         """Wait for a hand-over even though the engine has stopped; some thread must post it in answer to the stop."""
+        # `wait` would raise `Stopped` at once, and a stopped board wakes no thread any more.
         while not self.ready(key):
             time.sleep(poll_s)
         self.observer.waited(key)
@@ -141,7 +142,7 @@ class Board:
 
     def waiting(self) -> dict[str, str]:
         """Describe, by thread name, what each waiting thread waits for."""
-        return dict(self._waiting)
+        return dict(self._waiting)  # a copy: threads begin and end their waits meanwhile
 
     def retire(self, kind: HandOver[T], below: int) -> None:
         """Forget hand-overs of a kind with an number under `below`. No thread may wait for one of them again."""
@@ -165,7 +166,7 @@ class Board:
             waker.set()
 
     def note_progress(self) -> None:
-        """Count as movement for the watchdog although nothing is posted."""
+        """Let the watchdog see movement although nothing is posted."""
         with self._lock:
             self.posts += 1
 

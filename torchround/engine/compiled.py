@@ -46,14 +46,14 @@ class LayerCompiler:
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
         self._backend = backend
-        self._turn = threading.Lock()
+        self._compiling = threading.Lock()
         self._compiles: dict[str, bool] = {}  # by type of device: whether there is a compiler
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
             # Only the last layer may compute something else without gradients, so it shares no code with the others.
             code = (index == len(model.layers) - 1, _structure(layer))
             kind = next((kind for kind in self.kinds if kind.code == code), None)
             if kind is None:
-                kind = LayerKind(layer, code, is_last=code[0], backend=backend, turn=self._turn)
+                kind = LayerKind(layer, code, is_last=code[0], backend=backend, compiling=self._compiling)
                 self.kinds.append(kind)
             kind.layer_names.append(name)
             self._kind_of.append(kind)
@@ -74,7 +74,7 @@ class LayerCompiler:
     def _compiles_for(self, device: str, board: Board) -> bool:
         """Return whether there is a compiler for this type of device. Warns once if not."""
         if device not in self._compiles:
-            with _turn(self._turn, board):
+            with _held(self._compiling, board):
                 if device not in self._compiles:
                     missing = _missing_compiler(device) if self._backend == "inductor" else None
                     if missing is not None:
@@ -89,7 +89,7 @@ class LayerKind:
     """Layers of the same code, and one `CompiledShape` for each shape, device and kind of call that has occurred."""
 
     def __init__(
-        self, layer: nn.Module, code: object, *, is_last: bool, backend: str, turn: threading.Lock
+        self, layer: nn.Module, code: object, *, is_last: bool, backend: str, compiling: threading.Lock
     ) -> None:
         self.code = code
         self.layer_names: list[str] = []
@@ -97,10 +97,11 @@ class LayerKind:
         self.paths = [path for path, _ in named]
         self._trained = [parameter.requires_grad for _, parameter in named]
         self.shapes: dict[object, CompiledShape] = {}
+        # A copy: `functional_call` replaces its parameters for a while, which the caller's model must not show.
         self._prototype = copy.deepcopy(layer)
         self._is_last = is_last
         self._backend = backend
-        self._turn = turn
+        self._compiling = compiling
         self._given_up = False
 
     def run(
@@ -130,8 +131,8 @@ class LayerKind:
         tensors = [*parameters, *inputs]
         shape = self.shapes.get(key)
         if shape is None and not self._given_up:
-            with _turn(self._turn, board):
-                # Looked up again: another worker may have compiled it while this one waited for its turn.
+            with _held(self._compiling, board):
+                # Looked up again: another worker may have compiled it while this one waited for the lock.
                 if key not in self.shapes and not self._given_up:
                     function = self._function(isinstance(hidden, Tensor))
                     wants = [differentiates and wanted for wanted in [*self._trained, *_floating(inputs)]]
@@ -152,7 +153,7 @@ class LayerKind:
         """Compile by running once. If that fails, the kind runs uncompiled, and an error of the layer itself shows there."""
         try:
             # A compilation takes longer than the watchdog waits.
-            with _moving(board):
+            with _counted_as_progress(board):
                 shape.rehearse(micro_batch, tensors)
         except (MemoryError, torch.OutOfMemoryError):
             raise
@@ -306,7 +307,7 @@ def _compares(value: object) -> bool:
 
 
 @contextmanager
-def _turn(lock: threading.Lock, board: Board) -> Iterator[None]:
+def _held(lock: threading.Lock, board: Board) -> Iterator[None]:
     """Hold the lock for the block. Raises `Stopped` if the engine stops while this thread waits for it."""
     while not lock.acquire(timeout=POLL_S):
         board.raise_if_stopped()
@@ -317,15 +318,15 @@ def _turn(lock: threading.Lock, board: Board) -> Iterator[None]:
 
 
 @contextmanager
-def _moving(board: Board) -> Iterator[None]:
+def _counted_as_progress(board: Board) -> Iterator[None]:
     """Keep the watchdog quiet in the block, in which nothing is handed over for long."""
     done, deadline_s = threading.Event(), time.monotonic() + COMPILE_LIMIT_S
 
-    def tell() -> None:
+    def note_progress() -> None:
         while not done.wait(POLL_S) and time.monotonic() < deadline_s:
             board.note_progress()
 
-    thread = threading.Thread(target=tell, name="torchround compiles a layer", daemon=True)
+    thread = threading.Thread(target=note_progress, name="torchround compiles a layer", daemon=True)
     thread.start()
     try:
         yield

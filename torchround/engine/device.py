@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from torchround.engine.errors import DeviceMemoryError
+from torchround.pipeline.memory import GIB
 
-GIB = 2**30
 T = TypeVar("T")
+
+# The step of operations that belong to no training step: those of an evaluation.
+NO_STEP = -1
 
 
 class Stream(Enum):
@@ -127,7 +130,7 @@ class Device(ABC):
         self.watchers: list[DeviceWatcher] = []
 
     def begin_step(self, step: int, *streams: Stream) -> None:
-        """Say that what is enqueued on these streams from now on belongs to training step `step`."""
+        """Say that what is enqueued on these streams from now on belongs to training step `step`, or to `NO_STEP`."""
         self.step_of.update(dict.fromkeys(streams, step))
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -141,6 +144,7 @@ class Device(ABC):
             self.uploaded_bytes += source.nbytes
         else:
             self.downloaded_bytes += source.nbytes
+        # In the enqueuing thread, so that each watcher sees the operations of a stream in their order.
         for watcher in self.watchers:
             watcher.begins(self, stream, [source], [destination], source.nbytes)
         self._copy(stream, destination, source)

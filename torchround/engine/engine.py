@@ -202,9 +202,8 @@ class Engine:
             index, self._next_save = self._next_save, self._next_save + 1
             self._ordering.expect_save([bundle.index for bundle in self.store.trained], self._step, index)
             self._board.post(SAVE(index), (self._step, write))
-            self._saves = [
-                save for save in self._saves if not save.ended
-            ]  # a long run keeps none of the others
+            # A long run must not keep every save that ended.
+            self._saves = [save for save in self._saves if not save.ended]
             self._saves.append(PendingSave(index, self._board, self._wait_in_call))
             return self._saves[-1]
 

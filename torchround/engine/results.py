@@ -67,6 +67,7 @@ class StageReport:
     @cached_property
     def input_wait_s(self) -> float:
         """Idle seconds until an input or a gradient of a neighbouring stage arrived."""
+        # All weights arrived before the first span, so a gap between two spans is a wait for an activation or gradient.
         between_s = sum(
             max(later.start.seconds_since(earlier.end), 0.0)
             for earlier, later in zip(self.spans, self.spans[1:], strict=False)
@@ -129,6 +130,7 @@ class StepResult:
 
     def loss(self) -> float:
         """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once."""
+        # Once only: the last reader of a loss gives its buffer back, and another micro-batch may fill it.
         if self._loss is None:
             total = sum(self._loss_sum(index) for index in range(len(self.pass_.micro_batches)))
             self._loss = total / max(self.num_labels, 1)
@@ -142,6 +144,7 @@ class StepResult:
 
     def reports(self) -> list[StageReport]:
         """Return what the devices measured in each stage slot, in dispatch order."""
+        # Kept, like the update: the engine forgets the hand-overs of a pass that is two passes old.
         if self._reports is None:
             self._reports = [self._wait(STAGE_ENQUEUED(task.slot)) for task in self.tasks]
         return self._reports
@@ -210,7 +213,7 @@ def costs_from_reports(
 def _with_updates(costs: Costs, updates: Sequence[Sequence[BundleUpdate]]) -> Costs:
     """Add the optimizer's seconds. A shared bundle counts with its first layer, whose upload waits for it."""
     if not updates:
-        return costs
+        return costs  # the counted seconds stay
     seconds = [[0.0] * len(updates) for _ in costs.layers]
     for step, bundles in enumerate(updates):
         for bundle in bundles:

@@ -47,6 +47,7 @@ class SaveSource:
             self.tensors |= views
             if bundle.trainable:
                 self._bundle_of |= dict.fromkeys(views, bundle.index)
+        # By bundle: tensors still to be read. The last one frees the bundle for its next update (ordering rule 6).
         self._unread = Counter(self._bundle_of.values())
 
     def raise_if_abandoned(self) -> None:
@@ -73,6 +74,7 @@ class SaveSource:
         Raises `Stopped` if the engine has ended, even if publishing was allowed before: the thread that ended the
         engine may be working on these files by now.
         """
+        # Before the wait, which may last several steps: no update has to wait for it too.
         self.finish_reading()
         self._board.wait(MAY_PUBLISH(self._index))
         self._board.raise_if_stopped()
@@ -148,6 +150,7 @@ def _run_save(board: Board, source: SaveSource, index: int, write: Callable[[Sav
         outcome: tuple[object, Exception | None] = write(source), None
     except Exception as error:  # noqa: BLE001  (raised where the save's result is asked for)
         outcome = None, error
+    # Also after an error, or an update would wait for tensors that are never read.
     source.finish_reading()
     board.forget(MAY_PUBLISH(index))
     board.post(SAVE_ENDED(index), outcome)

@@ -77,8 +77,8 @@ class StepTraces(DeviceWatcher):
     def before_dispatch(self, step: int) -> None:
         """Get ready for `step`, counted from 1, which is dispatched next. Waits for nothing."""
         self._notes_copies = self._is_near(step - 1)
-        if self._memory and step - 1 in self._steps:
-            torch.cuda.memory._record_memory_history(stacks="python")
+        if step - 1 in self._steps:
+            self._record_memory(True)
 
     def add(self, result: StepResult) -> None:
         """Take a finished step; steps come in order. Writes the trace of the step before it, if that is traced."""
@@ -93,12 +93,14 @@ class StepTraces(DeviceWatcher):
         self._write_up_to(newest - 1)
         # The newest step may be traced too and then needs the one before it, but none before that.
         for kept in (self._finished, self._copies):
-            for old in [step for step in kept if step < newest - 1]:
+            # From a list, which is made at once: device threads add copies of newer steps meanwhile.
+            for old in [step for step in list(kept) if step < newest - 1]:
                 del kept[old]
 
     def finish(self) -> None:
         """Write the traces that were waiting for the next step. The engine ends, so there is no next step."""
         self._write_up_to(max(self._unwritten, default=-1))
+        self._record_memory(False)
 
     def timeline(self, step: int) -> Timeline:
         """Return what ran while finished step `step`, counted from 0, was under way, neighbouring steps included.
@@ -227,7 +229,15 @@ class StepTraces(DeviceWatcher):
             torch.cuda.memory._dump_snapshot(str(self._folder / f"step-{step + 1}-memory.pickle"))
         except OSError as error:
             _warn(step, error)
-        finally:
+        # The next step runs already. If it is traced too, its own snapshot needs what is recorded from here on.
+        if step + 1 not in self._steps:
+            self._record_memory(False)
+
+    def _record_memory(self, wanted: bool) -> None:
+        """Let PyTorch record allocations, each with its Python stack, from now on, or end that."""
+        if self._memory and wanted:
+            torch.cuda.memory._record_memory_history(stacks="python")
+        elif self._memory:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 

@@ -140,6 +140,7 @@ def collect_bundles(
             if index not in users[id(parameter)]:
                 users[id(parameter)].append(index)
             first.setdefault(id(parameter), (f"{name}.{path}", parameter))
+    # By users, trained or frozen, mapped or not. Dictionaries keep the order of first use.
     groups: dict[tuple[tuple[int, ...], bool, bool], list[int]] = {}
     for key, (name, parameter) in first.items():
         groups.setdefault((tuple(users[key]), parameter.requires_grad, name in mapped), []).append(key)
@@ -193,5 +194,5 @@ def _lay_out(
     for name, parameter in sorted(parameters, key=lambda item: item[0] not in with_decay):
         placed.append(FlatParameter(name, start, parameter.shape))
         start = -(-(start + parameter.numel()) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-        decayed = start if name in with_decay else decayed
+        decayed = start if name in with_decay else decayed  # up to the next parameter, padding included
     return Bundle(index, layers, trainable, tuple(placed), start, decayed)

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from torchround.engine.board import Observer
-from torchround.engine.device import GIB, Event
+from torchround.engine.device import Event
+from torchround.pipeline.memory import GIB
 
 REGISTRATION_BYTES = 64 * GIB  # one registration of 512 GiB or more fails and leaves an error behind
 FILL_BYTES = 64 * 2**20  # the piece that one thread fills of a new buffer

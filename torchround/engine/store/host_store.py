@@ -86,6 +86,7 @@ class HostStore:
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
             # A generator of its own for each layer: its values do not depend on the layers before it.
+            # The factor is above every number of layers, so that no two seeds give two layers the same numbers.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
             fill: Callable[[torch.Generator], None] | None = getattr(layer, method, None)
             if fill is not None:
@@ -151,6 +152,7 @@ class HostStore:
     def allocate_gradients(self, rounds: int) -> None:
         """Give each trained bundle the gradient buffer that steps of `rounds` rounds need."""
         for bundle in self.trained:
+            # Parts that add up are summed in fp32. A gradient in one part lands as it travels, in the gradient dtype.
             bundle.adds_up = rounds * len(bundle.layers) > 1
             dtype = torch.float32 if bundle.adds_up else self.gradient_dtype
             if bundle.gradient is None or bundle.gradient.dtype != dtype:
@@ -220,6 +222,7 @@ class HostStore:
     def _allocate(self, bundle: Bundle) -> None:
         versions = self.policy.versions if bundle.trainable else 1
         bundle.device_weights = [self._flat(bundle.numel, self.dtype) for _ in range(versions)]
+        # Devices never touch these three, so page-locking them would gain nothing.
         if bundle.trainable:
             bundle.weight = self._flat(bundle.numel, torch.float32, for_devices=False)
             bundle.exp_avg = self._flat(bundle.numel, torch.float32, for_devices=False)

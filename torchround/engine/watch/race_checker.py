@@ -110,6 +110,7 @@ class AccessLog(Observer, DeviceWatcher):
 
     def _enqueue(self, device: Device, stream: Stream) -> str:
         """Return the stream's actor, ordered after everything its host thread did so far."""
+        # A stream runs nothing before the host has enqueued it, so enqueuing is a signal that the stream waits for.
         actor = f"{device.name} {stream.value}"
         token = ("enqueue", next(self.tokens))
         self.signal(_this_thread(), token)
@@ -165,6 +166,7 @@ def find_races(entries: Iterable[Entry]) -> list[tuple[Access, Access]]:
     for index, entry in enumerate(entries):
         clock = clocks[entry.actor]
         clock[entry.actor] = clock.get(entry.actor, 0) + 1
+        # Each entry is a new moment of its actor. The clock says which moments of others it has heard of.
         if entry.action == "signal":
             signals[entry.token] = dict(clock)
         elif entry.action == "wait":

@@ -133,7 +133,7 @@ class Watchdog:
         event.synchronize()
 
     def _look(self) -> None:
-        moves = self._board.posts + sum(queue.moves() for queue in self._queues)
+        moves = self._board.posts + sum(watch.moves() for watch in self._queues)
         self._looks = self._looks + 1 if moves == self._last_moves else 0
         self._last_moves = moves
         if self._looks == LOOKS:
@@ -144,10 +144,10 @@ class Watchdog:
         waiting = self._board.waiting()
         caller = threading.current_thread()
         lines = [f"{caller.name} (the call in progress): {waiting.get(caller.name, 'waits for a device')}"]
-        for worker, queues in zip(self._workers, self._queues, strict=True):
+        for worker, watch in zip(self._workers, self._queues, strict=True):
             doing = _doing(worker.thread, waiting)
             lines.append(f"{worker.thread.name}: in {worker.location(worker.state())}: {doing}")
-            for stream, (what, state) in queues.unfinished().items():
+            for stream, (what, state) in watch.unfinished().items():
                 lines.append(f"  its {stream.value} queue {what} {worker.location(state)}")
         return lines + [f"{thread.name}: {_doing(thread, waiting)}" for thread in self._others]
 

@@ -26,8 +26,8 @@ def bind(
     With `gradients`, trainable parameters are leaves whose `.grad` is a view of that slot, so that autograd
     accumulates into it in the slot's dtype.
     """
-    weight_start = {(part.layer, part.bundle): part.start for part in layout.weights}
-    gradient_start = {(part.layer, part.bundle): part.start for part in layout.gradients}
+    weight_start = {(used.layer, used.bundle): used.start for used in layout.weights}
+    gradient_start = {(used.layer, used.bundle): used.start for used in layout.gradients}
     for layer in layout.layers:
         for location in store.locations[layer]:
             use = (layer, location.bundle)
