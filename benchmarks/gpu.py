@@ -19,7 +19,7 @@ from benchmarks.frame import Benchmark, Report
 from benchmarks.gpu_figures import cards, copy_rates, figures_table, test_results
 from benchmarks.plain_loops import LR, ResidentLoop, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.engine.device import GIB, Device
+from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
 from torchround.engine.store.host_store import HostStore
@@ -27,16 +27,17 @@ from torchround.engine.worker.link_turns import find_link_use
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.costs import Costs
+from torchround.pipeline.memory import GIB
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import evaluate_plan
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, RunNumbers, run_question
-from torchround.run.step_meter import mfu, train_flops_per_token
+from torchround.run.step_meter import flops_per_token, mfu
 
 OPTIMIZER = OptimizerTable(lr=LR)
-WARM_UP_STEPS = 2  # what comes after these allocates nothing more
+WARM_UP_STEPS = 2  # later steps allocate nothing more
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class TrainedModel:
         """Draw one step of random tokens, always the same ones for a seed."""
         return random_step(self.training, self.vocab_size, torch.Generator().manual_seed(seed))
 
-    def flops_per_token(self) -> float:
-        """Return the FLOPs of training on one token, recomputation not counted."""
-        size, tokens = self.training.micro_batch_size, self.training.seq_len
+    def mfu(self, tokens_per_s: float, hardware: Hardware, num_cards: int) -> float | None:
+        """Return the share of the cards' peak that this speed is; None for a card of unknown speed."""
+        peak = None if hardware.spec is None else hardware.spec.flops_per_s(self.training.dtype)
         element_bytes = DTYPES[self.training.dtype].itemsize
-        works = [layer.work(size, tokens, element_bytes) for layer in self.model.layers]  # type: ignore[operator]
-        return train_flops_per_token(works, size * tokens)
+        return mfu(
+            tokens_per_s, flops_per_token(self.model, self.training.seq_len, element_bytes), peak, num_cards
+        )
 
 
 class Bench:
@@ -184,21 +186,17 @@ class Bench:
         step_s = statistics.median(steps_s[WARM_UP_STEPS - 1 :])
         tokens_per_s = results[-1].num_labels / step_s
         times = [sum_times(result) for result in results[WARM_UP_STEPS:]]
-        cards = num_cards(hardware.make_devices())
         return {
             "losses": [result.loss() for result in results],
             "steps_s": steps_s,
             "step_s": step_s,
             "tokens_per_s": tokens_per_s,
-            "mfu": mfu(tokens_per_s, self.shape.flops_per_token(), self._peak_flops(hardware), cards),
+            "mfu": self.shape.mfu(tokens_per_s, hardware, num_cards(hardware.make_devices())),
             "optimizer_s": statistics.median(result.update().seconds for result in results[WARM_UP_STEPS:]),
             "per_device_and_step": {
                 key: statistics.median(time[key] for time in times) / workers for key in times[0]
             },
         }
-
-    def _peak_flops(self, hardware: Hardware) -> float | None:
-        return None if hardware.spec is None else hardware.spec.flops_per_s(self.shape.training.dtype)
 
     def _measure_layers(self, store: HostStore) -> tuple[list[dict[str, Any]], float, Costs]:
         """Measure each layer's own times in the first steps, with one layer per stage; also return the first loss."""
@@ -261,7 +259,7 @@ class Bench:
             "losses": losses,
             "step_s": step_s,
             "tokens_per_s": tokens_per_s,
-            "mfu": mfu(tokens_per_s, self.shape.flops_per_token(), self._peak_flops(hardware), 1),
+            "mfu": self.shape.mfu(tokens_per_s, hardware, 1),
             "device_peak_gib": peak(hardware.make_devices()) / GIB,
         }
 

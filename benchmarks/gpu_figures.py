@@ -7,8 +7,9 @@ from xml.etree import ElementTree
 
 import torch
 
-from torchround.engine.device import GIB, Device, Stream
+from torchround.engine.device import Device, Stream
 from torchround.engine.store.host_memory import HostAllocator
+from torchround.pipeline.memory import GIB
 from torchround.run.hardware import Hardware
 
 REPEATS = 4

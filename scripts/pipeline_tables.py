@@ -1,4 +1,4 @@
-"""The tables of docs/schedules.md and docs/planning.md, from simulation: a tool for maintainers.
+"""The tables of docs/schedules.md and docs/simulated_results.md, from simulation: a tool for maintainers.
 
     python scripts/pipeline_tables.py            print them
     python scripts/pipeline_tables.py --write    put them between their markers in the pages
@@ -33,7 +33,7 @@ from torchround.pipeline.plan import Plan
 from torchround.pipeline.planner import make_plan
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "docs" / "schedules.md", ROOT / "docs" / "planning.md")
+PAGES = (ROOT / "docs" / "schedules.md", ROOT / "docs" / "simulated_results.md")
 MODELS = {
     "Qwen3-1.7B": "qwen3_1.7b",
     "Llama-3.1-8B": "llama3_8b",
@@ -43,21 +43,20 @@ MODELS = {
 }
 CONFIGS = ("qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_lora")
 DEVICES, MICRO_BATCHES, DEVICE_GIB = 8, 16, 24
-# The paper's batches in sequences of 2048 tokens, in micro-batches of four; the tokens/s that RoundPipe's
-# authors measured on RTX 4090s (fp16, everything recomputed), and the longest sequences that they trained on
-# 24 GB.
+# The paper's batches per model, in sequences of 2048 tokens, in micro-batches of four.
 BATCHES, SEQUENCES, TOKENS = (512, 256, 128, 128, 64), 4, 2048
+# The tokens/s that RoundPipe's authors measured on RTX 4090s (fp16, everything recomputed), by update and number of cards.
 MEASURED = {
     ("async", 8): (65417, 24275, 18122, 5516, 1820),
     ("sync", 8): (56489, 18888, 12549, 4164, 1592),
     ("async", 1): (8881, 3142, 3022, 740, 480),
 }
-LONGEST = ("73K", "49K", "39K", "28K", "31K")
+LONGEST = ("73K", "49K", "39K", "28K", "31K")  # sequences that they trained on cards of 24 GB
 BOUND = [name for name in SCHEDULES if not name.startswith("roundpipe")]
 ROUNDPIPE = ["roundpipe_sync", "roundpipe_async"]
 
-# RoundPipe's artifact: layers per virtual stage of the bound schedules, the head one more in the last; then
-# RoundPipe's forward and backward stages, its fused stage the head alone. Bubbles: its figure 15, in %.
+# From RoundPipe's artifact, per model: the layers of each virtual stage of the bound schedules, whose last stage has the
+# head besides; then RoundPipe's own forward and backward stages, whose fused stage is the head alone.
 FLAT = ([3, 3, 4, 4, 4, 4, 4, 2], [4] * 8, [3] * 8, [8] * 8, [11, *[12] * 6, 11])
 LOOPED = ([1] * 18 + [2] * 5 + [0], [1] * 32, [1] * 24, [1] * 64, [0, *[1] * 94, 0])
 DISPATCHED = (
@@ -67,6 +66,7 @@ DISPATCHED = (
     ([2, 2] + [3] * 20, [1] * 64),
     ([2] * 47, [1] * 94),
 )
+# Bubbles in % from RoundPipe's figure 15.
 PUBLISHED = {
     "gpipe": (36.13, 42.08, 41.73, 34.88, 31.18),
     "1f1b": (35.19, 42.08, 41.73, 34.88, 31.21),
@@ -294,8 +294,7 @@ def longest_tokens(config: str) -> int:
     arguments = ["--config", str(ROOT / "configs" / f"{config}.toml"), "--device", "rtx4090"]
     with contextlib.redirect_stdout(output):
         plan_run([*arguments, "--num-devices", "8", "--host-memory-gib", "800"])
-    # The console wraps lines, so the text is joined before the search.
-    found = re.search(r"longest sequence that fits.*?: ([\d,]+) tokens", " ".join(output.getvalue().split()))
+    found = re.search(r"longest sequence that fits.*?: ([\d,]+) tokens", output.getvalue())
     assert found, f"the plan of {config} says nothing of the longest sequence"
     return int(found[1].replace(",", ""))
 

@@ -5,9 +5,9 @@
 Each iteration trains a small model. At random it kills the run, signals it, takes its disk away, gives it slow and failing
 devices, or damages its checkpoints, and starts it again until it is complete. Then it compares the losses, and all that
 was saved after the last step, bit for bit with an undisturbed run. After each start it reads the newest checkpoint
-through; no saved step may be lost. Seed and number fix an iteration, except the moments that are times. An iteration that
-fails keeps its folder; `--only NUMBER` repeats it. Needs the extra `test`. Exit codes: 0 all were the same, 1 some were
-not.
+through; no saved step may be lost. The seed and its number fix what happens in an iteration, except where a moment is a
+time. An iteration that fails keeps its folder; `--only NUMBER` repeats it. Needs the extra `test`. Exit codes: 0 all runs
+ended the same, 1 some did not.
 """
 
 import argparse
@@ -115,11 +115,11 @@ class Soak:
                 text,
             )
             require("Traceback" not in text or trouble == "faulty device", started.trouble, text)
-            going_on = re.search(r"^resuming after step (\d+) ", text, re.MULTILINE)
-            require(going_on is None or int(going_on[1]) == reached, f"step {reached} was saved before", text)
+            resumed = re.search(r"^resuming after step (\d+) ", text, re.MULTILINE)
+            require(resumed is None or int(resumed[1]) == reached, f"step {reached} was saved before", text)
             before, reached = reached, newest(checkpoints, damaged)
-            told = [int(step) for step in re.findall(r"^saved \S+step-(\d+) ", text, re.MULTILINE)]
-            require(reached >= max([before, *told]), f"step {reached} is the newest that is left", text)
+            announced = [int(step) for step in re.findall(r"^saved \S+step-(\d+) ", text, re.MULTILINE)]
+            require(reached >= max([before, *announced]), f"step {reached} is the newest that is left", text)
             yield started.trouble
         require(reached == STEPS, f"the run ends at step {reached}", text)
 
@@ -141,14 +141,14 @@ class Soak:
             wait_s = moment.uniform(0, 0.3)
 
             def send(child: Child) -> None:
-                if trouble == "signalled":  # before its first step nobody listens
+                if trouble == "signalled":  # before the first step there is no handler
                     child.wait_until(lambda text: "\nstep " in text or "is complete" in text)
                 time.sleep(wait_s)
                 child.send(number)
 
             child = self._ended("trains", arguments, folder=folder, meanwhile=send)
             codes = [0, -number] if trouble == "killed" else [0, 128 + number]
-            if "is complete" in child.text():  # nor does anybody after it has said so
+            if "is complete" in child.text():  # the handler is gone again after this line
                 codes.append(-number)
             return Broken(signal.Signals(number).name, child, tuple(codes))
         return Broken(trouble, self._ended("trains", arguments, folder=folder), (0,))
@@ -171,17 +171,15 @@ class Soak:
             child = self._ended(
                 "trains", ["--run.name=run", f"--training.steps={STEPS}", *MODES[mode]], folder=alone.folder
             )
-            require(child.wait() == 0, "a run that is left alone fails", child.text())
+            require(child.wait() == 0, "an undisturbed run fails", child.text())
             self._undisturbed[mode] = alone.path("run")
         shutil.copytree(self._undisturbed[mode], runs.path("undisturbed"))
         try:
             verify_checkpoint(runs.path("run") / "checkpoints" / f"step-{STEPS}")
             runs.assert_same("run", "undisturbed", step=STEPS)
-        # Metrics that are missing or broken are no assertion that fails.
+        # Missing or broken metrics raise other errors than a comparison that fails.
         except (AssertionError, CheckpointError, OSError, KeyError, ValueError) as error:
-            raise SoakError(
-                f"it is another run than one that was left alone: {type(error).__name__}: {error}"
-            ) from error
+            raise SoakError(f"it differs from an undisturbed run: {type(error).__name__}: {error}") from error
 
     def _runs(self, name: str) -> SmallRuns:
         folder = self._folder / name
@@ -203,7 +201,7 @@ class Soak:
         meanwhile(child)
         code = child.wait()
         hung.cancel()
-        require(code != -signal.SIGABRT, f"nothing came of it in {HUNG_AFTER_S:.0f} s", child.text())
+        require(code != -signal.SIGABRT, f"it did not end in {HUNG_AFTER_S:.0f} s", child.text())
         return child
 
 
@@ -252,12 +250,12 @@ def main(arguments: list[str], tamper: Callable[[Path], object] = lambda run: No
             done += 1
             begin_s = time.monotonic()
             try:
-                told = soak.iterate(number)
+                outcome = soak.iterate(number)
             except SoakError as error:
                 failed.append(number)
                 kept, again = folder / f"iteration-{number}", f"--seed {options.seed} --only {number}"
-                told = f"FAILED, kept in {kept}; again: {again}\n{error}"
-            print(f"iteration {number} ({time.monotonic() - begin_s:.1f} s): {told}", flush=True)
+                outcome = f"FAILED, kept in {kept}; again: {again}\n{error}"
+            print(f"iteration {number} ({time.monotonic() - begin_s:.1f} s): {outcome}", flush=True)
     met = ", ".join(f"{count} x {trouble}" for trouble, count in summary(soak.met).items())
     print(f"{done} iterations in {(time.monotonic() - start_s) / 60:.1f} minutes, seed {options.seed}: {met}")
     print(f"{len(failed)} failed{': ' + ', '.join(map(str, failed)) if failed else ''}")
@@ -292,9 +290,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--minutes", type=float, default=10.0, help="begin iterations for so long; at least one"
+        "--minutes", type=float, default=10.0, help="time in which iterations begin; at least one does"
     )
-    parser.add_argument("--iterations", type=int, help="no more than so many")
+    parser.add_argument("--iterations", type=int, help="most iterations to run")
     parser.add_argument("--seed", type=int, default=0, help="fixes what happens in each iteration")
     parser.add_argument("--only", type=int, help="this iteration alone")
     parser.add_argument("--folder", type=Path, help="on the disk to be used (default: the temporary folder)")

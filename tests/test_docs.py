@@ -210,6 +210,21 @@ def test_every_link_leads_to_a_file() -> None:
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_every_link_to_a_section_leads_to_its_heading() -> None:
+    def anchors(page: Path) -> set[str]:
+        headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+    links = [
+        (page, file, anchor)
+        for page in PAGES
+        for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    ]
+    assert links
+    for page, file, anchor in links:
+        assert anchor in anchors(page.parent / file if file else page), f"{page.name}: {file}#{anchor}"
+
+
 def test_every_dependency_is_pinned_and_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = [re.split(r"[^\w-]", line)[0].lower() for line in project["dependencies"]]

@@ -206,7 +206,7 @@ def test_a_new_stage_takes_only_the_weights_of_a_checkpoint_and_begins_at_step_0
         patch.setattr(HostStore, "refresh_device_weights", look)
         before_step(patch, 2, interrupt)
         assert small_runs("second", *stage) == 128 + signal.SIGTERM
-    assert small_runs("second", *stage) == 0  # goes on from its own checkpoint
+    assert small_runs("second", *stage) == 0  # resumes from its own checkpoint
     assert list(small_runs.losses("second")) == [1, 2, 3, 4, 5]
     first, [begun] = small_runs.state("first"), begun_with
     assert {name for name in begun if name.startswith("weights/")} == {

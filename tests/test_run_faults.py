@@ -130,7 +130,7 @@ def test_a_stuck_update_is_not_saved_and_the_newest_checkpoint_is_named(
     assert small_runs("run", "--checkpoint.interval_steps=2") == 1
     assert "RuntimeError: planted" in capsys.readouterr().err
     assert "an update was not completed" in caplog.text
-    assert "the newest checkpoint is that of step 2" in caplog.text
+    assert "the newest checkpoint is of step 2" in caplog.text
     assert small_runs.saved("run") == [2]
 
 

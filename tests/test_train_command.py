@@ -82,7 +82,7 @@ def test_a_second_signal_stops_at_once(small_runs: SmallRuns) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert process.returncode == -signal.SIGINT  # a shell reports 130
-    assert errors == "SIGINT: finishing the step and saving; once more stops at once\n"
+    assert errors == "SIGINT: finishing the step and saving; another signal stops at once\n"
 
 
 @pytest.mark.slow

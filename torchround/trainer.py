@@ -39,12 +39,16 @@ from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
 
+# How a run ends that trains its last step: why, for the console, and the exit code.
 COMPLETE = "the run is complete", 0
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A step under way: its future result, and the run's position after it."""
+    """A step under way: its future result, and the run's position after it.
+
+    `num_tokens` counts the tokens of its batch without padding, which its rate is made of.
+    """
 
     result: StepResult
     position: RunPosition
@@ -137,7 +141,10 @@ class Trainer:
         self._devices = devices
 
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
-        """Train the steps that measure, settle the plan, train the others. Returns as `_train`."""
+        """Train the steps that measure, settle the plan, train the others.
+
+        Returns why the run ended, and the exit code that says so.
+        """
         parts, total_steps = self._parts, self.config.training.steps
         kept = self._folder.kept_plan() if self._position.step else None
         measure_steps = self.config.engine.measure_steps
@@ -150,7 +157,6 @@ class Trainer:
         if self._links.text:
             say(self._links.text)
         self._folder.describe(self.config, planning.settled)
-        # The clock of the first interval starts here.
         self._meter = self._step_meter()
         self._meter.start()
         if self._position.step < planning.until:
@@ -158,6 +164,7 @@ class Trainer:
                 end = self._train(engine, stop, planning.until, measured_by=planning)
             if end is not None or planning.until == total_steps:
                 return end or COMPLETE
+            # The first engine has ended: its steps are done, and its devices are empty for the engine of the next plan.
             with self._meter.excluded():
                 planning.settle()
             say(f"planned again from {measure_steps} measured steps:\n{planning.settled}")
@@ -184,12 +191,14 @@ class Trainer:
             # One step stays under way, so that the devices compute while the step before it is reported.
             self._report_steps(leave=1)
             if self._is_due(self.config.validation.interval_steps):
+                # No step stays under way: the loss belongs in the record of the newest one, which it is computed after.
                 self._report_steps(leave=0, validation_loss=self._validate(engine))
             if self._is_due(self.config.checkpoint.interval_steps):
                 self._checkpoints.begin_save(engine)
         self._report_steps(leave=0)
         self._checkpoints.finish_saves()
         bad = self._bad_steps.error
+        # The end of the measuring steps is not the end of the run, so it needs no checkpoint.
         if end is not None or bad is not None or until == self.config.training.steps:
             self._save(engine)
         if bad is not None:
@@ -216,12 +225,14 @@ class Trainer:
 
     def _dispatch(self, engine: Engine, batch: MicroBatch) -> StepResult:
         """Hand a step and its update to the engine, and note the run's position after it. Does not wait."""
-        step, lr = self._position.step, self._schedule(self._position.step)
+        step = self._position.step  # finished steps, which is the index of this one
+        lr = self._schedule(step)
         self._traces.before_dispatch(step + 1)
         parts = cut(batch, self.config.training.micro_batch_size)
         result = engine.forward_backward(with_dropout_seeds(parts, self.config.run.seed, step))
         engine.step(lr)
         tokens = self._position.tokens + result.num_labels
+        # Taken now, before the next batch is drawn: a resumed run must begin with that batch.
         position = RunPosition(step + 1, tokens, self._loader.state_dict())
         self._checkpoints.positions.append(position)
         self._under_way.append(Dispatched(result, position, lr, self._loader.num_tokens(batch)))
@@ -317,9 +328,9 @@ class Trainer:
                 self._compiler,
                 self._links.turns,
             )
-        self._traces.start()
         try:
             with engine:
+                self._traces.start()
                 yield engine
             self._traces.finish()
         except CheckpointError:

@@ -55,15 +55,15 @@ def test_each_command_has_a_thin_entry_point_in_the_clone() -> None:
     assert set(commands.COMMANDS) - {"train"} <= found
 
 
-@pytest.mark.parametrize("name", commands.COMMANDS)
-def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback(name: str) -> None:
+@pytest.mark.parametrize("words", [[], *([name] for name in commands.COMMANDS)], ids=str)
+def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback(words: list[str]) -> None:
     """`--help | head`: the pipe's reader is gone before the command writes."""
     code = (
         "import os, sys\n"
         "reader, writer = os.pipe()\n"
         "os.close(reader)\n"
         "os.dup2(writer, 1)\n"
-        f"sys.argv = ['torchround', {name!r}, '--help']\n"
+        f"sys.argv = ['torchround', *{words!r}, '--help']\n"
         "from torchround.commands import main\n"
         "main()\n"
     )
@@ -73,7 +73,16 @@ def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback(name: str
 
 def test_the_dispatcher_lists_its_commands_and_refuses_others() -> None:
     start = "import sys; from torchround.commands import main; sys.argv[0] = 'torchround'; main()"
-    listed, unknown, version = python("-c", start), python("-c", start, "trian"), python("-c", start, "plan")
+    listed, unknown, plan = python("-c", start), python("-c", start, "trian"), python("-c", start, "plan")
     assert listed.returncode == 0 and all(name in listed.stdout for name in commands.COMMANDS)
-    assert unknown.returncode == 2 and "commands: train, plan" in unknown.stdout
-    assert version.returncode == 2 and version.stderr.startswith("usage: torchround plan")
+    assert unknown.returncode == 2 and "no command trian" in unknown.stderr and unknown.stdout == ""
+    assert "commands: train, plan" in unknown.stderr
+    assert plan.returncode == 2 and plan.stderr.startswith("usage: torchround plan")
+
+
+def test_a_pipe_that_breaks_inside_a_command_is_not_taken_for_a_reader_that_leaves() -> None:
+    def breaks(arguments: list[str]) -> int:
+        raise BrokenPipeError("a worker's pipe")
+
+    with pytest.raises(BrokenPipeError, match="a worker's pipe"):
+        commands.run_command(breaks)

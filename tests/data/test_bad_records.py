@@ -21,7 +21,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until_it_stops(loader: Loader, message: str) -> list[MicroBatch]:
-    """The batches before the error."""
+    """Return the batches before the error."""
     batches: list[MicroBatch] = []
     with pytest.raises(DataError, match=message):
         batches.extend(loader)

@@ -11,7 +11,7 @@ def test_a_survey_reads_a_long_document_as_one_and_stops_at_its_limit(
     corpus: Path, tokenizer: Tokenizer
 ) -> None:
     data = DataTable(sources=(SourceTable(path=str(corpus / "*.txt")),), shuffle=False)
-    (found,) = survey(data, tokenizer, seed=0, max_documents=2).sources
+    (found,), _, _ = survey(data, tokenizer, seed=0, max_documents=2)
     long_tokens = len((corpus / "long.txt").read_bytes()) + 2
     assert found.num_documents == 2
     assert found.longest == [

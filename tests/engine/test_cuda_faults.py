@@ -19,8 +19,9 @@ from tests.support.toy import (
     toy_store,
     train,
 )
-from torchround.engine.device import GIB, CudaDevice
+from torchround.engine.device import CudaDevice
 from torchround.engine.errors import DeviceMemoryError, PipelineError
+from torchround.pipeline.memory import GIB
 
 pytestmark = pytest.mark.gpu
 

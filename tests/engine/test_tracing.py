@@ -2,9 +2,12 @@
 
 import json
 import threading
+from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.toy import (
     OPTIMIZER,
@@ -40,8 +43,11 @@ class KeptTraces(StepTraces):
         return self.written[-1]
 
 
-def train_traced(num_devices, folder, policy=SYNC, watcher=None):
-    """Train as a run does, one step dispatched ahead, with the second step traced. Returns its timeline and the store."""
+def train_traced(num_devices, folder, policy=SYNC, watcher=None, validates=False):
+    """Train as a run does, one step dispatched ahead, with the second step traced. Returns its timeline and the store.
+
+    With `validates`, an evaluation runs before each step.
+    """
     model = toy_model()
     store = toy_store(model, policy=policy)
     devices = [CpuDevice(index) for index in range(num_devices)]
@@ -52,6 +58,8 @@ def train_traced(num_devices, folder, policy=SYNC, watcher=None):
         for device in devices if watcher else ():
             device.watchers.append(watcher)
         for step, micro_batches in enumerate(BATCHES):
+            if validates:
+                engine.evaluate(micro_batches)
             traces.before_dispatch(step + 1)
             under_way.append(engine.forward_backward(micro_batches))
             engine.step(1e-2)
@@ -99,6 +107,40 @@ def test_a_trace_holds_all_bytes_moved_and_an_update_of_each_layer(tmp_path, pol
     head = sum(store.bundles[index].numel for index in store.layer_bundles(6)) * 4
     assert (weights, gradients) == (2 * whole - head, whole)
     assert [task.layers.start for task in tasks if task.kind is TaskKind.UPDATE] == list(range(7))
+
+
+def test_the_copies_of_an_evaluation_are_in_no_steps_trace(tmp_path):
+    plain, _ = train_traced(2, tmp_path)
+    timeline, _ = train_traced(2, tmp_path, validates=True)
+    moved, expected = Counter(), Counter()
+    for found, counted in ((timeline, moved), (plain, expected)):
+        for task, _, _ in own(found):
+            counted[task.kind] += task.moves_bytes
+    assert moved == expected
+
+
+def test_memory_is_recorded_until_the_last_of_neighbouring_traced_steps_is_done(tmp_path, monkeypatch):
+    """The second of two traced steps is under way when the first one's snapshot is written."""
+    calls, memory = [], torch.cuda.memory
+    monkeypatch.setattr(
+        memory, "_record_memory_history", lambda enabled="all", **_: calls.append(enabled is not None)
+    )
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: calls.append(Path(path).name))
+    device = CpuDevice(0)
+    traces = StepTraces(TraceTable(steps=(2, 3)), tmp_path, [device], total_steps=4)
+    traces._memory = True
+    model = toy_model()
+    with Engine(model, toy_store(model), [device], PARTITION, optimizer=OPTIMIZER) as engine:
+        traces.start()
+        results = []
+        for step in range(4):
+            traces.before_dispatch(step + 1)
+            results.append(engine.forward_backward(BATCHES[step]))
+            engine.step(1e-2)
+            if step > 0:
+                results[step - 1].collect()
+                traces.add(results[step - 1])
+    assert calls == [True, True, "step-2-memory.pickle", "step-3-memory.pickle", False]
 
 
 def test_computations_of_one_device_do_not_overlap_and_updates_follow_the_gradients(tmp_path):

@@ -69,7 +69,7 @@ def test_every_flipped_byte_and_every_cut_is_named_and_the_checkpoint_before_is_
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "tensors-00000.safetensors"])
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_and_ends_the_same(
+def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_and_ends_the_same(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     assert small_runs("whole") == 0

@@ -19,7 +19,7 @@ TROUBLES = {
 
 @pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_training_goes_on_the_old_checkpoint_verifies_and_saves_succeed_once_there_is_room(
+def test_training_continues_the_old_checkpoint_verifies_and_saves_succeed_once_there_is_room(
     fork_server: ForkServer, tmp_path: Path, trouble: str, mode: list[str]
 ) -> None:
     """The trouble begins when step 4 is dispatched and ends when step 8 is, so the saves of steps 4 and 6 fail."""

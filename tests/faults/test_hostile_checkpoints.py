@@ -99,7 +99,7 @@ def progress(**changes: Any):
 
 
 def group(**changes: Any):
-    """The position of a run with whole documents in a sequence, at the beginning of a group."""
+    """Return the harm of the data position of a run that packs whole documents, at the beginning of a group."""
 
     def become_group(content: dict[str, Any]) -> None:
         data = content["data"]
@@ -127,8 +127,8 @@ def header(change: Callable[[dict[str, Any]], Any], length: int | None = None):
         entries = json.loads(whole[8:end])
         changed = change(entries)
         text = changed if isinstance(changed, bytes) else json.dumps(entries).encode()
-        told = len(text) if length is None else length
-        forge(path, TENSORS, told.to_bytes(8, "little") + text + whole[end:])
+        given_length = len(text) if length is None else length
+        forge(path, TENSORS, given_length.to_bytes(8, "little") + text + whole[end:])
 
     return forge_header
 
@@ -242,7 +242,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         header(lambda entries: first(entries).update(shape=[-1])),
         r"has shape \(-1,\)",
     ),
-    "a type that nobody knows": (
+    "a type that does not exist": (
         header(lambda entries: first(entries).update(dtype="O")),
         "header of .* is damaged",
     ),
@@ -371,7 +371,7 @@ CASES = {name: Case(given(harm), says, GIVEN) for name, (harm, says) in CHECKPOI
     name: Case(given(harm), says, (*GIVEN, "--data.packing=best_fit"))
     for name, (harm, says) in GROUPS.items()
 }
-# What is no harm, or the cases above would tell nothing.
+# A harmless case: without it, the cases above could pass because every checkpoint is refused.
 CASES["a group as a run leaves it"] = Case(
     given(group(waiting=[[[1] * 16, [1] * 16, [0, 0, 0]]])),
     "the run is complete",

@@ -11,7 +11,7 @@ from tests.support.scenarios import prepare
 
 
 def small(text: str, before: str = ""):
-    """`small.toml` with more lines at its end, or at its beginning."""
+    """Return the harm of more lines at the end of `small.toml`, or at its beginning."""
     return lambda folder: (folder / "small.toml").write_text(
         before + (folder / "small.toml").read_text() + text
     )
@@ -73,7 +73,7 @@ CASES = {
     "a name of two lines": Case(small('\n[run]\nname = "a\\nb"\n'), "run.name"),
     "a name too long": Case(nothing, "run.name", (f"--run.name={'a' * 5000}",)),
     "a folder with NUL": Case(small('\n[run]\nfolder = "a\\u0000b"\n'), "run.folder"),
-    "a folder of nobody's": Case(nothing, "run.folder", ("--run.folder=~nobody-there/x",)),
+    "a folder of a user that does not exist": Case(nothing, "run.folder", ("--run.folder=~nobody-there/x",)),
     "a folder in a file": Case(lambda folder: (folder / "outputs").touch(), "run.folder: .* cannot be used"),
     "a lock that is a link": Case(linked(".lock"), "run.folder: .*lock.* link", (RUN,)),
     "metrics that are a link": Case(linked("metrics.jsonl"), "run.folder: .*metrics.* link", (RUN,)),

@@ -35,7 +35,7 @@ class Bomb:
 
 
 def reads(path: str, **source: object) -> tuple[str, ...]:
-    """The override that makes this the only source."""
+    """Return the override that makes this the only source."""
     keys = {"path": path, **source}
     return (f"--data.sources=[{{ {', '.join(f'{key} = {json.dumps(keys[key])}' for key in keys)} }}]",)
 

@@ -139,7 +139,7 @@ def template(source: str):
 
 
 def tokenizer(change: Callable[[dict[str, Any]], Any]):
-    """A byte-level BPE without merges, changed."""
+    """Return the harm of a changed byte-level BPE without merges."""
 
     def prepare_tokenizer(folder: Path) -> None:
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -204,7 +204,7 @@ MODELS = {
         with_header(lambda h: entry(h, data_offsets=["0", "64"])), "damaged", PRETRAINED
     ),
     "a type that lies": Case(with_header(lambda h: entry(h, dtype="F64")), "damaged", PRETRAINED),
-    "a type that nobody knows": Case(
+    "a type that does not exist": Case(
         with_header(lambda h: entry(h, dtype="O")), "of a type that is not read", PRETRAINED
     ),
     "a shape beyond all memory": Case(

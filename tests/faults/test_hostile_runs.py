@@ -111,7 +111,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_hostile_folder_of_a_run_is_told_of_and_nothing_outside_is_touched(
+def test_a_hostile_run_folder_is_reported_and_nothing_outside_is_touched(
     fork_server: ForkServer, saved: Path, tmp_path: Path, name: str
 ) -> None:
     judge_in_copy(RUNS[name], fork_server, tmp_path, saved)

@@ -74,15 +74,14 @@ def test_a_second_signal_ends_the_run_at_once_and_what_was_saved_before_is_good(
     child = fork_server.start("hangs", "save" if while_saving else "step", 3, arguments, folder=tmp_path)
     child.wait_until(lambda text: "hanging" in text)
     child.send(number)
-    child.wait_until(lambda text: "once more stops at once" in text)
+    child.wait_until(lambda text: "another signal stops at once" in text)
     time.sleep(SAME_REQUEST_S + 0.1)
     child.send(number)
     assert child.wait() == -number, child.text()
     whole = fork_server.run("trains", ["--run.name=whole", *OFTEN], folder=tmp_path)
     resumed = fork_server.run("trains", arguments, folder=tmp_path)
     assert (whole.wait(), resumed.wait()) == (0, 0), resumed.text()
-    saved_before = (
-        2 if while_saving else 1
-    )  # a checkpoint appears once its step is reported, beside the one after
+    # A checkpoint appears only once its step is reported, which happens while the next step is under way.
+    saved_before = 2 if while_saving else 1
     assert f"resuming after step {saved_before} " in resumed.text()
     runs.assert_same("run", "whole", step=STEPS)

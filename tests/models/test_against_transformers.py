@@ -202,10 +202,8 @@ def test_weights_after_ten_adamw_steps_of_the_engine_equal_those_of_transformers
     # eps well above the rounding of gradients: AdamW would turn the rounding of a vanishing one into a full step.
     settings = {"betas": (0.9, 0.95), "eps": 1e-3}
     groups = [[], []]
-    for (
-        name,
-        parameter,
-    ) in theirs.named_parameters():  # matrices decay; GPT-OSS stacks the biases of its experts
+    # Matrices decay. GPT-OSS stacks the biases of its experts, which makes them look like matrices.
+    for name, parameter in theirs.named_parameters():
         groups[parameter.ndim > 1 and not name.endswith("_bias")].append(parameter)
     decays = [
         {"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.0, 0.1), strict=True)

@@ -1,4 +1,4 @@
-"""The pages on schedules and planning show the tables that simulation gives, and the commands for pictures run."""
+"""The pages on schedules and results show the tables that simulation gives, and the commands for pictures run."""
 
 import importlib.util
 import re

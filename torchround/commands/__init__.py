@@ -4,6 +4,7 @@
 """
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -28,18 +29,28 @@ class CommandError(Exception):
 
 def main() -> NoReturn:
     """Start the command that the first argument names."""
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if name not in COMMANDS:
-        print(f"usage: torchround COMMAND ..\ncommands: {', '.join(COMMANDS)}")
-        sys.exit(0 if name in ("-h", "--help") else 2)
-    sys.argv = [f"torchround {name}", *sys.argv[2:]]  # argparse takes its usage line from argv[0]
-    run_command(import_module(f"{__name__}.{COMMANDS[name]}").main)
+    run_command(_start_named)
+
+
+def _start_named(arguments: list[str]) -> int:
+    name, *rest = arguments or ["--help"]
+    if name in COMMANDS:
+        sys.argv[0] = f"torchround {name}"  # argparse takes its usage line from here
+        code: int = import_module(f"{__name__}.{COMMANDS[name]}").main(rest)
+        return code
+    usage = f"usage: torchround COMMAND ..\ncommands: {', '.join(COMMANDS)}"
+    if name in ("-h", "--help"):
+        print(usage)
+        return 0
+    print(f"torchround: there is no command {name}\n{usage}", file=sys.stderr)
+    return 2
 
 
 def run_command(command: Callable[[list[str]], int]) -> NoReturn:
     """Run a command with the arguments of this process, and exit with its code.
 
-    A reader that closes our output early, as `| head` does, ends the command without a traceback.
+    A reader that closes our output early, as `| head` does, ends the command without a traceback. Any other broken pipe
+    is a fault of the command, and raises.
     """
     code: int | str | None
     try:
@@ -47,6 +58,8 @@ def run_command(command: Callable[[list[str]], int]) -> NoReturn:
     except SystemExit as end:  # argparse, after --help or a mistake
         code = end.code
     except BrokenPipeError:
+        if not _has_no_reader(sys.stdout.fileno()):
+            raise
         code = 128 + signal.SIGPIPE
     try:
         sys.stdout.flush()
@@ -54,3 +67,10 @@ def run_command(command: Callable[[list[str]], int]) -> NoReturn:
         # Python flushes once more at exit. What is left in the buffer must then have somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def _has_no_reader(descriptor: int) -> bool:
+    """Whether a pipe or socket was closed at its other end. A file or a terminal never is."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors are reported without being asked for
+    return bool(poll.poll(0))

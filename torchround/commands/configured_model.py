@@ -136,5 +136,6 @@ def mapped_text(mapped: Mapped, model: LayeredModel, dtype: torch.dtype) -> str:
     frozen = {p: p.numel() for layer in model.layers for p in layer.parameters() if not p.requires_grad}
     all_bytes = sum(frozen.values()) * dtype.itemsize
     mapped_bytes = sum(tensor.nbytes for tensors in mapped.values() for tensor in tensors)
+    # A parameter object is a key of `frozen`, so a tied one counts once.
     rest = "" if mapped_bytes == all_bytes else "; what files hold in another type is copied"
     return f"{size_text(mapped_bytes)} of {size_text(all_bytes)} of frozen weights stay in their files{rest}"

@@ -107,6 +107,7 @@ def export(request: Export) -> str:
             raise HFError(f"{request.checkpoint} has no adapters: its run had lora.rank = 0")
         return write_adapters(request.output, trained)
     content = trained.content
+    # Releases write `dtype`, older ones `torch_dtype`; one of them in the export leaves no doubt.
     content["dtype"] = request.dtype or content.get(
         "dtype", content.get("torch_dtype", run["training"]["dtype"])
     )
@@ -143,11 +144,11 @@ class Trained:
             self.adapters = adapter_names(model, self.names)
         self._dtype = request.dtype or run["training"]["dtype"]
         self._released: PretrainedWeights | None = None
+        # The base is opened for the types of its tensors, or for weights that the checkpoint lacks.
         asks_base = request.dtype is None or not self.names.keys() <= self.stored.keys()
         if self.base is not None and asks_base and not request.adapters:
             self._released = PretrainedWeights(self.base, self.names, shapes, redundant)
-        keeps_types = request.dtype is None and self._released is not None
-        self._dtypes = self._released.dtypes() if keeps_types and self._released else {}
+        self._dtypes = self._released.dtypes() if self._released and request.dtype is None else {}
 
     def tensors(self) -> Iterator[ExportedTensor]:
         """Return all weights, with adapters merged."""
@@ -181,6 +182,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(unfinished, ignore_errors=True)
     make_folder(unfinished)
     yield unfinished
+    # First the files, then their folder: the new name must never point at a folder whose files a crash could lose.
     for written in (*unfinished.rglob("*"), unfinished):
         sync_entry(written)
     unfinished.rename(path)
@@ -188,6 +190,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file as people read it: indented, with a line break at the end."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -113,6 +113,7 @@ def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> 
 
     `labels` `[n]`: `labels[i]` is token `i + 1`, or `IGNORED_LABEL` if that token is not learnt.
     """
+    # No label tells whether the first token is learnt, so it counts as not learnt.
     ignored = [True, *(labels == IGNORED_LABEL).tolist()[:-1]]
     edges = [
         0,
@@ -132,23 +133,23 @@ def shortened(text: str) -> str:
 
 def print_survey(config: Config, tokenizer: Tokenizer, max_documents: int) -> None:
     """Print documents and tokens by source, the longest documents, and the bad records by file and line."""
-    found = survey(config.data, tokenizer, config.run.seed, max_documents)
-    all_tokens = max(1, sum(source.num_tokens for source in found.sources))
-    for source in found.sources:
+    sources, num_bad, bad_records = survey(config.data, tokenizer, config.run.seed, max_documents)
+    all_tokens = max(1, sum(source.num_tokens for source in sources))
+    for source in sources:
         share = source.num_tokens / all_tokens
         print(
             f"--- {source.name}: {source.num_documents} documents, {source.num_tokens} tokens ({share:.1%})"
         )
         for tokens, document in source.longest:
             print(f"{tokens:12} tokens  {document}")
-    print(f"--- {found.num_bad} bad records")
-    for record in found.bad_records:
+    print(f"--- {num_bad} bad records")
+    for record in bad_records:
         print(f"     {record}")
 
 
-# Counts of each source, in the order of training: the survey sees the documents that a run sees first.
+# Counts by source. The survey reads in the order of training, so it sees the documents that a run sees first.
 
-LONGEST = 5
+LONGEST = 5  # documents that are shown of each source
 
 
 @dataclass
@@ -167,26 +168,21 @@ class SourceSurvey:
         self.longest = heapq.nlargest(LONGEST, [*self.longest, (num_tokens, str(document))])
 
 
-@dataclass(frozen=True)
-class Survey:
-    """Counts for each source, the number of bad records, and the first of these with file and line."""
+def survey(
+    data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int
+) -> tuple[list[SourceSurvey], int, list[str]]:
+    """Count the first `max_documents` documents of the mix, at most one pass over each source. Raises `DataError`.
 
-    sources: list[SourceSurvey]
-    num_bad: int
-    bad_records: list[str]
-
-
-def survey(data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int) -> Survey:
-    """Read the first `max_documents` documents of the mix, at most one pass over each source. Raises `DataError`.
-
-    Bad records are skipped and listed, even if `data.on_bad_record` is `stop`.
+    Returns the counts by source, the number of bad records, and the first of these with file and line. Bad records are
+    skipped, even if `data.on_bad_record` is `stop`.
     """
+    # One epoch: without a limit the mix never ends. One bad record must not hide the others.
     data = data.model_copy(update={"epochs": 1, "on_bad_record": "skip"})
     sources = open_sources(data, tokenizer)
     found = [SourceSurvey(source.name) for source in sources]
     reader = Reader(sources, mix_settings(data, sources, seed))
     reader.reset()
-    num_tokens = 0
+    num_tokens = 0  # in the pieces of the document so far; a long document comes in several
     for piece in reader:
         num_tokens += len(tokenise(tokenizer, piece).tokens)
         if piece.last:
@@ -195,4 +191,4 @@ def survey(data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int)
             if sum(source.num_documents for source in found) == max_documents:
                 break
     num_bad = sum(progress["bad"] for progress in reader.get_state()["sources"])
-    return Survey(found, num_bad, reader.bad_records)
+    return found, num_bad, reader.bad_records

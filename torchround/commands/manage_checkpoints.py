@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +31,6 @@ CHECKPOINTS = "checkpoints"
 AGE_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the list: one folder among a run's checkpoints."""
-
-    name: str
-    size_bytes: int
-    age_s: float
-    condition: str
-    run_name: str
-
-
 def main(arguments: list[str]) -> int:
     """Run the command. Returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
@@ -55,14 +43,15 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse the command line: a subcommand and its folder."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text in (
-        ("list", "what is there"),
+        ("list", "list checkpoints and leftovers"),
         ("verify", "compare every checksum"),
-        ("prune", "delete what is not kept"),
+        ("prune", "delete the checkpoints that are not kept"),
     ):
         command = commands.add_parser(name, help=help_text)
         command.add_argument("folder", type=Path, help="a run's folder, or its checkpoints")
@@ -81,16 +70,20 @@ def list_all(options: argparse.Namespace) -> int:
     from rich.console import Console  # importing rich draws random numbers, which an import must not
     from rich.table import Table
 
-    rows = list(rows_of(Checkpointer(checkpoints_of(options.folder))))
     table = Table("folder", "size", "age", "condition", "run", box=None)
-    for row in rows:
-        table.add_row(row.name, size_text(row.size_bytes), age(row.age_s), row.condition, row.run_name)
+    any_damaged = False
+    for path, condition, run_name in conditions(Checkpointer(checkpoints_of(options.folder))):
+        with suppress(FileNotFoundError):  # a running process has deleted it meanwhile
+            size_bytes = sum(file.lstat().st_size for file in path.iterdir())
+            age_s = time.time() - path.stat().st_mtime
+            table.add_row(path.name, size_text(size_bytes), age(age_s), condition, run_name)
+            any_damaged |= condition.startswith("damaged")
     Console(width=None if sys.stdout.isatty() else 140).print(table)
-    return int(any(row.condition.startswith("damaged") for row in rows))
+    return int(any_damaged)
 
 
-def rows_of(checkpointer: Checkpointer) -> Iterator[Row]:
-    """Yield the checkpoints by rising step, then the leftovers of killed saves."""
+def conditions(checkpointer: Checkpointer) -> Iterator[tuple[Path, str, str]]:
+    """Yield each folder, its condition and its run's name: checkpoints by rising step, then leftovers of killed saves."""
     for step, path in checkpointer.checkpoints().items():
         condition, run_name = "complete", ""
         try:
@@ -99,12 +92,13 @@ def rows_of(checkpointer: Checkpointer) -> Iterator[Row]:
             condition = reason(error, path)
         except CheckpointError as error:
             condition = f"damaged: {reason(error, path)}"
-        with suppress(FileNotFoundError):  # deleted by a running process meanwhile
-            yield row(path, condition, run_name)
+        yield path, condition, run_name
     for path in checkpointer.leftovers():
-        doing = "being written, or left by a killed save" if path.suffix == ".tmp" else "being deleted"
-        with suppress(FileNotFoundError):
-            yield row(path, doing)
+        yield (
+            path,
+            "being written, or left by a killed save" if path.suffix == ".tmp" else "being deleted",
+            "",
+        )
 
 
 def name_in(state: dict[str, Any]) -> str:
@@ -113,11 +107,6 @@ def name_in(state: dict[str, Any]) -> str:
         return str(state["config"]["run"]["name"])
     except (KeyError, TypeError):
         return ""
-
-
-def row(path: Path, condition: str, run_name: str = "") -> Row:
-    size_bytes = sum(file.lstat().st_size for file in path.iterdir())
-    return Row(path.name, size_bytes, time.time() - path.stat().st_mtime, condition, run_name)
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -136,7 +125,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def is_sound(path: Path, reported: bool = False) -> bool:
     """Whether every byte is as it was written. Shows a progress bar on a terminal."""
-    from rich.console import Console
+    from rich.console import Console  # importing rich draws random numbers, which an import must not
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
@@ -161,7 +150,7 @@ def prune(options: argparse.Namespace) -> int:
         latest, every = keep_rules(options, run)
         checkpointer = Checkpointer(folder.checkpoints, latest, every)
         doomed = checkpointer.superfluous()
-        if doomed:
+        if doomed:  # otherwise nothing has to be spared, and reading every byte of a checkpoint takes long
             newest = newest_sound(checkpointer)
             doomed = [path for path in doomed if path != newest]
         if not (doomed := [*checkpointer.leftovers(), *doomed]):
@@ -205,6 +194,7 @@ def checkpoints_of(folder: Path) -> Path:
 
 
 def reason(error: CheckpointError, path: Path) -> str:
+    """Return the error's message without the path, which the row names already."""
     return str(error).removeprefix(f"checkpoint {path}: ")
 
 

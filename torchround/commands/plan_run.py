@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torchround.commands import CommandError
 from torchround.commands.configured_model import build_model, find_weights
 from torchround.config import Config, ConfigError, Options, parse_command_line
-from torchround.data import TokenizerError, build_tokenizer
+from torchround.data import MissingTokenizerError, TokenizerError, build_tokenizer
 from torchround.engine.errors import EngineUsageError
 from torchround.hf import HFError
 from torchround.models import ModelConfigError
@@ -32,21 +32,23 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-WIDTH = 110  # of the tables, in characters, when the output is not a terminal
+WIDTH = 110  # in characters, of the tables when the output is not a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan. Returns the exit code: 0 if the run fits, 1 if it does not, 2 for a mistake in the arguments."""
+    """Print the plan. Returns the exit code: 0 if the run fits, 1 if it does not, 2 for a mistake of the user."""
     given, overrides = parser().parse_known_args(arguments)
     try:
         options = parse_command_line(["--config", given.config, *overrides])
+        if options.print_config or options.dry_run:
+            raise CommandError("--print-config and --dry-run are switches of train.py; a plan never trains")
         if given.lora_rank:
             options = _with_adapters(options, given.lora_rank)
         question = configured_question(options, _vocab_size(options), hardware(given, options.config))
         answer = report_plan(question)
     except (
         *(ConfigError, ModelConfigError, CommandError, EngineUsageError),
-        *(HFError, PlanError, UnknownPeakError),
+        *(TokenizerError, HFError, PlanError, UnknownPeakError),
     ) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
@@ -67,14 +69,18 @@ def configured_question(options: Options, vocab_size: int | None, hardware: Hard
 
 
 def _vocab_size(options: Options) -> int | None:
-    """Return the size of the run's vocabulary if its tokenizer is on this machine, otherwise None."""
+    """Return the size of the run's vocabulary; None if its tokenizer is not on this machine, as a plan needs no download.
+
+    Raises `TokenizerError` for a tokenizer that is here but cannot be read: a run would refuse it too.
+    """
     try:
         return build_tokenizer(options.config.tokenizer, options.config.model.hf_path).vocab_size
-    except TokenizerError:
+    except MissingTokenizerError:
         return None
 
 
 def _with_adapters(options: Options, rank: int) -> Options:
+    """Return the options with `lora.rank` set, which `--lora-rank` is short for."""
     lora = options.config.lora.model_copy(update={"rank": rank})
     return replace(options, config=options.config.model_copy(update={"lora": lora}))
 
@@ -195,7 +201,7 @@ def _host_table(report: PlanReport) -> "Table":
 def _plan_table(plan: Plan, timed: bool) -> "Table":
     names = ("stages", "kind", "layers each", "layers")
     table = _table(
-        "plan, one line for stages that are alike; weights, gradients and compute peak of a device",
+        "plan, with one line for stages that are alike; bytes are of one device, compute at its peak",
         names,
         (*(("ms",) if timed else ()), "weights", "gradients", "compute"),
     )
@@ -248,7 +254,7 @@ def _speed_lines(report: PlanReport) -> Iterator[str]:
     if device is None or transfers is None or plan is None:
         yield "the device's speed is not known, so there are no tokens/s and no PCIe load"
         return
-    yield f"about {report.tokens_per_s:,.0f} tokens/s, counted from FLOPs, not measured, with transfers taken as hidden"
+    yield f"about {report.tokens_per_s:,.0f} tokens/s, counted from FLOPs, not measured, as if transfers were hidden"
     stage = plan.stages[transfers.busiest_stage]
     yield (
         f"PCIe at {device.pcie_gb_per_s:g} GB/s each way: {100 * transfers.up_load:.0f} % up, "

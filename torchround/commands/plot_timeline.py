@@ -1,6 +1,6 @@
 """Pictures of simulated schedules: one row per device, colours by layer, idle time hatched, transfers below.
 
-`simulate.py --plot` draws them; this module needs matplotlib (the extra `plot`).
+`simulate.py --plot` draws them. Only this module imports matplotlib at once, so the command imports it last.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 from torchround.pipeline.baselines import ScheduleReport
 from torchround.pipeline.timeline import COMPUTE, HOST, Task, TaskKind
 
-# Grey mixed into a layer's colour by the kind of task, as (share, grey level); backwards have the full
-# colour.
+# Grey mixed into a layer's colour by the kind of task, as (share, grey level). Backwards have the full colour.
 SHADES = {
     TaskKind.FORWARD: (0.6, 1.0),
     TaskKind.RECOMPUTE: (0.8, 1.0),
@@ -37,7 +36,7 @@ NAMES = {
 COLOURS = colormaps["turbo"]
 IDLE: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#cccccc", "hatch": "/////", "linewidth": 0}
 WIDTH_INCHES, ROW_INCHES, NUMBER_INCHES = 11.0, 0.24, 0.1
-STRIP = 0.22  # of a row's height of 1, for a device's transfers
+STRIP = 0.22  # height of a device's transfers, when a row has height 1
 
 
 def plot_reports(reports: Sequence[ScheduleReport], num_layers: int, path: Path, dpi: int = 120) -> None:

@@ -25,7 +25,7 @@ from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.timeline import trace_events
 
-WIDTH = 100  # of the table, in characters, when the output is not a terminal
+WIDTH = 100  # in characters, of the table when the output is not a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,7 +105,7 @@ def setting_from(options: argparse.Namespace) -> SimulationSetup:
 
 
 def schedule_names(given: str) -> list[str]:
-    """Resolve `all`, or comma-separated names. Raises `CommandError` for a name that does not exist."""
+    """Return the names of `--schedules`: all of them for `all`. Raises `CommandError` for one that does not exist."""
     names = list(SCHEDULES) if given == "all" else [name.strip() for name in given.split(",")]
     for name in names:
         if name not in SCHEDULES:
@@ -190,6 +190,7 @@ def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str
         model = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor))
     except ModelConfigError as error:
         raise CommandError(f"--model: {error}") from None
+    # Building takes no memory for weights: parameters are on `meta`.
     element_bytes = 4 if dtype == "float32" else 2
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model.layers]
     try:

@@ -45,6 +45,8 @@ from torchround.run.run_folder import RunError, RunFolder
 from torchround.trainer import RunParts, Trainer
 from torchround.untrusted.terminal import escape_unprintable, say
 
+# Errors of the user end with exit code 2, errors of the run with 1. Each is one message; any other error is a bug, with a
+# traceback.
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
     *(PlanError, RunError, HFError),
@@ -61,6 +63,7 @@ def main(arguments: list[str]) -> int:
         print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
         return 2
     except FAULTS as error:
+        # The cause is an error inside a stage or a worker, often in a model's own code: only its traceback says where.
         if isinstance(error, PipelineError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
@@ -80,7 +83,7 @@ def run(arguments: list[str]) -> int:
     if options.dry_run:
         return dry_run(options)
     parts = build(options)
-    with parts.folder:
+    with parts.folder:  # locked to the end, the export included
         say(description(parts))
         exit_code = Trainer(parts).run()
         if exit_code == 0 and options.config.checkpoint.export != "off":

@@ -1,12 +1,13 @@
 """Compiled layers: each kind of layer is compiled once, for all its layers, passes and devices.
 
-Layers are of one kind if they are the same code: same classes, shapes and settings. A kind is compiled with its
-parameters as inputs, so one piece of code serves every layer of the kind on every worker, wherever its weights lie.
-Compilation waits for the first micro-batch of a new shape, because only then the shapes are those that occur. Forward
-and backward are compiled together, one kind at a time; devices that need nothing new continue meanwhile.
+Layers are of one kind if they are the same code: same classes, shapes and settings. A kind is compiled with
+its parameters as inputs, so one piece of code serves every layer of the kind on every worker, wherever its
+weights lie. Compilation waits for the first micro-batch of a new shape, because only then the shapes are
+those that occur. Forward and backward are compiled together, one kind at a time; devices that need nothing
+new continue meanwhile.
 
-Forward stages, recomputations and fused stages run the very same forward code. If each had its own, it would round
-differently, and results would depend on the plan.
+Forward stages, recomputations and fused stages run the very same forward code. If each had its own, it would
+round differently, and results would depend on the plan.
 """
 
 import copy
@@ -46,14 +47,15 @@ class LayerCompiler:
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
         self._backend = backend
-        self._turn = threading.Lock()
+        self._compiling = threading.Lock()
         self._compiles: dict[str, bool] = {}  # by type of device: whether there is a compiler
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
-            # Only the last layer may compute something else without gradients, so it shares no code with the others.
+            # Only the last layer may compute something else without gradients, so it shares no code with the
+            # others.
             code = (index == len(model.layers) - 1, _structure(layer))
             kind = next((kind for kind in self.kinds if kind.code == code), None)
             if kind is None:
-                kind = LayerKind(layer, code, is_last=code[0], backend=backend, turn=self._turn)
+                kind = LayerKind(layer, code, is_last=code[0], backend=backend, compiling=self._compiling)
                 self.kinds.append(kind)
             kind.layer_names.append(name)
             self._kind_of.append(kind)
@@ -74,7 +76,7 @@ class LayerCompiler:
     def _compiles_for(self, device: str, board: Board) -> bool:
         """Return whether there is a compiler for this type of device. Warns once if not."""
         if device not in self._compiles:
-            with _turn(self._turn, board):
+            with _held(self._compiling, board):
                 if device not in self._compiles:
                     missing = _missing_compiler(device) if self._backend == "inductor" else None
                     if missing is not None:
@@ -89,7 +91,7 @@ class LayerKind:
     """Layers of the same code, and one `CompiledShape` for each shape, device and kind of call that has occurred."""
 
     def __init__(
-        self, layer: nn.Module, code: object, *, is_last: bool, backend: str, turn: threading.Lock
+        self, layer: nn.Module, code: object, *, is_last: bool, backend: str, compiling: threading.Lock
     ) -> None:
         self.code = code
         self.layer_names: list[str] = []
@@ -97,10 +99,12 @@ class LayerKind:
         self.paths = [path for path, _ in named]
         self._trained = [parameter.requires_grad for _, parameter in named]
         self.shapes: dict[object, CompiledShape] = {}
+        # A copy: `functional_call` replaces its parameters for a while, which the caller's model must not
+        # show.
         self._prototype = copy.deepcopy(layer)
         self._is_last = is_last
         self._backend = backend
-        self._turn = turn
+        self._compiling = compiling
         self._given_up = False
 
     def run(
@@ -108,8 +112,8 @@ class LayerKind:
     ) -> Hidden | None:
         """Return the layer's output, None if this kind cannot be compiled."""
         inputs = () if hidden is None else as_tuple(hidden)
-        # Only the last layer may compute something else without gradients: the others share one code for both, so that
-        # a forward and its recomputation give the same bits.
+        # Only the last layer may compute something else without gradients: the others share one code for
+        # both, so that a forward and its recomputation give the same bits.
         differentiates = torch.is_grad_enabled() or not self._is_last
         documents = micro_batch.max_documents
         key = (
@@ -121,7 +125,8 @@ class LayerKind:
             micro_batch.tokens.shape,
             micro_batch.tokens.device,
         )
-        # Numbers that change from batch to batch go in as tensors, so that no new number is a new compilation.
+        # Numbers that change from batch to batch go in as tensors, so that no new number is a new
+        # compilation.
         micro_batch = replace(
             micro_batch,
             dropout_seed=_as_data(micro_batch.dropout_seed),
@@ -130,8 +135,8 @@ class LayerKind:
         tensors = [*parameters, *inputs]
         shape = self.shapes.get(key)
         if shape is None and not self._given_up:
-            with _turn(self._turn, board):
-                # Looked up again: another worker may have compiled it while this one waited for its turn.
+            with _held(self._compiling, board):
+                # Looked up again: another worker may have compiled it while this one waited for the lock.
                 if key not in self.shapes and not self._given_up:
                     function = self._function(isinstance(hidden, Tensor))
                     wants = [differentiates and wanted for wanted in [*self._trained, *_floating(inputs)]]
@@ -149,10 +154,13 @@ class LayerKind:
         micro_batch: MicroBatch,
         tensors: list[Tensor],
     ) -> None:
-        """Compile by running once. If that fails, the kind runs uncompiled, and an error of the layer itself shows there."""
+        """Compile by running once. If that fails, the kind runs uncompiled from now on.
+
+        An error of the layer itself is raised again there.
+        """
         try:
             # A compilation takes longer than the watchdog waits.
-            with _moving(board):
+            with _counted_as_progress(board):
                 shape.rehearse(micro_batch, tensors)
         except (MemoryError, torch.OutOfMemoryError):
             raise
@@ -277,7 +285,10 @@ def _floating(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def _structure(layer: nn.Module) -> object:
-    """Return a value that is equal for layers of the same code: classes, settings, hooks, shapes and what is trained."""
+    """Return a value that is equal for layers of the same code.
+
+    It holds classes, settings, hooks, shapes, and which parameters are trained.
+    """
     own = set(vars(nn.Module()))
 
     def settings(module: nn.Module) -> list[tuple[str, object]]:
@@ -306,7 +317,7 @@ def _compares(value: object) -> bool:
 
 
 @contextmanager
-def _turn(lock: threading.Lock, board: Board) -> Iterator[None]:
+def _held(lock: threading.Lock, board: Board) -> Iterator[None]:
     """Hold the lock for the block. Raises `Stopped` if the engine stops while this thread waits for it."""
     while not lock.acquire(timeout=POLL_S):
         board.raise_if_stopped()
@@ -317,15 +328,15 @@ def _turn(lock: threading.Lock, board: Board) -> Iterator[None]:
 
 
 @contextmanager
-def _moving(board: Board) -> Iterator[None]:
+def _counted_as_progress(board: Board) -> Iterator[None]:
     """Keep the watchdog quiet in the block, in which nothing is handed over for long."""
     done, deadline_s = threading.Event(), time.monotonic() + COMPILE_LIMIT_S
 
-    def tell() -> None:
+    def note_progress() -> None:
         while not done.wait(POLL_S) and time.monotonic() < deadline_s:
             board.note_progress()
 
-    thread = threading.Thread(target=tell, name="torchround compiles a layer", daemon=True)
+    thread = threading.Thread(target=note_progress, name="torchround compiles a layer", daemon=True)
     thread.start()
     try:
         yield

@@ -1,8 +1,8 @@
 """A pass: one batch's trip through the pipeline, as the controller hands it out, and the buffers that it needs.
 
-Buffers are reserved before the first stage job of a pass is handed out. A pool that grew when it ran dry would
-page-lock memory in the middle of a step, whenever devices progress in an order that they had not taken before.
-`pipeline/host_buffers.py` counts for the worst order.
+Buffers are reserved before the first stage job of a pass is handed out. A pool that grew when it ran dry
+would page-lock memory in the middle of a step, whenever devices progress in an order that they had not taken
+before. `pipeline/host_buffers.py` counts for the worst order.
 """
 
 from collections import Counter
@@ -21,6 +21,50 @@ from torchround.engine.worker.slots import Packing, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
 from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The facts that all stage jobs of a pass share.
+
+    `step` counts the training steps before it; `version` is the weight version it reads. `loss_factor`
+    multiplies each token's loss before the backward pass: it is the loss scale divided by `num_labels`.
+    `forward_inputs` are the layers whose input a forward or fused stage takes from the host,
+    `backward_inputs` the layers whose input a backward stage takes. `sizes` is the staging space that its
+    devices need; `shape` decides that.
+    """
+
+    index: int
+    training: bool
+    step: int
+    version: int
+    loss_factor: float
+    num_labels: int
+    micro_batches: tuple[HostTensors, ...]
+    forward_inputs: frozenset[int]
+    backward_inputs: frozenset[int]
+    shape: "PassShape"
+    sizes: StagingSizes
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """A stage task of a pass, as a device gets it.
+
+    `part_numbers` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer
+    windows are `window`, `window + 1`, .. in the run's order (`pipeline/shared_links.py`).
+    """
+
+    task: StageTask
+    pass_: Pass
+    part_numbers: dict[tuple[int, int], int]
+    window: int
+
+
+# Posted before the first stage job, so that every device has its buffers by then.
+FIRST_SIZES = HandOver[StagingSizes]("the first pass")
+STAGE_JOB = HandOver[StageJob]("stage slot {0} to be handed out")
+TRAINING_PASS = HandOver[Pass]("step {0} to be dispatched")
 
 
 @dataclass(frozen=True)
@@ -59,50 +103,8 @@ class PassShape:
 
     def runs_beside(self, before: "PassShape") -> bool:
         """Tell whether the weights that it reads are complete before the previous pass has ended."""
+        # An evaluation changes no weights. A training pass `before` makes version `before.step + 1`.
         return not before.training or self.version <= before.step
-
-
-@dataclass(frozen=True)
-class Pass:
-    """The facts that all stage jobs of a pass share.
-
-    `step` counts the training steps before it; `version` is the weight version it reads. `loss_factor`
-    is the loss scale divided by the step's number of labels; the backward pass starts from it. `forward_inputs` are the layers whose input a forward or fused
-    stage takes from the host, `backward_inputs` the layers whose input a backward stage takes. `sizes` is the staging
-    space that its devices need; `shape` decides that.
-    """
-
-    index: int
-    training: bool
-    step: int
-    version: int
-    loss_factor: float
-    num_labels: int
-    micro_batches: tuple[HostTensors, ...]
-    forward_inputs: frozenset[int]
-    backward_inputs: frozenset[int]
-    shape: PassShape
-    sizes: StagingSizes
-
-
-@dataclass(frozen=True)
-class StageJob:
-    """A stage task of a pass, as a device gets it.
-
-    `part_numbers` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer windows are
-    `window`, `window + 1`, .. in the run's order (`pipeline/shared_links.py`).
-    """
-
-    task: StageTask
-    pass_: Pass
-    part_numbers: dict[tuple[int, int], int]
-    window: int
-
-
-# Before the first stage job, so that every device has its buffers by then.
-FIRST_SIZES = HandOver[StagingSizes]("the first pass")
-STAGE_JOB = HandOver[StageJob]("stage slot {0} to be handed out")
-TRAINING_PASS = HandOver[Pass]("step {0} to be dispatched")
 
 
 def forward_inputs(partition: Partition) -> frozenset[int]:
@@ -208,31 +210,35 @@ class BufferReservation:
             if bundle.adds_up
             for _ in bundle.layers
         )
-        self._covered: dict[tuple[PassShape, PassShape, bool], StagingSizes] = {}
+        self._reserved: dict[tuple[PassShape, PassShape, bool], StagingSizes] = {}
         pool.reserve(self._parts)
 
     def reserve_for(self, this: PassShape, before: PassShape | None) -> StagingSizes:
         """Reserve the buffers of a pass and the previous one, which may be under way together.
 
-        Without a previous pass, reserves for this one and another like it after it. If the devices have to wait for
-        the previous pass's update, only stages of frozen layers at the start of this pass overlap with it.
+        Without a previous pass, reserves for this one and another like it after it. If the devices have to
+        wait for the previous pass's update, only stages of frozen layers at the start of this pass overlap
+        with it.
         """
-        # The second pass is made up here rather than met later, where it would page-lock memory in the middle of a run.
+        # The second pass is made up here rather than met later, where it would page-lock memory in the middle
+        # of a run.
         if before is None:
             next_step = this.step + 1
             before, this = (
                 this,
                 replace(this, step=next_step, version=self._store.policy.version_read(next_step)),
             )
-        # Steps of a run have few shapes, so most passes are covered already and this costs a look-up.
+        # Steps of a run have few shapes, so buffers for most passes are reserved already and this costs a
+        # look-up.
         key = this, before, this.runs_beside(before)
-        if key not in self._covered:
-            ahead = len(this.stages) if this.runs_beside(before) else self._frozen(this)
+        if key not in self._reserved:
+            ahead = len(this.stages) if this.runs_beside(before) else self._frozen_stages(this)
             self._pool.reserve(self._needed(this, before, ahead))
-            self._covered[key] = self._sizes(this)
-        return self._covered[key]
+            self._reserved[key] = self._sizes(this)
+        return self._reserved[key]
 
     def _sizes(self, this: PassShape) -> StagingSizes:
+        # Layer 0 reads the micro-batch alone, so no boundary lies before it.
         cuts = {stage.start for stage in this.stages} - {0}
         shapes = set(this.shapes)
         return StagingSizes(
@@ -257,7 +263,7 @@ class BufferReservation:
         work = getattr(self._model.layers[cut - 1], "work", None)
         return 0 if work is None else aligned(work(*shape, self._store.dtype.itemsize).boundary_bytes)
 
-    def _frozen(self, this: PassShape) -> int:
+    def _frozen_stages(self, this: PassShape) -> int:
         """Count the stages at the start of a pass that read no weights that are ever updated."""
         for index, stage in enumerate(this.stages):
             bundles = {

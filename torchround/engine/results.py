@@ -1,7 +1,8 @@
 """The measurements of a step by devices and the optimizer, and the result that the caller of a pass gets.
 
-Devices report stage slots (`StageReport`), the optimizer reports updates. A `StepResult` waits for these reports when
-its caller asks for them, and keeps them. `costs_from_reports` turns them into the planner's costs.
+Devices report stage slots (`StageReport`), the optimizer reports updates. A `StepResult` waits for these
+reports when its caller asks for them, and keeps them. `costs_from_reports` turns them into the planner's
+costs.
 """
 
 from collections import defaultdict
@@ -42,12 +43,14 @@ class DeviceSpan:
 class StageReport:
     """The measurements of one stage slot on its device.
 
-    `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready` marks the
-    arrival of its weights. `update_wait_s` is how long the device's thread waited until it could send them, because
-    the optimizer had not written them yet. The bytes crossed the link while the device worked on the slot.
+    `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready`
+    marks the arrival of its weights. `update_wait_s` is how long the device's thread waited until it could
+    send them, because the optimizer had not written them yet. The bytes crossed the link while the device
+    worked on the slot.
 
-    The marks lie in the compute and upload streams, so on CUDA every time is the device's own. Reading a time waits
-    until the device has passed the slot. The four times add up to the span from `idle_since` to the slot's end.
+    The marks lie in the compute and upload streams, so on CUDA every time is the device's own. Reading a time
+    waits until the device has passed the slot. The four times add up to the span from `idle_since` to the
+    slot's end.
     """
 
     task: StageTask
@@ -67,6 +70,8 @@ class StageReport:
     @cached_property
     def input_wait_s(self) -> float:
         """Idle seconds until an input or a gradient of a neighbouring stage arrived."""
+        # All weights arrived before the first span, so a gap between two spans is a wait for an activation or
+        # gradient.
         between_s = sum(
             max(later.start.seconds_since(earlier.end), 0.0)
             for earlier, later in zip(self.spans, self.spans[1:], strict=False)
@@ -129,6 +134,7 @@ class StepResult:
 
     def loss(self) -> float:
         """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once."""
+        # Once only: the last reader of a loss gives its buffer back, and another micro-batch may fill it.
         if self._loss is None:
             total = sum(self._loss_sum(index) for index in range(len(self.pass_.micro_batches)))
             self._loss = total / max(self.num_labels, 1)
@@ -142,6 +148,7 @@ class StepResult:
 
     def reports(self) -> list[StageReport]:
         """Return what the devices measured in each stage slot, in dispatch order."""
+        # Kept, like the update: the engine forgets the hand-overs of a pass that is two passes old.
         if self._reports is None:
             self._reports = [self._wait(STAGE_ENQUEUED(task.slot)) for task in self.tasks]
         return self._reports
@@ -179,8 +186,8 @@ def costs_from_reports(
     """Return `counted` with measured seconds in place of counted ones.
 
     The reports come from steps under `one_layer_a_stage`: each of their stage slots is one layer's forward,
-    recomputation or backward, so nothing more needs measuring. `updates` gives, for each step, the bundles that its
-    update changed; empty for a skipped update.
+    recomputation or backward, so nothing more needs measuring. `updates` gives, for each step, the bundles
+    that its update changed; empty for a skipped update.
     """
     samples: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
     for report in reports:
@@ -188,7 +195,8 @@ def costs_from_reports(
             # A recomputation is the same work as a forward.
             kind = TaskKind.FORWARD if span.kind is TaskKind.RECOMPUTE else span.kind
             samples[kind, report.task.stage.start].append(span.seconds)
-    # Medians, because the first step (caches, compilation) and other processes make single samples far too long.
+    # Medians, because the first step (caches, compilation) and other processes make single samples far too
+    # long.
     seconds = {key: median(values) for key, values in samples.items()}
     last = counted.num_layers - 1
     layers = [
@@ -210,7 +218,7 @@ def costs_from_reports(
 def _with_updates(costs: Costs, updates: Sequence[Sequence[BundleUpdate]]) -> Costs:
     """Add the optimizer's seconds. A shared bundle counts with its first layer, whose upload waits for it."""
     if not updates:
-        return costs
+        return costs  # the counted seconds stay
     seconds = [[0.0] * len(updates) for _ in costs.layers]
     for step, bundles in enumerate(updates):
         for bundle in bundles:

@@ -1,7 +1,8 @@
 """Traces of chosen steps: every computation, copy and update around a step, as the simulator's own kind of timeline.
 
-Tracing never waits for a device, so the trace of an asynchronous step shows how it overlaps the steps before and after
-it. Devices report computations and the optimizer reports updates anyway; copies are noted only near a traced step.
+Tracing never waits for a device, so the trace of an asynchronous step shows how it overlaps the steps before
+and after it. Devices report computations and the optimizer reports updates anyway; copies are noted only near
+a traced step.
 """
 
 import json
@@ -35,12 +36,12 @@ _COPIES = {
 class StepTraces(DeviceWatcher):
     """The traces that `[trace]` asks for: `step-N.json` for ui.perfetto.dev in `folder`.
 
-    With `trace.memory` there is also `step-N-memory.pickle` for pytorch.org/memory_viz. Steps count from 1 in the
-    config and in file names, from 0 in results and tasks.
+    With `trace.memory` there is also `step-N-memory.pickle` for pytorch.org/memory_viz. Steps count from 1 in
+    the config and in file names, from 0 in results and tasks.
 
-    Call `start` for each new engine. For each step call `before_dispatch`, and `add` once the step is done. The
-    trace of step N is written once step N + 1 is done, or at `finish`: the engine collects a step before it dispatches
-    the next but one, so only N - 1 and N + 1 can overlap step N.
+    Call `start` for each new engine. For each step call `before_dispatch`, and `add` once the step is done.
+    The trace of step N is written once step N + 1 is done, or at `finish`: the engine collects a step before
+    it dispatches the next but one, so only N - 1 and N + 1 can overlap step N.
     """
 
     def __init__(self, table: TraceTable, folder: Path, devices: Sequence[Device], total_steps: int) -> None:
@@ -77,8 +78,8 @@ class StepTraces(DeviceWatcher):
     def before_dispatch(self, step: int) -> None:
         """Get ready for `step`, counted from 1, which is dispatched next. Waits for nothing."""
         self._notes_copies = self._is_near(step - 1)
-        if self._memory and step - 1 in self._steps:
-            torch.cuda.memory._record_memory_history(stacks="python")
+        if step - 1 in self._steps:
+            self._record_memory(True)
 
     def add(self, result: StepResult) -> None:
         """Take a finished step; steps come in order. Writes the trace of the step before it, if that is traced."""
@@ -93,12 +94,14 @@ class StepTraces(DeviceWatcher):
         self._write_up_to(newest - 1)
         # The newest step may be traced too and then needs the one before it, but none before that.
         for kept in (self._finished, self._copies):
-            for old in [step for step in kept if step < newest - 1]:
+            # From a list, which is made at once: device threads add copies of newer steps meanwhile.
+            for old in [step for step in list(kept) if step < newest - 1]:
                 del kept[old]
 
     def finish(self) -> None:
         """Write the traces that were waiting for the next step. The engine ends, so there is no next step."""
         self._write_up_to(max(self._unwritten, default=-1))
+        self._record_memory(False)
 
     def timeline(self, step: int) -> Timeline:
         """Return what ran while finished step `step`, counted from 0, was under way, neighbouring steps included.
@@ -195,8 +198,8 @@ class StepTraces(DeviceWatcher):
     def _move_anchors(self, result: StepResult) -> None:
         """Anchor each device at its first computation of a finished step.
 
-        CUDA gives the time between two marks as float32 milliseconds: hours after an engine's start, that would place
-        the tasks of a trace only to a millisecond.
+        CUDA gives the time between two marks as float32 milliseconds: hours after an engine's start, that
+        would place the tasks of a trace only to a millisecond.
         """
         first = {report.task.device: report.spans[0].start for report in reversed(result.reports())}
         for device, mark in first.items():
@@ -227,7 +230,16 @@ class StepTraces(DeviceWatcher):
             torch.cuda.memory._dump_snapshot(str(self._folder / f"step-{step + 1}-memory.pickle"))
         except OSError as error:
             _warn(step, error)
-        finally:
+        # The next step runs already. If it is traced too, its own snapshot needs what is recorded from here
+        # on.
+        if step + 1 not in self._steps:
+            self._record_memory(False)
+
+    def _record_memory(self, wanted: bool) -> None:
+        """Let PyTorch record allocations, each with its Python stack, from now on, or end that."""
+        if self._memory and wanted:
+            torch.cuda.memory._record_memory_history(stacks="python")
+        elif self._memory:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 

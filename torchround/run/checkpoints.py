@@ -58,7 +58,7 @@ class RunCheckpoints:
         self.positions: deque[RunPosition] = deque(maxlen=4)
         self.wandb_run_id: str | None = None
         self.skipped_steps = 0
-        self.saved_step = -1
+        self.saved_step = -1  # step 0 can be saved too
         self._first_step = 0
         self._reported_step = 0
         # Position of each save under way, oldest first, and its future result: the line that reports it.
@@ -156,6 +156,7 @@ class RunCheckpoints:
         self.finish_saves()
         if self.position.step != self.saved_step:
             self.begin_save(engine)
+            # Not `_report`: after the last save there is no next one, so a failure ends the run as a fault.
             self._conclude(*self._under_way.popleft())
 
     def end_saves(self) -> None:
@@ -177,9 +178,7 @@ class RunCheckpoints:
         if not store.is_consistent:
             newest = self._checkpointer.latest_step()
             left = (
-                "there is no checkpoint"
-                if newest is None
-                else f"the newest checkpoint is that of step {newest}"
+                "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
             )
             logger.warning("an update was not completed, so what it left is not saved; %s", left)
             return
@@ -227,6 +226,7 @@ class RunCheckpoints:
             logger.warning("%s; training continues, and %d steps are not saved", error, unsaved)
 
     def _conclude(self, position: RunPosition, pending: PendingSave[str]) -> None:
+        """Wait for a save and say that it is done. Raises `CheckpointError`."""
         self._note_saved(position, pending.result())
 
     def _note_saved(self, position: RunPosition, line: str) -> None:

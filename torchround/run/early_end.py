@@ -29,7 +29,7 @@ class BadStepsError(Exception):
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step whose update was left out. `tokens` counts what was trained on before it."""
+    """A step whose update was left out. `tokens` counts the labels that the run trained on before it."""
 
     step: int
     tokens: int
@@ -38,6 +38,7 @@ class BadStep:
 
     @property
     def is_spike(self) -> bool:
+        # Every bad step is a spike or not finite.
         return math.isfinite(self.loss) and math.isfinite(self.update.grad_norm)
 
     def __str__(self) -> str:
@@ -104,7 +105,8 @@ def _listed(numbers: Sequence[int]) -> str:
 
 # Signals. The handler only sets a flag, which the loop reads between steps.
 
-# A scheduler's or a person's request, Control-C, a scheduler's warning ahead of its deadline, a terminal that closed.
+# In this order: the request of a scheduler or a person, Control-C, a scheduler's warning ahead of its deadline, and a
+# terminal that closed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A cluster's scheduler signals both torchrun and this process, and torchrun passes its signal on. Signals this close
 # together are one request.
@@ -148,7 +150,7 @@ class StopRequest:
         if self.signal_number is None:
             self.signal_number, self._asked_at_s = number, now_s
             _write_error(
-                f"{signal.Signals(number).name}: finishing the step and saving; once more stops at once"
+                f"{signal.Signals(number).name}: finishing the step and saving; another signal stops at once"
             )
         elif now_s - self._asked_at_s >= SAME_REQUEST_S:
             # No KeyboardInterrupt: its unwinding would wait for threads that are in the middle of a computation.

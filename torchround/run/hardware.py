@@ -7,9 +7,10 @@ import psutil
 import torch
 
 from torchround.config import EngineTable
-from torchround.engine.device import GIB, CpuDevice, CudaDevice, Device
+from torchround.engine.device import CpuDevice, CudaDevice, Device
 from torchround.engine.errors import EngineUsageError
 from torchround.pipeline.cards import DeviceSpec, find_device
+from torchround.pipeline.memory import GIB
 
 # The share of a GPU's memory that a plan may use. The CUDA context, library workspaces and fragmentation take the rest.
 USABLE_CUDA_FRACTION = 0.9
@@ -56,6 +57,7 @@ def find_hardware(table: EngineTable) -> Hardware:
             'engine.devices is "cuda", but PyTorch sees no GPU; legal here: "cpu" or "auto"'
         )
     count = table.num_devices or present
+    # If several devices share a GPU, each gets its share of the smallest one; the fullest GPU has the most devices.
     smallest = min(torch.cuda.get_device_properties(index).total_memory for index in range(present))
     share = int(smallest * USABLE_CUDA_FRACTION) // -(-count // present)
     spec = find_device(torch.cuda.get_device_name(0))

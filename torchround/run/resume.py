@@ -111,7 +111,7 @@ def _given_checkpoint(
     try:
         loaded = load_checkpoint(path, views, optional)
     except ForeignCheckpointError:
-        raise
+        raise  # the caller adds which settings differ
     except CheckpointError as error:
         raise RunError(f"checkpoint.load_path: {error}") from error
     if loaded.step >= config.training.steps:
@@ -129,6 +129,7 @@ def _check_state(loaded: Loaded) -> None:
     most = {"tokens": MOST_COUNTED, "applied_updates": loaded.step, "skipped_steps": loaded.step}
     for key, kind in STATE_TYPES.items():
         value = loaded.state.get(key)
+        # Not isinstance: JSON's true is an int in Python.
         if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= most[key]):
             raise RunError(f"{loaded.path}: invalid run state in the checkpoint: {key} is {str(value)[:100]}")
 

@@ -109,6 +109,7 @@ class RunFolder:
                 self.path,
                 error,
             )
+        # The holder's name is for the message of a second process. The lock itself is the kernel's.
         os.truncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 

@@ -4,7 +4,6 @@ The measured plan stays for the rest of the run, also after a resume. The number
 decides how gradients round, and results must not depend on timing.
 """
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +45,7 @@ class PlanByMeasuring:
         self.until = first_step
         if question.given is not None or measure_steps == 0:
             return
+        # A run that stopped before its last measuring step kept the counted plan, which is no reason not to measure.
         if kept is not None and first_step >= measure_steps and self._fits(kept, counted):
             self.settled, self._is_kept = kept, True
             return
@@ -65,9 +65,7 @@ class PlanByMeasuring:
         if self.until == self._first_step:
             stages = f"of {len(self.settled.stages)} stages{self._unmeasured}"
             return f"plan     {stages}\n{self.settled.text(is_timed)}"
-        first = (
-            f"each layer is a stage for {self.until - self._first_step} steps, which are measured to make it"
-        )
+        first = f"each layer is a stage for {self.until - self._first_step} steps; the plan is made from their times"
         forecast = f"; counted from FLOPs it would be\n{self.settled}" if is_timed else ""
         return f"plan     {first}{forecast}"
 
@@ -85,7 +83,7 @@ class PlanByMeasuring:
         except InfeasiblePlanError as error:
             # The search is not exhaustive: under other times it may miss the partitions that fit. One is known.
             logger.warning("no plan from measured times fits, so the counted one stays: %s", error)
-        self._measured.clear()
+        self._measured.clear()  # the results hold the marks of an engine that has ended
 
     def _fits(self, kept: Plan, counted: Plan) -> bool:
         """Whether a kept plan is for this model, these devices and this batch, and still within memory."""
@@ -117,7 +115,7 @@ def given_plan(engine: EngineTable) -> tuple[Partition, int]:
     if isinstance(given, str):
         try:
             plan = Plan.from_json(Path(given).read_text())
-        except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise EngineUsageError(f'engine.plan = "{given}" cannot be read as a plan: {error}') from error
         return plan.partition, plan.rounds
     assert given is not None, "engine.plan is not set"

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torchround.engine.device import GIB, Device
+from torchround.engine.device import Device
 from torchround.engine.results import StageReport, StepResult
 from torchround.layer import LayeredModel, LayerWork
 from torchround.observe import StepRecord, host_gib, host_peak_gib
+from torchround.pipeline.memory import GIB
 
 # The figures of a stage slot that a record gives for each device.
 _FIGURES: dict[str, Callable[[StageReport], float]] = {
@@ -98,7 +99,7 @@ class StepMeter:
         training_s = now_s - self._start_s - self._excluded_s
         step_s = training_s / self._num_steps
         tokens_per_s = self._num_tokens / training_s if training_s > 0 else 0.0
-        devices_s = len(self._devices) * step_s * self._num_steps
+        devices_s = len(self._devices) * training_s
         device_allocations = sum(device.num_allocations for device in self._devices)
         host_allocations = self._last.pool.num_allocations
         record = StepRecord(
@@ -154,7 +155,7 @@ def train_flops_per_token(works: Sequence[LayerWork], num_tokens: int) -> float:
 def mfu(
     tokens_per_s: float, flops_per_token: float, peak_flops_per_s: float | None, num_devices: int
 ) -> float | None:
-    """Return the model FLOPs utilisation as a fraction, None if the device's peak is not known: no guesses."""
+    """Return the model FLOPs utilisation as a fraction. None if the device's peak is not known: it is never guessed."""
     if peak_flops_per_s is None:
         return None
     return tokens_per_s * flops_per_token / (peak_flops_per_s * num_devices)

@@ -1,7 +1,8 @@
 """The watchdog tells a hang from work, reports what every thread and device queue waits for, and no thread is left.
 
-What blocks blocks on an event, not for a time, and the watchdog looks only once it does: however slow the machine,
-nothing is taken for a hang before the planted one, and all other threads have the time-out to come to a halt.
+What blocks blocks on an event, not for a time, and the watchdog looks only once it does: however slow the
+machine, nothing is taken for a hang before the planted one, and all other threads have the time-out to come
+to a halt.
 """
 
 import re

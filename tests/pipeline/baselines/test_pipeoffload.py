@@ -19,7 +19,7 @@ from torchround.pipeline.timeline import TaskKind
 
 
 def uniform(name: str, devices: int, chunks: int, micro_batches: int, **fields: float) -> ScheduleReport:
-    """Chunks of one byte of activations, T_F = T_B = T_W = 1 unless the fields say otherwise."""
+    """Simulate chunks of one byte of activations, T_F = T_B = T_W = 1 unless the fields say otherwise."""
     forward_s, backward_s = fields.pop("forward_s", 1.0), fields.pop("backward_s", 2.0)
     layer = LayerCost("layer", forward_s, backward_s, activation_bytes=1)
     layers = (layer,) * (devices * chunks)

@@ -1,7 +1,8 @@
 """Chunked transfers of weights and gradients between device slots and the host store.
 
-Transfers advance by one equal chunk in each transfer window, which is one micro-batch of a stage (RoundPipe paper,
-section 4.2). The bundle is the unit of every ordering rule: it is complete, uploaded or consumed as a whole.
+Transfers advance by one equal chunk in each transfer window, which is one micro-batch of a stage (RoundPipe
+paper, section 4.2). The bundle is the unit of every ordering rule: it is complete, uploaded or consumed as a
+whole.
 """
 
 import time
@@ -19,8 +20,8 @@ from torchround.pipeline.memory import ROUNDING_ELEMENTS
 class WeightUpload:
     """The upload of one stage's weights into a slot.
 
-    `slot_number` is the number of the stage slot that needs them. `waited_s` is the host time spent waiting for the
-    optimizer to complete them.
+    `slot_number` is the number of the stage slot that needs them. `waited_s` is the host time spent waiting
+    for the optimizer to complete them.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class WeightUpload:
     @property
     def remaining(self) -> int:
         """Count the elements that are not enqueued yet."""
-        return sum(part.numel for part in self.layout.weights[self._next_range :]) - self._done_elements
+        return sum(left.numel for left in self.layout.weights[self._next_range :]) - self._done_elements
 
     @property
     def complete(self) -> bool:
@@ -80,45 +81,47 @@ class WeightUpload:
     def blocked(self) -> bool:
         """Whether `finish` would have to wait for the optimizer."""
         return not self.complete and not all(
-            self._ordering.may_upload(part.bundle, self._version)
-            for part in self.layout.weights[self._next_range :]
-            if self._store.bundles[part.bundle].trainable
+            self._ordering.may_upload(slot_range.bundle, self._version)
+            for slot_range in self.layout.weights[self._next_range :]
+            if self._store.bundles[slot_range.bundle].trainable
         )
 
     def _enqueue(self, numel: int) -> int:
-        part = self.layout.weights[self._next_range]
-        bundle = self._store.bundles[part.bundle]
-        # Rule 2 once per bundle: when its first chunk may go, so may the others. Frozen weights have one version.
+        slot_range = self.layout.weights[self._next_range]
+        bundle = self._store.bundles[slot_range.bundle]
+        # Rule 2 once per bundle: when its first chunk may go, so may the others. Frozen weights have one
+        # version.
         if bundle.trainable and self._done_elements == 0:
             start_s = time.perf_counter()
             self._ordering.before_upload(bundle.index, self._version)
             self.waited_s += time.perf_counter() - start_s
-        start, stop = self._done_elements, min(self._done_elements + numel, part.numel)
+        start, stop = self._done_elements, min(self._done_elements + numel, slot_range.numel)
         # Several sources if the weights are mapped from files, one tensor each.
         for source in bundle.sources(self._version, start, stop):
-            target = self.slot.memory[part.start + source.start :][: source.memory.numel()]
+            target = self.slot.memory[slot_range.start + source.start :][: source.memory.numel()]
             self._device.copy(Stream.WEIGHT_UPLOAD, target, source.memory)
         self._done_elements = stop
-        if stop == part.numel:
+        if stop == slot_range.numel:
             self._next_range, self._done_elements = self._next_range + 1, 0
-            # Posted per bundle, not per stage: the optimizer may overwrite this version as soon as it has gone up.
+            # Posted per bundle, not per stage: the optimizer may overwrite this version as soon as it has
+            # gone up.
             if bundle.trainable:
-                use = upload_use(self._slot_number, part.layer)
+                use = upload_use(self._slot_number, slot_range.layer)
                 event = self._device.record(Stream.WEIGHT_UPLOAD)
                 self._ordering.uploaded(bundle.index, self._version, use, event)
         return stop - start
 
 
 def upload_use(slot_number: int, layer: int) -> int:
-    """Number the upload of a bundle by a stage slot on behalf of `layer`, uniquely in a run of fewer than 2^20 layers."""
+    """Number the upload of a bundle by a stage slot on behalf of `layer`. Unique in a run, up to 2^20 layers."""
     return slot_number * 2**20 + layer
 
 
 class GradientDownload:
     """The download of one stage's gradients from a slot to the host store, rounded to the store's gradient dtype.
 
-    `part_numbers` gives, by layer and bundle, which part of the step's gradient they are. `rounding` is device memory
-    for rounded elements, None if slots have the store's gradient dtype.
+    `part_numbers` gives, by layer and bundle, which part of the step's gradient they are. `rounding` is
+    device memory for rounded elements, None if slots have the store's gradient dtype.
     """
 
     def __init__(
@@ -162,7 +165,7 @@ class GradientDownload:
     @property
     def remaining(self) -> int:
         """Count the elements that are not enqueued yet."""
-        return sum(part.numel for part in self._layout.gradients[self._next_range :]) - self._done_elements
+        return sum(left.numel for left in self._layout.gradients[self._next_range :]) - self._done_elements
 
     @property
     def complete(self) -> bool:
@@ -170,51 +173,55 @@ class GradientDownload:
         return self._next_range == len(self._layout.gradients)
 
     def _may_download(self) -> bool:
-        part = self._layout.gradients[self._next_range]
-        return self._ordering.may_write_gradient(part.bundle, self._step, self._previous_part(part))
+        slot_range = self._layout.gradients[self._next_range]
+        return self._ordering.may_write_gradient(
+            slot_range.bundle, self._step, self._previous_part(slot_range)
+        )
 
     def _enqueue(self, numel: int) -> int:
-        part = self._layout.gradients[self._next_range]
+        slot_range = self._layout.gradients[self._next_range]
         if self._landing is None:
-            self._landing = self._open_landing(part)
+            self._landing = self._open_landing(slot_range)
         target, buffer = self._landing
         start = self._done_elements
-        stop = min(start + min(numel, ROUNDING_ELEMENTS), part.numel)  # the rounding space holds no more
-        self._copy(target[start:stop], self._slot.memory[part.start + start : part.start + stop])
+        # The space for rounded elements holds ROUNDING_ELEMENTS.
+        stop = min(start + min(numel, ROUNDING_ELEMENTS), slot_range.numel)
+        self._copy(target[start:stop], self._slot.memory[slot_range.start + start : slot_range.start + stop])
         self._done_elements = stop
-        if stop == part.numel:
+        if stop == slot_range.numel:
             event = self._device.record(Stream.GRADIENT_DOWNLOAD)
-            part_number = self._part_numbers[part.layer, part.bundle]
-            self._ordering.gradient_landed(part.bundle, self._step, part_number, event, buffer)
+            part_number = self._part_numbers[slot_range.layer, slot_range.bundle]
+            self._ordering.gradient_landed(slot_range.bundle, self._step, part_number, event, buffer)
             self._next_range, self._done_elements, self._landing = self._next_range + 1, 0, None
         return stop - start
 
-    def _open_landing(self, part: SlotRange) -> tuple[Tensor, HostBuffer | None]:
+    def _open_landing(self, slot_range: SlotRange) -> tuple[Tensor, HostBuffer | None]:
         """Return where a part goes: the bundle's gradient if the part is the whole sum, otherwise a pool buffer.
 
         There is one such buffer for each use of a bundle, because rule 4 holds back the next round's part.
         """
-        bundle = self._store.bundles[part.bundle]
-        assert bundle.gradient is not None, f"bundle {part.bundle} has no gradient buffer"
-        self._ordering.before_gradient_write(part.bundle, self._step, self._previous_part(part))
+        bundle = self._store.bundles[slot_range.bundle]
+        assert bundle.gradient is not None, f"bundle {slot_range.bundle} has no gradient buffer"
+        self._ordering.before_gradient_write(slot_range.bundle, self._step, self._previous_part(slot_range))
         if not bundle.adds_up:
             return bundle.gradient, None
-        buffer = self._pool.take(part.numel * self._store.gradient_dtype.itemsize)
+        buffer = self._pool.take(slot_range.numel * self._store.gradient_dtype.itemsize)
         # Devices that used the buffer for other things may still read it.
         for event in buffer.busy:
             self._device.wait(Stream.GRADIENT_DOWNLOAD, event)
         return buffer.memory.view(self._store.gradient_dtype), buffer
 
-    def _previous_part(self, part: SlotRange) -> int:
-        """Return the number of the part that the previous round made of this gradient; negative in the first round."""
-        return self._part_numbers[part.layer, part.bundle] - len(self._store.bundles[part.bundle].layers)
+    def _previous_part(self, slot_range: SlotRange) -> int:
+        """Return the number of the previous round's part of this gradient; negative in the first round."""
+        uses = len(self._store.bundles[slot_range.bundle].layers)
+        return self._part_numbers[slot_range.layer, slot_range.bundle] - uses
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         if self._rounding is None:
             self._device.copy(Stream.GRADIENT_DOWNLOAD, target, source)
             return
-        # Rounded before the copy, so that fewer bytes cross the link. Both are in one stream: the next chunk's rounding
-        # starts only after this chunk has left the rounding space.
+        # Rounded before the copy, so that fewer bytes cross the link. Both are in one stream: the next
+        # chunk's rounding starts only after this chunk has left the rounding space.
         rounded = self._rounding[: source.numel()]
         self._device.run(
             Stream.GRADIENT_DOWNLOAD, lambda: rounded.copy_(source), reads=[source], writes=[rounded]

@@ -1,7 +1,8 @@
 """One thread per device: takes the device's stage jobs in dispatch order and runs their micro-batches.
 
-The thread enqueues everything on the device's five streams and waits only for hand-overs of other threads. Before any
-such wait it sends off the gradients that it still holds, because the optimizer may be waiting for them.
+The thread enqueues everything on the device's five streams and waits only for hand-overs of other threads.
+Before any such wait it sends off the gradients that it still holds, because the optimizer may be waiting for
+them.
 """
 
 import threading
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from torchround.engine.board import Board, HandOverKey
 from torchround.engine.compiled import LayerCompiler
-from torchround.engine.device import Device, Mark, Stream
+from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, Pass, StageJob
@@ -118,13 +119,12 @@ class DeviceWorker:
     def _run(self, job: StageJob) -> None:
         """Run one stage job: weights in, every micro-batch, gradients out."""
         self._job = job
-        self._device.begin_step(
-            job.pass_.step, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD
-        )
+        self._begin_step(job, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD)
         self._activations.prepare(job.pass_.sizes)
         upload = self._upload or self._start_upload(job)
         self._upload = None
-        # The optimizer may need this device's last gradients before it can complete the weights that are missing.
+        # The optimizer may need this device's last gradients before it can complete the weights that are
+        # missing.
         if upload.blocked:
             self._flush()
         with self._turn(job.window, upload.complete):
@@ -146,6 +146,11 @@ class DeviceWorker:
         self._report(job, upload, weights_ready)
         self._job = None
 
+    def _begin_step(self, job: StageJob, *streams: Stream) -> None:
+        # An evaluation has the number of the next training step. In that step's trace its copies would be
+        # wrong.
+        self._device.begin_step(job.pass_.step if job.pass_.training else NO_STEP, *streams)
+
     def _finish(self, job: StageJob, upload: WeightUpload, gradients: DeviceSlot | None) -> None:
         self._micro_batch = None
         upload.slot.released = self._device.record(Stream.COMPUTE)
@@ -153,8 +158,9 @@ class DeviceWorker:
         # The previous stage's download must be complete before this stage's takes its place.
         self._flush()
         if gradients is not None:
-            self._device.begin_step(job.pass_.step, Stream.GRADIENT_DOWNLOAD)
-            # Only started here: its chunks go down in the windows of the next job, or in `_flush` if there is none.
+            self._begin_step(job, Stream.GRADIENT_DOWNLOAD)
+            # Only started here: its chunks go down in the windows of the next job, or in `_flush` if there is
+            # none.
             self._download = GradientDownload(
                 self._device,
                 self._store,
@@ -182,7 +188,8 @@ class DeviceWorker:
         self._reported_bytes, self._idle_since, self._spans = moved, self._spans[-1].end, []
         self._setup.board.post(STAGE_ENQUEUED(job.task.slot), report)
 
-    # Stages, one micro-batch each. `shared` is the weight slot's memory and, if there is one, the gradient slot's.
+    # Stages, for one micro-batch, number `m` of its pass. `shared` is the weight slot's memory and, if there
+    # is one, the gradient slot's.
 
     def _forward_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
         """Run forward without gradients, and send what later stages read: the output, and inputs of backward stages."""
@@ -207,9 +214,9 @@ class DeviceWorker:
         micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
 
         def forward_and_backward() -> tuple[Tensor, tuple[Tensor, ...] | None]:
-            part = ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute)
-            [loss] = as_tuple(part.output)
-            return loss.detach(), part.backward([torch.full_like(loss, pass_.loss_factor)])
+            stage_forward = ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute)
+            [loss] = as_tuple(stage_forward.output)
+            return loss.detach(), stage_forward.backward([torch.full_like(loss, pass_.loss_factor)])
 
         loss, gradients = self._compute(
             TaskKind.FUSED,
@@ -226,9 +233,9 @@ class DeviceWorker:
         stage, pass_ = job.task.stage, job.pass_
         micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
         reads = [shared[0], *inputs]
-        # ForwardWithGraph needs no gradient, so it is enqueued before the thread waits for one. Otherwise the device would
-        # be idle until another device has made it.
-        part = self._compute(
+        # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
+        # device would be idle until another device has made it.
+        recomputed = self._compute(
             TaskKind.RECOMPUTE,
             lambda: ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute),
             reads,
@@ -237,7 +244,7 @@ class DeviceWorker:
         incoming, staged_gradient = self._activations.bring_gradients(boundary)
         gradients = self._compute(
             TaskKind.BACKWARD,
-            lambda: part.backward(incoming),
+            lambda: recomputed.backward(incoming),
             reads=[*reads, staged_gradient.memory],
             writes=shared[1:],
         )
@@ -267,8 +274,8 @@ class DeviceWorker:
     ) -> tuple[MicroBatch, Hidden | None, DeviceSlot | None, list[Tensor]]:
         """Upload what a stage reads: the micro-batch, and the stage's input with its slot.
 
-        Input and slot are None for the first layer, which reads the micro-batch alone. The last value is the device
-        memory that holds all of it.
+        Input and slot are None for the first layer, which reads the micro-batch alone. The last value is the
+        device memory that holds all of it.
         """
         pass_, start = job.pass_, job.task.stage.start
         position = m - job.task.micro_batches.start
@@ -289,7 +296,7 @@ class DeviceWorker:
     def _start_upload(self, job: StageJob) -> WeightUpload:
         layout = self._layout(range(job.task.stage.start, job.task.stage.stop))
         slot = self._weights.next(self._weight_numel)
-        self._device.begin_step(job.pass_.step, Stream.WEIGHT_UPLOAD)
+        self._begin_step(job, Stream.WEIGHT_UPLOAD)
         return WeightUpload(
             self._device, self._store, self._setup.ordering, slot, layout, job.pass_.version, job.task.slot
         )
@@ -303,9 +310,9 @@ class DeviceWorker:
         following = STAGE_JOB(self._next_slot + self._setup.num_devices)
         if self._upload is None and self._setup.board.ready(following):
             self._upload = self._start_upload(self._setup.board.wait(following))
-        # Each chunk queues behind the activations already on their way. A chunk has until the end of the stage, but a
-        # computation waits for each activation. Chunks of one window's size keep an activation from waiting for a
-        # whole stage's weights.
+        # Each chunk queues behind the activations already on their way. A chunk has until the end of the
+        # stage, but a computation waits for each activation. Chunks of one window's size keep an activation
+        # from waiting for a whole stage's weights.
         if self._upload is not None:
             self._device.wait(Stream.WEIGHT_UPLOAD, self._device.record(Stream.ACTIVATION_UPLOAD))
             with self._turn(window, not self._upload.may_advance):
@@ -332,7 +339,8 @@ class DeviceWorker:
             self._download = None
 
     def _await(self, key: HandOverKey[T]) -> T:
-        # Held gradients go first: what is awaited may depend on an update that needs them, and then both would hang.
+        # Held gradients go first: what is awaited may depend on an update that needs them, and then both
+        # would hang.
         if not self._setup.board.ready(key):
             self._flush()
         return self._setup.board.wait(key)

@@ -1,9 +1,9 @@
 """Device buffers of a worker, and what is where in them.
 
-Each device owns two weight slots and two gradient slots, allocated once for the plan's largest stage. While one
-pair computes, the next stage's weights fill the other weight slot and the previous stage's gradients leave the other
-gradient slot. Activations pass through slots of their own. All slots are fixed buffers: memory that was freed and
-allocated again could be written by one stream while another still uses it.
+Each device owns two weight slots and two gradient slots, allocated once for the plan's largest stage. While
+one pair computes, the next stage's weights fill the other weight slot and the previous stage's gradients
+leave the other gradient slot. Activations pass through slots of their own. All slots are fixed buffers:
+memory that was freed and allocated again could be written by one stream while another still uses it.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ ALIGNMENT_BYTES = 256
 class SlotRing:
     """Device slots used in turn, so that a transfer fills one while the previous one is in use.
 
-    Sizes are in elements of `dtype`. A slot grows when something larger comes. The smaller buffer is kept until the
-    ring goes, because another stream may still use it.
+    Sizes are in elements of `dtype`. A slot grows when something larger comes. The smaller buffer is kept
+    until the ring goes, because another stream may still use it.
     """
 
     def __init__(self, device: Device, dtype: torch.dtype = torch.uint8, depth: int = 2) -> None:
@@ -30,28 +30,29 @@ class SlotRing:
         self._dtype = dtype
         self._slots: list[DeviceSlot | None] = [None] * depth
         self._outgrown: list[DeviceSlot] = []
-        self._turn = 0
+        self._newest = 0
 
     def reserve(self, numel: int) -> None:
         """Allocate now what slots of `numel` elements need."""
-        for turn in range(len(self._slots)):
-            self._slot(turn, numel)
+        for position in range(len(self._slots)):
+            self._slot(position, numel)
 
     def next(self, numel: int) -> "DeviceSlot":
         """Return the least recently used slot, of at least `numel` elements. Its writer must wait for `released`."""
-        self._turn = (self._turn + 1) % len(self._slots)
-        return self._slot(self._turn, numel)
+        self._newest = (self._newest + 1) % len(self._slots)
+        return self._slot(self._newest, numel)
 
     def at(self, position: int, numel: int) -> "DeviceSlot":
         """Return the slot at a position of the caller's choice, of at least `numel` elements."""
-        self._slots += [None] * (position + 1 - len(self._slots))
+        self._slots += [None] * (position + 1 - len(self._slots))  # nothing if the position exists
         return self._slot(position, numel)
 
     def _slot(self, position: int, numel: int) -> "DeviceSlot":
         slot = self._slots[position]
         if slot is None or slot.memory.numel() < numel:
             if slot is not None:
-                self._outgrown.append(slot)  # freed memory could be given to another stream's work
+                # Kept: PyTorch could give freed memory to another stream while this one still uses it.
+                self._outgrown.append(slot)
             memory = self._device.allocate(numel * self._dtype.itemsize).view(self._dtype)
             slot = self._slots[position] = DeviceSlot(memory)
         return slot
@@ -121,19 +122,21 @@ class SlotRange:
 class StageLayout:
     """The ranges of a stage's bundles in a weight slot and, if trainable, in a gradient slot.
 
-    A tied bundle has a range for each layer that uses it, so that each use has its own gradient sum and results do not
-    depend on which layers share a stage.
+    A tied bundle has a range for each layer that uses it, so that each use has its own gradient sum and
+    results do not depend on which layers share a stage.
     """
 
     def __init__(self, store: HostStore, layers: range) -> None:
         self.layers = layers
         self.weights = self._ranges(store, trainable_only=False)
         self.gradients = self._ranges(store, trainable_only=True)
-        self.weight_numel = sum(part.numel for part in self.weights)
-        self.gradient_numel = sum(part.numel for part in self.gradients)
+        self.weight_numel = sum(used.numel for used in self.weights)
+        self.gradient_numel = sum(used.numel for used in self.gradients)
 
     def _ranges(self, store: HostStore, trainable_only: bool) -> list[SlotRange]:
         ranges, start = [], 0
+        # In forward order, in which the optimizer completes weights: an upload stops at the first incomplete
+        # bundle.
         for layer in self.layers:
             for bundle in (store.bundles[index] for index in store.layer_bundles(layer)):
                 if bundle.trainable or not trainable_only:
