@@ -267,7 +267,7 @@ def test_documents_of_a_packed_batch_equal_transformers_run_one_by_one(pair, too
 def test_balance_penalty_and_its_gradients_equal_those_of_transformers(tools):
     settings = GROUPS_OF_THREE | EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     theirs, ours, names = make_pair(tools, "qwen3", Qwen3MoeForCausalLM, Qwen3MoeConfig, settings)
-    batch = tools.micro_batch([[40]], VOCAB)  # one sequence: transformers mixes those of a batch
+    batch = tools.micro_batch([[40]], VOCAB)  # one sequence: transformers mixes the sequences of a batch
     output = theirs(input_ids=batch.tokens)
     cross_entropy = cross_entropy_sum(output.logits, batch.labels)
     (cross_entropy + 0.5 * output.aux_loss * batch.num_labels()).backward()

@@ -111,7 +111,7 @@ def test_positions_that_do_not_restart_change_the_loss(small, tools):
     with torch.no_grad():
         for name, parameter in tools.stored_parameters(model).items():
             if "attention" in name and "norm" not in name:
-                parameter.mul_(20)  # fresh attention is nearly uniform, whatever the positions
+                parameter.mul_(20)  # fresh attention is nearly uniform for any positions
         jumped = replace(batch, positions=batch.positions + 50 * (batch.positions >= 8))
         shifted = replace(batch, positions=batch.positions + 50)
         plain = tools.loss_sum(model, batch)

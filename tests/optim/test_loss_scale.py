@@ -68,7 +68,7 @@ def test_it_stays_within_its_bounds() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(overflows=overflow_runs, data=st.data())
-def test_a_saved_state_goes_on_with_the_same_scales(overflows: list[bool], data: st.DataObject) -> None:
+def test_a_saved_state_continues_with_the_same_scales(overflows: list[bool], data: st.DataObject) -> None:
     stop = data.draw(st.integers(0, len(overflows)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stability, "GROWTH_INTERVAL_STEPS", 5)

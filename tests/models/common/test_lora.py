@@ -161,7 +161,7 @@ def with_seeds(batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
     ]
 
 
-def test_dropout_gives_the_same_bits_whatever_the_devices_stages_and_recomputation(tools):
+def test_dropout_gives_the_same_bits_for_any_devices_stages_and_recomputation(tools):
     batches = with_seeds(
         [[tools.micro_batch([[32]], 50, seed=3 * s + i) for i in range(3)] for s in range(3)]
     )
