@@ -20,7 +20,7 @@ from torchround.engine.results import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
 from torchround.engine.worker.link_turns import find_link_use
-from torchround.hf import PretrainedWeights, WithAdapters
+from torchround.hf import PretrainedWeights
 from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
 from torchround.observe.loss_curve import draw_run
@@ -73,7 +73,7 @@ class RunParts:
     hardware: Hardware
     question: RunQuestion
     plan: Plan
-    pretrained: PretrainedWeights | WithAdapters | None
+    pretrained: PretrainedWeights | None
     mapped: Mapping[str, Sequence[Tensor]]
 
 

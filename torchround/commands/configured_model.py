@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchround.config import MODEL_FOLDER, Config, LoraTable, Options, show
-from torchround.hf import PretrainedWeights, WithAdapters, read_adapters
+from torchround.hf import PretrainedWeights, read_adapters
 from torchround.layer import LayeredModel
 from torchround.models import (
     FAMILIES,
@@ -98,9 +98,7 @@ def _refuse_another_family(options: Options, path: Path, model_type: Any) -> Non
         )
 
 
-def find_weights(
-    options: Options, model: LayeredModel
-) -> tuple[PretrainedWeights | WithAdapters | None, Mapped]:
+def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeights | None, Mapped]:
     """Open the weights in the Hugging Face folder, and map the ones that stay in its files. A flavor has no weights.
 
     Checks the headers of the files against the model. Raises `HFError`.
@@ -111,14 +109,13 @@ def find_weights(
     family, shape = model_config(options, None)
     folder = Path(os.path.expanduser(config.model.hf_path))
     names, shapes = family.hf_names(shape), model.stored_shapes()
-    weights: PretrainedWeights | WithAdapters
     weights = PretrainedWeights(folder, names, shapes, family.hf_redundant(shape))
     if config.lora.path is not None:
-        weights = WithAdapters(weights, read_adapters(config.lora, adapter_names(model, names), shapes))
+        weights.adapters = read_adapters(config.lora, adapter_names(model, names), shapes)
     return weights, map_base(weights, model, config)
 
 
-def map_base(weights: PretrainedWeights | WithAdapters, model: LayeredModel, config: Config) -> Mapped:
+def map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) -> Mapped:
     """Map the frozen weights that the files hold in the run's type, without reading them; none without `lora.map_base`."""
     if not config.lora.map_base:
         return {}
