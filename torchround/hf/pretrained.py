@@ -62,7 +62,7 @@ class PretrainedWeights:
             wanted.update(_tensor_shapes(tensors, tuple(shapes[name])))
         self._check(wanted, set(redundant))
         self._mapped: frozenset[str] = frozenset()
-        # From `read_adapters`, for a run that trains adapters of an earlier one further.
+        # Set from `read_adapters` if the run starts with saved adapters.
         self.adapters: PretrainedWeights | None = None
 
     @property
@@ -141,7 +141,7 @@ class PretrainedWeights:
         problems = {kind: found for kind, found in problems.items() if found}
         if problems:
             listed = (f"{kind}: {_some(found)}" for kind, found in problems.items())
-            raise HFError(f"{self.folder}: the weights are not those of this model", *listed)
+            raise HFError(f"{self.folder}: the weights do not fit this model", *listed)
 
     def _check_one(self, name: str, shape: tuple[int, ...], problems: dict[str, list[str]]) -> None:
         stored = [self._tensors[part] for part in self._stored(name) if part in self._tensors]
