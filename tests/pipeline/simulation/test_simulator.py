@@ -275,7 +275,7 @@ def test_ready_first_streams_never_overlap_never_idle_and_never_pass_over_a_bett
             assert start >= ready[index] - 1e-9
             free = line.end_s[order[position - 1]] if position else 0.0
             assert start >= free - 1e-9
-            # Nobody behind it in the queue was ready at an earlier moment when the stream was free.
+            # No task behind it in the queue was ready at an earlier moment when the stream was free.
             assert all(start <= max(free, ready[later]) + 1e-9 for later in order[position:])
             strictly_ready = [later for later in order[position + 1 :] if ready[later] < start - 1e-9]
             if tasks[index].duration_s > 0:
