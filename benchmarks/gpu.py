@@ -323,7 +323,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--copy-mib", type=int, default=512, help="size of the copies whose rate is measured")
     parser.add_argument("--budget-s", type=float, default=270.0, help="no run starts after so many seconds")
-    parser.add_argument("--compile", action="store_true", help="compile the optimizer pass (a C++ compiler)")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the optimizer update (a C++ compiler)"
+    )
     parser.add_argument("--tests-xml", help="pytest's JUnit file, to be counted into the figures")
 
 

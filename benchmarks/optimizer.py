@@ -1,4 +1,4 @@
-"""Speed of the optimizer's pass beside two others that turn a bf16 gradient into bf16 weights by way of fp32 state."""
+"""Speed of the optimizer's update beside two others that turn a bf16 gradient into bf16 weights by way of fp32 state."""
 
 import argparse
 import importlib
@@ -168,12 +168,12 @@ def headline(figures: Report) -> tuple[str, str]:
 
 
 SPEED = Benchmark(
-    """The optimizer's pass against others that turn a bf16 gradient into bf16 weights by way of fp32 state.
+    """The optimizer's update against others that turn a bf16 gradient into bf16 weights by way of fp32 state.
 
 One process, one buffer, AdamW. The passes take turns, and each figure is the median of --runs turns, because a shared
 machine changes its speed from second to second:
 
-    compiled  gradient in, state updated, device weights out, in one compiled pass (28 bytes per parameter)
+    compiled  gradient in, state updated, device weights out, in one compiled update (28 bytes per parameter)
     plain     the same in PyTorch operations, chunk by chunk: what runs if there is no C++ compiler
     fused     cast the gradient to fp32, torch.optim.AdamW(fused=True), cast the weights
     cpuadam   cast the gradient to fp32, DeepSpeed's CPUAdam, cast the weights (with --deepspeed)
