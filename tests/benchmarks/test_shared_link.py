@@ -40,7 +40,7 @@ def test_durations_are_those_worked_out_by_hand(entries, expected):
     assert Replay(entries, LINKS, rate=10.0, carries=0.5).duration() == pytest.approx(expected)
 
 
-def test_a_recording_that_cannot_go_on_is_refused():
+def test_a_recording_that_cannot_continue_is_refused():
     with pytest.raises(AssertionError, match="b weight upload"):
         Replay([Entry("b weight upload", "wait", "never")], LINKS, 10.0, 1.0).duration()
 

@@ -20,7 +20,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with short and empty documents, one longer than a piece of text, and records of all lengths."""
+    """Make a folder with short and empty documents, one longer than a piece of text, and records of all lengths."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(7):
         (folder / f"note-{number}.txt").write_text(f"note {number}\n" * (3**number % 41))

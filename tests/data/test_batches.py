@@ -51,7 +51,7 @@ def test_padding_is_not_counted_as_tokens() -> None:
 
 
 def test_a_token_that_pads_and_also_ends_documents_is_counted_where_it_ends_one() -> None:
-    """Each row: a document of two tokens, the second of them the padding's; then padding, or none."""
+    """Each row is a document of two tokens, the second with the id of padding, and then padding or nothing."""
     assert num_tokens(row([5, 9, 9, 9], [9, -100, -100, -100], [0, 0, 1, 1]), pad_id=9) == 2
     assert num_tokens(row([4, 9, 5, 9], [9, -100, 9, -100], [0, 0, 1, 1]), pad_id=9) == 4
 

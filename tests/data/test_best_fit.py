@@ -28,7 +28,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbered(lengths: list[int]) -> list[list[int]]:
-    """Documents whose tokens are all different: token 100 d + i is the i-th of document d."""
+    """Make documents whose tokens are all different: token 100 d + i is the i-th of document d."""
     return [[100 * number + index for index in range(length)] for number, length in enumerate(lengths)]
 
 
@@ -37,7 +37,7 @@ def is_learnt(token: int) -> bool:
 
 
 def pieces_of(documents: list[list[int]]) -> list[TokenPiece]:
-    """Each document in one piece or in two; every third token is not learnt."""
+    """Cut each document into one piece or two; every third token is not learnt."""
     pieces = []
     for document in documents:
         bounds = [0, *([len(document) // 2] if document[0] % 200 else []), len(document)]
@@ -61,7 +61,7 @@ def expected(document: list[int]) -> Document:
 
 
 def unpacked(rows: list[PackedSequence]) -> list[Document]:
-    """The documents in all rows, without padding. Each row is checked on the way."""
+    """Return the documents in all rows, without padding, and check each row on the way."""
     found = []
     for row in rows:
         for number in range(int(row.document_ids[-1]) + 1):
@@ -115,7 +115,7 @@ def test_a_half_used_group_continues_from_its_state(lengths: list[int], seq_len:
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), max_size=40), room=st.integers(20, 40))
 def test_no_document_would_have_fitted_better_when_it_was_placed(lengths: list[int], room: int) -> None:
-    """The definition, tried against all rows: the fullest one with room for it, or a new one if none has."""
+    """Each document must be in the fullest row that had room for it, or in a new one if none had."""
     rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         fill = [sum(lengths[other] for other in row) for row in rows]
@@ -132,7 +132,7 @@ def test_no_document_would_have_fitted_better_when_it_was_placed(lengths: list[i
 def test_at_least_97_percent_of_a_realistic_mix_is_tokens(
     monkeypatch: pytest.MonkeyPatch, seq_len: int
 ) -> None:
-    """Lengths as in public instruction sets: log-normal, median 250, one in 40 above 2048; cut where too long."""
+    """Lengths as in public instruction sets: log-normal, median 250, one in 40 above 2048; longer ones are cut."""
     monkeypatch.undo()
     generator = random.Random(0)
     lengths = [max(8, int(generator.lognormvariate(5.52, 1.07))) for _ in range(seq_len * 2)]
@@ -153,7 +153,7 @@ def test_long_documents_are_counted() -> None:
 
 
 def test_an_error_comes_in_place_of_its_group_and_ends_the_data() -> None:
-    """Four sequences of eight a group: the first group is whole, the error falls into the second."""
+    """A group has four sequences of eight tokens here: the first group is whole, the error falls into the second."""
     error = DataError("broken")
     rows = pack([*pieces_of(numbered([8] * 4)), error, *pieces_of(numbered([3]))], 8)
     assert rows[-1] is error

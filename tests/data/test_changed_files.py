@@ -50,7 +50,7 @@ class Run:
         self.state: dict[str, Any] | None = None
         self.batches: list[MicroBatch] = []
 
-    def go_on(self, count: int | None) -> None:
+    def resume(self, count: int | None) -> None:
         loader = build_loader(self.data, self._tokenizer, SEQ_LEN, 2, 3)
         if self.state is not None:
             loader.load_state_dict(self.state)
@@ -92,11 +92,11 @@ def test_every_document_is_trained_on_once_for_any_changed_record_and_any_stop(
     run = Run(tmp_path_factory.mktemp("changed"), tokenizer, keys)
     versions = {(name, number): {text} for name in run.texts for number, text in enumerate(run.texts[name])}
     for number_of_change, (batches, name, number, text) in enumerate(stops):
-        run.go_on(batches)
+        run.resume(batches)
         text = text and f"{text} {number_of_change}"
         versions[name, number].add(text)
         run.change(name, number, text)
-    run.go_on(None)
+    run.resume(None)
     trained = run.trained_on()
     for (name, number), texts in versions.items():
         times = sum(trained[text] for text in texts if text)
@@ -108,32 +108,32 @@ def test_the_warning_of_a_change_counts_the_documents_that_it_may_cost(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path, tokenizer, {"num_workers": 0})
-    run.go_on(2)
+    run.resume(2)
     used = sum(run.trained_on().values())
     run.change("b", 39, "longer than it was " * 2)
-    run.go_on(0)
+    run.resume(0)
     assert (
         f"; {used} documents of the group being packed are used, its other documents are packed anew"
         in caplog.text
     )
     assert "sources was ['40 documents in " in caplog.text
-    told = int(caplog.text.split("at most the ")[1].split()[0])
-    assert 0 < told <= 40  # only of the source that has changed
+    counted = int(caplog.text.split("at most the ")[1].split()[0])
+    assert 0 < counted <= 40  # only of the source that has changed
 
 
 def test_resuming_twice_after_a_change_gives_the_batches_of_resuming_once(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """A group of longer documents would end sooner, were its end not kept."""
+    """A group of longer documents would end sooner if the position did not keep its end."""
     tokens = []
     for folder, parts in (("once", [None]), ("twice", [0, 1, 2, None])):
         (tmp_path / folder).mkdir()
         run = Run(tmp_path / folder, tokenizer, {"num_workers": 0})
-        run.go_on(2)
+        run.resume(2)
         for number in range(0, 40, 2):
             run.change("a", number, f"another text {number} " * 3)
         for count in parts:
-            run.go_on(count)
+            run.resume(count)
         tokens.append([batch.tokens.tolist() for batch in run.batches])
     assert tokens[0] == tokens[1]
 
@@ -143,10 +143,10 @@ def test_a_forged_group_without_an_end_is_an_error_and_not_an_endless_search(
 ) -> None:
     run = Run(tmp_path, tokenizer, {"num_workers": 0})
     run.data = run.data.model_copy(update={"epochs": None})
-    run.go_on(2)
+    run.resume(2)
     assert run.state is not None
     run.state["position"]["until"] = [2**60, 2**60]
     with pytest.raises(
         DataError, match=r"end at \[\d+, \d+\], by which there are over 16 times as many tokens"
     ):
-        run.go_on(1)
+        run.resume(1)

@@ -32,7 +32,7 @@ from torchround.data.packing import best_fit as best_fit_module
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """150 conversations in three shapes and kinds of file, and the template that writes them."""
+    """Write 150 conversations in three shapes and kinds of file, and the template that writes them."""
     folder = tmp_path_factory.mktemp("chats")
     (folder / "template.jinja").write_text(TEMPLATE)
     turns = [
@@ -137,7 +137,7 @@ def test_two_epochs_differ_in_order_and_repeat_by_seed(
 def test_weight_by_size_visits_every_document_equally_often(
     make_chat_loader: Make, chat_tokenizer: Tokenizer, chats: Path
 ) -> None:
-    """1/1 of 50 lines, 50 compressed ones and 50 rows: after 100 documents, 25, 50 and 25 by weights 1, 2, 1."""
+    """The sources are 50 lines, 50 compressed lines and 50 rows: weights 1, 2, 1 give 25, 50 and 25 of 100 documents."""
     loader = make_chat_loader(weight_by="size", packing="contiguous", seq_len=64, global_batch_size=1)
     found = " ".join(text for text, _ in documents(islice(loader, 250), chat_tokenizer))
     progress = loader.state_dict()["position"]["reader"]["sources"]
@@ -158,7 +158,7 @@ def test_a_conversation_longer_than_a_sequence_is_handled_by_key_and_counted(
     )
     loader = build_loader(data, chat_tokenizer, 64, 4, 0)
     assert len(documents(loader, chat_tokenizer)) == kept
-    assert loader.counts().long_documents == 1
+    assert loader.num_long_documents() == 1
 
 
 def test_token_ids_are_used_as_they_are_and_must_be_in_the_vocabulary(
@@ -180,7 +180,7 @@ def test_token_ids_are_used_as_they_are_and_must_be_in_the_vocabulary(
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """600 records, the second half copies of the first."""
+    """Write 600 records, the second half copies of the first."""
     path = tmp_path_factory.mktemp("many") / "x.jsonl"
     lines = [json.dumps({"text": f"record {number % 300} {number % 300 * 7919}"}) for number in range(600)]
     path.write_text("\n".join(lines))

@@ -188,7 +188,7 @@ def test_a_position_of_other_data_is_refused_and_says_what_changed(
 
 
 def end_by_close(loader: Loader, before: set[threading.Thread]) -> None:
-    """Joins what tokenises. (Other loaders' threads, dropped by earlier tests, may still be on their way out.)"""
+    """Check that the tokenising threads end. Threads of loaders that earlier tests dropped may still be ending."""
     loader.close()
     left = set(threading.enumerate()) - before
     assert not [thread for thread in left if thread.name.startswith("torchround-tokenise")]

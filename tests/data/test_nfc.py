@@ -37,7 +37,7 @@ def test_random_text_with_many_marks_is_normalised_like_the_reference(text: str)
 
 
 def test_marks_of_tables_newer_than_pythons_stay_where_the_reference_leaves_them() -> None:
-    """Pythons to come will know these marks and letters: those of Unicode 15 and 16, and what regex has beyond."""
+    """Later versions of Python will know these marks and letters of Unicode 15, 16 and newer, which regex has already."""
     every = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
     decomposed = normalizers.NFD().normalize_str
     marks = regex.findall(r"\P{Canonical_Combining_Class=0}", every)

@@ -17,12 +17,12 @@ documents_strategy = st.lists(st.integers(1, 17), max_size=12)
 
 
 def numbered(lengths: list[int]) -> list[list[int]]:
-    """Documents whose tokens are all different: token 100 d + i is the i-th of document d."""
+    """Make documents whose tokens are all different: token 100 d + i is the i-th of document d."""
     return [[100 * number + index for index in range(length)] for number, length in enumerate(lengths)]
 
 
 def pieces_of(documents: list[list[int]], cuts: set[int]) -> list[TokenPiece]:
-    """Each document in pieces, cut before the tokens whose number is in `cuts`."""
+    """Cut each document into pieces, before the tokens whose number is in `cuts`."""
     pieces = []
     for document in documents:
         bounds = [

@@ -17,7 +17,7 @@ from torchround.data.reading_order import MixSettings, Reader
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
-    """Three sources of 3, 7 and 20 one-word documents: `2-13` is document 13 of source 2."""
+    """Make three sources of 3, 7 and 20 one-word documents: `2-13` is document 13 of source 2."""
     folder = tmp_path_factory.mktemp("mix")
     for number, count in enumerate((3, 7, 20)):
         for index in range(count):

@@ -27,14 +27,14 @@ FILES = ["notes", "plain", "gzip", "zstd", "parquet", "tokens", "chats"]
 
 @pytest.fixture(autouse=True)
 def small_blocks_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several of each in a small source."""
+    """Make blocks and groups so small that a small source has several."""
     monkeypatch.setattr(sources_module, "BLOCK_RECORDS", 8)
     monkeypatch.setattr(best_fit_module, "GROUP_SEQUENCES", 5)
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceTable]:
-    """A source of each kind, 30 documents of 2 to 250 tokens each; one record of each kind of line is broken."""
+    """Write a source of each kind, 30 documents of 2 to 250 tokens each; one record of each kind of line is broken."""
     folder = tmp_path_factory.mktemp("sources")
     texts = [f"document {n} " + "and on " * (n * 7 % 31) for n in range(30)]
     lines = [json.dumps({"text": text}) for text in texts]
@@ -77,7 +77,7 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def assert_continues(data: dict[str, Any], tokenizer: Tokenizer, stop: int, workers: tuple[int, int]) -> None:
-    """An uninterrupted loader against one that stops after `stop` batches, is saved as JSON, and resumed."""
+    """Compare an uninterrupted loader with one that stops after `stop` batches, is saved as JSON, and resumed."""
     whole = content(build_loader(DataTable(**data), tokenizer, 64, 3, 7))
     first = build_loader(DataTable(**data, num_workers=workers[0]), tokenizer, 64, 3, 7)
     before = content(islice(first, stop % (len(whole) + 1)))

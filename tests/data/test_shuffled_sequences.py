@@ -21,12 +21,12 @@ WINDOW = 8
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several groups in a window, and windows that end inside one."""
+    """Make groups so small that a window has several, and some windows end inside a group."""
     monkeypatch.setattr(best_fit_module, "GROUP_SEQUENCES", 5)
 
 
 def sequences(loader: Loader) -> list[Any]:
-    """Each sequence of all batches: tokens, labels, positions and document ids."""
+    """List each sequence of all batches: tokens, labels, positions and document ids."""
     return [row for batch in content(loader) for row in zip(*batch, strict=True)]
 
 
@@ -101,7 +101,7 @@ def test_the_batch_size_may_change_in_the_middle_of_a_window(make_loader: MakeLo
 
 
 def test_a_position_does_not_hold_the_sequences_that_wait(make_loader: MakeLoader) -> None:
-    """At most the tokens left over from one piece of text, as without shuffling."""
+    """It holds at most the tokens left over from one piece of text, as without shuffling."""
     sizes = []
     for window in (0, 256):
         loader = make_loader(seq_len=SEQ_LEN, shuffle_sequences=window, shuffle=False, weights=(1e-9, 1.0))

@@ -25,9 +25,9 @@ def read_all(source: Source) -> list[str]:
 def documents_of(source: Source) -> list[Document]:
     """Return the documents as listed, by walking through the cursors of a pass."""
     documents = []
-    place = source.first_cursor()
-    while (found := source.locate(place, None)) is not None:
-        document, place = found
+    cursor = source.first_cursor()
+    while (found := source.locate(cursor, None)) is not None:
+        document, cursor = found
         documents.append(document)
     assert len(documents) == source.count()
     return documents

@@ -36,7 +36,7 @@ def write_gzip(folder: Path, records: list[dict[str, Any]]) -> SourceTable:
 
 
 def write_zstd(folder: Path, records: list[dict[str, Any]]) -> SourceTable:
-    """Two frames, as tools that compress in parallel leave them."""
+    """Write two frames, as tools that compress in parallel do."""
     half = len(records) // 2
     frames = [zstandard.compress(as_lines(part)) for part in (records[:half], records[half:])]
     (folder / "x.jsonl.zst").write_bytes(b"".join(frames))
@@ -50,7 +50,7 @@ def write_parquet(folder: Path, records: list[dict[str, Any]]) -> SourceTable:
 
 
 def write_dataset(folder: Path, records: list[dict[str, Any]]) -> SourceTable:
-    """Streamed from a folder of files, as from the hub."""
+    """Write a folder of files, which is streamed as a dataset of the hub is."""
     (folder / "set").mkdir()
     for number in (0, 1):
         (folder / "set" / f"train-{number}.jsonl").write_bytes(as_lines(records[number::2]))
@@ -69,20 +69,20 @@ RECORDS = [{"text": f"record {number}", "number": number} for number in range(40
 
 
 def walk(source: Source, key: str | None = None) -> list[tuple[str, list[int], Document]]:
-    """Text of each document of a pass, and the place that it was found at."""
+    """Return each document of a pass: its text, its cursor, and the document itself."""
     found = []
-    place = source.first_cursor()
-    while (here := source.locate(place, key)) is not None:
+    cursor = source.first_cursor()
+    while (here := source.locate(cursor, key)) is not None:
         text, rest = source.read(here[0], 0)
         assert isinstance(text, str) and rest is None
-        found.append((text, place, here[0]))
-        place = here[1]
+        found.append((text, cursor, here[0]))
+        cursor = here[1]
     return found
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks in 40 records."""
+    """Make blocks so small that 40 records have several."""
     monkeypatch.setattr(sources_module, "BLOCK_RECORDS", 6)
 
 
@@ -105,11 +105,11 @@ def test_a_fresh_process_continues_from_any_cursor(
 ) -> None:
     table = write(tmp_path_factory.mktemp("resume"), RECORDS[:count])
     whole = walk(open_source(table), key)
-    resumed, place = open_source(table), whole[stop % count][1]
+    resumed, cursor = open_source(table), whole[stop % count][1]
     rest = []
-    while (found := resumed.locate(place, key)) is not None:
+    while (found := resumed.locate(cursor, key)) is not None:
         rest.append(resumed.read(found[0], 0)[0])
-        place = found[1]
+        cursor = found[1]
     assert rest == [text for text, _, _ in whole[stop % count :]]
 
 
@@ -140,11 +140,11 @@ def test_a_truncated_archive_gives_the_records_before_the_cut_and_then_names_fil
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * kept)])
     source = open_source(SourceTable(path=str(path)))
-    place, texts = source.first_cursor(), []
+    cursor, texts = source.first_cursor(), []
     with pytest.raises(DataError) as caught:
-        while (found := source.locate(place, None)) is not None:
+        while (found := source.locate(cursor, None)) is not None:
             texts.append(source.read(found[0], 0)[0])
-            place = found[1]
+            cursor = found[1]
     assert texts == [record["text"] for record in records[: len(texts)]]
     assert len(texts) < 3000
     assert f"{path}, line {len(texts) + 1}: " in str(caught.value)
@@ -178,7 +178,7 @@ def test_a_damaged_row_group_is_named_by_its_first_row(tmp_path: Path) -> None:
 def test_every_error_of_pyarrow_names_the_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Some of its errors are of no kind that Python has."""
+    """Some of its errors are not subclasses of any error of Python."""
     path = Path(write_parquet(tmp_path, [{"text": "a"}]).path)
 
     def fail(*_: object, **__: object) -> None:
@@ -206,18 +206,18 @@ def test_one_of_several_subsets_of_a_dataset_is_read_by_its_name(tmp_path: Path)
 
 def read_and_wrong(source: Source) -> tuple[list[str], list[str]]:
     """Return the texts of the readable documents, and the messages of the others."""
-    place, read, wrong = source.first_cursor(), [], []
-    while (found := source.locate(place, None)) is not None:
+    cursor, read, wrong = source.first_cursor(), [], []
+    while (found := source.locate(cursor, None)) is not None:
         try:
             read.append(source.read(found[0], 0)[0])
         except DataError as error:
             wrong.append(str(error))
-        place = found[1]
+        cursor = found[1]
     return read, wrong
 
 
 def test_each_row_that_is_not_utf8_is_named_and_costs_no_other_row(tmp_path: Path) -> None:
-    """Bytes taken for strings, which nothing checks when they are written; 2500 rows come in three parts."""
+    """The rows hold bytes that are written as strings unchecked; 2500 rows come in three parts."""
     texts = [b"row %d" % number for number in range(2500)]
     texts[30], texts[1500] = b"a\xff", b"\xfe"
     raw = pyarrow.array(texts, pyarrow.binary()).buffers()
@@ -236,7 +236,7 @@ def test_each_row_that_is_not_utf8_is_named_and_costs_no_other_row(tmp_path: Pat
 def test_a_row_of_a_saved_dataset_that_cannot_be_read_is_named_and_costs_no_other(
     tmp_path: Path, bad: list[int]
 ) -> None:
-    """Dates of no year that Python knows; 2500 rows come in three parts."""
+    """The rows hold dates of years that Python cannot represent; 2500 rows come in three parts."""
     days = [2**30 if number in bad else number for number in range(2500)]
     texts = [f"row {number}" for number in range(2500)]
     table = pyarrow.table({"text": texts, "day": pyarrow.array(days, pyarrow.date32())})
@@ -257,9 +257,9 @@ def test_a_large_row_group_is_read_part_by_part(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
     del table
     source = open_source(SourceTable(path=str(tmp_path / "x.parquet")))
-    before, most, place = pyarrow.total_allocated_bytes(), 0, source.first_cursor()
-    while (found := source.locate(place, None)) is not None:
-        most, place = max(most, pyarrow.total_allocated_bytes() - before), found[1]
+    before, most, cursor = pyarrow.total_allocated_bytes(), 0, source.first_cursor()
+    while (found := source.locate(cursor, None)) is not None:
+        most, cursor = max(most, pyarrow.total_allocated_bytes() - before), found[1]
     assert (tmp_path / "x.parquet").stat().st_size > 8 * 2**20
     assert 0 < most < 5 * 2**20
 

@@ -1,4 +1,4 @@
-"""The byte tokenizer against `str.encode`; a Llama 3 rank file against merges done one by one."""
+"""The byte tokenizer against `str.encode`; a Llama 3 tiktoken file against merges done one by one."""
 
 import base64
 import random
@@ -79,7 +79,7 @@ def llama3(llama3_folder: Path) -> Tokenizer:
 
 
 def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """Byte-pair encoding by its definition: the lowest-ranked neighbours first, until none is a token."""
+    """Apply byte-pair encoding by its definition: merge the lowest-ranked neighbours first, until none is a token."""
     parts = [piece[index : index + 1] for index in range(len(piece))]
     while True:
         pairs = [ranks.get(parts[index] + parts[index + 1], 1 << 30) for index in range(len(parts) - 1)]
@@ -146,7 +146,7 @@ def bytes_of(token: str) -> bytes:
 def tiktoken_file(
     request, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenizer, tokenizers.Tokenizer]:
-    """Ours from a rank file of a trained vocabulary, and the reference that trained it."""
+    """Return ours from a tiktoken file of a trained vocabulary, and the reference that trained it."""
     name, known = request.param
     reference = vocabularies.train(name, 1000)
     added = set(reference.get_added_tokens_decoder())

@@ -1,7 +1,7 @@
 """Compiled layers: each kind once, the same bits on any number of devices and any partition, and a way out.
 
-Most of it is tested with `aot_eager`, which traces and differentiates as Inductor does but writes no code: what
-it runs are the operations that were traced.
+Most of it is tested with `aot_eager`, which traces and differentiates as Inductor does but writes no code:
+what it runs are the operations that were traced.
 """
 
 import logging
@@ -36,8 +36,9 @@ from torchround.run import engine_parts
 pytestmark = pytest.mark.compiles
 
 BATCHES = toy_batches(4, micro_batches=4)
-# A compiler may add up the terms of each sum in another order. Longest path: forward and backward through all blocks,
-# whose sums have the widths of the model, its feed-forward and its sequences; then at most four updates.
+# A compiler may add up the terms of each sum in another order. Longest path: forward and backward through all
+# blocks, whose sums have the widths of the model, its feed-forward and its sequences; then at most four
+# updates.
 TOY_TERMS = 4 * 3 * 6 * 64
 FAMILY_TERMS = 2 * 3 * 2 * (4 * 128 + 2 * 320 + 50)
 

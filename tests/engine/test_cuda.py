@@ -1,6 +1,7 @@
 """Losses and weights on one card equal a plain CUDA loop's bit for bit, for any number of workers that share it.
 
-The tests set deterministic mode and switch TF32 off. Both are the caller's settings, which the engine leaves alone.
+The tests set deterministic mode and switch TF32 off. Both are the caller's settings, which the engine leaves
+alone.
 """
 
 import pytest

@@ -96,7 +96,7 @@ def assert_fails(cause, workers):
 @pytest.mark.parametrize(
     ("fault", "call"), [(fail_in_forward, 9), (fail_in_forward, 24), (FailsBackward.apply, 24)]
 )
-def test_an_exception_in_a_layer_is_raised_and_training_can_go_on(monkeypatch, workers, fault, call):
+def test_an_exception_in_a_layer_is_raised_and_training_can_continue(monkeypatch, workers, fault, call):
     expected = toy_store(toy_model(), pinned=True)
     with cuda_engine(toy_model(), expected, PARTITION, 1) as engine:
         train(engine, BATCHES)

@@ -21,8 +21,8 @@ from torchround.run.numbers import RunNumbers, run_question
 pytestmark = pytest.mark.gpu
 
 MIB = 2**20
-# What the plan does not count: cuBLAS workspaces (32 MiB on Hopper for each thread and stream that multiplies),
-# temporaries of single operations, and rounding to the caching allocator's blocks.
+# What the plan does not count: cuBLAS workspaces (32 MiB on Hopper for each thread and stream that
+# multiplies), temporaries of single operations, and rounding to the caching allocator's blocks.
 UNCOUNTED_SHARE, UNCOUNTED_BYTES = 0.25, 192 * MIB
 # Estimates that reserve far more than is used would make plans slow.
 LEAST_SHARE = 0.5

@@ -58,8 +58,8 @@ def test_grad_dtype_below_the_training_dtype_rounds_on_the_way_down():
     rounded = gradients(trained_store("float32", grad_dtype="bfloat16"))
     exact = gradients(trained_store("float32"))
     assert all(gradient.dtype == torch.bfloat16 for gradient in rounded)
-    # These are gradients of the second step, whose weights already differ by the first one's rounding: two roundings
-    # to bf16, and room for what the network makes of the first.
+    # These are gradients of the second step, whose weights already differ by the first one's rounding: two
+    # roundings to bf16, and room for what the network makes of the first.
     for ours, theirs in zip(rounded, exact, strict=True):
         assert_close_in_sums(ours.float(), theirs, 4, unit=BF16)
 

@@ -64,7 +64,8 @@ def marked_model():
     return model
 
 
-# Per step a block runs 4 forwards (its forward or fused stage), then 4 recomputations if it has a backward stage.
+# Per step a block runs 4 forwards (its forward or fused stage), then 4 recomputations if it has a backward
+# stage.
 @pytest.mark.parametrize("num_devices", [1, 3])
 @pytest.mark.parametrize(
     ("block", "call", "stage", "micro_batch", "updates"),

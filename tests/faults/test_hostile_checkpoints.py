@@ -189,7 +189,7 @@ def hole(name: str):
     return make_hole
 
 
-# What is wrong with `theirs`, and what is said of it.
+# The forgery of `theirs`, and the message about it.
 CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a manifest that is a pickle": (
         lambda path: (path / "manifest.json").write_bytes(BOMB),

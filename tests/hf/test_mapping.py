@@ -135,18 +135,17 @@ USES_A_MAPPING = """
 import sys
 from pathlib import Path
 import torch
-from torchround.hf.tensor_folder import read_header
-from torchround.hf.tensor_folder import MappedFiles
+from torchround.hf.tensor_folder import map_file, read_header, view_of
 
 path = Path(sys.argv[1])
-numbers = MappedFiles().flat(read_header(path)["numbers"])
+numbers = view_of(map_file(path), read_header(path)["numbers"])
 path.rename(path.with_name("deleted"))
 path.write_bytes(b"another file of the same name")
 path.with_name("deleted").unlink()
 assert numbers[-1].item() == 3.0
 print("still there", flush=True)
 path = Path(sys.argv[2])
-numbers = MappedFiles().flat(read_header(path)["numbers"])
+numbers = view_of(map_file(path), read_header(path)["numbers"])
 with open(path, "r+b") as file:
     file.truncate(4096)
 print(numbers[-1].item())

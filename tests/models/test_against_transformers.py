@@ -202,10 +202,8 @@ def test_weights_after_ten_adamw_steps_of_the_engine_equal_those_of_transformers
     # eps well above the rounding of gradients: AdamW would turn the rounding of a vanishing one into a full step.
     settings = {"betas": (0.9, 0.95), "eps": 1e-3}
     groups = [[], []]
-    for (
-        name,
-        parameter,
-    ) in theirs.named_parameters():  # matrices decay; GPT-OSS stacks the biases of its experts
+    # Matrices decay. GPT-OSS stacks the biases of its experts, which makes them look like matrices.
+    for name, parameter in theirs.named_parameters():
         groups[parameter.ndim > 1 and not name.endswith("_bias")].append(parameter)
     decays = [
         {"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.0, 0.1), strict=True)
@@ -269,7 +267,7 @@ def test_documents_of_a_packed_batch_equal_transformers_run_one_by_one(pair, too
 def test_balance_penalty_and_its_gradients_equal_those_of_transformers(tools):
     settings = GROUPS_OF_THREE | EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     theirs, ours, names = make_pair(tools, "qwen3", Qwen3MoeForCausalLM, Qwen3MoeConfig, settings)
-    batch = tools.micro_batch([[40]], VOCAB)  # one sequence: transformers mixes those of a batch
+    batch = tools.micro_batch([[40]], VOCAB)  # one sequence: transformers mixes the sequences of a batch
     output = theirs(input_ids=batch.tokens)
     cross_entropy = cross_entropy_sum(output.logits, batch.labels)
     (cross_entropy + 0.5 * output.aux_loss * batch.num_labels()).backward()

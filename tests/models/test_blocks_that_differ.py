@@ -159,6 +159,9 @@ def test_penalties_that_cannot_be_added_up_are_refused_with_their_values():
         assemble(CONFIG, blocks)
 
 
-def test_an_unknown_activation_is_refused_with_the_legal_ones():
+@pytest.mark.parametrize(
+    "feed_forward", [partial(GatedMLP, 8, 16), partial(GatedExperts, 8, 4, 16)], ids=["dense", "experts"]
+)
+def test_an_unknown_activation_is_refused_with_the_legal_ones(feed_forward):
     with pytest.raises(ModelConfigError, match="activation = 'relu'; legal: silu, gelu_tanh"):
-        GatedMLP(8, 16, activation="relu")
+        feed_forward(activation="relu")

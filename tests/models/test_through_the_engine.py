@@ -1,6 +1,7 @@
 """Every family through the engine: the same bits as a plain loop, for any tensors that a layer hands to the next."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ from torchround.models import FAMILIES
 from torchround.pipeline.partition import Partition
 
 CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
+# A logit of size 1 has about 30 roundings of 2^-8 on its path, which add up to sqrt(30) * 2^-8 = 2 % if they are
+# independent. In the mean over 61 tokens that is 0.3 %, and of a loss of 3 it is 0.1 % (measured at most 0.13 %). A
+# few times that holds for other roundings too.
+BF16_PATH = 0.01
 PARTITION = Partition((1, 2), 1, (1, 1, 1))  # embedding; two blocks; head, and back one by one
 
 
@@ -43,7 +48,8 @@ def test_bf16_training_stays_close_to_fp32(name, flavor, tools):
         model = FAMILIES[name].build(config)
         with toy_engine(model, toy_store(model, dtype), PARTITION, num_devices=2) as engine:
             losses[dtype] = train(engine, [[batch]] * 8, lr=2e-3)
-    # The same micro-batch eight times: both losses fall by a tenth at least, along the same path.
-    assert losses[torch.float32][-1] < 0.9 * losses[torch.float32][0]
+    # The same micro-batch eight times: each step lowers the loss (measured by 3.5 % or more), so a step that was lost
+    # or done twice in bf16 would leave the path by more than the tolerance.
+    assert all(later < (1 - 2 * BF16_PATH) * loss for loss, later in pairwise(losses[torch.float32]))
     for narrow, wide in zip(losses[torch.bfloat16], losses[torch.float32], strict=True):
-        assert narrow == pytest.approx(wide, rel=0.02)
+        assert narrow == pytest.approx(wide, rel=BF16_PATH)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.optim import stability as loss_scale
+from torchround.optim import stability
 from torchround.optim.stability import HIGHEST_SCALE, INITIAL_SCALE, LOWEST_SCALE, LossScaling
 
 overflow_runs = st.lists(st.booleans(), min_size=1, max_size=60)
@@ -14,7 +14,7 @@ overflow_runs = st.lists(st.booleans(), min_size=1, max_size=60)
 
 @pytest.fixture
 def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL_STEPS", 5)
+    monkeypatch.setattr(stability, "GROWTH_INTERVAL_STEPS", 5)
 
 
 def scales_of(overflows: list[bool], scaling: LossScaling, first: int = 0) -> list[float]:
@@ -45,7 +45,7 @@ def expected_scales(overflows: list[bool], interval: int) -> list[float]:
 @given(overflows=overflow_runs)
 def test_the_scale_of_a_step_is_fixed_by_the_results_two_steps_before(overflows: list[bool]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_scale, "GROWTH_INTERVAL_STEPS", 5)
+        patch.setattr(stability, "GROWTH_INTERVAL_STEPS", 5)
         assert scales_of(overflows, LossScaling(dynamic=True)) == expected_scales(overflows, 5)
 
 
@@ -68,10 +68,10 @@ def test_it_stays_within_its_bounds() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(overflows=overflow_runs, data=st.data())
-def test_a_saved_state_goes_on_with_the_same_scales(overflows: list[bool], data: st.DataObject) -> None:
+def test_a_saved_state_continues_with_the_same_scales(overflows: list[bool], data: st.DataObject) -> None:
     stop = data.draw(st.integers(0, len(overflows)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_scale, "GROWTH_INTERVAL_STEPS", 5)
+        patch.setattr(stability, "GROWTH_INTERVAL_STEPS", 5)
         whole = scales_of(overflows, LossScaling(dynamic=True))
         stopped = LossScaling(dynamic=True)
         scales_of(overflows[:stop], stopped)

@@ -122,7 +122,7 @@ def test_a_micro_batch_holds_more_up_to_the_fused_stage_and_less_after_it():
 
 
 def test_uneven_micro_batches_and_boundaries_get_buffers_of_their_own():
-    """Two of size 3 and one of size 2; the input of layer 1 is twice as large as that of layer 2."""
+    """The micro-batches: two of size 3 and one of size 2; the input of layer 1 is twice as large as that of layer 2."""
     stages = Partition((1, 1), 1, (2,)).stages()
     held = HeldPass(stages, ({3: 2, 2: 1},), 0)
     buffers = most_buffers([held], 2, lambda cut, size: 10 * cut * size)

@@ -107,7 +107,7 @@ def test_no_partition_of_eight_layers_on_four_devices_is_faster(seed: int, updat
 def test_the_search_for_larger_models_is_within_one_per_cent_of_brute_force(
     num_layers: int, update: str
 ) -> None:
-    """Just above the size where everything is tried; one round, as the default is."""
+    """The models are just too large to try everything; one round, as by default."""
     layers = [LayerCost(f"layer.{i}", 1 + (i * 7 % 5) / 10, 2 + (i * 3 % 4) / 10) for i in range(num_layers)]
     model = Costs((*layers[:-1], LayerCost("head", 2.5, 5.0)), 0.1)
     plan = make_plan(model, 3, 6, update, 1, MemoryLimits(device_bytes=None))
@@ -244,7 +244,7 @@ def test_the_same_question_gets_the_same_plan(update: str) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2, 5])
 def test_one_device_with_room_runs_all_layers_as_one_stage(devices: int) -> None:
-    """No recomputation and no hop; several devices share the rounds where that is allowed."""
+    """This has no recomputation and no hop; several devices share the rounds if there are several."""
     layers = tuple(LayerCost(f"block.{i}", 1.0, 2.0, 100, 100, 100, 10) for i in range(12))
     plan = make_plan(Costs(layers, 0.1), devices, 10, "sync", "auto")
     assert plan.partition == Partition((), 12, ())

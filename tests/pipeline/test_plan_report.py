@@ -99,9 +99,9 @@ def test_the_proposed_batch_is_the_largest_halving_that_fits() -> None:
     answer = report_plan(tight)
     sizes = [size for size in (32, 16, 8, 4, 2, 1) if fits(replace(tight, global_batch_size=size))]
     assert answer.plan is None and 1 < sizes[0] < 32
-    told = {change.setting: change.fits for change in answer.changes}
-    assert told[f"training.global_batch_size = {sizes[0]}"]
-    assert sum("global_batch_size" in setting for setting in told) == 1
+    proposed = {change.setting: change.fits for change in answer.changes}
+    assert proposed[f"training.global_batch_size = {sizes[0]}"]
+    assert sum("global_batch_size" in setting for setting in proposed) == 1
 
 
 def test_a_proposed_batch_has_a_micro_batch_for_each_round() -> None:

@@ -14,7 +14,7 @@ DISTURBED = 0.7  # what a link carries for several devices, of what it carries f
 
 
 def rates_of(switches, uplink=DISTURBED * DEVICE_RATE, device_rate=DEVICE_RATE, noise=lambda: 1.0):
-    """`switches[d]`: the switch of device d. Two devices of one switch share its uplink equally."""
+    """Make the rates of devices that share a switch's uplink equally; `switches[d]` is the switch of device d."""
     together = {}
     for first, second in combinations(range(len(switches)), 2):
         shared = switches[first] == switches[second]
@@ -60,14 +60,14 @@ def test_the_links_found_are_the_switches_of_any_topology(switches, data):
 def test_devices_take_turns_only_if_turns_move_clearly_more_than_both_together(
     uplink_share, shares, takes_turns
 ):
-    """Turns cost something where a link is shared fairly, and more where it carries more than one device's rate."""
+    """Turns cost something on a fairly shared link, and more on one that carries more than one device's rate."""
     rates = rates_of([0, 0], uplink=uplink_share * DEVICE_RATE)
     assert bool(find_shared_links(rates)) == shares
     assert bool(use_of_links(rates).turns) == takes_turns
 
 
 def test_copies_that_disturb_each_other_beyond_their_share_take_turns():
-    """Together they move less than one of them alone, which is what the paper met."""
+    """Together they move less than one of them alone, as the paper measured."""
     rates = rates_of([0, 0], uplink=0.7 * DEVICE_RATE)
     [link] = find_shared_links(rates)
     assert link.takes_turns and link.kept == pytest.approx(0.35)

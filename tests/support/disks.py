@@ -60,7 +60,7 @@ class Disk:
         elif os.geteuid() != 0:
             self.checkpoints.chmod(0o555)
             self._endings.append(lambda: self.checkpoints.chmod(0o755))
-        else:  # root writes whatever the modes say; nobody writes to a folder that is a file
+        else:  # root ignores file modes, but cannot write into a folder that is a file
             self.readable = self.checkpoints.rename(self.checkpoints.with_name("aside"))
             self.checkpoints.touch()
             self._endings += [partial(os.rename, self.readable, self.checkpoints), self.checkpoints.unlink]

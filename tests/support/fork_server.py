@@ -147,7 +147,7 @@ def _become(request: dict[str, Any], scenarios: Any) -> None:
         os.dup2(output, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         code = getattr(scenarios, request["scenario"])(*request["arguments"])
-    except BaseException:  # noqa: BLE001  (a child must end here, whatever happens)
+    except BaseException:  # noqa: BLE001  (a child must end here after any error)
         import traceback
 
         traceback.print_exc()

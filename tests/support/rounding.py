@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 FP32 = 2.0**-24
-BF16 = 2.0**-8  # a bf16 result keeps 8 bits: relative rounding 2^-9, and the same again for its input
+BF16 = 2.0**-8
 FP16 = 2.0**-11
 
 

@@ -1,8 +1,9 @@
 """The board: where threads of an engine hand values to each other, each under a typed key.
 
-A kind of hand-over is one constant beside the type that it carries, for example `LOSS = HandOver[HostTensors](...)` in
-`worker/activation_transfers.py`; `LOSS(pass_index, micro_batch)` is the key of one loss. Posting and waiting name the same constant,
-so an editor finds one end from the other, and mypy rejects a value of another type. `ordering.py` lists all kinds.
+A kind of hand-over is one constant beside the type that it carries, for example `LOSS =
+HandOver[HostTensors](...)` in `worker/activation_transfers.py`; `LOSS(pass_index, micro_batch)` is the key of
+one loss. Posting and waiting name the same constant, so an editor finds one end from the other, and mypy
+rejects a value of another type. `ordering.py` lists all kinds.
 
 The locks inside are held for a few instructions only; threads sleep on events of their own.
 """
@@ -73,7 +74,10 @@ class Observer:
 
 
 class Board:
-    """Posted values by key. Each is posted once (`MAY_PUBLISH`, without a value, maybe again); posting wakes only the threads that wait for that key."""
+    """Posted values by key. Posting wakes only the threads that wait for that key.
+
+    Each key is posted once; posting one without a value again changes nothing.
+    """
 
     def __init__(self, observer: Observer | None = None) -> None:
         self.observer = observer or Observer()
@@ -145,7 +149,7 @@ class Board:
         return dict(self._waiting)  # a copy: threads begin and end their waits meanwhile
 
     def retire(self, kind: HandOver[T], below: int) -> None:
-        """Forget hand-overs of a kind with an number under `below`. No thread may wait for one of them again."""
+        """Forget hand-overs of a kind with a number under `below`. No thread may wait for one of them again."""
         with self._lock:
             values = self._values[kind]
             for key in [key for key in values if key.number < below]:

@@ -1,12 +1,13 @@
 """Compiled layers: each kind of layer is compiled once, for all its layers, passes and devices.
 
-Layers are of one kind if they are the same code: same classes, shapes and settings. A kind is compiled with its
-parameters as inputs, so one piece of code serves every layer of the kind on every worker, wherever its weights lie.
-Compilation waits for the first micro-batch of a new shape, because only then the shapes are those that occur. Forward
-and backward are compiled together, one kind at a time; devices that need nothing new continue meanwhile.
+Layers are of one kind if they are the same code: same classes, shapes and settings. A kind is compiled with
+its parameters as inputs, so one piece of code serves every layer of the kind on every worker, wherever its
+weights lie. Compilation waits for the first micro-batch of a new shape, because only then the shapes are
+those that occur. Forward and backward are compiled together, one kind at a time; devices that need nothing
+new continue meanwhile.
 
-Forward stages, recomputations and fused stages run the very same forward code. If each had its own, it would round
-differently, and results would depend on the plan.
+Forward stages, recomputations and fused stages run the very same forward code. If each had its own, it would
+round differently, and results would depend on the plan.
 """
 
 import copy
@@ -49,7 +50,8 @@ class LayerCompiler:
         self._compiling = threading.Lock()
         self._compiles: dict[str, bool] = {}  # by type of device: whether there is a compiler
         for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
-            # Only the last layer may compute something else without gradients, so it shares no code with the others.
+            # Only the last layer may compute something else without gradients, so it shares no code with the
+            # others.
             code = (index == len(model.layers) - 1, _structure(layer))
             kind = next((kind for kind in self.kinds if kind.code == code), None)
             if kind is None:
@@ -97,7 +99,8 @@ class LayerKind:
         self.paths = [path for path, _ in named]
         self._trained = [parameter.requires_grad for _, parameter in named]
         self.shapes: dict[object, CompiledShape] = {}
-        # A copy: `functional_call` replaces its parameters for a while, which the caller's model must not show.
+        # A copy: `functional_call` replaces its parameters for a while, which the caller's model must not
+        # show.
         self._prototype = copy.deepcopy(layer)
         self._is_last = is_last
         self._backend = backend
@@ -109,8 +112,8 @@ class LayerKind:
     ) -> Hidden | None:
         """Return the layer's output, None if this kind cannot be compiled."""
         inputs = () if hidden is None else as_tuple(hidden)
-        # Only the last layer may compute something else without gradients: the others share one code for both, so that
-        # a forward and its recomputation give the same bits.
+        # Only the last layer may compute something else without gradients: the others share one code for
+        # both, so that a forward and its recomputation give the same bits.
         differentiates = torch.is_grad_enabled() or not self._is_last
         documents = micro_batch.max_documents
         key = (
@@ -122,7 +125,8 @@ class LayerKind:
             micro_batch.tokens.shape,
             micro_batch.tokens.device,
         )
-        # Numbers that change from batch to batch go in as tensors, so that no new number is a new compilation.
+        # Numbers that change from batch to batch go in as tensors, so that no new number is a new
+        # compilation.
         micro_batch = replace(
             micro_batch,
             dropout_seed=_as_data(micro_batch.dropout_seed),
@@ -150,7 +154,10 @@ class LayerKind:
         micro_batch: MicroBatch,
         tensors: list[Tensor],
     ) -> None:
-        """Compile by running once. If that fails, the kind runs uncompiled, and an error of the layer itself shows there."""
+        """Compile by running once. If that fails, the kind runs uncompiled from now on.
+
+        An error of the layer itself is raised again there.
+        """
         try:
             # A compilation takes longer than the watchdog waits.
             with _counted_as_progress(board):
@@ -278,7 +285,10 @@ def _floating(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def _structure(layer: nn.Module) -> object:
-    """Return a value that is equal for layers of the same code: classes, settings, hooks, shapes and what is trained."""
+    """Return a value that is equal for layers of the same code.
+
+    It holds classes, settings, hooks, shapes, and which parameters are trained.
+    """
     own = set(vars(nn.Module()))
 
     def settings(module: nn.Module) -> list[tuple[str, object]]:

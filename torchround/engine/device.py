@@ -1,10 +1,11 @@
 """The device interface, the cpu (virtual) and cuda devices behind it, and what may watch them.
 
-The engine touches device memory, streams and events only through `Device`. A cpu device runs every operation at once
-in the calling thread; a cuda device only enqueues it. Everything that decides what waits for what is in code that
-both kinds share, so the race checker sees on the CPU what CUDA will do.
+The engine touches device memory, streams and events only through `Device`. A cpu device runs every operation
+at once in the calling thread; a cuda device only enqueues it. Everything that decides what waits for what is
+in code that both kinds share, so the race checker sees on the CPU what CUDA will do.
 
-A `DeviceWatcher` sees every operation and event of a device. The watchdog, the race checker and traces are watchers.
+A `DeviceWatcher` sees every operation and event of a device. The watchdog, the race checker and traces are
+watchers.
 """
 
 import time
@@ -84,8 +85,8 @@ class Mark:
 class DeviceWatcher:
     """Something that sees what a device's thread enqueues. A watcher overrides the methods that it needs.
 
-    It joins `Device.watchers` while no thread drives the device, and stays until `Device.release`. All methods run in
-    the thread that enqueues, so they must be short.
+    It joins `Device.watchers` while no thread drives the device, and stays until `Device.release`. All
+    methods run in the thread that enqueues, so they must be short.
     """
 
     def begins(
@@ -113,8 +114,8 @@ class DeviceWatcher:
 class Device(ABC):
     """Memory, streams and events of one worker. Used by one thread at a time, events by all threads.
 
-    `has_link` says that copies cross a link to the host, which other devices may share. `step_of` gives, for each
-    stream, the training step that its newest operations belong to, for watchers.
+    `has_link` says that copies cross a link to the host, which other devices may share. `step_of` gives, for
+    each stream, the training step that its newest operations belong to, for watchers.
     """
 
     name: str
@@ -275,8 +276,8 @@ class CpuDevice(Device):
         self._allocated_bytes = 0
 
 
-# Gradients are rounded by small kernels between their copies. At equal priority each would queue behind the kernels
-# of a whole stage.
+# Gradients are rounded by small kernels between their copies. At equal priority each would queue behind the
+# kernels of a whole stage.
 _PRIORITIES = {Stream.GRADIENT_DOWNLOAD: -1}
 
 
@@ -318,8 +319,8 @@ class CudaDevice(Device):
                 f"{self.name} cannot allocate {nbytes / GIB:.3f} GiB: {free / GIB:.3f} of its {total / GIB:.3f} GiB "
                 "are free"
             ) from error
-        # The previous user of this memory freed it in the order of the thread's current stream, which our streams
-        # know nothing about. In deterministic mode PyTorch also fills the buffer on that stream.
+        # The previous user of this memory freed it in the order of the thread's current stream, which our
+        # streams know nothing about. In deterministic mode PyTorch also fills the buffer on that stream.
         allocated = torch.cuda.current_stream(self.torch_device).record_event()
         for stream in self._streams.values():
             stream.wait_event(allocated)
@@ -342,7 +343,8 @@ class CudaDevice(Device):
         if isinstance(event, torch.cuda.Event):
             self._streams[stream].wait_event(event)
         else:
-            # The host's own event: what the host wrote is there once this returns, before anything is enqueued.
+            # The host's own event: what the host wrote is there once this returns, before anything is
+            # enqueued.
             event.synchronize()
 
     def _release(self) -> None:

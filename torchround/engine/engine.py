@@ -61,9 +61,9 @@ MOST_PASSES_UNDER_WAY = 2
 class EngineSettings:
     """Settings of an engine. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
 
-    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel.py`). `compiler` compiles the
-    layers; engines of one model that follow each other may share it. `turns` are groups of devices, by index, whose
-    weight uploads take turns (`engine/worker/link_turns.py`).
+    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel.py`). `compiler`
+    compiles the layers; engines of one model that follow each other may share it. `turns` are groups of
+    devices, by index, whose weight uploads take turns (`engine/worker/link_turns.py`).
     """
 
     rounds: int = 1
@@ -162,7 +162,8 @@ class Engine:
             # Before dispatch: the optimizer must know how many parts to expect when the first one lands.
             self._expect_gradients(rounds)
             self._dispatch(pass_, tasks)
-            # After the jobs: devices are not to wait, and the optimizer has nothing to do before the first part lands.
+            # After the jobs: devices are not to wait, and the optimizer has nothing to do before the first
+            # part lands.
             self._board.post(TRAINING_PASS(self._step), pass_)
             self._awaiting_step = True
             return self._track(pass_, tasks)
@@ -192,9 +193,9 @@ class Engine:
     def save(self, write: Callable[[SaveSource], T]) -> PendingSave[T]:
         """Save the store as it is after the last dispatched step: calls `write` on the saver's thread. Does not wait.
 
-        Training continues meanwhile; a bundle's next update waits until `write` reports that it has read the bundle.
-        Saves are made one after the other. If `write` waits for `PendingSave.may_publish`, the caller must call that
-        before the engine ends.
+        Training continues meanwhile; a bundle's next update waits until `write` reports that it has read the
+        bundle. Saves are made one after the other. If `write` waits for `PendingSave.may_publish`, the caller
+        must call that before the engine ends.
         """
         with self._life.call():
             if self._awaiting_step:
@@ -212,7 +213,8 @@ class Engine:
         with self._life.call():
             for result in self._results:
                 result.wait()
-            # If the store is at the last step already, `UPDATED` may be forgotten, or may never have been posted.
+            # If the store is at the last step already, `UPDATED` may be forgotten, or may never have been
+            # posted.
             if self.store.step < self._step or not self.store.is_consistent:
                 self._watchdog.wait(UPDATED(self._step - 1))
 
@@ -248,7 +250,8 @@ class Engine:
         problem = check_micro_batches(micro_batches)
         if problem is not None:
             raise EngineUsageError(problem)
-        # Each device that works on a micro-batch uploads its integers; the last one gives the host buffer back.
+        # Each device that works on a micro-batch uploads its integers; the last one gives the host buffer
+        # back.
         readers: dict[int, set[int]] = {}
         for task in tasks:
             for index in task.micro_batches:
@@ -282,7 +285,8 @@ class Engine:
         return pass_
 
     def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
-        # All uploads are announced before the first job: an update must not overwrite a version that a later job reads.
+        # All uploads are announced before the first job: an update must not overwrite a version that a later
+        # job reads.
         for bundle, use in uploads(self.store, tasks):
             self._ordering.expect_upload(bundle, pass_.version, use)
         for task in tasks:
@@ -306,8 +310,8 @@ class Engine:
             self._collect(self._results.pop(0))
         if not self._results:
             return
-        # All passes before this one are collected, updates included. Rule 4 of this one asks for the step before it,
-        # hence the minus one.
+        # All passes before this one are collected, updates included. Rule 4 of this one asks for the step
+        # before it, hence the minus one.
         oldest = self._results[0]
         self._ordering.retire(oldest.pass_.version - 1)
         self._board.retire(TRAINING_PASS, oldest.pass_.step)

@@ -40,8 +40,9 @@ class FaultLocation:
 class PipelineError(EngineError):
     """A fault inside the pipeline; the engine has stopped and `__cause__` is the original exception.
 
-    `location` names device, stage, layers and micro-batch. `store_is_consistent` is False only if an optimizer update
-    could not be completed: then the host store mixes two weight versions and must not be saved.
+    `location` names device, stage, layers and micro-batch. `store_is_consistent` is False only if an
+    optimizer update could not be completed: then the host store mixes two weight versions and must not be
+    saved.
     """
 
     def __init__(self, location: FaultLocation, problem: str, store_is_consistent: bool = True) -> None:

@@ -12,8 +12,8 @@ from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineEr
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.store.host_memory import HostPool
 
-# Time that ending allows for all threads together, and then for each bundle of an update under way. A thread inside a
-# computation cannot be interrupted; it is a daemon and ends with the process.
+# Time that ending allows for all threads together, and then for each bundle of an update under way. A thread
+# inside a computation cannot be interrupted; it is a daemon and ends with the process.
 JOIN_S = 30.0
 
 
@@ -60,7 +60,8 @@ class Lifecycle:
             yield
         except Stopped:
             self.raise_if_ended(during_call=True)
-        # The call has its answer, but a fault came meanwhile, for example one that the update's second try overcame.
+        # The call has its answer, but a fault came meanwhile, for example one that the update's second try
+        # overcame.
         if self.failure is not None and not is_there:
             self.raise_if_ended()
 
@@ -77,7 +78,8 @@ class Lifecycle:
     def stop(self) -> None:
         """End every thread and give devices and pool back. A thread that still runs at the deadline keeps its memory.
 
-        Waits for an update under way as long as it moves, because only a complete one leaves a store that can be saved.
+        Waits for an update under way as long as it moves, because only a complete one leaves a store that can
+        be saved.
         """
         with self._lock:
             if self._stopped:
@@ -92,7 +94,8 @@ class Lifecycle:
         while self._optimizer and self._optimizer.thread.is_alive() and self._optimizer.moves != moves:
             moves = self._optimizer.moves
             self._optimizer.thread.join(JOIN_S)
-        # A device is given back only if no thread drives it any more: another engine may allocate on it at once.
+        # A device is given back only if no thread drives it any more: another engine may allocate on it at
+        # once.
         busy = {thread.name for thread in ours if thread.is_alive()}
         for device, thread in zip_longest(self._devices, self._threads[: len(self._devices)]):
             drives = thread is not None and thread.name in busy  # no thread yet: the engine did not fit

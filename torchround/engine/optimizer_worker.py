@@ -1,8 +1,8 @@
 """One thread that turns gradients into weights: norm as gradients land, then the update, layer by layer.
 
 The update runs in forward order, so the next step's forward starts on the layers that are done. It can be
-finished but not undone. An update that failed in the middle is therefore completed before the fault is reported, so that
-the host store holds a whole number of updates.
+finished but not undone. An update that failed in the middle is therefore completed before the fault is
+reported, so that the host store holds a whole number of updates.
 """
 
 import ctypes
@@ -44,10 +44,10 @@ class BundleUpdate:
 class UpdateReport:
     """The outcome of an update. `seconds` is the time the optimizer was busy on this step.
 
-    `grad_norm` is the norm of the unscaled gradient before clipping. `loss_scale` is the factor of this step's loss (1
-    except in float16). `fault` says why the update was skipped; it is empty for an overflow under a loss scale that
-    can still fall. `not_finite` lists the micro-batches whose loss is not finite. `waited_for_save_s` is how long
-    bundles had to wait because a save beside training had not read them yet.
+    `grad_norm` is the norm of the unscaled gradient before clipping. `loss_scale` is the factor of this
+    step's loss (1 except in float16). `fault` says why the update was skipped; it is empty for an overflow
+    under a loss scale that can still fall. `not_finite` lists the micro-batches whose loss is not finite.
+    `waited_for_save_s` is how long bundles had to wait because a save beside training had not read them yet.
     """
 
     grad_norm: float
@@ -209,7 +209,8 @@ class OptimizerWorker:
             overcome = self._apply(step, lr, clip_scale(norm, self._max_norm) / loss_scale)
             self._store.spikes.record(loss, norm)
         self._store.loss_scaling.record(step, overflowed)
-        # Before `UPDATED` is posted: a call that waits for it must see the fault, not end as if all were well.
+        # Before `UPDATED` is posted: a call that waits for it must see the fault, not end as if all were
+        # well.
         if overcome is not None:
             self._on_failure(overcome)
         # The step first: a thread that finds the store consistent after a stop saves it under this step.
@@ -230,8 +231,8 @@ class OptimizerWorker:
         )
         self._busy_s, self._waited_for_save_s, self._bundle_updates = 0.0, 0.0, []
         self._board.post(UPDATED(step), report)
-        # After `UPDATED`: a stop must not take the report of an update that is complete. The next job may be posted
-        # already, and waiting for it would not notice the stop.
+        # After `UPDATED`: a stop must not take the report of an update that is complete. The next job may be
+        # posted already, and waiting for it would not notice the stop.
         self._board.raise_if_stopped()
 
     def _begin_update(self) -> None:
@@ -273,7 +274,8 @@ class OptimizerWorker:
                 # Without compiled kernels, which may be what failed.
                 self._update_bundle(bundle, step, lr, gradient_scale, progress, {})
             self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
-            # Posted per bundle: the next step's forward uploads the first layers while later ones are updated.
+            # Posted per bundle: the next step's forward uploads the first layers while later ones are
+            # updated.
             self._ordering.gradient_consumed(bundle.index, step)
             self._ordering.updated(bundle.index, step)
         return overcome
@@ -371,9 +373,9 @@ class OptimizerWorker:
 def update_threads(num_devices: int) -> int:
     """Return the number of threads for the optimizer's operations.
 
-    Leaves a core for each device's thread, but keeps at least half of the cores, and never takes more threads than
-    PyTorch has (`engine.cpu_threads`). Kernel launches that wait for a core cost a device far more than the update
-    loses by one core, because memory bandwidth bounds the update.
+    Leaves a core for each device's thread, but keeps at least half of the cores, and never takes more threads
+    than PyTorch has (`engine.cpu_threads`). Kernel launches that wait for a core cost a device far more than
+    the update loses by one core, because memory bandwidth bounds the update.
     """
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(torch.get_num_threads(), max(available - num_devices, available // 2)))
@@ -382,8 +384,8 @@ def update_threads(num_devices: int) -> int:
 def use_threads_here(count: int) -> None:
     """Run this thread's parallel operations, PyTorch's and compiled ones, with `count` threads.
 
-    `torch.set_num_threads` would change the number for later threads as well, so this calls OpenMP itself, after
-    PyTorch has set this thread up. If OpenMP cannot be found, PyTorch's number stays.
+    `torch.set_num_threads` would change the number for later threads as well, so this calls OpenMP itself,
+    after PyTorch has set this thread up. If OpenMP cannot be found, PyTorch's number stays.
     """
     torch.get_num_threads()
     with suppress(OSError, AttributeError):

@@ -1,7 +1,7 @@
 """The six ordering rules: which thread may read or write what, and when.
 
-Rules 1 to 5 are those of the RoundPipe paper (section 4.3), kept per bundle of parameters; rule 6 is for saves beside
-training. Each rule is one method of `Ordering`, and each has a test that breaks it.
+Rules 1 to 5 are those of the RoundPipe paper (section 4.3), kept per bundle of parameters; rule 6 is for
+saves beside training. Each rule is one method of `Ordering`, and each has a test that breaks it.
 
 | rule | who waits | until |
 |---|---|---|
@@ -12,8 +12,8 @@ training. Each rule is one method of `Ordering`, and each has a test that breaks
 | 5 | the optimizer, before it updates a bundle | the previous update of that bundle is complete |
 | 6 | the optimizer, before it overwrites a version being saved | the save has read it |
 
-All hand-overs between threads, rules included, go through one `Board`. These are their kinds. (C is the controller,
-which is the caller's thread; D a device worker; O the optimizer worker; S the saver.)
+All hand-overs between threads, rules included, go through one `Board`. These are their kinds. (C is the
+controller, which is the caller's thread; D a device worker; O the optimizer worker; S the saver.)
 
 | kind | defined in | key | carries | from | to |
 |---|---|---|---|---|---|
@@ -74,8 +74,8 @@ class Ordering:
     def __init__(self, board: Board, versions: int) -> None:
         self._board = board
         self._versions = versions
-        # By version and bundle: uploads that rule 1 has to wait for. The controller adds and removes, the optimizer
-        # takes; hence the lock.
+        # By version and bundle: uploads that rule 1 has to wait for. The controller adds and removes, the
+        # optimizer takes; hence the lock.
         self._uses: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._uses_lock = threading.Lock()
         self._num_parts: dict[tuple[int, int], int] = {}
@@ -84,7 +84,8 @@ class Ordering:
     def begin(self, bundles: Sequence[int], step: int) -> None:
         """Declare that the store holds every version that `step` and later steps may read, and that nothing runs."""
         for bundle in bundles:
-            # At step 0 the older versions have negative numbers. They equal version 0, and nothing waits for them.
+            # At step 0 the older versions have negative numbers. They equal version 0, and nothing waits for
+            # them.
             for version in range(step - self._versions + 1, step + 1):
                 self._board.signal(WEIGHTS(version, bundle))
             self._board.signal(GRADIENT_CONSUMED(step - 1, bundle))
@@ -147,7 +148,8 @@ class Ordering:
         """Post that version `step + 1` is complete."""
         self._board.signal(WEIGHTS(step + 1, bundle))
 
-    # Rules 3 and 4. A step's gradient arrives in parts: one for each round and each layer that uses the bundle.
+    # Rules 3 and 4. A step's gradient arrives in parts: one for each round and each layer that uses the
+    # bundle.
 
     def expect_gradient(self, bundle: int, step: int, num_parts: int) -> None:
         """Announce how many downloads make up a step's gradient. The controller calls this before dispatch."""
@@ -173,8 +175,9 @@ class Ordering:
     def before_gradient_write(self, bundle: int, step: int, previous_part: int) -> None:
         """Rule 4: wait until the optimizer has consumed the gradient before this one.
 
-        That is the previous round's part, `previous_part`, or the previous step's gradient if `previous_part` is
-        negative, as in a step's first round. It protects `Bundle.gradient` and bounds the pool's buffers for parts.
+        That is the previous round's part, `previous_part`, or the previous step's gradient if `previous_part`
+        is negative, as in a step's first round. It protects `Bundle.gradient` and bounds the pool's buffers
+        for parts.
         """
         self._board.wait(_consumed(bundle, step, previous_part))
 
@@ -201,8 +204,8 @@ class Ordering:
     def before_overwriting_saved(self, bundle: int, version: int) -> None:
         """Rule 6: wait until every save of `version` has read this bundle.
 
-        An update cannot stop half-way. After a stop this therefore returns, but not before the saver has ended and
-        reads no more.
+        An update cannot stop half-way. After a stop this therefore returns, but not before the saver has
+        ended and reads no more.
         """
         for save in self._saves.pop((version, bundle), ()):
             key = READ_BY_SAVE(version, bundle, save)

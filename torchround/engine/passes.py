@@ -1,8 +1,8 @@
 """A pass: one batch's trip through the pipeline, as the controller hands it out, and the buffers that it needs.
 
-Buffers are reserved before the first stage job of a pass is handed out. A pool that grew when it ran dry would
-page-lock memory in the middle of a step, whenever devices progress in an order that they had not taken before.
-`pipeline/host_buffers.py` counts for the worst order.
+Buffers are reserved before the first stage job of a pass is handed out. A pool that grew when it ran dry
+would page-lock memory in the middle of a step, whenever devices progress in an order that they had not taken
+before. `pipeline/host_buffers.py` counts for the worst order.
 """
 
 from collections import Counter
@@ -27,10 +27,11 @@ from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask
 class Pass:
     """The facts that all stage jobs of a pass share.
 
-    `step` counts the training steps before it; `version` is the weight version it reads. `loss_factor` multiplies each
-    token's loss before the backward pass: it is the loss scale divided by `num_labels`. `forward_inputs` are the layers
-    whose input a forward or fused stage takes from the host, `backward_inputs` the layers whose input a backward stage
-    takes. `sizes` is the staging space that its devices need; `shape` decides that.
+    `step` counts the training steps before it; `version` is the weight version it reads. `loss_factor`
+    multiplies each token's loss before the backward pass: it is the loss scale divided by `num_labels`.
+    `forward_inputs` are the layers whose input a forward or fused stage takes from the host,
+    `backward_inputs` the layers whose input a backward stage takes. `sizes` is the staging space that its
+    devices need; `shape` decides that.
     """
 
     index: int
@@ -50,8 +51,8 @@ class Pass:
 class StageJob:
     """A stage task of a pass, as a device gets it.
 
-    `part_numbers` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer windows are
-    `window`, `window + 1`, .. in the run's order (`pipeline/shared_links.py`).
+    `part_numbers` gives, by layer and bundle, which part of the step's gradient it makes. Its transfer
+    windows are `window`, `window + 1`, .. in the run's order (`pipeline/shared_links.py`).
     """
 
     task: StageTask
@@ -215,17 +216,20 @@ class BufferReservation:
     def reserve_for(self, this: PassShape, before: PassShape | None) -> StagingSizes:
         """Reserve the buffers of a pass and the previous one, which may be under way together.
 
-        Without a previous pass, reserves for this one and another like it after it. If the devices have to wait for
-        the previous pass's update, only stages of frozen layers at the start of this pass overlap with it.
+        Without a previous pass, reserves for this one and another like it after it. If the devices have to
+        wait for the previous pass's update, only stages of frozen layers at the start of this pass overlap
+        with it.
         """
-        # The second pass is made up here rather than met later, where it would page-lock memory in the middle of a run.
+        # The second pass is made up here rather than met later, where it would page-lock memory in the middle
+        # of a run.
         if before is None:
             next_step = this.step + 1
             before, this = (
                 this,
                 replace(this, step=next_step, version=self._store.policy.version_read(next_step)),
             )
-        # Steps of a run have few shapes, so buffers for most passes are reserved already and this costs a look-up.
+        # Steps of a run have few shapes, so buffers for most passes are reserved already and this costs a
+        # look-up.
         key = this, before, this.runs_beside(before)
         if key not in self._reserved:
             ahead = len(this.stages) if this.runs_beside(before) else self._frozen_stages(this)

@@ -1,7 +1,8 @@
 """The measurements of a step by devices and the optimizer, and the result that the caller of a pass gets.
 
-Devices report stage slots (`StageReport`), the optimizer reports updates. A `StepResult` waits for these reports when
-its caller asks for them, and keeps them. `costs_from_reports` turns them into the planner's costs.
+Devices report stage slots (`StageReport`), the optimizer reports updates. A `StepResult` waits for these
+reports when its caller asks for them, and keeps them. `costs_from_reports` turns them into the planner's
+costs.
 """
 
 from collections import defaultdict
@@ -42,12 +43,14 @@ class DeviceSpan:
 class StageReport:
     """The measurements of one stage slot on its device.
 
-    `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready` marks the
-    arrival of its weights. `update_wait_s` is how long the device's thread waited until it could send them, because
-    the optimizer had not written them yet. The bytes crossed the link while the device worked on the slot.
+    `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready`
+    marks the arrival of its weights. `update_wait_s` is how long the device's thread waited until it could
+    send them, because the optimizer had not written them yet. The bytes crossed the link while the device
+    worked on the slot.
 
-    The marks lie in the compute and upload streams, so on CUDA every time is the device's own. Reading a time waits
-    until the device has passed the slot. The four times add up to the span from `idle_since` to the slot's end.
+    The marks lie in the compute and upload streams, so on CUDA every time is the device's own. Reading a time
+    waits until the device has passed the slot. The four times add up to the span from `idle_since` to the
+    slot's end.
     """
 
     task: StageTask
@@ -67,7 +70,8 @@ class StageReport:
     @cached_property
     def input_wait_s(self) -> float:
         """Idle seconds until an input or a gradient of a neighbouring stage arrived."""
-        # All weights arrived before the first span, so a gap between two spans is a wait for an activation or gradient.
+        # All weights arrived before the first span, so a gap between two spans is a wait for an activation or
+        # gradient.
         between_s = sum(
             max(later.start.seconds_since(earlier.end), 0.0)
             for earlier, later in zip(self.spans, self.spans[1:], strict=False)
@@ -182,8 +186,8 @@ def costs_from_reports(
     """Return `counted` with measured seconds in place of counted ones.
 
     The reports come from steps under `one_layer_a_stage`: each of their stage slots is one layer's forward,
-    recomputation or backward, so nothing more needs measuring. `updates` gives, for each step, the bundles that its
-    update changed; empty for a skipped update.
+    recomputation or backward, so nothing more needs measuring. `updates` gives, for each step, the bundles
+    that its update changed; empty for a skipped update.
     """
     samples: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
     for report in reports:
@@ -191,7 +195,8 @@ def costs_from_reports(
             # A recomputation is the same work as a forward.
             kind = TaskKind.FORWARD if span.kind is TaskKind.RECOMPUTE else span.kind
             samples[kind, report.task.stage.start].append(span.seconds)
-    # Medians, because the first step (caches, compilation) and other processes make single samples far too long.
+    # Medians, because the first step (caches, compilation) and other processes make single samples far too
+    # long.
     seconds = {key: median(values) for key, values in samples.items()}
     last = counted.num_layers - 1
     layers = [

@@ -1,8 +1,8 @@
 """One thread that lets saves read the host store beside training, between two updates of each bundle.
 
-A save's own work (files, checksums, the disk) is its caller's function. This thread gives the function the store as it
-is after a certain step, and lets the next update of a bundle begin as soon as the function has read it. The optimizer's
-thread cannot do this: it has gradients to add up while the save waits for a disk.
+A save's own work (files, checksums, the disk) is its caller's function. This thread gives the function the
+store as it is after a certain step, and lets the next update of a bundle begin as soon as the function has
+read it. The optimizer's thread cannot do this: it has gradients to add up while the save waits for a disk.
 """
 
 import threading
@@ -47,7 +47,8 @@ class SaveSource:
             self.tensors |= views
             if bundle.trainable:
                 self._bundle_of |= dict.fromkeys(views, bundle.index)
-        # By bundle: tensors still to be read. The last one frees the bundle for its next update (ordering rule 6).
+        # By bundle: tensors still to be read. The last one frees the bundle for its next update (ordering
+        # rule 6).
         self._unread = Counter(self._bundle_of.values())
 
     def raise_if_abandoned(self) -> None:
@@ -71,8 +72,8 @@ class SaveSource:
     def before_publishing(self) -> None:
         """Declare that no tensor is read again, and wait for `PendingSave.may_publish`.
 
-        Raises `Stopped` if the engine has ended, even if publishing was allowed before: the thread that ended the
-        engine may be working on these files by now.
+        Raises `Stopped` if the engine has ended, even if publishing was allowed before: the thread that ended
+        the engine may be working on these files by now.
         """
         # Before the wait, which may last several steps: no update has to wait for it too.
         self.finish_reading()
@@ -106,7 +107,10 @@ class PendingSave(Generic[T]):
         return self._board.ready(SAVE_ENDED(self._index))
 
     def may_publish(self) -> None:
-        """Let the checkpoint appear: everything that must be on record before it counts is on record."""
+        """Let the checkpoint appear: everything that must be on record before it counts is on record.
+
+        May be called again, and after the save has ended.
+        """
         self._board.signal(MAY_PUBLISH(self._index))
 
     def wait(self) -> None:

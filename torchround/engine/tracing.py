@@ -1,7 +1,8 @@
 """Traces of chosen steps: every computation, copy and update around a step, as the simulator's own kind of timeline.
 
-Tracing never waits for a device, so the trace of an asynchronous step shows how it overlaps the steps before and after
-it. Devices report computations and the optimizer reports updates anyway; copies are noted only near a traced step.
+Tracing never waits for a device, so the trace of an asynchronous step shows how it overlaps the steps before
+and after it. Devices report computations and the optimizer reports updates anyway; copies are noted only near
+a traced step.
 """
 
 import json
@@ -35,12 +36,12 @@ _COPIES = {
 class StepTraces(DeviceWatcher):
     """The traces that `[trace]` asks for: `step-N.json` for ui.perfetto.dev in `folder`.
 
-    With `trace.memory` there is also `step-N-memory.pickle` for pytorch.org/memory_viz. Steps count from 1 in the
-    config and in file names, from 0 in results and tasks.
+    With `trace.memory` there is also `step-N-memory.pickle` for pytorch.org/memory_viz. Steps count from 1 in
+    the config and in file names, from 0 in results and tasks.
 
-    Call `start` for each new engine. For each step call `before_dispatch`, and `add` once the step is done. The
-    trace of step N is written once step N + 1 is done, or at `finish`: the engine collects a step before it dispatches
-    the next but one, so only N - 1 and N + 1 can overlap step N.
+    Call `start` for each new engine. For each step call `before_dispatch`, and `add` once the step is done.
+    The trace of step N is written once step N + 1 is done, or at `finish`: the engine collects a step before
+    it dispatches the next but one, so only N - 1 and N + 1 can overlap step N.
     """
 
     def __init__(self, table: TraceTable, folder: Path, devices: Sequence[Device], total_steps: int) -> None:
@@ -197,8 +198,8 @@ class StepTraces(DeviceWatcher):
     def _move_anchors(self, result: StepResult) -> None:
         """Anchor each device at its first computation of a finished step.
 
-        CUDA gives the time between two marks as float32 milliseconds: hours after an engine's start, that would place
-        the tasks of a trace only to a millisecond.
+        CUDA gives the time between two marks as float32 milliseconds: hours after an engine's start, that
+        would place the tasks of a trace only to a millisecond.
         """
         first = {report.task.device: report.spans[0].start for report in reversed(result.reports())}
         for device, mark in first.items():
@@ -229,7 +230,8 @@ class StepTraces(DeviceWatcher):
             torch.cuda.memory._dump_snapshot(str(self._folder / f"step-{step + 1}-memory.pickle"))
         except OSError as error:
             _warn(step, error)
-        # The next step runs already. If it is traced too, its own snapshot needs what is recorded from here on.
+        # The next step runs already. If it is traced too, its own snapshot needs what is recorded from here
+        # on.
         if step + 1 not in self._steps:
             self._record_memory(False)
 

@@ -1,6 +1,6 @@
 """Hugging Face folders: weights read straight into the host store, and written back from a checkpoint.
 
-This room knows tensor names, shapes and dtypes, but no model family: its callers say which tensor holds which
+This package knows tensor names, shapes and dtypes, but no model family: its callers say which tensor holds which
 parameter.
 """
 

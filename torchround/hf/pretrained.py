@@ -4,6 +4,7 @@ Names, shapes and types are checked by the headers before the first byte is read
 (MXFP4: one expert matrix), so a model is never in memory twice.
 """
 
+import functools
 import json
 import os
 import sys
@@ -21,11 +22,12 @@ from torchround.hf.tensor_folder import (
     PIECE_BYTES,
     SINGLE_FILE,
     HFError,
-    MappedFiles,
     StoredTensor,
     TensorFiles,
     can_map,
+    map_file,
     read_folder,
+    view_of,
 )
 from torchround.layer import HFTensors
 
@@ -87,11 +89,11 @@ class PretrainedWeights:
 
         Returns for each the flat, read-only tensors that make it up, in order. Later calls of `load` skip them.
         """
-        files, mapped = MappedFiles(), {}
+        map_once, mapped = functools.cache(map_file), {}
         for name in parameters:
             stored = [self._tensors[part] for part in _names_in(self._names[name]) if part in self._tensors]
             if len(stored) == len(_names_in(self._names[name])) and all(can_map(t, dtype) for t in stored):
-                mapped[name] = tuple(map(files.flat, stored))
+                mapped[name] = tuple(view_of(map_once(tensor.path), tensor) for tensor in stored)
         self._mapped = frozenset(mapped)
         return mapped
 

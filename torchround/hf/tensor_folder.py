@@ -161,27 +161,13 @@ def can_map(tensor: StoredTensor, dtype: torch.dtype) -> bool:
     return tensor.dtype == dtype and tensor.nbytes > 0 and tensor.begin % dtype.itemsize == 0
 
 
-class MappedFiles:
-    """Read-only memory maps, one for each file: bytes are read at first use and never written.
+def map_file(path: Path) -> Tensor:
+    """Map the whole file as uint8, read-only: bytes are read at first use. Raises `HFError` if that is impossible.
 
-    A map lives as long as a tensor refers to it. The kernel may drop its pages again whenever it needs the memory. If
-    a file is cut short while it is mapped, the next use of the missing part ends the process with SIGBUS, so no
+    The map lives as long as a view of it. The system may drop its pages again whenever it needs the memory. If the
+    file is cut short while it is mapped, the next use of the missing part ends the process with SIGBUS, so no
     file of a running model may be changed.
     """
-
-    def __init__(self) -> None:
-        self._files: dict[Path, Tensor] = {}
-
-    def flat(self, tensor: StoredTensor) -> Tensor:
-        """Return the tensor's numbers, flat, as a view of the file. Raises `HFError` if it cannot be mapped."""
-        assert tensor.dtype is not None, f"{tensor.name} is {tensor.dtype_name}"
-        if tensor.path not in self._files:
-            self._files[tensor.path] = _map(tensor.path)
-        return self._files[tensor.path][tensor.begin : tensor.begin + tensor.nbytes].view(tensor.dtype)
-
-
-def _map(path: Path) -> Tensor:
-    """Map the whole file as uint8."""
     try:
         with open(path, "rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -191,3 +177,9 @@ def _map(path: Path) -> Tensor:
         # PyTorch warns because it cannot mark a tensor as read-only. Nothing here writes to it.
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def view_of(mapped: Tensor, tensor: StoredTensor) -> Tensor:
+    """Return the tensor's numbers, flat, as a view of its mapped file."""
+    assert tensor.dtype is not None, f"{tensor.name} is {tensor.dtype_name}"
+    return mapped[tensor.begin : tensor.begin + tensor.nbytes].view(tensor.dtype)

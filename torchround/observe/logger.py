@@ -1,7 +1,8 @@
 """One `log` for everything that a run reports to, which never raises.
 
-A reporter that fails (full disk, no network, closed terminal) costs one warning; training and the other reporters
-continue. The reporter gets every later record too, so it works again as soon as the disk or the network does.
+A reporter that fails (full disk, no network, closed terminal) costs one warning; training and the other
+reporters continue. The reporter gets every later record too, so it works again as soon as the disk or the
+network does.
 """
 
 import logging
@@ -22,7 +23,8 @@ logger = logging.getLogger(__name__)
 class MetricsLogger:
     """The reporters of a run, by name; each gets every record.
 
-    `wandb_run_id` goes into checkpoints: the id of the run that is logged to, otherwise the id that was given.
+    `wandb_run_id` goes into checkpoints: the id of the run that is logged to, otherwise the id that was
+    given.
     """
 
     def __init__(
@@ -76,8 +78,8 @@ def open_metrics(
 ) -> MetricsLogger:
     """Make the reporters of a run in `folder`: the console, `metrics.jsonl`, and wandb if `[metrics]` asks for it.
 
-    `resumed_step` is the number of updates done so far, `wandb_run_id` the checkpoint's. wandb shows `config`, the
-    resolved configuration.
+    `resumed_step` is the number of updates done so far, `wandb_run_id` the checkpoint's. wandb shows
+    `config`, the resolved configuration.
     """
     reporters: dict[str, Callable[[], Reporter]] = {
         "the console": lambda: ConsoleReport(total_steps, resumed_step),

@@ -52,8 +52,8 @@ def draw_run(folder: Path) -> None:
 def read_losses(folder: Path) -> LossCurve:
     """Read the losses of a run. Raises `OSError` if the folder has no metrics.
 
-    A resumed run continues the same file, so its curve has all its parts. Lines that are cut off or hold no loss
-    (it was not finite) are left out.
+    A resumed run continues the same file, so its curve has all its parts. Lines that are cut off or hold no
+    loss (it was not finite) are left out.
     """
     # matplotlib would take `$` for the start of a formula, and hides a legend entry that begins with `_`.
     name = folder.resolve().name.lstrip("_").replace("$", r"\$")
@@ -76,12 +76,13 @@ def read_losses(folder: Path) -> LossCurve:
 def draw_curves(curves: Sequence[LossCurve], picture: Path) -> None:
     """Draw the curves of one or several runs over each other into the PNG `picture`.
 
-    Raises `ValueError` if no curve has a loss, `ImportError` without matplotlib, and `OSError` if the disk fails.
+    Raises `ValueError` if no curve has a loss, `ImportError` without matplotlib, and `OSError` if the disk
+    fails.
     """
     if not any(curve.steps for curve in curves):
         raise ValueError(f"no loss to draw in {', '.join(curve.name for curve in curves)}")
-    # Not through pyplot, which chooses a backend by the display and keeps figures alive. A bare figure that is
-    # saved as PNG uses the backend Agg, which needs no display.
+    # Not through pyplot, which chooses a backend by the display and keeps figures alive. A bare figure that
+    # is saved as PNG uses the backend Agg, which needs no display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")

@@ -12,15 +12,17 @@ import psutil
 class StepRecord:
     """One logged step. Rates, times and bytes are means per step over the steps since the last record.
 
-    `step` counts finished updates, so the first is 1. `tokens` counts the labels trained on since the run began, without
-    padding and masked tokens. `tokens_per_s` and `mfu` leave out padding alone. `loss` is the mean over the step's
-    labels, `grad_norm` the norm before clipping. `bubble` and `mfu` are fractions of 1. GiB are 2^30 bytes. None means
-    a value that is not known, such as the `mfu` of a card whose peak is not known.
+    `step` counts finished updates, so the first is 1. `tokens` counts the labels trained on since the run
+    began, without padding and masked tokens. `tokens_per_s` and `mfu` leave out padding alone. `loss` is the
+    mean over the step's labels, `grad_norm` the norm before clipping. `bubble` and `mfu` are fractions of 1.
+    GiB are 2^30 bytes. None means a value that is not known, such as the `mfu` of a card whose peak is not
+    known.
 
-    Tuples have one value for each device, in device order; a record without device figures has empty ones. A device
-    computes (`busy_s`), or it is idle until an input or gradient of a neighbouring stage arrives (`input_wait_s`), until
-    its weights are uploaded (`weights_wait_s`), or until the optimizer has written them (`optimizer_wait_s`). Peaks are
-    over the whole run; workers that share a GPU each report the whole card's. Allocations count since the last record.
+    Tuples have one value for each device, in device order; a record without device figures has empty ones. A
+    device computes (`busy_s`), or it is idle until an input or gradient of a neighbouring stage arrives
+    (`input_wait_s`), until its weights are uploaded (`weights_wait_s`), or until the optimizer has written
+    them (`optimizer_wait_s`). Peaks are over the whole run; workers that share a GPU each report the whole
+    card's. Allocations count since the last record.
     """
 
     step: int
@@ -58,7 +60,8 @@ class StepRecord:
     def as_dict(self) -> dict[str, Any]:
         """Return the keys and values to store. A validated step has two more keys.
 
-        A number that is not finite becomes None, JSON's null: strict readers refuse a whole file with one NaN in it.
+        A number that is not finite becomes None, JSON's null: strict readers refuse a whole file with one NaN
+        in it.
         """
         values: dict[str, Any] = {
             "step": self.step,

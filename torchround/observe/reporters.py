@@ -1,6 +1,7 @@
 """The reporters of a run: the console, `metrics.jsonl`, and Weights & Biases.
 
-Each takes the record of a logged step with `log` and ends with `close`. Both may raise; `MetricsLogger` catches that.
+Each takes the record of a logged step with `log` and ends with `close`. Both may raise; `MetricsLogger`
+catches that.
 """
 
 import json
@@ -59,7 +60,10 @@ class ConsoleReport:
 
 
 def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[str]:
-    """Return the parts of a line. MFU, device memory, validation loss and skipped steps appear only if there are any."""
+    """Return the parts of a line.
+
+    MFU, device memory, validation loss and skipped steps appear only if there are any.
+    """
     parts = [
         f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
         f"loss {record.loss:.4f}",
@@ -115,11 +119,13 @@ def _style(part: str) -> str:
 class MetricsFile:
     """The file `metrics.jsonl` at `path`, which records are appended to. It never holds half a line for long.
 
-    Opening drops the records after step `after_step`, from which a resumed run continues; 0 drops all of them.
+    Opening drops the records after step `after_step`, from which a resumed run continues; 0 drops all of
+    them.
 
-    `log` and `close` raise `OSError` when the disk fails. The file stays usable: `log` and `close` first write the
-    newest `KEPT_LINES` lines that could not be written before, and open a file that could not be opened. A write that
-    stops in the middle of a line is undone; half a line that a killed process left goes when the file is opened again.
+    `log` and `close` raise `OSError` when the disk fails. The file stays usable: `log` and `close` first
+    write the newest `KEPT_LINES` lines that could not be written before, and open a file that could not be
+    opened. A write that stops in the middle of a line is undone; half a line that a killed process left goes
+    when the file is opened again.
     """
 
     def __init__(self, path: Path | str, after_step: int = 0) -> None:
@@ -183,8 +189,9 @@ class MetricsFile:
 class WandbLogger:
     """One run of Weights & Biases. `run_id` goes into checkpoints; a resumed run passes it in to join the same run.
 
-    `offline` writes to `folder/wandb` and needs no network and no account. Each part of a resumed run is a folder of its
-    own there with the same id, and `wandb sync --append` joins them. Every method raises whatever the library raises.
+    `offline` writes to `folder/wandb` and needs no network and no account. Each part of a resumed run is a
+    folder of its own there with the same id, and `wandb sync --append` joins them. Every method raises
+    whatever the library raises.
     """
 
     def __init__(
@@ -211,8 +218,8 @@ class WandbLogger:
             # Otherwise the library would put itself between our console lines and standard output.
             settings=wandb.Settings(console="off"),
         )
-        # The library drops records of a step that it has seen, but after a resume the steps since the last checkpoint
-        # come again. As a metric of its own, `step` is only an axis.
+        # The library drops records of a step that it has seen, but after a resume the steps since the last
+        # checkpoint come again. As a metric of its own, `step` is only an axis.
         self._run.define_metric("*", step_metric="step")
         self.run_id = str(self._run.id)
 

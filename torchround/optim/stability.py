@@ -1,4 +1,4 @@
-"""What keeps training stable: clipping by global norm, loss scaling for float16, and bounds that detect spikes.
+"""Stable training: clipping by global norm, loss scaling for float16, and bounds that detect spikes.
 
 Each is a function of the steps before, never of timing, so a run repeats, and a resumed run continues bit for bit.
 

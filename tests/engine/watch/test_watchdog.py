@@ -1,7 +1,8 @@
 """The watchdog tells a hang from work, reports what every thread and device queue waits for, and no thread is left.
 
-What blocks blocks on an event, not for a time, and the watchdog looks only once it does: however slow the machine,
-nothing is taken for a hang before the planted one, and all other threads have the time-out to come to a halt.
+What blocks blocks on an event, not for a time, and the watchdog looks only once it does: however slow the
+machine, nothing is taken for a hang before the planted one, and all other threads have the time-out to come
+to a halt.
 """
 
 import re
@@ -131,7 +132,7 @@ def test_a_layer_that_blocks_is_reported_with_what_all_others_wait_for(
             UPLOADED,
             r"torchround optimizer: waits for upload \d+ of version 1 of bundle 1 \(ordering rule 1",
         ),
-        (STAGE_ENQUEUED, r"MainThread .*: waits for stage slot 12 to be enqueued"),
+        (STAGE_ENQUEUED, r"MainThread .*: waits for all of stage slot 12 to be enqueued"),
         (UPDATED, r"MainThread .*: waits for the update of step 2"),
         (TRAINING_PASS, r"torchround optimizer: waits for step 1 to be dispatched"),
         (LEARNING_RATE, r"torchround optimizer: waits for the learning rate of step 1"),

@@ -1,6 +1,7 @@
 """The order in which a device worker enqueues transfers and computation, and the memory that its computation holds.
 
-Nothing here measures time: what is checked is what the worker enqueued, in which order, and what waits for what.
+Nothing here measures time: what is checked is what the worker enqueued, in which order, and what waits for
+what.
 """
 
 import threading

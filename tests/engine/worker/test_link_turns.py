@@ -151,8 +151,8 @@ def races(partition, policy, **settings):
 class LinkRecorder(DeviceWatcher):
     """A watcher that logs, for each upload of weights, a read of the byte of `ruler` at its window's number.
 
-    Nothing is computed before all stage slots are `dispatched`, so that each window finds the next slot's weights to
-    upload. Goes before `log` among the watchers.
+    Nothing is computed before all stage slots are `dispatched`, so that each window finds the next slot's
+    weights to upload. Goes before `log` among the watchers.
     """
 
     def __init__(self, log, ruler, current, dispatched):
@@ -220,9 +220,9 @@ def uploads_of(entries, actor, ruler):
 def out_of_turn(pairs):
     """Return the pairs of chunks that are further apart than threads can get ahead of each other.
 
-    With 2 devices and M windows a stage, device 0's stages start at windows 0, M, 2M, .., device 1's one later. When a
-    thread has come to window p >= 1 of a stage, window p - 1 of the stage before is enqueued, whose output it
-    needs: that was two windows before for device 1, M before for device 0.
+    With 2 devices and M windows a stage, device 0's stages start at windows 0, M, 2M, .., device 1's one
+    later. When a thread has come to window p >= 1 of a stage, window p - 1 of the stage before is enqueued,
+    whose output it needs: that was two windows before for device 1, M before for device 0.
     """
     return [
         (first, second)

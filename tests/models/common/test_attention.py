@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from tests.support.rounding import assert_close_in_sums
 from torchround.layer import most_documents
-from torchround.models.common import packed_attention as documents
+from torchround.models.common import packed_attention
 from torchround.models.common.attention import AttentionKernel, attend, attention_mask, choose_kernel
 from torchround.models.common.packed_attention import document_offsets
 
@@ -93,7 +93,7 @@ def test_with_and_without_a_mask_single_documents_give_the_same_gradients():
         assert_close_in_sums(one, other, BACKWARD_TERMS)
 
 
-def test_nothing_is_asked_of_a_device_that_would_have_to_answer_first():
+def test_offsets_and_masks_are_made_without_reading_from_the_device():
     # A meta tensor has no values: reading one raises, as reading from a busy device would wait.
     document_ids = torch.zeros(2, 4, dtype=torch.int64, device="meta")
     assert document_offsets(document_ids, 4).shape == (9,)
@@ -116,7 +116,7 @@ def test_nothing_is_asked_of_a_device_that_would_have_to_answer_first():
         ("cuda", torch.bfloat16, None, None, AttentionKernel.MASK),
     ],
 )
-def test_no_mask_is_built_where_documents_can_be_kept_apart_without(
+def test_no_mask_is_built_if_a_kernel_keeps_documents_apart_without_one(
     device, dtype, max_documents, window, kernel
 ):
     assert choose_kernel(device, dtype, 128, 64, max_documents, window) is kernel
@@ -132,7 +132,7 @@ def test_heads_that_the_flash_kernel_cannot_take_get_a_mask(head_dim):
     rows=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=4),
     spare=st.integers(0, 3),
 )
-def test_offsets_are_where_documents_begin_whatever_room_is_left(rows, spare):
+def test_offsets_are_the_beginnings_of_documents_however_many_fit(rows, spare):
     tokens = max(sum(row) for row in rows)
     rows = [[*row, tokens - sum(row)] if sum(row) < tokens else row for row in rows]
     room = max(map(len, rows)) + spare
@@ -182,13 +182,13 @@ def plain_backward_kernel(grad, query, key, value, output, log_sums, offsets, lo
 @pytest.mark.parametrize("window", [None, 1, 4, 20])
 def test_attention_by_offsets_and_its_gradients_equal_brute_force(monkeypatch, window, with_sinks):
     """The flash kernels replaced by what they promise: layout, offsets, windows and sinks around them are ours."""
-    monkeypatch.setattr(documents, "_forward_kernel", plain_forward_kernel)
-    monkeypatch.setattr(documents, "_backward_kernel", plain_backward_kernel)
+    monkeypatch.setattr(packed_attention, "_forward_kernel", plain_forward_kernel)
+    monkeypatch.setattr(packed_attention, "_backward_kernel", plain_backward_kernel)
     document_ids = ids([4, 1, 4], [1, 8])
     heads = make_heads(2, 9)
     inputs = [*heads, torch.linspace(-2, 3, HEADS).requires_grad_()] if with_sinks else [*heads]
     sinks = inputs[3] if with_sinks else None
-    found = documents.attend_by_offsets(*heads, document_ids, 4, window, sinks)
+    found = packed_attention.attend_by_offsets(*heads, document_ids, 4, window, sinks)
     expected = brute_force(*heads, document_ids, window, sinks)
     assert_close_in_sums(found, expected, FORWARD_TERMS)
     upstream = torch.randn(found.shape)
@@ -202,23 +202,25 @@ def test_the_flash_kernels_take_what_they_are_given():
     document_ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
     sinks = torch.empty(HEADS, device="meta", requires_grad=True)
     for window in (None, 4):
-        mixed = documents.attend_by_offsets(*heads, document_ids, 4, window, sinks)
+        mixed = packed_attention.attend_by_offsets(*heads, document_ids, 4, window, sinks)
         assert mixed.shape == heads[0].shape and mixed.dtype == torch.bfloat16
         gradients = torch.autograd.grad(mixed.sum(), [*heads, sinks])
         assert [grad.shape for grad in gradients] == [*shapes, (HEADS,)]
 
 
 def test_compiled_once_attention_by_offsets_serves_batches_of_any_number_of_documents(monkeypatch):
-    monkeypatch.setattr(documents, "_forward_kernel", plain_forward_kernel)
-    monkeypatch.setattr(documents, "_backward_kernel", plain_backward_kernel)
-    compiled = torch.compile(documents.attend_by_offsets, backend="aot_eager", fullgraph=True, dynamic=False)
+    monkeypatch.setattr(packed_attention, "_forward_kernel", plain_forward_kernel)
+    monkeypatch.setattr(packed_attention, "_backward_kernel", plain_backward_kernel)
+    compiled = torch.compile(
+        packed_attention.attend_by_offsets, backend="aot_eager", fullgraph=True, dynamic=False
+    )
     sinks = torch.linspace(-2, 3, HEADS).requires_grad_()
     before = counters["stats"]["unique_graphs"]
     for rows in (([4, 1, 4], [1, 8]), ([2, 2, 2, 3], [9])):
         document_ids, heads = ids(*rows), make_heads(2, 9)
         bound = most_documents(document_ids)
         found = compiled(*heads, document_ids, torch.tensor(bound), 4, sinks)
-        expected = documents.attend_by_offsets(*heads, document_ids, bound, 4, sinks)
+        expected = packed_attention.attend_by_offsets(*heads, document_ids, bound, 4, sinks)
         assert torch.equal(found, expected)
         gradients = [torch.autograd.grad(mixed.sum(), [*heads, sinks]) for mixed in (found, expected)]
         for one, other in zip(*gradients, strict=True):

@@ -44,8 +44,10 @@ def merge(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def halves(a, b, base):
-    """A `[.., r, A]`, B `[.., Z, r]` and the weight `[.., Z, A]`, views. GPT-OSS holds the experts of all three
-    another way round: PEFT's for A and B, inputs first for the weight."""
+    """Return A as `[.., r, A]`, B as `[.., Z, r]` and the weight as `[.., Z, A]`, all views.
+
+    GPT-OSS stores its experts otherwise: A and B as PEFT has them, and the weight with inputs first.
+    """
     if a.ndim == base.ndim:
         return a, b, base
     num_experts = len(base)
@@ -159,7 +161,7 @@ def with_seeds(batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
     ]
 
 
-def test_dropout_gives_the_same_bits_whatever_the_devices_stages_and_recomputation(tools):
+def test_dropout_gives_the_same_bits_for_any_devices_stages_and_recomputation(tools):
     batches = with_seeds(
         [[tools.micro_batch([[32]], 50, seed=3 * s + i) for i in range(3)] for s in range(3)]
     )

@@ -55,7 +55,7 @@ def test_norm_keeps_its_input_and_one_number_per_token():
     assert saved_bytes(lambda: norm(x)) == 2 * x.numel() + 4 * 18 + weight_bytes
 
 
-# No sums: five roundings of 2^-8 each in bf16, and sixteen of 2^-24 in fp32, where the exponential takes some.
+# No sums: five roundings of 2^-8 each in bf16, and sixteen of 2^-24 in fp32: the exponential takes some.
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 def test_swiglu_and_its_gradients_equal_silu_times_up(dtype, tolerance):
     gate, up, upstream = (torch.randn(4, 17).to(dtype) for _ in range(3))

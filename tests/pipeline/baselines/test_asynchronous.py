@@ -29,7 +29,7 @@ def run(
 
 
 def most_unresolved(timeline: Timeline, device: int) -> int:
-    """Highest number of forwards whose backward has not ended, read off one device's tasks."""
+    """Count the most forwards whose backward has not ended, read off one device's tasks."""
     unresolved = highest = 0
     for index in timeline.of_device(device):
         unresolved += 1 if timeline.tasks[index].kind is TaskKind.FORWARD else -1

@@ -19,7 +19,7 @@ from torchround.pipeline.timeline import TaskKind
 
 
 def uniform(name: str, devices: int, chunks: int, micro_batches: int, **fields: float) -> ScheduleReport:
-    """Chunks of one byte of activations, T_F = T_B = T_W = 1 unless the fields say otherwise."""
+    """Simulate chunks of one byte of activations, T_F = T_B = T_W = 1 unless the fields say otherwise."""
     forward_s, backward_s = fields.pop("forward_s", 1.0), fields.pop("backward_s", 2.0)
     layer = LayerCost("layer", forward_s, backward_s, activation_bytes=1)
     layers = (layer,) * (devices * chunks)
@@ -81,7 +81,7 @@ def test_activation_memory_of_table_1(devices: int, chunks: int) -> None:
     assert peak("interleaved_1f1b") == model + devices - 1
     assert peak("gis") == model
     assert peak("gis_h") == (chunks + 1) / (2 * chunks) * model
-    # Chunks on their way out or in come on top of what stays: a constant, whatever d and v.
+    # Chunks on their way out or in come on top of what stays: a constant for any d and v.
     stays = (chunks + 2) / (8 * chunks) * model
     assert stays <= peak("po_h") <= stays + 3
     assert peak("po_f") <= 4

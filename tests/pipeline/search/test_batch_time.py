@@ -26,7 +26,7 @@ UPDATES = st.sampled_from(["sync", "async"])
 def test_a_rank_is_the_exact_step_time_or_less(
     data: st.DataObject, costs: Costs, update: str, devices: int, micro_batches: int, recompute: str
 ) -> None:
-    """Less only where a recomputation waits for its boundary, which ranking leaves out."""
+    """It is less only if a recomputation waits for its boundary, which ranking leaves out."""
     problem = PlanningProblem(costs, devices, micro_batches, update, MemoryLimits(recompute=recompute))
     chosen = data.draw(st.lists(partitions(costs.num_layers), min_size=1, max_size=6))
     rounds = data.draw(st.integers(1, micro_batches))

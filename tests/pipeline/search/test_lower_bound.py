@@ -32,7 +32,7 @@ def test_no_plan_is_faster_than_the_bound(
 
 
 def test_the_bound_knows_that_filling_and_draining_take_time() -> None:
-    """Ten equal layers of 1 + 2 s, a stage each by memory, 4 devices, 8 micro-batches, no hops."""
+    """The case: ten equal layers of 1 + 2 s, of which memory allows one per stage, 4 devices, 8 micro-batches, no hops."""
     layers = tuple(LayerCost(f"block.{i}", 1.0, 2.0, weight_bytes=10) for i in range(10))
     problem = PlanningProblem(Costs(layers), 4, 8, "sync", MemoryLimits(device_bytes=20))
     work_s = 8 * (9 * 1 + 10 * 3) / 4

@@ -17,7 +17,6 @@ from torchround.pipeline.simulation.simulator import (
     ScheduleDeadlockError,
     at_speeds,
     simulate,
-    simulate_step,
     steady_state,
 )
 from torchround.pipeline.simulation.step_time import stage_times, step_seconds
@@ -33,6 +32,13 @@ PUBLISHED = {
     "qwen3_32b": ([2, 2] + [3] * 20, [1] * 64, 24042.8),  # published 23978.8, see below
     "qwen3_235b_lora": ([2] * 47, [1] * 94, 28250.0),
 }
+
+
+def simulate_step(
+    partition: Partition, costs: Costs, num_devices: int, num_micro_batches: int, rounds: int
+) -> Timeline:
+    """Simulate one training step of the dispatch schedule from idle devices, without its update."""
+    return simulate(dispatch_tasks(partition, costs, num_devices, num_micro_batches, rounds), num_devices)
 
 
 def uniform_stages(num_stages: int) -> tuple[Partition, Costs]:
@@ -150,7 +156,7 @@ def test_async_waits_for_the_update_of_the_step_before_the_last() -> None:
 def test_a_run_counts_as_settled_only_when_its_steps_repeat(
     data: st.DataObject, costs: Costs, num_devices: int, micro_batches: int, update_share: float
 ) -> None:
-    """Against the exact step time, with updates about as long as a step: they fall behind it slowly."""
+    """The updates take about as long as a step, so they fall behind slowly; the exact step time is the reference."""
     partition, rounds = data.draw(partitions(costs.num_layers)), data.draw(st.integers(1, micro_batches))
     arguments = (num_devices, micro_batches, rounds, "async")
     update_s = update_share * step_seconds(stage_times(partition, costs), *arguments) / costs.num_layers
@@ -161,7 +167,7 @@ def test_a_run_counts_as_settled_only_when_its_steps_repeat(
 
 
 def test_the_settled_step_counts_updates_that_fall_behind_a_little_each_step() -> None:
-    """One device, 32 s of work a step and 33 s of updates: the host's rate is the step's, after thirty steps."""
+    """One device has 32 s of work per step and 33 s of updates: after thirty steps the updates set the pace."""
     costs = Costs(tuple(LayerCost(f"{i}", 1.0, 1.0, optimizer_s=11.0) for i in range(3)))
     step_s = steady_step_s(Partition((1, 1), 1, (1, 1)), costs, 1, 4, 1, "async")
     assert step_s == pytest.approx(33.0, rel=1e-6)
@@ -269,7 +275,7 @@ def test_ready_first_streams_never_overlap_never_idle_and_never_pass_over_a_bett
             assert start >= ready[index] - 1e-9
             free = line.end_s[order[position - 1]] if position else 0.0
             assert start >= free - 1e-9
-            # Nobody behind it in the queue was ready at an earlier moment when the stream was free.
+            # No task behind it in the queue was ready at an earlier moment when the stream was free.
             assert all(start <= max(free, ready[later]) + 1e-9 for later in order[position:])
             strictly_ready = [later for later in order[position + 1 :] if ready[later] < start - 1e-9]
             if tasks[index].duration_s > 0:

@@ -1,1 +1,1 @@
-"""Files and datasets to documents: plain text, JSONL, parquet, and what the package datasets loads."""
+"""Readers that turn files and datasets into documents: plain text, JSONL, parquet, and what the package datasets loads."""

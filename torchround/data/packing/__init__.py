@@ -1,1 +1,1 @@
-"""Token pieces to sequences of a fixed length, and sequences to batches."""
+"""The packing of token pieces into sequences of a fixed length, and of sequences into batches."""

@@ -1,1 +1,1 @@
-"""Text to token ids: tokenizers, the vocabulary files they are read from, and chat templates."""
+"""The way from text to token ids: tokenizers, their vocabulary files, and chat templates."""

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from torchround.layer import LayeredModel, decayed_names
 
-# 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and direct disk writes
-# need it. Matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
+# 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and direct disk
+# writes need it. Matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
 ALIGNMENT_ELEMENTS = 256
 
 
 @dataclass(frozen=True)
 class UpdatePolicy:
-    """The number of versions of the weights that are kept. Step `t` reads `v(t - versions + 1)`; the first steps read `v(0)`.
+    """The number of weight versions that are kept. Step `t` reads `v(t - versions + 1)`; the first steps read `v(0)`.
 
-    Under either policy step `t`'s gradient is applied to `v(t)` and gives `v(t + 1)`; they differ only in the version
-    that the gradient is computed with. The step's number alone decides that version, never timing.
+    Under either policy step `t`'s gradient is applied to `v(t)` and gives `v(t + 1)`; they differ only in the
+    version that the gradient is computed with. The step's number alone decides that version, never timing.
     """
 
     name: str
@@ -67,12 +67,13 @@ class MappedRange:
 class Bundle:
     """Parameters with common flat buffers. `layers` use it, in model order; several layers mean tied parameters.
 
-    `weight` (fp32), `exp_avg` and `exp_avg_sq` are the optimizer's, `device_weights` the copies in the training dtype
-    that devices upload, one for each version that is kept. Elements `[0, decayed)` belong to parameters with weight
-    decay. A frozen bundle has device weights only, or `mapped` memory in their place: files that are only read.
+    `weight` (fp32), `exp_avg` and `exp_avg_sq` are the optimizer's, `device_weights` the copies in the
+    training dtype that devices upload, one for each version that is kept. Elements `[0, decayed)` belong to
+    parameters with weight decay. A frozen bundle has device weights only, or `mapped` memory in their place:
+    files that are only read.
 
-    A gradient that `adds_up` comes in several parts, from rounds or from the layers that share the bundle; the host
-    sums them in fp32.
+    A gradient that `adds_up` comes in several parts, from rounds or from the layers that share the bundle;
+    the host sums them in fp32.
     """
 
     index: int
@@ -97,7 +98,8 @@ class Bundle:
     def version(self, version: int) -> Tensor:
         """Return the buffer that holds, or will hold, the device weights of `version`.
 
-        Ask only for versions that are kept or being written: an older number gives the buffer of a newer version.
+        Ask only for versions that are kept or being written: an older number gives the buffer of a newer
+        version.
         """
         return self.device_weights[version % len(self.device_weights)]
 
@@ -128,8 +130,8 @@ def collect_bundles(
 ) -> tuple[list[Bundle], list[list[ParameterLocation]]]:
     """Group the model's parameters into bundles, in order of first use. Buffers are not allocated yet.
 
-    Returns the bundles and, for each layer, the locations of its parameters. Parameters share a bundle if the same
-    layers use them, and if they are alike in being trained and in being `mapped`.
+    Returns the bundles and, for each layer, the locations of its parameters. Parameters share a bundle if the
+    same layers use them, and if they are alike in being trained and in being `mapped`.
     """
     # By the parameter's identity: all layers that use it, and the name and parameter of its first use.
     users: dict[int, list[int]] = {}

@@ -1,11 +1,11 @@
 """The one place that allocates host memory, and the pool of host buffers that devices stream through.
 
-Buffers have their exact size and begin at a page, so that checkpoints are written straight from them. PyTorch's pinned
-allocator rounds each block up to a power of two and keeps it. So buffers that devices touch are made here: several
-threads fill them, then CUDA registers them in chunks. No two of them share a page.
+Buffers have their exact size and begin at a page, so that checkpoints are written straight from them.
+PyTorch's pinned allocator rounds each block up to a power of two and keeps it. So buffers that devices touch
+are made here: several threads fill them, then CUDA registers them in chunks. No two of them share a page.
 
-Forked processes do not get these buffers: copy-on-write would move pages away from under the devices. A buffer is
-unregistered before it is unmapped, even if its last tensor is simply dropped.
+Forked processes do not get these buffers: copy-on-write would move pages away from under the devices. A
+buffer is unregistered before it is unmapped, even if its last tensor is simply dropped.
 """
 
 import ctypes
@@ -53,7 +53,8 @@ class PageLocker:
     def _checked(self, status: object) -> int:
         code = int(status)  # type: ignore[call-overload]
         if code != 0:
-            # CUDA reports a failed call again at the thread's next kernel launch, in unrelated code: launch one here.
+            # CUDA reports a failed call again at the thread's next kernel launch, in unrelated code: launch
+            # one here.
             with suppress(RuntimeError):
                 torch.ones(1, device="cuda")
         return int(code)
@@ -189,8 +190,8 @@ class HostBuffer:
 class HostPool:
     """Host buffers by size in pages, reused, so that a steady run allocates nothing.
 
-    A taker must make its writing stream wait for `HostBuffer.busy` first. The thread that gave the buffer back has finished its own
-    reads and writes.
+    A taker must make its writing stream wait for `HostBuffer.busy` first. The thread that gave the buffer
+    back has finished its own reads and writes.
     """
 
     def __init__(self, pinned: bool, observer: Observer) -> None:
@@ -212,7 +213,10 @@ class HostPool:
         return self._memory.num_allocations
 
     def reserve(self, counts: Mapping[int, int]) -> None:
-        """Make sure that the pool owns at least `counts` buffers of each size in bytes. Allocates the missing ones at once."""
+        """Make sure that the pool owns at least `counts` buffers of each size in bytes.
+
+        One allocation holds all missing ones.
+        """
         wanted: Counter[int] = Counter()
         for nbytes, number in counts.items():
             wanted[_whole_pages(nbytes)] += number
@@ -227,7 +231,10 @@ class HostPool:
             self.give(HostBuffer(part), busy=[])
 
     def take(self, nbytes: int) -> HostBuffer:
-        """Return a buffer of `nbytes`: a free one, otherwise a new one, which page-locks memory in the middle of a step."""
+        """Return a buffer of `nbytes`: a free one, otherwise a new one.
+
+        A new one page-locks memory in the middle of a step, which `reserve` is there to avoid.
+        """
         size = _whole_pages(nbytes)
         buffer = self._take_free(size)
         if buffer is None:

@@ -1,8 +1,8 @@
 """The flat host store: fp32 weights, device weights, gradients and optimizer state of all layers, the one authority.
 
-Parameters that travel together form a bundle with one flat buffer for each kind of state: a layer's own trained
-parameters, its frozen ones, and each parameter that several layers share. So an upload is one contiguous copy, an update
-one pass over flat memory, and a checkpoint a set of named views.
+Parameters that travel together form a bundle with one flat buffer for each kind of state: a layer's own
+trained parameters, its frozen ones, and each parameter that several layers share. So an upload is one
+contiguous copy, an update one pass over flat memory, and a checkpoint a set of named views.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,23 +25,25 @@ from torchround.engine.store.host_memory import HostAllocator
 from torchround.layer import LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
 
-# Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`. The word is from an early
-# release: these are not the float32 weights. It stays, so that checkpoints already written load.
+# Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`. The word is
+# from an early release: these are not the float32 weights. It stays, so that checkpoints already written
+# load.
 OLDER_WEIGHTS = "master_"
 
 
 class HostStore:
     """All weights, gradients and optimizer state of a model in host memory.
 
-    `dtype` is the dtype of the device weights and of all computation. `policy` says how many versions of the device
-    weights are kept. `step` counts steps whose update is complete, skipped ones included. `applied_updates` leaves the
-    skipped ones out and drives the bias correction. `loss_scaling` is dynamic in float16. `spikes` decides which
-    updates are left out because their step is far off the ones before.
+    `dtype` is the dtype of the device weights and of all computation. `policy` says how many versions of the
+    device weights are kept. `step` counts steps whose update is complete, skipped ones included.
+    `applied_updates` leaves the skipped ones out and drives the bias correction. `loss_scaling` is dynamic in
+    float16. `spikes` decides which updates are left out because their step is far off the ones before.
 
-    `is_consistent` is False while an update is under way: the bundles then mix two versions, and a save would too.
+    `is_consistent` is False while an update is under way: the bundles then mix two versions, and a save would
+    too.
 
-    `mapped` gives frozen parameters that stay in mapped files: for each name, flat tensors of `dtype` that hold the
-    parameter one after the other. They are neither among `weights` nor in checkpoints.
+    `mapped` gives frozen parameters that stay in mapped files: for each name, flat tensors of `dtype` that
+    hold the parameter one after the other. They are neither among `weights` nor in checkpoints.
     """
 
     def __init__(
@@ -80,13 +82,13 @@ class HostStore:
     ) -> None:
         """Fill all weights by the layers' own `init_weights`, each layer from its own generator.
 
-        For a model that was trained before, `read_weights` fills `weights()`. Layers that have an `init_adapters` then
-        fill by that method what the model was trained without.
+        For a model that was trained before, `read_weights` fills `weights()`. Layers that have an
+        `init_adapters` then fill by that method what the model was trained without.
         """
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
-            # A generator of its own for each layer: its values do not depend on the layers before it.
-            # The factor is above every number of layers, so that no two seeds give two layers the same numbers.
+            # A generator of its own for each layer: its values do not depend on the layers before it. The
+            # factor is above every number of layers, so that no two seeds give two layers the same numbers.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
             fill: Callable[[torch.Generator], None] | None = getattr(layer, method, None)
             if fill is not None:
@@ -116,13 +118,14 @@ class HostStore:
         """Continue at `step`. Call it after reading a checkpoint into `named_views`.
 
         `loss_scale` comes from `loss_scale_state`, `spikes` from `spikes.state_dict`. A checkpoint that
-        `holds_older_weights` has filled the older versions: each moves to the buffer of its number, and only the newest
-        is derived anew. Otherwise every version is derived from the fp32 weights, so the next step of `async` reads
-        the newest ones, as the first step of a run does.
+        `holds_older_weights` has filled the older versions: each moves to the buffer of its number, and only
+        the newest is derived anew. Otherwise every version is derived from the fp32 weights, so the next step
+        of `async` reads the newest ones, as the first step of a run does.
         """
         for bundle in self.trained:
-            # Version v belongs to buffer v modulo their number, but the views were filled as of the store's own step: a
-            # buffer that holds version `self.step - age` must come to where `step - age` belongs, `shift` places on.
+            # Version v belongs to buffer v modulo their number, but the views were filled as of the store's
+            # own step: a buffer that holds version `self.step - age` must come to where `step - age` belongs,
+            # `shift` places on.
             shift = (step - self.step) % len(bundle.device_weights)
             bundle.device_weights = bundle.device_weights[-shift:] + bundle.device_weights[:-shift]
             derived = [bundle.version(step)] if holds_older_weights else bundle.device_weights
@@ -152,7 +155,8 @@ class HostStore:
     def allocate_gradients(self, rounds: int) -> None:
         """Give each trained bundle the gradient buffer that steps of `rounds` rounds need."""
         for bundle in self.trained:
-            # Parts that add up are summed in fp32. A gradient in one part lands as it travels, in the gradient dtype.
+            # Parts that add up are summed in fp32. A gradient in one part lands as it travels, in the
+            # gradient dtype.
             bundle.adds_up = rounds * len(bundle.layers) > 1
             dtype = torch.float32 if bundle.adds_up else self.gradient_dtype
             if bundle.gradient is None or bundle.gradient.dtype != dtype:
@@ -170,7 +174,8 @@ class HostStore:
     def named_views(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds, as views that it is written from and read into, bundle by bundle.
 
-        Only between steps, after `Engine.drain`: with several versions, the older device weights are part of it.
+        Only between steps, after `Engine.drain`: with several versions, the older device weights are part of
+        it.
         """
         views: dict[str, Tensor] = {}
         for bundle in self.bundles:

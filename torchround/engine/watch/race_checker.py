@@ -1,10 +1,11 @@
 """Finds races in a recorded run: two conflicting accesses that no event, stream or hand-over orders.
 
-Only tests and a benchmark use this (`benchmarks/shared_link.py`); production runs record nothing. An `AccessLog` records
-copies and launches with the shared buffers they read and write, events, and the host's hand-overs and accesses. Its
-actors are threads and streams. Each actor carries a vector clock: a signal stores the actor's clock under its token, a
-wait joins it. Two accesses are ordered if the later actor had heard of the earlier one. The verdict depends on what
-was synchronised, not on what happened to run first, so one run on the CPU speaks for every timing on CUDA.
+Only tests and a benchmark use this (`benchmarks/shared_link.py`); production runs record nothing. An
+`AccessLog` records copies and launches with the shared buffers they read and write, events, and the host's
+hand-overs and accesses. Its actors are threads and streams. Each actor carries a vector clock: a signal
+stores the actor's clock under its token, a wait joins it. Two accesses are ordered if the later actor had
+heard of the earlier one. The verdict depends on what was synchronised, not on what happened to run first, so
+one run on the CPU speaks for every timing on CUDA.
 """
 
 import itertools
@@ -110,7 +111,8 @@ class AccessLog(Observer, DeviceWatcher):
 
     def _enqueue(self, device: Device, stream: Stream) -> str:
         """Return the stream's actor, ordered after everything its host thread did so far."""
-        # A stream runs nothing before the host has enqueued it, so enqueuing is a signal that the stream waits for.
+        # A stream runs nothing before the host has enqueued it, so enqueuing is a signal that the stream
+        # waits for.
         actor = f"{device.name} {stream.value}"
         token = ("enqueue", next(self.tokens))
         self.signal(_this_thread(), token)
@@ -186,7 +188,8 @@ def _check(history: list[Access], access: Access, clock: Clock) -> list[tuple[Ac
         ordered = earlier.moment <= clock.get(earlier.actor, 0)
         if earlier.region.overlaps(access.region) and not ordered and (earlier.writes or access.writes):
             races.append((earlier, access))
-        # An earlier access may be forgotten if each later one that it would race with races with `access` too.
+        # An earlier access may be forgotten if each later one that it would race with races with `access`
+        # too.
         supersedes = access.region.covers(earlier.region) and (access.writes or not earlier.writes)
         if not (ordered and supersedes):
             kept.append(earlier)

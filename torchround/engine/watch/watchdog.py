@@ -1,8 +1,9 @@
 """Notices that nothing moves any more, and reports what every thread and every device queue waits for.
 
-The caller's thread looks around now and then while it waits (`Watchdog`); no thread is spent on it. Three things count
-as movement: hand-overs that are posted, operations that are enqueued, and points of device queues that are passed
-(`QueueWatch`). The last one matters on a GPU, which works on long after its thread has enqueued everything.
+The caller's thread looks around now and then while it waits (`Watchdog`); no thread is spent on it. Three
+things count as movement: hand-overs that are posted, operations that are enqueued, and points of device
+queues that are passed (`QueueWatch`). The last one matters on a GPU, which works on long after its thread has
+enqueued everything.
 """
 
 import sys
@@ -22,8 +23,8 @@ from torchround.engine.worker.device_worker import DeviceWorker, WorkerState
 
 T = TypeVar("T")
 
-# Looks in a row that find no movement before it is a hang. Looks are counted and time is not, because a process that
-# was stopped for an hour and then continued has missed one look only.
+# Looks in a row that find no movement before it is a hang. Looks are counted and time is not, because a
+# process that was stopped for an hour and then continued has missed one look only.
 LOOKS = 8
 CALLS_SHOWN = 3
 LONGEST_NAP_S = 0.001  # between two questions whether a device has passed an event
@@ -32,7 +33,8 @@ LONGEST_NAP_S = 0.001  # between two questions whether a device has passed an ev
 class QueueWatch(DeviceWatcher):
     """The unfinished work of each queue of one device.
 
-    `state` returns where in the pipeline the device's thread is; the watch keeps that with each operation and event.
+    `state` returns where in the pipeline the device's thread is; the watch keeps that with each operation and
+    event.
     """
 
     def __init__(self, device: Device, state: Callable[[], WorkerState]) -> None:

@@ -1,6 +1,7 @@
 """Activations on their way: from the host to a device's slots, and from the device back to the host.
 
-A boundary activation is kept in a pool buffer on the host, from the stage that made it to the last stage that reads it.
+A boundary activation is kept in a pool buffer on the host, from the stage that made it to the last stage that
+reads it.
 """
 
 import threading
@@ -76,7 +77,8 @@ class ActivationTransfers:
         self._board = board
         self._pool = pool
         self._hidden_in, self._gradients_in, self._out = SlotRing(device), SlotRing(device), SlotRing(device)
-        # By position in the round: space for a micro-batch's integers, and the micro-batch whose integers it holds.
+        # By position in the round: space for a micro-batch's integers, and the micro-batch whose integers it
+        # holds.
         self._integers = SlotRing(device, depth=0)
         self._micro_batches: dict[int, tuple[HostTensors, MicroBatch]] = {}
         self._prepared: set[StagingSizes] = set()
@@ -135,8 +137,8 @@ class ActivationTransfers:
         slot = self._out.next(packing.nbytes)
         if slot.released is not None:
             device.wait(Stream.COMPUTE, slot.released)
-        # Packed into a slot on the compute stream: the tensors belong to PyTorch's allocator, which may give their
-        # memory to the next computation while a copy on another stream still reads it.
+        # Packed into a slot on the compute stream: the tensors belong to PyTorch's allocator, which may give
+        # their memory to the next computation while a copy on another stream still reads it.
         device.run(Stream.COMPUTE, lambda: fill(slot.views(packing), hidden), writes=[slot.memory])
         device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))
         buffer = self._pool.take(packing.nbytes)
@@ -145,7 +147,8 @@ class ActivationTransfers:
             device.wait(Stream.ACTIVATION_DOWNLOAD, event)
         device.copy(Stream.ACTIVATION_DOWNLOAD, buffer.memory, slot.memory[: packing.nbytes])
         landed = slot.released = device.record(Stream.ACTIVATION_DOWNLOAD)
-        # Posted when enqueued, not when landed: the reader's stream waits for `landed`, its thread for nothing.
+        # Posted when enqueued, not when landed: the reader's stream waits for `landed`, its thread for
+        # nothing.
         self._board.post(key, HostTensors(buffer, packing, landed, readers))
 
     def _upload(self, boundary: HostTensors, slot: DeviceSlot) -> tuple[Tensor, ...]:
@@ -156,6 +159,7 @@ class ActivationTransfers:
         device.copy(Stream.ACTIVATION_UPLOAD, slot.memory[:nbytes], boundary.memory)
         uploaded = device.record(Stream.ACTIVATION_UPLOAD)
         device.wait(Stream.COMPUTE, uploaded)
-        # As soon as the copy is enqueued: the next writer of the buffer waits for `uploaded`, not for this stage.
+        # As soon as the copy is enqueued: the next writer of the buffer waits for `uploaded`, not for this
+        # stage.
         boundary.reader_ends(uploaded, self._pool)
         return slot.views(boundary.packing)

@@ -1,7 +1,8 @@
 """Chunked transfers of weights and gradients between device slots and the host store.
 
-Transfers advance by one equal chunk in each transfer window, which is one micro-batch of a stage (RoundPipe paper,
-section 4.2). The bundle is the unit of every ordering rule: it is complete, uploaded or consumed as a whole.
+Transfers advance by one equal chunk in each transfer window, which is one micro-batch of a stage (RoundPipe
+paper, section 4.2). The bundle is the unit of every ordering rule: it is complete, uploaded or consumed as a
+whole.
 """
 
 import time
@@ -19,8 +20,8 @@ from torchround.pipeline.memory import ROUNDING_ELEMENTS
 class WeightUpload:
     """The upload of one stage's weights into a slot.
 
-    `slot_number` is the number of the stage slot that needs them. `waited_s` is the host time spent waiting for the
-    optimizer to complete them.
+    `slot_number` is the number of the stage slot that needs them. `waited_s` is the host time spent waiting
+    for the optimizer to complete them.
     """
 
     def __init__(
@@ -61,10 +62,7 @@ class WeightUpload:
     @property
     def remaining(self) -> int:
         """Count the elements that are not enqueued yet."""
-        return (
-            sum(slot_range.numel for slot_range in self.layout.weights[self._next_range :])
-            - self._done_elements
-        )
+        return sum(left.numel for left in self.layout.weights[self._next_range :]) - self._done_elements
 
     @property
     def complete(self) -> bool:
@@ -91,7 +89,8 @@ class WeightUpload:
     def _enqueue(self, numel: int) -> int:
         slot_range = self.layout.weights[self._next_range]
         bundle = self._store.bundles[slot_range.bundle]
-        # Rule 2 once per bundle: when its first chunk may go, so may the others. Frozen weights have one version.
+        # Rule 2 once per bundle: when its first chunk may go, so may the others. Frozen weights have one
+        # version.
         if bundle.trainable and self._done_elements == 0:
             start_s = time.perf_counter()
             self._ordering.before_upload(bundle.index, self._version)
@@ -104,7 +103,8 @@ class WeightUpload:
         self._done_elements = stop
         if stop == slot_range.numel:
             self._next_range, self._done_elements = self._next_range + 1, 0
-            # Posted per bundle, not per stage: the optimizer may overwrite this version as soon as it has gone up.
+            # Posted per bundle, not per stage: the optimizer may overwrite this version as soon as it has
+            # gone up.
             if bundle.trainable:
                 use = upload_use(self._slot_number, slot_range.layer)
                 event = self._device.record(Stream.WEIGHT_UPLOAD)
@@ -113,15 +113,15 @@ class WeightUpload:
 
 
 def upload_use(slot_number: int, layer: int) -> int:
-    """Number the upload of a bundle by a stage slot on behalf of `layer`, uniquely in a run of fewer than 2^20 layers."""
+    """Number the upload of a bundle by a stage slot on behalf of `layer`. Unique in a run, up to 2^20 layers."""
     return slot_number * 2**20 + layer
 
 
 class GradientDownload:
     """The download of one stage's gradients from a slot to the host store, rounded to the store's gradient dtype.
 
-    `part_numbers` gives, by layer and bundle, which part of the step's gradient they are. `rounding` is device memory
-    for rounded elements, None if slots have the store's gradient dtype.
+    `part_numbers` gives, by layer and bundle, which part of the step's gradient they are. `rounding` is
+    device memory for rounded elements, None if slots have the store's gradient dtype.
     """
 
     def __init__(
@@ -165,10 +165,7 @@ class GradientDownload:
     @property
     def remaining(self) -> int:
         """Count the elements that are not enqueued yet."""
-        return (
-            sum(slot_range.numel for slot_range in self._layout.gradients[self._next_range :])
-            - self._done_elements
-        )
+        return sum(left.numel for left in self._layout.gradients[self._next_range :]) - self._done_elements
 
     @property
     def complete(self) -> bool:
@@ -187,9 +184,8 @@ class GradientDownload:
             self._landing = self._open_landing(slot_range)
         target, buffer = self._landing
         start = self._done_elements
-        stop = min(
-            start + min(numel, ROUNDING_ELEMENTS), slot_range.numel
-        )  # the rounding space holds no more
+        # The space for rounded elements holds ROUNDING_ELEMENTS.
+        stop = min(start + min(numel, ROUNDING_ELEMENTS), slot_range.numel)
         self._copy(target[start:stop], self._slot.memory[slot_range.start + start : slot_range.start + stop])
         self._done_elements = stop
         if stop == slot_range.numel:
@@ -216,17 +212,16 @@ class GradientDownload:
         return buffer.memory.view(self._store.gradient_dtype), buffer
 
     def _previous_part(self, slot_range: SlotRange) -> int:
-        """Return the number of the part that the previous round made of this gradient; negative in the first round."""
-        return self._part_numbers[slot_range.layer, slot_range.bundle] - len(
-            self._store.bundles[slot_range.bundle].layers
-        )
+        """Return the number of the previous round's part of this gradient; negative in the first round."""
+        uses = len(self._store.bundles[slot_range.bundle].layers)
+        return self._part_numbers[slot_range.layer, slot_range.bundle] - uses
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         if self._rounding is None:
             self._device.copy(Stream.GRADIENT_DOWNLOAD, target, source)
             return
-        # Rounded before the copy, so that fewer bytes cross the link. Both are in one stream: the next chunk's rounding
-        # starts only after this chunk has left the rounding space.
+        # Rounded before the copy, so that fewer bytes cross the link. Both are in one stream: the next
+        # chunk's rounding starts only after this chunk has left the rounding space.
         rounded = self._rounding[: source.numel()]
         self._device.run(
             Stream.GRADIENT_DOWNLOAD, lambda: rounded.copy_(source), reads=[source], writes=[rounded]

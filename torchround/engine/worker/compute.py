@@ -73,10 +73,12 @@ def forward(
 class ForwardWithGraph:
     """A stage's forward with everything that its backward needs: all activations, or one layer's with `layerwise`.
 
-    Backward stages recompute by it from their boundary activation; the fused stage runs its only forward by it.
+    Backward stages recompute by it from their boundary activation; the fused stage runs its only forward by
+    it.
 
-    Layerwise keeps only layer inputs and recomputes each layer again in the backward, as gradient checkpointing
-    does. It costs one more forward and holds the activations of one layer instead of the stage's.
+    Layerwise keeps only layer inputs and recomputes each layer again in the backward, as gradient
+    checkpointing does. It costs one more forward and holds the activations of one layer instead of the
+    stage's.
     """
 
     def __init__(
@@ -105,7 +107,8 @@ class ForwardWithGraph:
                 return None
             gradients = [_gradient_of(tensor) for tensor in as_tuple(leaf) if tensor.is_floating_point()]
             if position > 0:
-                # Rebinding the names drops the deeper group's graph, whose activations autograd has freed already.
+                # Rebinding the names drops the deeper group's graph, whose activations autograd has freed
+                # already.
                 leaf, output = self._run(self._groups[position - 1], self._inputs[position - 1])
         return tuple(gradients)
 

@@ -1,7 +1,8 @@
 """One thread per device: takes the device's stage jobs in dispatch order and runs their micro-batches.
 
-The thread enqueues everything on the device's five streams and waits only for hand-overs of other threads. Before any
-such wait it sends off the gradients that it still holds, because the optimizer may be waiting for them.
+The thread enqueues everything on the device's five streams and waits only for hand-overs of other threads.
+Before any such wait it sends off the gradients that it still holds, because the optimizer may be waiting for
+them.
 """
 
 import threading
@@ -122,7 +123,8 @@ class DeviceWorker:
         self._activations.prepare(job.pass_.sizes)
         upload = self._upload or self._start_upload(job)
         self._upload = None
-        # The optimizer may need this device's last gradients before it can complete the weights that are missing.
+        # The optimizer may need this device's last gradients before it can complete the weights that are
+        # missing.
         if upload.blocked:
             self._flush()
         with self._turn(job.window, upload.complete):
@@ -145,7 +147,8 @@ class DeviceWorker:
         self._job = None
 
     def _begin_step(self, job: StageJob, *streams: Stream) -> None:
-        # An evaluation has the number of the next training step. In that step's trace its copies would be wrong.
+        # An evaluation has the number of the next training step. In that step's trace its copies would be
+        # wrong.
         self._device.begin_step(job.pass_.step if job.pass_.training else NO_STEP, *streams)
 
     def _finish(self, job: StageJob, upload: WeightUpload, gradients: DeviceSlot | None) -> None:
@@ -156,7 +159,8 @@ class DeviceWorker:
         self._flush()
         if gradients is not None:
             self._begin_step(job, Stream.GRADIENT_DOWNLOAD)
-            # Only started here: its chunks go down in the windows of the next job, or in `_flush` if there is none.
+            # Only started here: its chunks go down in the windows of the next job, or in `_flush` if there is
+            # none.
             self._download = GradientDownload(
                 self._device,
                 self._store,
@@ -184,8 +188,8 @@ class DeviceWorker:
         self._reported_bytes, self._idle_since, self._spans = moved, self._spans[-1].end, []
         self._setup.board.post(STAGE_ENQUEUED(job.task.slot), report)
 
-    # Stages, for one micro-batch, number `m` of its pass. `shared` is the weight slot's memory and, if there is one, the
-    # gradient slot's.
+    # Stages, for one micro-batch, number `m` of its pass. `shared` is the weight slot's memory and, if there
+    # is one, the gradient slot's.
 
     def _forward_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
         """Run forward without gradients, and send what later stages read: the output, and inputs of backward stages."""
@@ -229,8 +233,8 @@ class DeviceWorker:
         stage, pass_ = job.task.stage, job.pass_
         micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
         reads = [shared[0], *inputs]
-        # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the device would
-        # be idle until another device has made it.
+        # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
+        # device would be idle until another device has made it.
         recomputed = self._compute(
             TaskKind.RECOMPUTE,
             lambda: ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute),
@@ -270,8 +274,8 @@ class DeviceWorker:
     ) -> tuple[MicroBatch, Hidden | None, DeviceSlot | None, list[Tensor]]:
         """Upload what a stage reads: the micro-batch, and the stage's input with its slot.
 
-        Input and slot are None for the first layer, which reads the micro-batch alone. The last value is the device
-        memory that holds all of it.
+        Input and slot are None for the first layer, which reads the micro-batch alone. The last value is the
+        device memory that holds all of it.
         """
         pass_, start = job.pass_, job.task.stage.start
         position = m - job.task.micro_batches.start
@@ -306,9 +310,9 @@ class DeviceWorker:
         following = STAGE_JOB(self._next_slot + self._setup.num_devices)
         if self._upload is None and self._setup.board.ready(following):
             self._upload = self._start_upload(self._setup.board.wait(following))
-        # Each chunk queues behind the activations already on their way. A chunk has until the end of the stage, but a
-        # computation waits for each activation. Chunks of one window's size keep an activation from waiting for a
-        # whole stage's weights.
+        # Each chunk queues behind the activations already on their way. A chunk has until the end of the
+        # stage, but a computation waits for each activation. Chunks of one window's size keep an activation
+        # from waiting for a whole stage's weights.
         if self._upload is not None:
             self._device.wait(Stream.WEIGHT_UPLOAD, self._device.record(Stream.ACTIVATION_UPLOAD))
             with self._turn(window, not self._upload.may_advance):
@@ -335,7 +339,8 @@ class DeviceWorker:
             self._download = None
 
     def _await(self, key: HandOverKey[T]) -> T:
-        # Held gradients go first: what is awaited may depend on an update that needs them, and then both would hang.
+        # Held gradients go first: what is awaited may depend on an update that needs them, and then both
+        # would hang.
         if not self._setup.board.ready(key):
             self._flush()
         return self._setup.board.wait(key)

@@ -1,7 +1,8 @@
 """Devices that share a link to the host: turns at its use, and the measurement that finds which devices share one.
 
-The measurement runs at the start of a run. It copies what a run copies, a piece of pinned weights into device memory, on
-the stream that uploads weights: each device alone, then every pair together. Times are the devices' own.
+The measurement runs at the start of a run. It copies what a run copies, a piece of pinned weights into device
+memory, on the stream that uploads weights: each device alone, then every pair together. Times are the
+devices' own.
 """
 
 import threading
@@ -19,12 +20,12 @@ from torchround.engine.device import Device, Event, Stream
 from torchround.engine.store.host_store import HostStore
 from torchround.pipeline.shared_links import LinkRates, LinkUse, use_of_links
 
-# Turns of a device that are remembered: more than a thread gets ahead of the others. No device waits for a turn that
-# is forgotten.
+# Turns of a device that are remembered: more than a thread gets ahead of the others. No device waits for a
+# turn that is forgotten.
 REMEMBERED = 256
 
-# One measurement times COPIES copies of PROBE_BYTES, 3 ms at 25 GB/s, so that starting them does not count. The better
-# one of REPEATS measurements counts.
+# One measurement times COPIES copies of PROBE_BYTES, 3 ms at 25 GB/s, so that starting them does not count.
+# The better one of REPEATS measurements counts.
 PROBE_BYTES = 16 * 2**20
 COPIES = 4
 REPEATS = 2
@@ -39,14 +40,15 @@ class LinkTurns:
 
     `groups` are the devices that share a link, by index. A device outside all groups takes no turns.
 
-    A turn adds waits between streams and nothing else, so results cannot depend on it. It cannot hang either: a chunk
-    waits only for events that are recorded already, so on the devices everything waits for what was enqueued before
-    it, and no thread waits for another thread's turn. A device that is late, slow or dead in its turn delays no other.
+    A turn adds waits between streams and nothing else, so results cannot depend on it. It cannot hang either:
+    a chunk waits only for events that are recorded already, so on the devices everything waits for what was
+    enqueued before it, and no thread waits for another thread's turn. A device that is late, slow or dead in
+    its turn delays no other.
 
-    The order is that of transfer windows over the whole run (`pipeline/shared_links.py`), not that of enqueueing:
-    threads run far ahead of their devices, so a chunk for the next micro-batch would wait for the last one of a stage.
-    A chunk waits for the others' chunks of its own window and of earlier ones, as far as they are enqueued. If two
-    chunks have the same window, the one that is enqueued second waits.
+    The order is that of transfer windows over the whole run (`pipeline/shared_links.py`), not that of
+    enqueueing: threads run far ahead of their devices, so a chunk for the next micro-batch would wait for the
+    last one of a stage. A chunk waits for the others' chunks of its own window and of earlier ones, as far as
+    they are enqueued. If two chunks have the same window, the one that is enqueued second waits.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
@@ -108,8 +110,8 @@ def find_link_use(
 def measure_rates(devices: Sequence[Device], source: Tensor) -> LinkRates:
     """Measure the rates at which the devices copy `source`, uint8, from the host, alone and in pairs.
 
-    Gives back what it allocates on the devices. Pairs with neighbouring numbers come first: time may run out, and
-    neighbours are the likeliest to share a switch.
+    Gives back what it allocates on the devices. Pairs with neighbouring numbers come first: time may run out,
+    and neighbours are the likeliest to share a switch.
     """
     deadline_s = time.monotonic() + BUDGET_S
     targets = [device.allocate(source.numel()) for device in devices]

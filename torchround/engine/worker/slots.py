@@ -1,9 +1,9 @@
 """Device buffers of a worker, and what is where in them.
 
-Each device owns two weight slots and two gradient slots, allocated once for the plan's largest stage. While one
-pair computes, the next stage's weights fill the other weight slot and the previous stage's gradients leave the other
-gradient slot. Activations pass through slots of their own. All slots are fixed buffers: memory that was freed and
-allocated again could be written by one stream while another still uses it.
+Each device owns two weight slots and two gradient slots, allocated once for the plan's largest stage. While
+one pair computes, the next stage's weights fill the other weight slot and the previous stage's gradients
+leave the other gradient slot. Activations pass through slots of their own. All slots are fixed buffers:
+memory that was freed and allocated again could be written by one stream while another still uses it.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ ALIGNMENT_BYTES = 256
 class SlotRing:
     """Device slots used in turn, so that a transfer fills one while the previous one is in use.
 
-    Sizes are in elements of `dtype`. A slot grows when something larger comes. The smaller buffer is kept until the
-    ring goes, because another stream may still use it.
+    Sizes are in elements of `dtype`. A slot grows when something larger comes. The smaller buffer is kept
+    until the ring goes, because another stream may still use it.
     """
 
     def __init__(self, device: Device, dtype: torch.dtype = torch.uint8, depth: int = 2) -> None:
@@ -122,8 +122,8 @@ class SlotRange:
 class StageLayout:
     """The ranges of a stage's bundles in a weight slot and, if trainable, in a gradient slot.
 
-    A tied bundle has a range for each layer that uses it, so that each use has its own gradient sum and results do not
-    depend on which layers share a stage.
+    A tied bundle has a range for each layer that uses it, so that each use has its own gradient sum and
+    results do not depend on which layers share a stage.
     """
 
     def __init__(self, store: HostStore, layers: range) -> None:
@@ -135,7 +135,8 @@ class StageLayout:
 
     def _ranges(self, store: HostStore, trainable_only: bool) -> list[SlotRange]:
         ranges, start = [], 0
-        # In forward order, in which the optimizer completes weights: an upload stops at the first incomplete bundle.
+        # In forward order, in which the optimizer completes weights: an upload stops at the first incomplete
+        # bundle.
         for layer in self.layers:
             for bundle in (store.bundles[index] for index in store.layer_bundles(layer)):
                 if bundle.trainable or not trainable_only:

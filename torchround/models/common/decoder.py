@@ -215,9 +215,8 @@ class Head(nn.Module):
         flops = 2.0 * num_tokens * vocab * width
         projection = LayerWork(
             forward_flops=flops,
-            activation_bytes=num_tokens
-            * width
-            * element_bytes,  # the gradient that the loss keeps for its input
+            # The gradient that the loss computes in its forward and keeps for its input.
+            activation_bytes=num_tokens * width * element_bytes,
             boundary_bytes=4,
             workspace_bytes=loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained),
             frozen_flops=0.0 if trained else flops,

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from torchround.layer import LayerWork
 from torchround.models.common.lora import Adaptable, LoraShape
-from torchround.models.common.primitives import frozen_elements, gated_product, init_linear_
+from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class ExpertStack(Adaptable, ABC):
     def work(self, num_rows: int, element_bytes: int) -> LayerWork:
         """Count the products of `num_rows` rows, and what the backward needs besides the rows themselves.
 
-        Kept: gate, up and their product (3 F elements a row), the output of each adapter's A, and with dropout the
-        adapter's input and mask. The scratch is that of the gradients of what is kept.
+        Those are gate, up and their product (3 F elements a row), the output of each adapter's A, and with dropout the
+        adapter's input and mask. The scratch holds the gradients of all of these, so it has the same size.
         """
         stacks = [getattr(self, name) for name in self.adaptable]
         row_flops = 2.0 * sum(stack[0].numel() for stack in stacks)
-        frozen_row_flops = 2.0 * frozen_elements(*stacks) / len(stacks[0])
+        frozen_row_flops = 2.0 * sum(stack[0].numel() for stack in stacks if not stack.requires_grad)
         row_elements = 3 * self.ffn_size
         for name in self.adapted:
             assert self.lora is not None, "an adapted stack knows its adapters' shape"
@@ -131,7 +131,7 @@ class GatedExperts(ExpertStack):
 
     def __init__(self, hidden_size: int, num_experts: int, ffn_size: int, activation: str = "silu") -> None:
         super().__init__()
-        self.ffn_size, self.activation = ffn_size, activation
+        self.ffn_size, self.activation = ffn_size, legal_activation(activation)
         inward, outward = (num_experts, ffn_size, hidden_size), (num_experts, hidden_size, ffn_size)
         self.gate = nn.Parameter(torch.empty(inward, device="meta"))
         self.up = nn.Parameter(torch.empty(inward, device="meta"))

@@ -17,7 +17,7 @@ from torchround.layer import LayerWork
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.lora import linear_work
-from torchround.models.common.primitives import ACTIVATIONS, gated_product, init_linear_
+from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
 
 # Kept per row: the choice, two permutations and the expert in int64; probability, sums and weight in fp32.
 ROW_SCALARS_BYTES = 4 * 8 + 4 * 4
@@ -28,9 +28,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, ffn_size: int, activation: str = "silu") -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ModelConfigError(f"activation = {activation!r}; legal: {', '.join(ACTIVATIONS)}")
-        self.activation = activation
+        self.activation = legal_activation(activation)
         self.gate = nn.Linear(hidden_size, ffn_size, bias=False, device="meta")
         self.up = nn.Linear(hidden_size, ffn_size, bias=False, device="meta")
         self.down = nn.Linear(ffn_size, hidden_size, bias=False, device="meta")
@@ -45,7 +43,7 @@ class GatedMLP(nn.Module):
         init_linear_(self.down.weight, generator, output_scale)
 
     def work(self, num_tokens: int, element_bytes: int) -> LayerWork:
-        """Count three products. Kept besides the input: gate, up and their product; scratch: their gradients."""
+        """Count three products. The backward needs gate, up and their product; the scratch is their gradients."""
         inner_bytes = 3 * num_tokens * self.gate.out_features * element_bytes
         products = (
             linear_work(linear, num_tokens, element_bytes) for linear in (self.gate, self.up, self.down)
@@ -132,8 +130,8 @@ class MoE(nn.Module):
     def work(self, num_tokens: int, element_bytes: int) -> LayerWork:
         """Count the router's product and the experts' work on R rows.
 
-        Kept besides: the probabilities of all experts (fp32), the dispatched rows and each row's numbers. Scratch:
-        the rows in and out of the experts and their gradients, at the same time as the experts' own.
+        The backward also needs the probabilities of all experts (fp32), the dispatched rows and each row's numbers.
+        The scratch is the rows in and out of the experts and their gradients, beside the scratch of the experts.
         """
         width, num_rows = self.router.in_features, num_tokens * self.shape.num_chosen
         experts = self.experts.work(num_rows, element_bytes)

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on frozen weights, and their names in PEFT's files.
 
 A frozen `W x` becomes `W x + (alpha / rank) B (A drop(x))`; A begins random, B at zero. The adapted module keeps its
-place and its parameters' names, so that Hugging Face names and costs stay as they are.
+place and its parameters' names, so that the names of its tensors in Hugging Face files stay as they are.
 
 This file adapts linear layers. Stacks of experts compute their adapters' products themselves (`experts.py`).
 

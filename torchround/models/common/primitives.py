@@ -1,7 +1,7 @@
 """The small operations that several layers share: RMS norm, gated product, table lookup, initial weights.
 
-Each has a backward of its own that keeps less than autograd would, or adds up in fp32, so that the memory kept is
-what RoundPipe's appendix B.1 counts.
+Each operation has a backward of its own. It keeps less than autograd would, so that the memory kept is what RoundPipe's
+appendix B.1 counts, or it adds up in fp32.
 
 Shapes: N tokens, D model width, F feed-forward width, V rows of a table.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchround.layer import LayerWork
+from torchround.models.common.config import ModelConfigError
 
 STANDARD_DEVIATION = 0.02
 CUT = 3.0  # truncated normals end at this many standard deviations
@@ -109,6 +110,13 @@ class _GatedProduct(torch.autograd.Function):
         return grad_gate, active.mul_(grad), grad_weights, None
 
 
+def legal_activation(name: str) -> str:
+    """Return `name` if `gated_product` computes that activation; raise `ModelConfigError` otherwise."""
+    if name not in ACTIVATIONS:
+        raise ModelConfigError(f"activation = {name!r}; legal: {', '.join(ACTIVATIONS)}")
+    return name
+
+
 def _activate(gate: Tensor, activation: str) -> Tensor:
     return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
 
@@ -159,11 +167,6 @@ class _Lookup(torch.autograd.Function):
         grad_weights = (grads[0] * table[index]).sum(dim=-1, dtype=torch.float32)  # [N, D] -> [N]
         weighted = grads[0].float() * weights[:, None]
         return lookup_gradient(weighted, index, ctx.num_rows), None, grad_weights
-
-
-def frozen_elements(*parameters: Tensor) -> int:
-    """Count the elements of the parameters that get no gradient."""
-    return sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
 
 
 def init_linear_(weight: Tensor, generator: torch.Generator, scale: float = 1.0) -> None:

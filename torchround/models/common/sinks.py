@@ -91,9 +91,8 @@ def _backward_kernel(
         )
     groups = (key.shape[1], query.shape[1] // key.shape[1])
     bias = None if mask is None else mask.expand(-1, query.shape[1], -1, -1)
-    padded = torch.nn.functional.pad(
-        log_sums, (0, -log_sums.shape[-1] % 32)
-    )  # the forward's padding, cut off before
+    # The kernel wants rows of 32, as its forward returned them before our forward cut them to T.
+    padded = torch.nn.functional.pad(log_sums, (0, -log_sums.shape[-1] % 32))
     no_seed = torch.zeros((), dtype=torch.int64, device=query.device)  # for dropout, which is 0
     grad_query, grad_key, grad_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad,

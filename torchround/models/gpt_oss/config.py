@@ -17,9 +17,9 @@ MODEL_TYPES = ("gpt_oss",)
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(TransformerConfig):
-    """GPT-OSS: experts in every block, and sliding windows, in which a token sees `window` tokens with itself.
+    """GPT-OSS: experts in every block, and sliding windows: a token sees `window` tokens, itself included.
 
-    `sliding` says for each block whether it has the window; by default every other block has, from block 0 on.
+    `sliding` says for each block whether it has the window; by default blocks 0, 2, 4 and so on have it.
     SwiGLU's inputs are clamped at `swiglu_limit`, its gate is `x sigmoid(swiglu_alpha x)`.
     """
 

@@ -9,13 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from torchround.pipeline.costs import Costs
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.simulation.dispatch import dispatch_tasks
 from torchround.pipeline.timeline import HOST, Task, Timeline
 
 # Events closer than this count as simultaneous: equal sums added in another order differ by rounding.
 SAME_MOMENT_S = 1e-12
+# A run in which no steps repeat is doubled up to this many.
+MAX_STEPS = 128
 
 
 class ScheduleDeadlockError(RuntimeError):
@@ -32,19 +31,6 @@ def simulate(tasks: Sequence[Task], num_devices: int, ready_first: Collection[in
     return _Simulation(tasks, ready_first).run(num_devices)
 
 
-def simulate_step(
-    partition: Partition,
-    costs: Costs,
-    num_devices: int,
-    num_micro_batches: int,
-    rounds: int,
-    recompute: str = "stage",
-) -> Timeline:
-    """Simulate one training step of the dispatch schedule from idle devices, without its update."""
-    tasks = dispatch_tasks(partition, costs, num_devices, num_micro_batches, rounds, recompute=recompute)
-    return simulate(tasks, num_devices)
-
-
 def at_speeds(tasks: Sequence[Task], speeds: Sequence[float]) -> list[Task]:
     """Return the same tasks on devices of unequal speed: device d takes 1 / `speeds[d]` of each duration."""
     return [
@@ -58,13 +44,12 @@ def steady_state(
     num_devices: int,
     ready_first: Collection[int] = (),
     tail_steps: int = 0,
-    max_steps: int = 128,
 ) -> tuple[Timeline, float, int]:
     """Simulate consecutive steps until they repeat; return the run, the seconds per step and the number of steps.
 
     `tasks_of(steps)` builds a run, whose last `tail_steps` are unlike the others because nothing follows
     them. Steps may repeat with a period of several, because the dispatch sequence moves on by `R S mod N`
-    devices each step. The run is doubled until steps repeat or it would be longer than `max_steps`. In the
+    devices each step. The run is doubled until steps repeat or it would be longer than `MAX_STEPS`. In the
     latter case the mean of the second half is returned, which is too short if a delay still builds up.
     """
     steps = 2 * num_devices + 2
@@ -72,7 +57,7 @@ def steady_state(
         line = simulate(tasks_of(steps + tail_steps), num_devices, ready_first)
         ends = line.step_ends_s()[:steps]
         period = _period(_shapes(line, ends)[steps // 2 :], tolerance_s=1e-10 * ends[-1])
-        if period or 2 * steps > max_steps:
+        if period or 2 * steps > MAX_STEPS:
             settled = period or steps // 2
             return line, (ends[-1] - ends[-1 - settled]) / settled, steps + tail_steps
         steps *= 2

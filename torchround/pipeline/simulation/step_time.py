@@ -145,11 +145,6 @@ def step_seconds(
     return _steady_state_seconds(times, sizes, num_devices)
 
 
-def busy_seconds(times: StageTimes, num_micro_batches: int) -> float:
-    """Compute the device seconds of one step's work in this partition, recomputation included."""
-    return num_micro_batches * sum(times.total_s)
-
-
 def run_step(
     times: StageTimes, round_sizes: Sequence[int], free: list[float], update_start_s: float
 ) -> list[float]:
