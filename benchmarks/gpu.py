@@ -246,9 +246,12 @@ class Bench:
                 start_s = time.perf_counter()
                 losses.append(loop.step(self.shape.micro_batches(seed=step)))
                 steps_s.append(time.perf_counter() - start_s)
-        except torch.OutOfMemoryError as error:
+        except (
+            torch.OutOfMemoryError
+        ) as error:  # a model that is larger than the card is what the engine is for
             return {"left_out": f"does not fit: {str(error).splitlines()[0]}"}
         finally:
+            # Freed before the engine runs, whose peak must not contain the rival's memory.
             loop = None  # type: ignore[assignment]
             gc.collect()
             if device.type == "cuda":

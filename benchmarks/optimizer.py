@@ -16,7 +16,7 @@ from torchround.optim import adamw_update_
 from torchround.optim.kernel import AdamWKernel, get_kernels
 
 HYPER: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-ACCURACY_PARAMETERS = 100_003
+ACCURACY_PARAMETERS = 100_003  # a prime, so that the last elements never fill a whole vector
 
 Optimizer = Callable[[list[torch.nn.Parameter]], Any]
 
@@ -122,6 +122,7 @@ def find_cpu_adam(folder: str | None) -> Optimizer | None:
     """Return DeepSpeed's optimizer if the package can be imported and its operation compiled."""
     if folder is not None:
         sys.path.append(folder)
+    # Otherwise DeepSpeed chooses an accelerator by itself while it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         module = importlib.import_module("deepspeed.ops.adam")
