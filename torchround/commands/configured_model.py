@@ -79,7 +79,11 @@ def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
         raise options.error(
             "model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # JSON that is nested too deeply ends in a RecursionError
         raise options.error("model.hf_path", f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise options.error("model.hf_path", f"{path} does not hold a JSON object")
@@ -106,7 +110,7 @@ def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeigh
     config = options.config
     if config.model.hf_path is None:
         return None, {}
-    family, shape = model_config(options, None)
+    family, shape = model_config(options, None)  # the tokenizer was compared when the model was built
     folder = Path(os.path.expanduser(config.model.hf_path))
     names, shapes = family.hf_names(shape), model.stored_shapes()
     weights = PretrainedWeights(folder, names, shapes, family.hf_redundant(shape))
@@ -125,6 +129,7 @@ def map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) ->
         for path, parameter in layer.named_parameters()
         if not parameter.requires_grad
     }
+    # A tied parameter has a name in each of its layers, and is stored under one of them.
     return weights.map_tensors(sorted(frozen & model.stored_shapes().keys()), DTYPES[config.training.dtype])
 
 
