@@ -358,9 +358,8 @@ class Trainer:
             self._checkpoints.save_now(engine)
 
     def _say_what_was_left_out(self) -> None:
-        counts = self._loader.counts()
-        if counts.bad_records:
-            say(f"bad records skipped: {counts.bad_records}")
-        if counts.long_documents:
+        if bad := self._loader.num_bad_records():
+            say(f"bad records skipped: {bad}")
+        if long := self._loader.num_long_documents():
             handled = self.config.data.long_documents
-            say(f"documents longer than a sequence: {counts.long_documents} (long_documents = {handled})")
+            say(f"documents longer than a sequence: {long} (long_documents = {handled})")

@@ -79,7 +79,11 @@ def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
         raise options.error(
             "model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # JSON that is nested too deeply ends in a RecursionError
         raise options.error("model.hf_path", f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise options.error("model.hf_path", f"{path} does not hold a JSON object")
@@ -108,7 +112,7 @@ def find_weights(
     config = options.config
     if config.model.hf_path is None:
         return None, {}
-    family, shape = model_config(options, None)
+    family, shape = model_config(options, None)  # the tokenizer was compared when the model was built
     folder = Path(os.path.expanduser(config.model.hf_path))
     names, shapes = family.hf_names(shape), model.stored_shapes()
     weights: PretrainedWeights | WithAdapters
@@ -128,6 +132,7 @@ def map_base(weights: PretrainedWeights | WithAdapters, model: LayeredModel, con
         for path, parameter in layer.named_parameters()
         if not parameter.requires_grad
     }
+    # A tied parameter has a name in each of its layers, and is stored under one of them.
     return weights.map_tensors(sorted(frozen & model.stored_shapes().keys()), DTYPES[config.training.dtype])
 
 
