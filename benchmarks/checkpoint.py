@@ -79,7 +79,7 @@ def beside(options: argparse.Namespace) -> Report:
         devices = [CpuDevice(index) for index in range(DEVICES)]
         with Engine(model, store, devices, partition, optimizer=OptimizerTable()) as engine:
             blocks = SavedBlocks(engine, store, folder / "checkpoints", options.steps)
-            blocks.run("none")  # the first steps allocate
+            blocks.run("none")  # not counted: the first steps allocate
             block_s = in_turns({mode: partial(blocks.run, mode) for mode in MODES}, options.turns)
     finally:
         shutil.rmtree(folder)

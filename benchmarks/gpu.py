@@ -246,9 +246,12 @@ class Bench:
                 start_s = time.perf_counter()
                 losses.append(loop.step(self.shape.micro_batches(seed=step)))
                 steps_s.append(time.perf_counter() - start_s)
-        except torch.OutOfMemoryError as error:
+        except (
+            torch.OutOfMemoryError
+        ) as error:  # a model that is larger than the card is what the engine is for
             return {"left_out": f"does not fit: {str(error).splitlines()[0]}"}
         finally:
+            # Freed before the engine runs, whose peak must not contain the rival's memory.
             loop = None  # type: ignore[assignment]
             gc.collect()
             if device.type == "cuda":
@@ -323,7 +326,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--copy-mib", type=int, default=512, help="size of the copies whose rate is measured")
     parser.add_argument("--budget-s", type=float, default=270.0, help="no run starts after so many seconds")
-    parser.add_argument("--compile", action="store_true", help="compile the optimizer pass (a C++ compiler)")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the optimizer update (a C++ compiler)"
+    )
     parser.add_argument("--tests-xml", help="pytest's JUnit file, to be counted into the figures")
 
 

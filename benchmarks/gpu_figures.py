@@ -40,7 +40,7 @@ def copy_rates(devices: Sequence[Device], nbytes: int) -> dict[str, Any]:
         alone = [
             lane.rates([way]) for lane in lanes for way in (Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD)
         ]
-        uploads, downloads = alone[0::2], alone[1::2]
+        uploads, downloads = alone[0::2], alone[1::2]  # each lane gives one of each
         both = [lane.rates([Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD]) for lane in lanes]
         for lane in lanes:
             lane.start([Stream.WEIGHT_UPLOAD, Stream.GRADIENT_DOWNLOAD])
@@ -80,7 +80,7 @@ class _Lane:
         for _ in range(REPEATS):
             for stream in streams:
                 pair = (self._own[stream], self._host[stream])
-                if stream is Stream.GRADIENT_DOWNLOAD:
+                if stream is Stream.GRADIENT_DOWNLOAD:  # from the device to the host
                     pair = pair[::-1]
                 self.device.copy(stream, *pair)
         ends = [self.device.mark(stream) for stream in streams]

@@ -1,4 +1,4 @@
-"""Speed of the optimizer's pass beside two others that turn a bf16 gradient into bf16 weights by way of fp32 state."""
+"""Speed of the optimizer's update beside two others that turn a bf16 gradient into bf16 weights by way of fp32 state."""
 
 import argparse
 import importlib
@@ -16,7 +16,7 @@ from torchround.optim import adamw_update_
 from torchround.optim.kernel import AdamWKernel, get_kernels
 
 HYPER: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-ACCURACY_PARAMETERS = 100_003
+ACCURACY_PARAMETERS = 100_003  # a prime, so that the last elements never fill a whole vector
 
 Optimizer = Callable[[list[torch.nn.Parameter]], Any]
 
@@ -122,6 +122,7 @@ def find_cpu_adam(folder: str | None) -> Optimizer | None:
     """Return DeepSpeed's optimizer if the package can be imported and its operation compiled."""
     if folder is not None:
         sys.path.append(folder)
+    # Otherwise DeepSpeed chooses an accelerator by itself while it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         module = importlib.import_module("deepspeed.ops.adam")
@@ -168,12 +169,12 @@ def headline(figures: Report) -> tuple[str, str]:
 
 
 SPEED = Benchmark(
-    """The optimizer's pass against others that turn a bf16 gradient into bf16 weights by way of fp32 state.
+    """The optimizer's update against others that turn a bf16 gradient into bf16 weights by way of fp32 state.
 
 One process, one buffer, AdamW. The passes take turns, and each figure is the median of --runs turns, because a shared
 machine changes its speed from second to second:
 
-    compiled  gradient in, state updated, device weights out, in one compiled pass (28 bytes per parameter)
+    compiled  gradient in, state updated, device weights out, in one compiled update (28 bytes per parameter)
     plain     the same in PyTorch operations, chunk by chunk: what runs if there is no C++ compiler
     fused     cast the gradient to fp32, torch.optim.AdamW(fused=True), cast the weights
     cpuadam   cast the gradient to fp32, DeepSpeed's CPUAdam, cast the weights (with --deepspeed)

@@ -90,6 +90,7 @@ def rival_bubbles(
 
 def _run_rank(rank: int, pipeline: _Pipeline, folder: str) -> None:
     """Run one device's process: every schedule in turn. Rank 0 writes the step times."""
+    # Without this gloo resolves the machine's own name, which a container may not know.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -115,8 +116,10 @@ def _measure_schedule(rank: int, name: str, pipeline: _Pipeline) -> float:
         )
         for index in range(rank, num_stages, pipeline.devices)
     ]
-    only = stages if per_device > 1 else stages[0]
-    schedule = schedule_class(only, pipeline.microbatches, loss_fn=lambda output, _: output.sum())
+    # Schedules of one stage per device take the stage itself, the others a list.
+    schedule = schedule_class(
+        stages if per_device > 1 else stages[0], pipeline.microbatches, loss_fn=lambda output, _: output.sum()
+    )
     batch = torch.zeros(pipeline.microbatches, 2, WIDTH)
     times = []
     for _ in range(1 + pipeline.steps):

@@ -131,7 +131,7 @@ def missed_by_engine(figures: Report) -> list[str]:
 
 def compiled_beside_uncompiled(options: argparse.Namespace) -> Report:
     """Measure steps of two engines, one with compiled layers."""
-    setup = _Setup(options, compile_update=False)  # the same optimizer pass in both
+    setup = _Setup(options, compile_update=False)  # the same optimizer update in both
     (plain, _), (compiled, _) = setup.engine(), setup.engine(LayerCompiler(setup.model))
     with plain, compiled:
         sides = {"uncompiled": engine_step(plain), "compiled": engine_step(compiled)}
@@ -165,7 +165,7 @@ Both train on one CPU device, in fp32. --check asks for equal losses and 0.9 tim
 COMPILED_LAYERS = Benchmark(
     """A step with compiled layers (engine.compile = true) beside a step with uncompiled layers.
 
-One CPU device each; both use the plain optimizer pass. The first compiled step includes the compiler's time.""",
+One CPU device each; both use the plain optimizer update. The first compiled step includes the compiler's time.""",
     add_options,
     compiled_beside_uncompiled,
     lambda figures: (

@@ -60,7 +60,7 @@ class SleepFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.sleeper, ctx.backward_s = sleeper, backward_s
         sleeper.sleep(forward_s)
-        return hidden + weight
+        return hidden + weight  # the weight takes part, so that there is a gradient to download
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
@@ -167,7 +167,7 @@ def measure_plan(costs: Costs, plan: Plan, steps: int, speeds: Sequence[float] =
     devices = [CpuDevice(index) for index in range(plan.num_devices)]
     settings = EngineSettings(rounds=plan.rounds)
     results: list[StepResult] = []
-    seconds = []
+    seconds = []  # the moments at which steps ended
     with Engine(
         model, store, devices, plan.partition, optimizer=OptimizerTable(), settings=settings
     ) as engine:

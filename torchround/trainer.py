@@ -20,7 +20,7 @@ from torchround.engine.results import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
 from torchround.engine.worker.link_turns import find_link_use
-from torchround.hf import PretrainedWeights, WithAdapters
+from torchround.hf import PretrainedWeights
 from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
 from torchround.observe.loss_curve import draw_run
@@ -73,7 +73,7 @@ class RunParts:
     hardware: Hardware
     question: RunQuestion
     plan: Plan
-    pretrained: PretrainedWeights | WithAdapters | None
+    pretrained: PretrainedWeights | None
     mapped: Mapping[str, Sequence[Tensor]]
 
 
@@ -358,9 +358,8 @@ class Trainer:
             self._checkpoints.save_now(engine)
 
     def _say_what_was_left_out(self) -> None:
-        counts = self._loader.counts()
-        if counts.bad_records:
-            say(f"bad records skipped: {counts.bad_records}")
-        if counts.long_documents:
+        if bad := self._loader.num_bad_records():
+            say(f"bad records skipped: {bad}")
+        if long := self._loader.num_long_documents():
             handled = self.config.data.long_documents
-            say(f"documents longer than a sequence: {counts.long_documents} (long_documents = {handled})")
+            say(f"documents longer than a sequence: {long} (long_documents = {handled})")

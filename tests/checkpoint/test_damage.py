@@ -81,8 +81,8 @@ def header(entries: object, data_bytes: int = 0) -> bytes:
     return len(text).to_bytes(8, "little") + text + bytes(data_bytes)
 
 
-def one_tensor(shape: object, offsets: object) -> bytes:
-    return header({"w": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}, data_bytes=8)
+def one_tensor(shape: object, offsets: object, dtype: str = "F32") -> bytes:
+    return header({"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}, data_bytes=8)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -180,6 +180,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "more data than tensors": (
         lambda path: forge_tensors(path, one_tensor([1], [0, 4])),
         "take 4 of 8 bytes",
+    ),
+    "a gap before a tensor": (
+        lambda path: forge_tensors(path, one_tensor([1], [4, 8])),
+        "w begins at byte 4 instead of 0",
+    ),
+    "a type that no version writes": (
+        lambda path: forge_tensors(path, one_tensor([2], [0, 8], "F4")),
+        "w is of the unknown type F4",
     ),
     "absurd shape": (
         lambda path: forge_tensors(path, one_tensor([2**62, 2**62], [0, 8])),

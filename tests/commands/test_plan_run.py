@@ -120,6 +120,14 @@ def test_keys_of_the_config_and_cards_by_number_are_taken(plan: Plan) -> None:
             ["lora.targets: this model has no 'query'"],
         ),
         (["--config", "debug.toml", "--device", "rtx4090", "--engine.plan", "none.json"], ["none.json"]),
+        (["--config", "debug.toml", "--device", "rtx4090", "--dry-run"], ["--dry-run", "train.py"]),
+        (
+            [
+                *("--config", "debug.toml", "--device", "rtx4090"),
+                *("--tokenizer.name", "none", "--tokenizer.path", "LICENSE"),
+            ],
+            ["LICENSE"],
+        ),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(plan: Plan, arguments: list[str], words: list[str]) -> None:

@@ -72,7 +72,7 @@ def test_a_bad_record_stops_the_run_or_is_skipped_and_counted_with_file_and_line
         list(build_loader(data, tokenizer, 64, 8, 0))
     loader = build_loader(data.model_copy(update={"on_bad_record": "skip"}), tokenizer, 64, 8, 0)
     assert len(documents(loader, tokenizer)) == 2
-    assert loader.counts().bad_records == 1
+    assert loader.num_bad_records() == 1
     assert "x.jsonl, line 2: " in caplog.text
 
 
@@ -180,4 +180,4 @@ def test_a_truncated_archive_still_gives_its_records_before_the_cut(
     loader = build_loader(data, tokenizer, 512, 8, 0)
     texts = [text for text, _ in documents(loader, tokenizer)]
     assert texts[0].startswith("<|bos|>0 0<|eos|>") and len(texts) > 100
-    assert loader.counts().bad_records == 1
+    assert loader.num_bad_records() == 1

@@ -158,7 +158,7 @@ def test_a_conversation_longer_than_a_sequence_is_handled_by_key_and_counted(
     )
     loader = build_loader(data, chat_tokenizer, 64, 4, 0)
     assert len(documents(loader, chat_tokenizer)) == kept
-    assert loader.counts().long_documents == 1
+    assert loader.num_long_documents() == 1
 
 
 def test_token_ids_are_used_as_they_are_and_must_be_in_the_vocabulary(

@@ -19,7 +19,7 @@ LORA = {"rank": 4, "alpha": 12.0, "dropout": 0.0, "targets": TARGETS}
 
 @pytest.fixture(params=[("llama3", "debug"), ("qwen3", "debug_moe")], ids="-".join)
 def trained(request, tmp_path, tools):
-    """A model with random adapters, and its checkpoint."""
+    """Return a model with random adapters, and its checkpoint."""
     name, flavor = request.param
     family = FAMILIES[name]
     config = family.config_from_flavor(flavor, vocab_size=50, num_layers=2)

@@ -26,7 +26,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def save_run(folder: Path, store: HostStore, **model_table) -> Path:
-    """A checkpoint as a run leaves it, as far as an export reads it."""
+    """Write a checkpoint as a run leaves it, as far as an export reads it."""
     table = {"flavor": None, "hf_path": None, **model_table}
     config = {
         "model": table,
@@ -38,7 +38,7 @@ def save_run(folder: Path, store: HostStore, **model_table) -> Path:
 
 
 def imported(release, folder: Path) -> Path:
-    """A checkpoint of a run that starts from the release in `folder`."""
+    """Write a checkpoint of a run that starts from the release in `folder`."""
     model = release.family.build(release.config)
     names, redundant = release.family.hf_names(release.config), release.family.hf_redundant(release.config)
     store = HostStore(model, torch.bfloat16)

@@ -47,7 +47,7 @@ def frozen_names(model):
 
 
 def opened(release, mapped: bool):
-    """A model with adapters, its store, and what is mapped."""
+    """Return a model with adapters, its store, and the mapped weights."""
     model = with_adapters(release.family, release.config)
     weights = open_weights(release, model)
     in_files = weights.map_tensors(frozen_names(model), BF16) if mapped else {}

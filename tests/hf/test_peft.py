@@ -17,7 +17,7 @@ from torchround.checkpoint import Checkpointer
 from torchround.commands import export_hf
 from torchround.config import LoraTable
 from torchround.engine.store.host_store import HostStore
-from torchround.hf import PretrainedWeights, WithAdapters, read_adapters
+from torchround.hf import PretrainedWeights, read_adapters
 from torchround.models import LoraShape, adapter_names, add_adapters
 
 RANK, ALPHA = 3, 12.0
@@ -34,13 +34,13 @@ CASES = [
 
 
 def adapted(release, targets, read=None):
-    """Our model with the release's weights and adapters: random ones, or those that `read(names, shapes)` reads."""
+    """Build our model with the release's weights, and adapters: random, or from `read(names, shapes)` if it is given."""
     model, names = release.family.build(release.config), release.family.hf_names(release.config)
     add_adapters(model, names, LoraShape(RANK, ALPHA, 0.0, targets))
     shapes = model.stored_shapes()
     weights = PretrainedWeights(release.folder, names, shapes, release.family.hf_redundant(release.config))
     if read is not None:
-        weights = WithAdapters(weights, read(adapter_names(model, names), shapes))
+        weights.adapters = read(adapter_names(model, names), shapes)
     store = HostStore(model)
     store.initialize(model, 0, weights.load)
     if read is None:
@@ -52,7 +52,7 @@ def adapted(release, targets, read=None):
 
 
 def filled(ours, tools):
-    """The model with the store's weights in memory of its own; only adapters take gradients."""
+    """Give the model memory of its own with the store's weights; only adapters take gradients."""
     model = tools.materialise(copy.deepcopy(ours.model))
     for name, parameter in tools.stored_parameters(model).items():
         parameter.data.copy_(ours.store.weights()[name])
@@ -77,8 +77,8 @@ def loss_of(logits, batch):
 
 
 def assert_same_logits(actual, expected):
-    """Compare to 1e-5 of the largest: peft adds up in another order, and the files' weights are ten times the usual."""
-    assert_close_in_sums(actual, expected, 1000)  # terms of all sums on the path of a logit
+    """Compare logits: peft adds up in another order, along the same thousand terms on the path of a logit."""
+    assert_close_in_sums(actual, expected, 1000)
 
 
 @pytest.fixture(params=CASES, ids=[f"{kind} {targets[-1]}" for kind, targets in CASES])
@@ -114,7 +114,7 @@ def test_peft_loads_our_adapters_and_has_our_logits_and_gradients(case, tmp_path
 
 
 def peft_gradient(name, tensors, gradients):
-    """peft's name and gradient for our adapter, which it may have fused with others."""
+    """Return peft's name and gradient for our adapter, which peft may have fused with others."""
     if isinstance(tensors, str):
         return tensors, gradients[tensors]
     part = name.rpartition(".")[2].split("_")[0]  # of Qwen3's experts: gate, up or down

@@ -32,7 +32,7 @@ def materialise(
 
 
 def stored_parameters(model: LayeredModel) -> dict[str, nn.Parameter]:
-    """`<layer>.<parameter>` to parameter; a tied one under its first layer only."""
+    """Map `<layer>.<parameter>` to the parameter; a tied one appears under its first layer only."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for layer_name, layer in zip(model.names, model.layers, strict=True):
@@ -44,7 +44,7 @@ def stored_parameters(model: LayeredModel) -> dict[str, nn.Parameter]:
 
 
 def micro_batch(documents: list[list[int]], vocab_size: int, seed: int = 0) -> MicroBatch:
-    """Random tokens; `documents[b]` are the document lengths of sequence b, all rows equally long in sum."""
+    """Make random tokens. `documents[b]` are the document lengths of sequence b; each row has the same sum."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for lengths in documents:
@@ -67,21 +67,21 @@ def load_hf_weights(model: LayeredModel, names: dict, theirs: nn.Module) -> None
 
 
 def released_tensors(theirs: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that transformers writes for this model: experts one by one, a tied head left out."""
+    """Return the tensors that transformers writes for this model: experts one by one, without a tied head."""
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         return load_file(f"{folder}/model.safetensors")
 
 
 def gather(hf_names: str | tuple[str, ...], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The Hugging Face tensor that holds a parameter, or the stack of several."""
+    """Return the Hugging Face tensor that holds a parameter, or the stack of several."""
     if isinstance(hf_names, str):
         return tensors[hf_names]
     return torch.stack([tensors[name] for name in hf_names])
 
 
 def released_gradients(theirs: nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients under the names of `released_tensors`: written by a copy whose weights are the gradients."""
+    """Return gradients under the names of `released_tensors`, by writing a copy whose weights are the gradients."""
     holder = copy.deepcopy(theirs)
     gradients = dict(theirs.named_parameters())
     with torch.no_grad():
@@ -107,7 +107,7 @@ def loss_sum(model: LayeredModel, batch: MicroBatch) -> torch.Tensor:
 
 
 def measure_peak_bytes(run):
-    """Highest sum of live CPU tensor bytes during `run`, from the profiler's allocation events."""
+    """Return the highest sum of live CPU tensor bytes during `run`, from the profiler's allocation events."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()

@@ -107,7 +107,7 @@ CASES |= {
 
 @pytest.fixture(params=CASES.values(), ids=CASES.keys())
 def pair(request, tools):
-    """A transformers model, and ours with the same weights."""
+    """Return a transformers model, ours with the same weights, and the names of the tensors."""
     return make_pair(tools, *request.param)
 
 

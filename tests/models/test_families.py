@@ -1,4 +1,4 @@
-"""What holds for every family: layers on meta, ties, documents kept apart, work counted from shapes."""
+"""Properties of every family: layers on meta, ties, documents kept apart, work counted from shapes."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ SMALL = [
 
 @pytest.fixture(params=SMALL, ids="-".join)
 def small(request):
-    """A family, and its config for a small flavor, dense or with experts, with fields replaced."""
+    """Return a family's `build`, and a function to its config for a small flavor with fields replaced."""
     name, flavor = request.param
     family = FAMILIES[name]
 
@@ -171,7 +171,7 @@ def test_activation_bytes_are_within_two_percent_of_what_is_kept(small, tools, d
 
 
 def without_balance(config):
-    """The balance penalty is one of sequences, not of documents; without it both must agree."""
+    """Turn off the balance penalty: it is one of sequences, so documents one by one have another."""
     moe = getattr(config, "moe", None)
     return replace(config, moe=replace(moe, balance_coefficient=0.0)) if moe else config
 
@@ -209,7 +209,7 @@ def test_peak_of_a_layer_is_at_most_the_estimate_and_at_least_half_of_it(small, 
 
 
 def kept_bytes(layer, hidden, batch):
-    """Bytes that autograd keeps for this layer's backward: neither its parameters nor the micro-batch."""
+    """Count the bytes that autograd keeps for this layer's backward, without its parameters and the micro-batch."""
     ours = [*layer.parameters(), *batch.tensors()]
     known = {tensor.untyped_storage().data_ptr() for tensor in ours}
     storages = {}

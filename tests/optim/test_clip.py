@@ -18,7 +18,7 @@ def test_scale_is_that_of_clip_grad_norm(norm_factor: float, max_norm: float, se
     parameter.grad = gradient.clone()
     total_norm = torch.nn.utils.clip_grad_norm_([parameter], max_norm)
     assert torch.linalg.vector_norm(gradient) == total_norm
-    # torch adds up squares in fp32, in an order of its own; the root halves the error. 16 roundings of 2^-24.
+    # torch adds up squares in fp32, in an order of its own; the root halves the error: 16 roundings of 2^-24 in all.
     torch.testing.assert_close(gradient * clip_scale(total_norm, max_norm), parameter.grad, rtol=1e-6, atol=0)
 
 

@@ -249,7 +249,7 @@ def test_without_a_working_compiler_one_line_says_so_and_nothing_is_raised(
     assert finished.stdout == "{}\n"
     [line] = finished.stderr.splitlines()
     assert words in line and line.endswith(
-        "the optimizer uses its uncompiled pass, which is several times slower"
+        "the optimizer uses its uncompiled update, which is several times slower"
     )
 
 

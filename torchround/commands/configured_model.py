@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchround.config import MODEL_FOLDER, Config, LoraTable, Options, show
-from torchround.hf import PretrainedWeights, WithAdapters, read_adapters
+from torchround.hf import PretrainedWeights, read_adapters
 from torchround.layer import LayeredModel
 from torchround.models import (
     FAMILIES,
@@ -79,7 +79,11 @@ def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
         raise options.error(
             "model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # JSON that is nested too deeply ends in a RecursionError
         raise options.error("model.hf_path", f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise options.error("model.hf_path", f"{path} does not hold a JSON object")
@@ -98,9 +102,7 @@ def _refuse_another_family(options: Options, path: Path, model_type: Any) -> Non
         )
 
 
-def find_weights(
-    options: Options, model: LayeredModel
-) -> tuple[PretrainedWeights | WithAdapters | None, Mapped]:
+def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeights | None, Mapped]:
     """Open the weights in the Hugging Face folder, and map the ones that stay in its files. A flavor has no weights.
 
     Checks the headers of the files against the model. Raises `HFError`.
@@ -108,17 +110,16 @@ def find_weights(
     config = options.config
     if config.model.hf_path is None:
         return None, {}
-    family, shape = model_config(options, None)
+    family, shape = model_config(options, None)  # the tokenizer was compared when the model was built
     folder = Path(os.path.expanduser(config.model.hf_path))
     names, shapes = family.hf_names(shape), model.stored_shapes()
-    weights: PretrainedWeights | WithAdapters
     weights = PretrainedWeights(folder, names, shapes, family.hf_redundant(shape))
     if config.lora.path is not None:
-        weights = WithAdapters(weights, read_adapters(config.lora, adapter_names(model, names), shapes))
+        weights.adapters = read_adapters(config.lora, adapter_names(model, names), shapes)
     return weights, map_base(weights, model, config)
 
 
-def map_base(weights: PretrainedWeights | WithAdapters, model: LayeredModel, config: Config) -> Mapped:
+def map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) -> Mapped:
     """Map the frozen weights that the files hold in the run's type, without reading them; none without `lora.map_base`."""
     if not config.lora.map_base:
         return {}
@@ -128,6 +129,7 @@ def map_base(weights: PretrainedWeights | WithAdapters, model: LayeredModel, con
         for path, parameter in layer.named_parameters()
         if not parameter.requires_grad
     }
+    # A tied parameter has a name in each of its layers, and is stored under one of them.
     return weights.map_tensors(sorted(frozen & model.stored_shapes().keys()), DTYPES[config.training.dtype])
 
 

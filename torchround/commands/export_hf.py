@@ -168,6 +168,7 @@ class Trained:
     def _pairs(self) -> dict[str, tuple[ExportedTensor, ExportedTensor]]:
         """Map each Hugging Face tensor's name to the pair A, B whose product is added to it."""
         pairs: dict[str, tuple[ExportedTensor, ExportedTensor]] = {}
+        # One parameter may be several released tensors, such as one per expert. Taken apart alike, they match in order.
         for adapted, halves in adapter_pairs(self.adapters).items():
             theirs = self._unstacked({adapted: self.names[adapted]})
             a, b = (self._unstacked({half: self.adapters[half]}) for half in halves)
@@ -198,6 +199,7 @@ def write_adapters(output: Path, trained: Trained) -> str:
     """Write a PEFT folder. Returns a line that lists its files."""
     base = None if trained.base is None else str(trained.base)
     with new_folder(output) as folder:
+        # PEFT reads one file, so there are no shards.
         write_tensors(folder, trained.adapter_tensors(), sys.maxsize, ADAPTER_TENSOR_FILE)
         write_json(
             folder / ADAPTER_CONFIG_FILE, peft_config(trained.lora, trained.adapters, trained.names, base)
@@ -234,7 +236,7 @@ def config_content(
 
 def copy_files(source: Path, target: Path) -> list[str]:
     """Copy the tokenizer's files. Returns their names."""
-    folder = source if source.is_dir() else source.parent
+    folder = source if source.is_dir() else source.parent  # `tokenizer.path` may name a file
     names = [name for name in COPIED if (folder / name).is_file()]
     for name in names:
         shutil.copyfile(folder / name, target / name)

@@ -84,12 +84,13 @@ def print_batches(config: Config, tokenizer: Tokenizer, batches: int, sequences:
     loader.close()
     if not positions:
         return
-    counts = loader.counts()
     print(
         f"--- {positions} positions: {tokens / positions:.2%} tokens, {labels / positions:.2%} with a label"
     )
     if packs_whole_documents(config.data):
-        print(f"--- {counts.long_documents} documents longer than a sequence: {config.data.long_documents}")
+        print(
+            f"--- {loader.num_long_documents()} documents longer than a sequence: {config.data.long_documents}"
+        )
     print(f"--- read at {tokens / read_s:,.0f} tokens/s, start of the pipeline included")
 
 

@@ -133,6 +133,7 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
         raise CommandError("give --device, or --device-memory-gib, --device-tflops and --pcie-gb-per-s")
     memory_gib, tflops, pcie = numbers
     dtype = config.training.dtype
+    # A given peak is that of the run's dtype, the only one that the plan asks for.
     peaks: dict[str, float] = {dtype: tflops * 1e12} if tflops else (card.peak_flops if card else {})
     spec = DeviceSpec(
         card.name if card else "given by numbers",
@@ -140,6 +141,7 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
         pcie or (card.pcie_gb_per_s if card else 0.0),
         peaks,
     )
+    # The same limit as on the card itself (`find_hardware`): the config's, otherwise the usable share of the card.
     usable = config.engine.device_memory_gib or USABLE_CUDA_FRACTION * spec.memory_gib
     return Hardware(
         kind="cuda",

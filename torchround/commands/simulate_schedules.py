@@ -122,6 +122,7 @@ def simulate_all(names: Sequence[str], setting: SimulationSetup) -> list[Schedul
         try:
             reports.append(simulate_schedule(name, setting))
         except (ScheduleError, InfeasiblePlanError) as error:
+            # The other schedules are still worth comparing.
             print(f"simulate: {name} left out: {error}", file=sys.stderr)
     if not reports:
         raise CommandError("no schedule is left to show")

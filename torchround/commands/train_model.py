@@ -137,6 +137,7 @@ def with_kept_rounds(question: RunQuestion, folder: RunFolder) -> RunQuestion:
     kept = folder.kept_plan() if is_resumed else None
     if kept is None or question.rounds != "auto" or question.given is not None:
         return question
+    # The batch may be smaller now, and a round has at least one micro-batch.
     return replace(question, rounds=min(kept.rounds, question.num_micro_batches))
 
 
@@ -164,7 +165,7 @@ def export_newest(folder: RunFolder, adapters: bool) -> None:
     step = Checkpointer(folder.checkpoints).latest_step()
     checkpoint, output = folder.checkpoints / f"step-{step}", folder.path / "export" / f"step-{step}"
     if output.exists():
-        return
+        return  # a complete run that is started again has exported already
     try:
         say(export(Export(checkpoint, output, adapters=adapters)))
     except OSError as error:

@@ -100,10 +100,10 @@ class EngineTable(Table):
     must be longer than the longest stage takes for one micro-batch."""
 
     compile: bool | Literal["auto"] = "auto"
-    """Code that Inductor compiles. `true`: the host's optimizer pass and the layers. `auto`: the optimizer pass alone, from
+    """Code that Inductor compiles. `true`: the host's optimizer update and the layers. `auto`: the optimizer update alone, from
     2^25 trained parameters on; smaller models do not win the time back. `false`: nothing.
 
-    The compiled optimizer pass is several times as fast, with the same bits. Compiling it takes one core about 20 s
+    The compiled optimizer update is several times as fast, with the same bits. Compiling it takes one core about 20 s
     while the first step runs. Layers are compiled during the first step, once for each kind of layer and each size of
     micro-batch: 10 to 60 s each, on CUDA once per GPU. Compiled layers are faster if elementwise steps take a large part
     of the time. A compiled layer holds all its gradients of one micro-batch on the device at once. Its losses differ in

@@ -6,7 +6,6 @@ The nodes are: read, tokenise, pack, shuffle (if asked for), batch, and prefetch
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -204,12 +203,15 @@ class Loader(Iterator[MicroBatch]):
         """Count the tokens of one of its batches, without padding."""
         return num_tokens(batch, self._tokenizer.pad_id)
 
-    def counts(self) -> "Counts":
-        """Count what was left out or cut up to the last batch handed out."""
+    def num_bad_records(self) -> int:
+        """Count the records skipped as bad up to the last batch handed out."""
         if self._position is None:
-            return Counts(0, 0)
-        so_far = progress_so_far(self._position)
-        return Counts(sum(source["bad"] for source in so_far["reader"]["sources"]), so_far["long"])
+            return 0
+        return sum(source["bad"] for source in progress_so_far(self._position)["reader"]["sources"])
+
+    def num_long_documents(self) -> int:
+        """Count the documents longer than a sequence up to the last batch; only best-fit packing counts them."""
+        return 0 if self._position is None else progress_so_far(self._position)["long"]
 
     def _start(self) -> BaseNode[MicroBatch | DataError]:
         """Make the nodes, and go to the position."""
@@ -267,14 +269,6 @@ class Loader(Iterator[MicroBatch]):
         if self._data.shuffle_sequences:
             identity |= {"seq_len": self._seq_len, "shuffle_sequences": self._data.shuffle_sequences}
         return identity
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Numbers of records skipped as bad and, with best-fit packing, of documents longer than a sequence."""
-
-    bad_records: int
-    long_documents: int
 
 
 def what_a_change_costs(position: dict[str, Any] | None, were: Sequence[str], are: Sequence[str]) -> str:

@@ -61,7 +61,7 @@ MOST_PASSES_UNDER_WAY = 2
 class EngineSettings:
     """Settings of an engine. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
 
-    `compile_update` compiles the optimizer's pass before the first update (`optim/kernel.py`). `compiler`
+    `compile_update` compiles the optimizer's update before the first update (`optim/kernel.py`). `compiler`
     compiles the layers; engines of one model that follow each other may share it. `turns` are groups of
     devices, by index, whose weight uploads take turns (`engine/worker/link_turns.py`).
     """

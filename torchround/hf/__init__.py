@@ -4,7 +4,7 @@ This package knows tensor names, shapes and dtypes, but no model family: its cal
 parameter.
 """
 
-from torchround.hf.pretrained import PretrainedWeights, WithAdapters, read_adapters
+from torchround.hf.pretrained import PretrainedWeights, read_adapters
 from torchround.hf.tensor_folder import HFError
 
-__all__ = ["HFError", "PretrainedWeights", "WithAdapters", "read_adapters"]
+__all__ = ["HFError", "PretrainedWeights", "read_adapters"]

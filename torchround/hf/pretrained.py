@@ -62,10 +62,12 @@ class PretrainedWeights:
             wanted.update(_tensor_shapes(tensors, tuple(shapes[name])))
         self._check(wanted, set(redundant))
         self._mapped: frozenset[str] = frozenset()
+        # Set from `read_adapters` if the run starts with saved adapters.
+        self.adapters: PretrainedWeights | None = None
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that `load` reads from the files."""
+        """Bytes that `load` reads from the files of the folder itself."""
         return sum(
             self._tensors[part].nbytes
             for name, tensors in self._names.items()
@@ -75,7 +77,10 @@ class PretrainedWeights:
         )
 
     def load(self, views: Mapping[str, Tensor]) -> None:
-        """Fill the views of all parameters in `names` that are not mapped; shows a progress bar on a terminal."""
+        """Fill the views of all parameters in `names` that are not mapped, then the views of the adapters, if any.
+
+        Shows a progress bar on a terminal.
+        """
         with _progress(self.folder, self.total_bytes) as advance, TensorFiles() as files:
             for name, tensors in self._names.items():
                 if name in self._mapped:
@@ -83,6 +88,8 @@ class PretrainedWeights:
                 for tensor, view in _parts(tensors, views[name]):
                     self._read(files, tensor, view)
                     advance(sum(self._tensors[part].nbytes for part in self._stored(tensor)))
+        if self.adapters is not None:
+            self.adapters.load(views)
 
     def map_tensors(self, parameters: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
         """Map the parameters that the files hold as aligned numbers of `dtype`, without reading any.
@@ -134,7 +141,7 @@ class PretrainedWeights:
         problems = {kind: found for kind, found in problems.items() if found}
         if problems:
             listed = (f"{kind}: {_some(found)}" for kind, found in problems.items())
-            raise HFError(f"{self.folder}: the weights are not those of this model", *listed)
+            raise HFError(f"{self.folder}: the weights do not fit this model", *listed)
 
     def _check_one(self, name: str, shape: tuple[int, ...], problems: dict[str, list[str]]) -> None:
         stored = [self._tensors[part] for part in self._stored(name) if part in self._tensors]
@@ -247,20 +254,3 @@ def read_adapters(
     if wrong:
         raise HFError(f"lora.path: {folder / ADAPTER_CONFIG_FILE}: {'; '.join(wrong)}")
     return PretrainedWeights(folder, names, shapes, single_file=ADAPTER_TENSOR_FILE)
-
-
-class WithAdapters:
-    """The weights of a base and of the adapters on it, read one after the other."""
-
-    def __init__(self, base: PretrainedWeights, adapters: PretrainedWeights) -> None:
-        self.folder = base.folder
-        self._parts = base, adapters
-
-    def map_tensors(self, parameters: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
-        """Map parameters of the base, as `PretrainedWeights.map_tensors`."""
-        return self._parts[0].map_tensors(parameters, dtype)
-
-    def load(self, views: Mapping[str, Tensor]) -> None:
-        """Fill the views of the base, then the views of the adapters."""
-        for part in self._parts:
-            part.load(views)

@@ -1,4 +1,4 @@
-"""The program that compiles AdamW's pass: `python -m torchround.optim.compile_kernel bfloat16 bfloat16 out.so`.
+"""The program that compiles AdamW's update: `python -m torchround.optim.compile_kernel bfloat16 bfloat16 out.so`.
 
 A run starts it as a child process (`kernel.py`): a quarter of a minute of Python beside the device workers would
 hold them up, and importing the compiler into a training run would cost it 200 MB. The text of this file is part

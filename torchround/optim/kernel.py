@@ -1,10 +1,10 @@
-"""AdamW's pass as compiled machine code: getting it from the cache or a compiler, and calling it.
+"""AdamW's update as compiled machine code: getting it from the cache or a compiler, and calling it.
 
 Inductor compiles `adamw.new_values` ahead of time to a shared library, in child processes (`compile_kernel.py`). The
 library is called through ctypes, which releases the interpreter lock. PyTorch's own loader holds it for the whole
 call, and the threads that drive devices would wait for every update.
 
-A missing kernel never stops a run: one line says why, and the uncompiled pass does the same update with the same bits.
+A missing kernel never stops a run: one line says why, and the uncompiled code gives the same bits.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ UpdateDtypes = tuple[torch.dtype, torch.dtype]
 COMPILE_LIMIT_S = 600.0
 CHECKED_ELEMENTS = 10_007
 POLL_S = 0.05
-PLAIN_COST = "the optimizer uses its uncompiled pass, which is several times slower"
+PLAIN_COST = "the optimizer uses its uncompiled update, which is several times slower"
 
 
 class KernelError(RuntimeError):
@@ -228,7 +228,7 @@ class _Compilation:
 
 
 def _check_bits(kernel: AdamWKernel, gradient: torch.dtype, device_weight: torch.dtype) -> None:
-    """Raise `KernelError` unless the kernel gives the uncompiled pass's bits on this machine."""
+    """Raise `KernelError` unless the kernel gives the uncompiled update's bits on this machine."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(CHECKED_ELEMENTS, generator=generator) for _ in range(4)]
     plain = [values[0], values[1], values[2].square(), values[3].to(gradient), values[0].to(device_weight)]

@@ -120,7 +120,7 @@ def stage_compute_bytes(stage: Stage, costs: Costs, recompute: str) -> int:
 
 
 def rounds_in_flight(num_devices: int, num_stages: int, rounds: int, update: str) -> int:
-    """Bound the number of rounds whose activations are on the host at once, for any speeds of N devices, and S stages.
+    """Bound the number of rounds whose activations are on the host at once: N devices of any speeds, S stages.
 
     While a round's last stage is unfinished, the other devices can be N - 1 stages into the next round, S - N
     fewer into the one after that, and so on. If S <= N, a device may run ahead with the first stages of all

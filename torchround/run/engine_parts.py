@@ -32,7 +32,7 @@ def build_store(
         model,
         numbers.dtype,
         policy=POLICIES[numbers.engine.update],
-        pinned=hardware.kind == "cuda",
+        pinned=hardware.kind == "cuda",  # a GPU copies asynchronously only from and to pinned memory
         gradient_dtype=numbers.gradient_dtype,
         spikes=SpikeBounds(numbers.spike_factor, numbers.training.spike_window),
         mapped=mapped,

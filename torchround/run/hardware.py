@@ -57,7 +57,7 @@ def find_hardware(table: EngineTable) -> Hardware:
             'engine.devices is "cuda", but PyTorch sees no GPU; legal here: "cpu" or "auto"'
         )
     count = table.num_devices or present
-    # If several devices share a GPU, each gets its share of the smallest one; the fullest GPU has the most devices.
+    # All devices get one limit: a share of the smallest GPU, by the number of devices on the fullest one.
     smallest = min(torch.cuda.get_device_properties(index).total_memory for index in range(present))
     share = int(smallest * USABLE_CUDA_FRACTION) // -(-count // present)
     spec = find_device(torch.cuda.get_device_name(0))

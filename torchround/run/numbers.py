@@ -73,6 +73,7 @@ def run_question(
             model.names,
             layer_works(model, numbers, hardware.kind, tokens, sequences),
             parameters,
+            # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
             hardware.spec or ASSUMED_DEVICE,
             dtype=training.dtype,
             element_bytes=numbers.dtype.itemsize,
@@ -90,7 +91,7 @@ def run_question(
         device_bytes=hardware.device_bytes,
         host_bytes=hardware.host_bytes,
         update=engine.update,
-        rounds=engine.rounds or 1,
+        rounds=engine.rounds or 1,  # one round unless the config asks for more
         recompute=engine.recompute,
         element_bytes=numbers.dtype.itemsize,
         gradient_bytes=numbers.gradient_dtype.itemsize,
@@ -129,6 +130,7 @@ def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
 
 def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> ParameterCounts:
     """Count the parameters of the model, each tied one once. Those named in `mapped` are frozen and counted apart."""
+    # By identity: a tied parameter is one object in several layers.
     users: dict[int, int] = {}
     parameters = {}
     in_files: set[int] = set()

@@ -45,7 +45,7 @@ class PlanByMeasuring:
         self.until = first_step
         if question.given is not None or measure_steps == 0:
             return
-        # A run that stopped before its last measuring step kept the counted plan, which is no reason not to measure.
+        # Until that many steps are done, the kept plan is still the counted one, so the run measures.
         if kept is not None and first_step >= measure_steps and self._fits(kept, counted):
             self.settled, self._is_kept = kept, True
             return

@@ -46,6 +46,7 @@ class StepMeter:
         self._peak_flops_per_s = peak_flops_per_s
         self._skipped_steps = skipped_steps
         self._clock = clock
+        # Devices and pools count allocations from their beginning; these are the counts at the last record.
         self._device_allocations = self._host_allocations = 0
         self._last: StepResult | None = None
         self._loss = self._grad_norm = 0.0
@@ -125,6 +126,7 @@ class StepMeter:
             host_allocations=host_allocations - self._host_allocations,
         )
         self._device_allocations, self._host_allocations = device_allocations, host_allocations
+        # One moment ends this interval and begins the next, so that no time falls between them.
         self._reset(now_s)
         return record
 

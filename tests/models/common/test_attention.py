@@ -143,7 +143,7 @@ def test_offsets_are_the_beginnings_of_documents_however_many_fit(rows, spare):
 
 
 def plain_scores(query, key, offsets, window):
-    """Scores `[H, N, N]`, minus infinity where a token may not look, and keys for each query head."""
+    """Return scores `[H, N, N]`, minus infinity for pairs that may not attend, and keys for each query head."""
     numbers = torch.searchsorted(offsets, torch.arange(len(query)), right=True)
     distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
     seen = (numbers[:, None] == numbers) & (distance >= 0)
@@ -181,7 +181,7 @@ def plain_backward_kernel(grad, query, key, value, output, log_sums, offsets, lo
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("window", [None, 1, 4, 20])
 def test_attention_by_offsets_and_its_gradients_equal_brute_force(monkeypatch, window, with_sinks):
-    """The flash kernels replaced by what they promise: layout, offsets, windows and sinks around them are ours."""
+    """Replace the flash kernels by plain ones: the layout, offsets, windows and sinks around them are ours to test."""
     monkeypatch.setattr(packed_attention, "_forward_kernel", plain_forward_kernel)
     monkeypatch.setattr(packed_attention, "_backward_kernel", plain_backward_kernel)
     document_ids = ids([4, 1, 4], [1, 8])
@@ -196,7 +196,7 @@ def test_attention_by_offsets_and_its_gradients_equal_brute_force(monkeypatch, w
 
 
 def test_the_flash_kernels_take_what_they_are_given():
-    """PyTorch's own description of the kernels (shapes, dtypes, arguments), which needs no card."""
+    """Ask PyTorch's own description of the kernels (shapes, dtypes, arguments), which needs no card."""
     shapes = [(2, 16, heads, 8) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     heads = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes]
     document_ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")

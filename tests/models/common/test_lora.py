@@ -34,7 +34,7 @@ def build(name, flavor, targets, dropout=0.0, vocab_size=50, **fields):
 
 
 def merge(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The dense weights: a small loop of plain products, matrix by matrix."""
+    """Compute the dense weights by a small loop of plain products, matrix by matrix."""
     merged = {name: w.clone() for name, w in weights.items() if "lora_" not in name}
     for name, inner in weights.items():
         if name.endswith("lora_a"):

@@ -22,7 +22,7 @@ TWO_BF16_ROUNDINGS = 2 * BF16
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """16 tokens a chunk, so that the last of five chunks is a partial one."""
+    """Cut into chunks of 16 tokens, so that the last of five chunks is a partial one."""
     monkeypatch.setattr(loss, "CHUNK_BYTES", 16 * 4 * VOCAB)
     assert loss.chunk_tokens(VOCAB) == 16
 

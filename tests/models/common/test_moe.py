@@ -37,7 +37,7 @@ def make_moe(num_chosen=2, normalised=True):
 
 
 def token_by_token(moe, x):
-    """Every token through its chosen experts, one at a time."""
+    """Pass every token through its chosen experts, one at a time."""
     mixed = []
     for token in x.flatten(0, 1):
         probabilities = (moe.router.weight @ token).softmax(0)

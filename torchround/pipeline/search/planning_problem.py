@@ -1,4 +1,4 @@
-"""One planning problem: estimated step times of many partitions, exact ones of single partitions, and who fits.
+"""One planning problem: estimated step times of many partitions, the exact one of each, and which fit into memory.
 
 Shapes: K partitions, S stages, L layers.
 """

@@ -1,8 +1,8 @@
 """The exact time of one training step of a partition: a recurrence that takes O(1) per stage slot.
 
 Within a round, micro-batch `m` leaves a stage at `max over lines (base + slope x m)`. A stage of duration d
-that a device may start at r adds the line (r + d, d) and turns each slope below d into d, because a tandem
-line of constant servers is as fast as its slowest one. So a slot costs the same for 1 or 1000 micro-batches,
+that a device may start at r adds the line (r + d, d). Stages in a row are as fast as the slowest of them, so every
+slope below d becomes d. So a slot costs the same for 1 or 1000 micro-batches,
 and the result equals that of the event simulator (a test compares the two).
 """
 
