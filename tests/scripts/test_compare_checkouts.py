@@ -1,0 +1,33 @@
+"""The comparison of two checkouts: equal ones are called equal, and a changed learning rule is found."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts.compare_checkouts import RUNS, differences, main
+from tests.support.source_files import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_checkout_equals_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(ROOT), str(ROOT)]) == 0
+    verdicts = capsys.readouterr().out.splitlines()
+    assert len(verdicts) == len(RUNS) and all(line.endswith("values, equal") for line in verdicts)
+
+
+def test_a_change_of_the_last_bits_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(ROOT / "torchround", tmp_path / "torchround")
+    shutil.copy(ROOT / "train.py", tmp_path)
+    changed = tmp_path / "torchround/optim/lr_schedule.py"
+    text = changed.read_text()
+    assert text.count("self.lr = lr") == 1, "the line to change is another one now"
+    changed.write_text(text.replace("self.lr = lr", "self.lr = lr * (1 + 1e-6)"))
+    assert main([str(ROOT), str(tmp_path), "--only", "llama3-sync"]) == 1
+    printed = capsys.readouterr().out
+    assert "differ" in printed and "grad_norm" in printed
+
+
+def test_a_value_that_one_side_lacks_is_a_difference() -> None:
+    assert list(differences({"a": 1, "b": 2}, {"a": 1})) == ["b: 2 before, not there after"]
