@@ -24,6 +24,7 @@ def test_the_pages_have_a_place_for_each_table() -> None:
     assert sorted(parameters.values[1] for parameters in SHOWN) == sorted(pipeline_tables.TABLES)
 
 
+@pytest.mark.documented
 @pytest.mark.parametrize(("path", "name"), SHOWN)
 def test_a_table_in_a_page_is_what_simulation_gives(path: Path, name: str) -> None:
     page = path.read_text(encoding="utf-8")
@@ -50,6 +51,7 @@ def test_every_picture_of_the_page_exists_and_has_its_command() -> None:
     assert all((SCHEDULES_PAGE.parent / "images" / name).is_file() for name in shown)
 
 
+@pytest.mark.documented
 @pytest.mark.parametrize("command", [command for command, name in PICTURES if name != "roundpipe.png"])
 def test_a_command_for_a_picture_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(pipeline_tables.ROOT)
