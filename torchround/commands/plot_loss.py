@@ -33,6 +33,12 @@ def main(arguments: list[str]) -> int:
     except ImportError as error:
         print(f"plot_loss: drawing needs matplotlib: pip install matplotlib ({error})", file=sys.stderr)
         return 2
+    except FileNotFoundError as error:
+        print(
+            f"plot_loss: {error.filename} is not there; legal: folders of runs that logged a step",
+            file=sys.stderr,
+        )
+        return 2
     except (OSError, ValueError) as error:
         print(f"plot_loss: {error}", file=sys.stderr)
         return 2
