@@ -1,9 +1,9 @@
-"""The reference that CUDA is compared with equals the engine on the CPU too, in fp32 and in bf16."""
+"""The reference that accelerators are compared with equals the engine on the CPU too, in fp32 and in bf16."""
 
 import pytest
 import torch
 
-from tests.support.cuda_toy import DeviceLoop
+from tests.support.device_toy import DeviceLoop
 from tests.support.toy import (
     PARTITIONS,
     assert_same_state,

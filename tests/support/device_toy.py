@@ -1,32 +1,48 @@
-"""The toy model on CUDA: workers that share one card, and the plain loop with its compute on that card.
+"""The toy model on an accelerator: workers that share devices, and the plain loop with its compute on one device.
 
-Importable without CUDA, and the loop runs on any device, so that its arithmetic is tested on the CPU.
+Importable without an accelerator. The loop runs on any device, so that its arithmetic is tested on the CPU.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.support.toy import PlainLoop, toy_engine
-from torchround.engine.device import CudaDevice
+from torchround.engine.device import AcceleratorDevice, Device
+from torchround.engine.engine import Engine
+from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
+from torchround.pipeline.partition import Partition
 
 
-def cuda_engine(model, store, partition, num_workers, **options):
-    """Make a toy engine whose workers share the first card."""
-    counted = iter(range(num_workers))
-    return toy_engine(
-        model, store, partition, num_workers, wrap=lambda _: CudaDevice(0, next(counted)), **options
-    )
+def device_engine(
+    kind: str,
+    model: LayeredModel,
+    store: HostStore,
+    partition: Partition,
+    num_workers: int,
+    num_devices: int = 1,
+    make: Callable[[torch.device, int], Device] = AcceleratorDevice,
+    **options: Any,
+) -> Engine:
+    """Make a toy engine whose workers share the first `num_devices` devices of a kind."""
+    workers = iter(range(num_workers))
+
+    def next_worker(_: Device) -> Device:
+        worker = next(workers)
+        return make(torch.device(kind, worker % num_devices), worker)
+
+    return toy_engine(model, store, partition, num_workers, wrap=next_worker, **options)
 
 
 class DeviceLoop(PlainLoop):
     """A plain loop that computes on `device` in `dtype`, adds gradients up there in fp32, and updates on the host.
 
     One module, one stream, one thread, ordinary autograd without recomputation. Each gradient is rounded to
-    `dtype` once; a tied weight is two leaves.
+    `dtype` once; a tied weight is two leaves. `scale` multiplies the loss before the backward pass.
     """
 
     def __init__(
@@ -34,14 +50,16 @@ class DeviceLoop(PlainLoop):
         model: LayeredModel,
         weights: dict[str, Tensor],
         tied: bool,
-        device: str = "cuda",
+        device: str,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(model, weights, tied)
         self._model = LayeredModel(model.names, tuple(copy.deepcopy(layer) for layer in model.layers))
         self._device, self._dtype = device, dtype
 
-    def gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], scale: float = 1.0
+    ) -> tuple[float, dict[str, Tensor]]:
         labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
         leaves = {name: self._leaf(parameter) for name, parameter in self._name.items()}
         total = 0.0
@@ -49,7 +67,7 @@ class DeviceLoop(PlainLoop):
             hidden = self._loss(
                 micro_batch.with_tensors(t.to(self._device) for t in micro_batch.tensors()), leaves
             )
-            hidden.backward(torch.full_like(hidden, 1.0 / labels))
+            hidden.backward(torch.full_like(hidden, scale / labels))
             total += hidden.item()
         rounded = {name: leaf.grad.to(self._dtype).cpu() for name, leaf in leaves.items()}
         gradients = {name: rounded[name] for name in self.owned}
@@ -57,6 +75,19 @@ class DeviceLoop(PlainLoop):
             parts = (rounded["head.weight"].float(), rounded["embedding.weight"].float())
             gradients["embedding.weight"] = parts[0] + parts[1]
         return total / labels, gradients
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Return the loss of micro-batches at the present weights."""
+        labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
+        leaves = {name: self._leaf(parameter) for name, parameter in self._name.items()}
+        with torch.no_grad():
+            losses = [
+                self._loss(
+                    micro_batch.with_tensors(t.to(self._device) for t in micro_batch.tensors()), leaves
+                ).item()
+                for micro_batch in micro_batches
+            ]
+        return sum(losses) / labels
 
     def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
         leaf = nn.Parameter(parameter.data.to(self._device, self._dtype, copy=True))
