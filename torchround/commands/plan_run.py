@@ -140,6 +140,7 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
         memory_gib or (card.memory_gib if card else 0.0),
         pcie or (card.pcie_gb_per_s if card else 0.0),
         peaks,
+        card.fp16_accumulation_flops if card and not tflops else None,
     )
     # The same limit as on the card itself (`find_hardware`): the config's, otherwise the usable share of the card.
     usable = config.engine.device_memory_gib or USABLE_DEVICE_FRACTION * spec.memory_gib

@@ -156,22 +156,21 @@ class StepTraces(DeviceWatcher):
 
     def _computations(self, result: StepResult) -> Iterator[Started]:
         for report in result.reports():
-            stage = report.task.stage
             for span in report.spans:
-                yield self._started(report.task.device, span, result.step, range(stage.start, stage.stop))
+                yield self._started(report.task.device, span, result.step)
 
     def _noted_copies(self) -> Iterator[Started]:
         places = {device.name: index for index, device in enumerate(self._devices)}
         for step in self._finished:
             for device, span in self._copies.get(step, ()):
-                yield self._started(places[device.name], span, step, layers=range(0))
+                yield self._started(places[device.name], span, step)
 
-    def _started(self, device: int, span: DeviceSpan, step: int, layers: range) -> Started:
+    def _started(self, device: int, span: DeviceSpan, step: int) -> Started:
         task = Task(
             device=device,
             kind=span.kind,
             duration_s=span.seconds,
-            layers=layers,
+            layers=span.layers,
             micro_batch=span.micro_batch,
             stream=span.stream.value,
             step=step,

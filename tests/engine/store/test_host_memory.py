@@ -12,9 +12,10 @@ import warnings
 
 import pytest
 
+from torchround.engine.board import Observer
 from torchround.engine.store import host_memory
 from torchround.engine.store.bundles import ASYNC
-from torchround.engine.store.host_memory import HostAllocator, PinningWarning
+from torchround.engine.store.host_memory import HostAllocator, HostPool, PinningWarning
 from torchround.engine.store.host_store import HostStore
 
 PAGE = 4096
@@ -177,3 +178,14 @@ def test_a_store_locks_device_weights_and_gradients_and_nothing_else(monkeypatch
     assert len(locker.locked) == 3 * len(store.trained)
     store.close()
     assert locker.locked == {}
+
+
+def test_the_pool_hands_out_the_buffer_that_was_given_back_first():
+    """The last reader of the newest one may still be at work while older ones are free."""
+    pool = HostPool(False, Observer())
+    pool.reserve({PAGE: 3})
+    first, second, third = (pool.take(PAGE) for _ in range(3))
+    for buffer in (second, first, third):
+        pool.give(buffer, busy=[])
+    assert [pool.take(PAGE) for _ in range(3)] == [second, first, third]
+    assert pool.num_allocations == 1

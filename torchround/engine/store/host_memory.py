@@ -14,7 +14,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -184,6 +184,10 @@ class HostBuffer:
 class HostPool:
     """Host buffers by size in pages, reused, so that a steady run allocates nothing.
 
+    The buffer that was given back first is taken first. A copy into it waits for its last read, and that read
+    is the likeliest to be over already. The pool asks no event whether that is so: which buffer a taker gets
+    depends on the order of takes and gives alone.
+
     A taker must make its writing stream wait for `HostBuffer.busy` first. The thread that gave the buffer
     back has finished its own reads and writes.
     """
@@ -192,7 +196,7 @@ class HostPool:
         self._memory = HostAllocator(pinned)
         self._observer = observer
         self._lock = threading.Lock()
-        self._free: dict[int, list[HostBuffer]] = defaultdict(list)
+        self._free: dict[int, deque[HostBuffer]] = defaultdict(deque)
         self._owned: Counter[int] = Counter()
         self.reserved_bytes = 0
 
@@ -255,7 +259,7 @@ class HostPool:
         with self._lock:
             if not self._free[size]:
                 return None
-            buffer = self._free[size].pop()
+            buffer = self._free[size].popleft()
             self._observer.waited(buffer)
             return buffer
 
