@@ -79,9 +79,8 @@ def test_the_least_of_several_cards_decides(monkeypatch):
 
 
 def test_a_registered_kind_is_known_and_the_machines_accelerator_is_found(monkeypatch):
-    monkeypatch.setattr(
-        accelerators, "_registered", lambda registered=dict(accelerators._registered()): registered
-    )
+    registered = dict(accelerators._registered())
+    monkeypatch.setattr(accelerators, "_registered", lambda: registered)
     here = torch.device("mps")  # of all types that PyTorch knows, one that nothing here is registered for
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: here)
     assert present_kind() is None
