@@ -5,15 +5,17 @@ that chooses a schedule, takes `simulator`; it is skipped on a machine with a ca
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from tests.simulated_accelerator import simulator as simulation
+from tests.simulated_accelerator.build import NotBuilt
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder: its process loads the simulated accelerator."""
+    """Mark every test of this folder: its process has one kind of accelerator."""
     for item in items:
         if item.nodeid.startswith("tests/accelerator/"):
             item.add_marker("accelerator")
@@ -26,15 +28,15 @@ def kind() -> str:
         return "cuda"
     try:
         simulation.load()
-    except simulation.Unavailable as error:
+    except NotBuilt as error:
         pytest.skip(str(error))
-    return "simulated"
+    return simulation.KIND
 
 
 @pytest.fixture
-def simulator(kind: str) -> Iterator["simulation.Simulator"]:
+def simulator(kind: str) -> Iterator[Any]:
     """Yield the simulator's controls, in their first state before and after the test."""
-    if kind != "simulated":
+    if kind != simulation.KIND:
         pytest.skip("this process tests a card, and one process has one kind of accelerator")
     controls = simulation.load()
     controls.reset()

@@ -15,7 +15,7 @@ from torchround.engine.device import AcceleratorDevice, Device
 from torchround.engine.engine import Engine
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.partition import Partition
+from torchround.pipeline.partition import Partition, split_evenly
 
 
 def device_engine(
@@ -42,7 +42,7 @@ class DeviceLoop(PlainLoop):
     """A plain loop that computes on `device` in `dtype`, adds gradients up there in fp32, and updates on the host.
 
     One module, one stream, one thread, ordinary autograd without recomputation. Each gradient is rounded to
-    `dtype` once; a tied weight is two leaves. `scale` multiplies the loss before the backward pass.
+    `dtype` once in each of the `rounds`; rounds and the two leaves of a tied weight add up in fp32.
     """
 
     def __init__(
@@ -52,29 +52,33 @@ class DeviceLoop(PlainLoop):
         tied: bool,
         device: str,
         dtype: torch.dtype = torch.float32,
+        rounds: int = 1,
     ) -> None:
         super().__init__(model, weights, tied)
         self._model = LayeredModel(model.names, tuple(copy.deepcopy(layer) for layer in model.layers))
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._rounds = device, dtype, rounds
 
     def gradients(
         self, micro_batches: Sequence[MicroBatch], scale: float = 1.0
     ) -> tuple[float, dict[str, Tensor]]:
+        """Return the loss, and the gradient of the loss times `scale`."""
         labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
-        leaves = {name: self._leaf(parameter) for name, parameter in self._name.items()}
-        total = 0.0
-        for micro_batch in micro_batches:
-            hidden = self._loss(
-                micro_batch.with_tensors(t.to(self._device) for t in micro_batch.tensors()), leaves
-            )
-            hidden.backward(torch.full_like(hidden, scale / labels))
-            total += hidden.item()
-        rounded = {name: leaf.grad.to(self._dtype).cpu() for name, leaf in leaves.items()}
-        gradients = {name: rounded[name] for name in self.owned}
-        if self.tied:
-            parts = (rounded["head.weight"].float(), rounded["embedding.weight"].float())
-            gradients["embedding.weight"] = parts[0] + parts[1]
-        return total / labels, gradients
+        losses, sums = [], {}
+        for part in split_evenly(len(micro_batches), self._rounds):
+            leaves = {name: self._leaf(parameter) for name, parameter in self._name.items()}
+            for index in part:
+                loss = self._loss(self._on_device(micro_batches[index]), leaves)
+                loss.backward(torch.full_like(loss, scale / labels))
+                losses.append(loss.item())
+            # The head before the embedding: the order in which a backward pass makes the parts of a tied weight.
+            for name in reversed(list(leaves)):
+                owner = "embedding.weight" if self.tied and name == "head.weight" else name
+                gradient = leaves[name].grad.to(self._dtype).cpu()
+                sums[owner] = sums[owner].float() + gradient.float() if owner in sums else gradient
+        return sum(losses) / labels, {name: sums[name] for name in self.owned}
+
+    def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
+        return micro_batch.with_tensors(tensor.to(self._device) for tensor in micro_batch.tensors())
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Return the loss of micro-batches at the present weights."""
@@ -82,10 +86,7 @@ class DeviceLoop(PlainLoop):
         leaves = {name: self._leaf(parameter) for name, parameter in self._name.items()}
         with torch.no_grad():
             losses = [
-                self._loss(
-                    micro_batch.with_tensors(t.to(self._device) for t in micro_batch.tensors()), leaves
-                ).item()
-                for micro_batch in micro_batches
+                self._loss(self._on_device(micro_batch), leaves).item() for micro_batch in micro_batches
             ]
         return sum(losses) / labels
 
@@ -97,7 +98,7 @@ class DeviceLoop(PlainLoop):
 
     def _loss(self, micro_batch: MicroBatch, leaves: dict[str, nn.Parameter]) -> Tensor:
         hidden = None
-        for name, layer in zip(self._model.names, self._model.layers, strict=True):
+        for index, (name, layer) in enumerate(zip(self._model.names, self._model.layers, strict=True)):
             own = {path: leaves[f"{name}.{path}"] for path, _ in layer.named_parameters()}
-            hidden = torch.func.functional_call(layer, own, (hidden, micro_batch))
+            hidden = torch.func.functional_call(layer, own, (hidden, micro_batch.for_layer(index)))
         return hidden

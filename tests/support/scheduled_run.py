@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from tests.simulated_accelerator.host_threads import Controls, HostThreads
-from tests.support.device_toy import device_engine
-from tests.support.toy import PARTITIONS, toy_batches, toy_model, toy_store
+from tests.support.device_toy import DeviceLoop, device_engine
+from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, toy_batches, toy_model, toy_store
 from torchround.engine.device import AcceleratorDevice, Stream
 from torchround.engine.store.bundles import SYNC, UpdatePolicy
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
+from torchround.layer import LayeredModel
+from torchround.models import FAMILIES
 
 LR = 1e-2
+STATE_OF_A_LOOP = ("weights", "exp_avg", "exp_avg_sq")
 MakeDevice = Callable[[torch.device, int], AcceleratorDevice]
 
 
@@ -26,9 +29,9 @@ class Scheduler(Controls, Protocol):
 
     def run_adversarially(self, seed: int) -> None: ...
 
-    def run_freely(self) -> None: ...
+    def run_freely(self, seed: int) -> None: ...
 
-    def set_role(self, stream: torch.Stream, role: str) -> None: ...
+    def set_role(self, device: int, stream: int, role: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,11 @@ def scheduled(scheduler: Scheduler, schedule: Schedule) -> Iterator[MakeDevice]:
 
     def make(torch_device: torch.device, worker: int) -> AcceleratorDevice:
         device = AcceleratorDevice(torch_device, worker)
+        roles = {device._streams[stream]: role for stream, role in (schedule.roles or {}).items()}
         if schedule.allocating is not None:
-            scheduler.set_role(torch.accelerator.current_stream(torch_device), schedule.allocating)
-        for stream, role in (schedule.roles or {}).items():
-            scheduler.set_role(device._streams[stream], role)
+            roles[torch.accelerator.current_stream(torch_device)] = schedule.allocating
+        for stream, role in roles.items():
+            scheduler.set_role(torch_device.index, stream.stream_id, role)
         return device
 
     threads = HostThreads(scheduler)
@@ -77,15 +81,15 @@ def scheduled(scheduler: Scheduler, schedule: Schedule) -> Iterator[MakeDevice]:
             yield make
         finally:
             threads.uninstall()
-            scheduler.run_freely()
+            scheduler.run_freely(schedule.seed)
 
 
 @dataclass(frozen=True)
-class ToyRun:
-    """A short run of the toy model. `evaluates` adds an evaluation beside each step.
+class ShortRun:
+    """A short run: of the toy model, or of a small model of a family.
 
-    With `tight_pool` nothing is reserved in the pool of host buffers, so that each buffer is used again as soon as it
-    comes back.
+    With `evaluates`, an evaluation runs beside each step. With `tight_pool` nothing is reserved in the pool of host
+    buffers, so that each buffer is used again as soon as it comes back. `settings` are the engine's.
     """
 
     partition: str = "forward coarser"
@@ -96,14 +100,25 @@ class ToyRun:
     dtype: torch.dtype = torch.float32
     steps: int = 2
     micro_batches: int = 3
+    rounds: int = 1
     evaluates: bool = False
     tight_pool: bool = False
-    options: tuple[tuple[str, Any], ...] = ()
+    model: str = "toy"
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def build(self) -> LayeredModel:
+        """Make the model, of seven layers."""
+        if self.model == "toy":
+            return toy_model(self.tied)
+        family, flavor = self.model.split("-")
+        sizes = {"vocab_size": VOCABULARY, "num_layers": BLOCKS, "tied_embeddings": self.tied}
+        model: LayeredModel = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor, **sizes))
+        return model
 
 
 @dataclass
 class Outcome:
-    """What a run leaves: its losses, and the state of its store."""
+    """The losses of a run in the order in which its passes began, and the state of its store."""
 
     losses: list[float]
     state: dict[str, Tensor] = field(repr=False)
@@ -117,18 +132,18 @@ class Outcome:
         )
 
 
-def execute(run: ToyRun, make: MakeDevice = AcceleratorDevice) -> Outcome:
-    """Train on the simulated accelerator."""
-    model = toy_model(run.tied)
+def execute(run: ShortRun, make: MakeDevice = AcceleratorDevice) -> Outcome:
+    """Train on the simulated accelerator. Only weights and moments count as state."""
+    model = run.build()
     store = toy_store(model, run.dtype, policy=run.policy, pinned=True)
     [held_out] = toy_batches(1, run.micro_batches, seed=1)
-    results = []
-    partition, options = PARTITIONS[run.partition], dict(run.options)
+    partition, results = PARTITIONS[run.partition], []
     with pytest.MonkeyPatch.context() as patched:
         if run.tight_pool:
             patched.setattr(HostPool, "reserve", lambda pool, counts: None)
         with device_engine(
-            "simulated", model, store, partition, run.workers, run.devices, make, **options
+            *("simulated", model, store, partition, run.workers, run.devices, make),
+            **{"rounds": run.rounds, **dict(run.settings)},
         ) as engine:
             for micro_batches in toy_batches(run.steps, run.micro_batches):
                 if run.evaluates:
@@ -137,6 +152,35 @@ def execute(run: ToyRun, make: MakeDevice = AcceleratorDevice) -> Outcome:
                 engine.step(LR)
             engine.drain()
             losses = [result.loss() for result in results]
-    outcome = Outcome(losses, {name: view.clone() for name, view in store.named_views().items()})
+    state = {
+        name: view.clone() for name, view in store.named_views().items() if name.split("/")[0] in STATE_OF_A_LOOP
+    }
     store.close()
-    return outcome
+    return Outcome(losses, state)
+
+
+def reference(run: ShortRun) -> Outcome:
+    """Train by a plain loop on the first simulated device: one stream, one thread, no engine."""
+    model = run.build()
+    store = toy_store(model, run.dtype)
+    weights = {name: view.float().clone() for name, view in store.weights().items()}
+    loop = DeviceLoop(model, weights, run.tied, "simulated", run.dtype, run.rounds)
+    [held_out] = toy_batches(1, run.micro_batches, seed=1)
+    losses, waiting = [], None
+    for micro_batches in toy_batches(run.steps, run.micro_batches):
+        if run.policy is SYNC and run.evaluates:
+            losses.append(loop.evaluate(held_out))
+        loss, gradients = loop.gradients(micro_batches)
+        if run.policy is SYNC:
+            loop.update(gradients, LR)
+        else:
+            # This step's gradient was computed before the last step's update, which an evaluation waits for.
+            if waiting is not None:
+                loop.update(waiting, LR)
+            waiting = gradients
+            if run.evaluates:
+                losses.append(loop.evaluate(held_out))
+        losses.append(loss)
+    if waiting is not None:
+        loop.update(waiting, LR)
+    return Outcome(losses, loop.state())
