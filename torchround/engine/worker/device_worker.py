@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -30,9 +31,17 @@ from torchround.engine.worker.activation_transfers import (
     ActivationTransfers,
 )
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
-from torchround.engine.worker.compute import ForwardWithGraph, LayerCall, bind, forward, with_own_seed
+from torchround.engine.worker.compute import (
+    ForwardWithGraph,
+    LayerCall,
+    bind,
+    forward,
+    forward_and_backward,
+    unbind,
+    with_own_seed,
+)
 from torchround.engine.worker.link_turns import LinkTurns
-from torchround.engine.worker.slots import DeviceSlot, SlotRing, StageLayout, as_tuple
+from torchround.engine.worker.slots import DeviceSlot, SlotRing, StageLayout
 from torchround.layer import Hidden, MicroBatch
 from torchround.pipeline.memory import ROUNDING_ELEMENTS
 from torchround.pipeline.partition import Stage, StageKind
@@ -73,7 +82,9 @@ class DeviceWorker:
         self._micro_batch: int | None = None
         self._job: StageJob | None = None
         self._layouts: dict[range, StageLayout] = {}
-        self._allocate()
+        self._weights = SlotRing(device, self._store.dtype)
+        self._gradients = SlotRing(device, setup.accumulate_dtype)
+        self._rounding: Tensor | None = None
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
@@ -82,7 +93,7 @@ class DeviceWorker:
         self._reported_bytes = (device.uploaded_bytes, device.downloaded_bytes)
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
 
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
         """Allocate slots for the largest stage, so that no step allocates and a plan that does not fit fails here."""
         layouts = [self._layout(range(stage.start, stage.stop)) for stage in self._setup.stages]
         self._weight_numel = max(layout.weight_numel for layout in layouts)
@@ -91,16 +102,24 @@ class DeviceWorker:
             for layout, stage in zip(layouts, self._setup.stages, strict=True)
             if stage.kind is not StageKind.FORWARD
         )
-        self._weights = SlotRing(self._device, self._store.dtype)
         self._weights.reserve(self._weight_numel)
-        self._gradients = SlotRing(self._device, self._setup.accumulate_dtype)
         self._gradients.reserve(self._gradient_numel)
-        self._rounding: Tensor | None = None
         if self._setup.accumulate_dtype != self._store.gradient_dtype:
             numel = min(self._gradient_numel, ROUNDING_ELEMENTS)
             self._rounding = self._device.allocate(numel * self._store.gradient_dtype.itemsize).view(
                 self._store.gradient_dtype
             )
+
+    def let_go(self) -> None:
+        """Drop all device memory. The thread must have ended, and the device must be idle.
+
+        Empties the slots themselves: other objects that refer to them, or to this worker, then hold no memory.
+        """
+        self._weights.clear()
+        self._gradients.clear()
+        self._activations.clear()
+        self._rounding = self._upload = self._download = None
+        unbind(self._skeletons)
 
     def _main(self) -> None:
         try:
@@ -112,9 +131,15 @@ class DeviceWorker:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (whatever a layer raises must reach the caller)
-            failure = PipelineError(self.location(self.state()), f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._setup.on_failure(failure)
+            self._setup.on_failure(self._failure(error))
+
+    def _failure(self, error: BaseException) -> PipelineError:
+        # A function of its own: in `_main`, a variable with the failure would make a reference cycle through
+        # the error's traceback. The traceback's frames hold activations, and the failure may be a second one,
+        # which nothing else refers to.
+        failure = PipelineError(self.location(self.state()), f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
 
     def _run(self, job: StageJob) -> None:
         """Run one stage job: weights in, every micro-batch, gradients out."""
@@ -195,7 +220,7 @@ class DeviceWorker:
         micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
         outputs = self._compute(
             TaskKind.FORWARD,
-            lambda: forward(layers, stage.start, hidden, micro_batch, pass_.backward_inputs),
+            partial(forward, layers, stage.start, hidden, micro_batch, pass_.backward_inputs),
             reads=[*shared, *inputs],
         )
         self._activations.release(staged)
@@ -211,14 +236,16 @@ class DeviceWorker:
         stage, pass_ = job.task.stage, job.pass_
         micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
 
-        def forward_and_backward() -> tuple[Tensor, tuple[Tensor, ...] | None]:
-            stage_forward = ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute)
-            [loss] = as_tuple(stage_forward.output)
-            return loss.detach(), stage_forward.backward([torch.full_like(loss, pass_.loss_factor)])
-
         loss, gradients = self._compute(
             TaskKind.FUSED,
-            forward_and_backward,
+            partial(
+                forward_and_backward,
+                layers,
+                hidden,
+                micro_batch,
+                self._setup.layerwise_recompute,
+                pass_.loss_factor,
+            ),
             reads=[shared[0], *inputs],
             writes=shared[1:],
         )
@@ -235,14 +262,14 @@ class DeviceWorker:
         # device would be idle until another device has made it.
         recomputed = self._compute(
             TaskKind.RECOMPUTE,
-            lambda: ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute),
+            partial(ForwardWithGraph, layers, hidden, micro_batch, self._setup.layerwise_recompute),
             reads,
         )
         boundary = self._await(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
         incoming, staged_gradient = self._activations.bring_gradients(boundary)
         gradients = self._compute(
             TaskKind.BACKWARD,
-            lambda: recomputed.backward(incoming),
+            partial(recomputed.backward, incoming),
             reads=[*reads, staged_gradient.memory],
             writes=shared[1:],
         )
@@ -252,6 +279,9 @@ class DeviceWorker:
         self._send_gradients(pass_, stage, m, gradients)
 
     # Computing and moving.
+
+    # Computations are `partial`, not functions inside a stage's: after a fault the traceback's frames are cleared
+    # (`lifecycle.py`), but what a function has from the one around it would stay, and that is device memory.
 
     def _compute(
         self,
