@@ -73,7 +73,10 @@ def _compile(compiler: str, folder: Path, built: Path) -> None:
     objects = [folder / f"{source.stem}.o" for source in sources]
     runs = [
         subprocess.Popen(
-            [compiler, *_flags(), "-c", source, "-o", target], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [compiler, *_flags(), "-c", source, "-o", target],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for source, target in zip(sources, objects, strict=True)
     ]
@@ -90,6 +93,7 @@ def _compile(compiler: str, folder: Path, built: Path) -> None:
         ],
         capture_output=True,
         text=True,
+        check=False,
     )
     if linked.returncode != 0:
         raise NotBuilt(f"{compiler} could not link the simulated accelerator:\n{linked.stderr[-4000:]}")
