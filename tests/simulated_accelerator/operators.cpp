@@ -2,6 +2,7 @@
 #include "operators.h"
 
 #include "random.h"
+#include "python.h"
 
 #include <ATen/ATen.h>
 #include <ATen/native/CPUFallback.h>
@@ -92,6 +93,11 @@ bool find_shapes(const c10::OperatorHandle& op, const std::vector<IValue>& argum
   try {
     op.callBoxed(&shapes);
   } catch (const c10::NotImplementedError&) {
+    return false;
+  } catch (const c10::Error&) {
+    throw;  // the operation's own complaint
+  } catch (const std::exception&) {
+    forget_python_error();  // of a meta kernel in Python; the CPU kernel says better what is wrong, if anything is
     return false;
   }
   return true;

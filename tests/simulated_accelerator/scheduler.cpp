@@ -1,7 +1,7 @@
 // The queues of all streams, and the thread that runs their tasks.
 #include "scheduler.h"
 
-#include "without_gil.h"
+#include "python.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -16,7 +16,7 @@ import torch
 from tests.simulated_accelerator.build import NAME, NotBuilt, build
 from torchround import accelerators
 
-__all__ = ["KIND", "Simulator", "NotBuilt", "load"]
+__all__ = ["KIND", "NotBuilt", "Simulator", "load"]
 
 KIND = "simulated"
 EARLY, LATE = "early", "late"

@@ -1,4 +1,4 @@
-// Lets other Python threads run while this one waits in C++.
+// The interpreter's lock and its errors: lets other Python threads run while this one waits in C++.
 #pragma once
 
 #include <Python.h>
@@ -19,5 +19,11 @@ class WithoutGil {
  private:
   PyThreadState* state_;
 };
+
+inline void forget_python_error() {
+  auto state = PyGILState_Ensure();
+  PyErr_Clear();
+  PyGILState_Release(state);
+}
 
 }  // namespace simulated
