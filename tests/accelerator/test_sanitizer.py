@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.gpu
 
 SCRIPT = Path(__file__).parents[1] / "support" / "sanitized_run.py"
 

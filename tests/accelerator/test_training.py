@@ -4,8 +4,6 @@ The tests set deterministic mode and switch TF32 off. Both are the caller's sett
 alone.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -16,10 +14,10 @@ from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.partition import Partition
 
-STEPS = 4
+STEPS = 3
 LR = 1e-2
 # Workers, and the devices that they share. A machine with one card runs the cases of one device.
-WORKERS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)]
+WORKERS = [(1, 1), (4, 1), (3, 2)]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CASES = [
     ("one stage", False, "float32"),
@@ -160,19 +158,17 @@ def packed(sizes, seed):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("tied", "dtype"), [(False, "bfloat16"), (True, "float32")])
 @pytest.mark.parametrize(("family", "flavor"), MODELS, ids=map("-".join, MODELS))
 def test_a_real_model_gives_the_bits_of_a_plain_loop_however_it_is_cut(kind, family, flavor, tied, dtype):
     """Each family takes the branches of an accelerator: attention by offsets, grouped products, fused kernels."""
-    config = FAMILIES[family].config_from_flavor(flavor, vocab_size=50, num_layers=3, tied_embeddings=tied)
+    config = FAMILIES[family].config_from_flavor(flavor, vocab_size=50, num_layers=2, tied_embeddings=tied)
     batches = [
-        [packed([[12, 20], [16, 16]], seed=step), packed([[32, 0]], seed=10 + step)] for step in range(3)
+        [packed([[12, 20], [16, 16]], seed=step), packed([[32, 0]], seed=10 + step)] for step in range(2)
     ]
     for workers, partition in (
-        (1, Partition((), 5, ())),
-        (2, Partition((1, 2), 2, (2, 1))),
-        (4, Partition((1,) * 4, 1, (1,) * 4)),
+        (1, Partition((), 4, ())),
+        (3, Partition((1, 2), 1, (2, 1))),
     ):
         model = FAMILIES[family].build(config)
         store = toy_store(model, DTYPES[dtype], pinned=True)

@@ -31,7 +31,9 @@ class Scheduler(Controls, Protocol):
 
     def run_freely(self, seed: int) -> None: ...
 
-    def set_role(self, device: int, stream: int, role: str) -> None: ...
+    def set_role(self, stream: torch.Stream, role: str) -> None: ...
+
+    def name_stream(self, stream: torch.Stream, name: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,12 @@ def scheduled(scheduler: Scheduler, schedule: Schedule) -> Iterator[MakeDevice]:
 
     def make(torch_device: torch.device, worker: int) -> AcceleratorDevice:
         device = AcceleratorDevice(torch_device, worker)
-        roles = {device._streams[stream]: role for stream, role in (schedule.roles or {}).items()}
         if schedule.allocating is not None:
-            roles[torch.accelerator.current_stream(torch_device)] = schedule.allocating
-        for stream, role in roles.items():
-            scheduler.set_role(torch_device.index, stream.stream_id, role)
+            scheduler.set_role(torch.accelerator.current_stream(torch_device), schedule.allocating)
+        for kind, stream in device._streams.items():
+            scheduler.name_stream(stream, f"worker {worker} {kind.value}")
+            if schedule.roles is not None:
+                scheduler.set_role(stream, schedule.roles[kind])
         return device
 
     threads = HostThreads(scheduler)
