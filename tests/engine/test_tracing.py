@@ -18,6 +18,7 @@ from tests.support.toy import (
     toy_store,
     train,
 )
+from torchround.accelerators import CudaKind
 from torchround.config import TraceTable
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.engine import Engine
@@ -123,14 +124,17 @@ def test_the_copies_of_an_evaluation_are_in_no_steps_trace(tmp_path):
 
 def test_memory_is_recorded_until_the_last_of_neighbouring_traced_steps_is_done(tmp_path, monkeypatch):
     """The second of two traced steps is under way when the first one's snapshot is written."""
-    calls, memory = [], torch.cuda.memory
+    calls, kind = [], CudaKind()
     monkeypatch.setattr(
-        memory, "_record_memory_history", lambda enabled="all", **_: calls.append(enabled is not None)
+        torch.cuda.memory,
+        "_record_memory_history",
+        lambda enabled="all", **_: calls.append(enabled is not None),
     )
-    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: calls.append(Path(path).name))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(Path(path).name))
     device = CpuDevice(0)
     traces = StepTraces(TraceTable(steps=(2, 3)), tmp_path, [device], total_steps=4)
-    traces._memory = True
+    assert kind.has_memory_history()
+    traces._memory = kind
     model = toy_model()
     with Engine(model, toy_store(model), [device], PARTITION, optimizer=OPTIMIZER) as engine:
         traces.start()
