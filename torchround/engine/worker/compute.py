@@ -44,6 +44,15 @@ def bind(
     return [skeletons[layer] for layer in layout.layers]
 
 
+def unbind(skeletons: Sequence[nn.Module]) -> None:
+    """Take the memory of the slots from all parameters that `bind` gave to these layers."""
+    for layer in skeletons:
+        for parameter in layer.parameters():
+            # The parameter's own memory, not its place in the layer: compiled code may hold the parameter too.
+            parameter.grad = None
+            parameter.data = parameter.new_empty(0)
+
+
 def with_own_seed(index: int, layer: LayerCall) -> LayerCall:
     """Let layer `index` of the model draw its dropout masks from numbers of its own."""
     return lambda hidden, micro_batch: layer(hidden, micro_batch.for_layer(index))
@@ -102,8 +111,12 @@ class ForwardWithGraph:
             wanted = _has_graph if self._graphs else Tensor.is_floating_point
             self._graphs.append(self._run(layer, hidden, wanted))
             hidden = self._graphs[-1][1]
-        assert hidden is not None, "a stage has at least one layer"
-        self.output = hidden
+
+    @property
+    def output(self) -> Hidden:
+        """The output of the stage, until `backward` takes its graph."""
+        # Not kept beside the graphs: it would hold the last layer's input through the whole backward.
+        return self._graphs[-1][1]
 
     def backward(self, gradients: Sequence[Tensor | None], stop: int = 0) -> tuple[Tensor | None, ...] | None:
         """Differentiate the layers from the last call's `stop` down to the stage's layer number `stop`.

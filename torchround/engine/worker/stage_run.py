@@ -110,7 +110,7 @@ class StageRun:
         recomputed = self._compute(
             TaskKind.RECOMPUTE,
             m,
-            lambda: ForwardWithGraph(self._layers, hidden, micro_batch, self._layerwise),
+            partial(ForwardWithGraph, self._layers, hidden, micro_batch, self._layerwise),
             inputs,
         )
         boundary = self._wait(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
@@ -154,7 +154,11 @@ class StageRun:
         writes: Sequence[Tensor] = (),
         layers: range | None = None,
     ) -> T:
-        """Run `computation` of these layers, all layers of the stage if none are given, as one span."""
+        """Run `computation` of these layers, all layers of the stage if none are given, as one span.
+
+        Give a `partial` rather than a function that takes tensors from the one around it. After a fault the
+        traceback's frames are cleared (`lifecycle.py`), but tensors that are taken so would stay.
+        """
         stage = self._job.task.stage
         start = self._device.mark(Stream.COMPUTE)
         result = self._device.run(Stream.COMPUTE, computation, [self._weights.memory, *reads], writes)
