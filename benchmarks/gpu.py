@@ -16,11 +16,19 @@ import psutil
 import torch
 
 from benchmarks.frame import Benchmark, Report
-from benchmarks.gpu_figures import cards, copy_rates, figures_table, test_results
+from benchmarks.gpu_figures import (
+    cards,
+    copy_rates,
+    figures_table,
+    num_allocations,
+    num_cards,
+    peak,
+    start_peak,
+    test_results,
+)
 from benchmarks.plain_loops import LR, ResidentLoop, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
-from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
 from torchround.engine.store.host_store import HostStore
@@ -298,37 +306,6 @@ def sum_times(result: StepResult) -> dict[str, float]:
         "downloaded_bytes",
     )
     return {name: sum(getattr(report, name) for report in result.reports()) for name in names}
-
-
-def num_cards(devices: Sequence[Device]) -> int:
-    """Count the GPUs behind the devices; each virtual device counts as one."""
-    return len(accelerators(devices)) or len(devices)
-
-
-def accelerators(devices: Sequence[Device]) -> set[torch.device]:
-    """Return the GPUs behind the devices, each once."""
-    return {device.torch_device for device in devices if device.torch_device.type != "cpu"}
-
-
-def start_peak(devices: Sequence[Device]) -> int:
-    """Forget earlier peaks, and return the bytes that the fullest card holds already."""
-    cards = accelerators(devices)
-    for card in cards:
-        torch.accelerator.synchronize(card)
-        torch.accelerator.reset_peak_memory_stats(card)
-    return max((torch.accelerator.memory_allocated(card) for card in cards), default=0)
-
-
-def peak(devices: Sequence[Device]) -> int:
-    """Return the fullest card's peak in bytes."""
-    return max(device.peak_bytes() for device in devices)
-
-
-def num_allocations(devices: Sequence[Device]) -> int:
-    """Count the engine's own allocations and, on GPUs, every block that PyTorch asked the driver for."""
-    stats = (torch.accelerator.memory_stats(card) for card in accelerators(devices))
-    driver = sum(int(found.get("num_device_alloc", 0)) for found in stats)
-    return sum(device.num_allocations for device in devices) + driver
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

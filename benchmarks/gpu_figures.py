@@ -92,6 +92,37 @@ class _Lane:
         return [nbytes / end.seconds_since(start) / 1e9 for start, end in self._marks]
 
 
+def num_cards(devices: Sequence[Device]) -> int:
+    """Count the GPUs behind the devices; each virtual device counts as one."""
+    return len(accelerators(devices)) or len(devices)
+
+
+def accelerators(devices: Sequence[Device]) -> set[torch.device]:
+    """Return the GPUs behind the devices, each once."""
+    return {device.torch_device for device in devices if device.torch_device.type != "cpu"}
+
+
+def start_peak(devices: Sequence[Device]) -> int:
+    """Forget earlier peaks, and return the bytes that the fullest card holds already."""
+    cards = accelerators(devices)
+    for card in cards:
+        torch.accelerator.synchronize(card)
+        torch.accelerator.reset_peak_memory_stats(card)
+    return max((torch.accelerator.memory_allocated(card) for card in cards), default=0)
+
+
+def peak(devices: Sequence[Device]) -> int:
+    """Return the fullest card's peak in bytes."""
+    return max(device.peak_bytes() for device in devices)
+
+
+def num_allocations(devices: Sequence[Device]) -> int:
+    """Count the engine's own allocations and, on GPUs, every block that PyTorch asked the driver for."""
+    stats = (torch.accelerator.memory_stats(card) for card in accelerators(devices))
+    driver = sum(int(found.get("num_device_alloc", 0)) for found in stats)
+    return sum(device.num_allocations for device in devices) + driver
+
+
 def test_results(path: Path) -> dict[str, Any]:
     """Count the tests in pytest's JUnit file, and name those that failed."""
     cases = list(ElementTree.parse(path).getroot().iter("testcase"))
