@@ -11,7 +11,6 @@ round differently, and results would depend on the plan.
 """
 
 import copy
-import importlib.util
 import logging
 import shutil
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchround.accelerators import kind_of
 from torchround.engine.board import Board
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import as_hidden, as_tuple
@@ -351,9 +351,9 @@ def _deterministic_options() -> dict[str, Any]:
 
 
 def _missing_compiler(device: str) -> str | None:
-    """Return what Inductor lacks here, None if nothing: it writes C++ for a CPU, Triton for a GPU."""
-    if device == "cpu" and shutil.which(cxx_compiler()) is None:
+    """Return what Inductor lacks here, None if nothing: it writes C++ for a CPU, and Triton for most accelerators."""
+    if device != "cpu":
+        return kind_of(device).missing_compiler()
+    if shutil.which(cxx_compiler()) is None:
         return f"there is no C++ compiler {cxx_compiler()!r}; set CXX to another"
-    if device == "cuda" and importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
     return None
