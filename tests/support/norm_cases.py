@@ -79,7 +79,7 @@ def case_norm_backward() -> None:
 
 
 def case_rotation() -> None:
-    from torchround.models.kernels.rotary_triton import launch_rotation
+    from torchround.models.kernels.norms_triton import launch_rotation
 
     # Heads of 6 channels have 3 pairs: neither number is a power of two.
     for (heads, channels), dtype in product([(4, 16), (3, 6), (1, 2)], DTYPES):
@@ -94,7 +94,7 @@ def case_rotation() -> None:
 
 
 def case_normed_rotation_and_its_backward() -> None:
-    from torchround.models.kernels.rotary_triton import launch_rotation, launch_rotation_backward
+    from torchround.models.kernels.norms_triton import launch_rotation, launch_rotation_backward
 
     for (heads, channels), dtype, trains in product([(4, 16), (3, 6)], DTYPES, (False, True)):
         x, grad = random(2, 2, 5, heads, channels, dtype=dtype, seed=4)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from torchround.models.common.sinks import add_sinks, sink_gradient
 
-
 # `MicroBatch.once`: keeps with the micro-batch what is computed for a key.
 Once = Callable[[Hashable, Callable[[], Tensor]], Tensor]
 

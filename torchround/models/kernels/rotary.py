@@ -80,7 +80,7 @@ def _rotate_shape(
 def rotate(heads: Tensor, positions: Tensor, frequencies: Tensor, magnitude: float, back: bool) -> Tensor:
     """Return the heads `[B, T, H, C]` rotated; by the opposite angles if `back`, as the gradient is."""
     if uses_triton(heads):
-        from torchround.models.kernels.rotary_triton import launch_rotation
+        from torchround.models.kernels.norms_triton import launch_rotation
 
         return launch_rotation(heads, positions, frequencies, magnitude, None, 0.0, back)[0]
     return turned(heads.float(), positions, frequencies, magnitude, back).to(heads.dtype)
@@ -102,7 +102,7 @@ def norm_rotate(
 ) -> tuple[Tensor, Tensor]:
     """Return the normed and rotated heads `[B, T, H, C]`, and each head's fp32 scale `[B, T, H]`."""
     if uses_triton(heads):
-        from torchround.models.kernels.rotary_triton import launch_rotation
+        from torchround.models.kernels.norms_triton import launch_rotation
 
         return launch_rotation(heads, positions, frequencies, magnitude, weight, eps)
     wide = heads.float()
@@ -142,7 +142,7 @@ def norm_rotate_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the heads `[B, T, H, C]`, and partial sums of the weight's, `[P, C]` fp32."""
     if uses_triton(grad):
-        from torchround.models.kernels.rotary_triton import launch_rotation_backward
+        from torchround.models.kernels.norms_triton import launch_rotation_backward
 
         return launch_rotation_backward(
             grad, positions, frequencies, magnitude, heads, weight, scales, trains
