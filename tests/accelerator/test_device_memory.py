@@ -24,10 +24,16 @@ MIB = 2**20
 UNCOUNTED_SHARE, UNCOUNTED_BYTES = 0.25, 192 * MIB
 # Estimates that reserve far more than is used would make plans slow.
 LEAST_SHARE = 0.5
-# The tokens of a sequence. The simulated device computes on the CPU, so its model is smaller.
-SHAPES = {
-    "cuda": (1024, {"num_layers": 10, "hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64}),
-    "simulated": (128, {"num_layers": 10, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}),
+# Tokens of a sequence, dtype, and the model. The simulated device computes on the CPU, so its model is smaller.
+SIZES = {
+    "cuda": (
+        *(1024, "bfloat16"),
+        {"num_layers": 10, "hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64},
+    ),
+    "simulated": (
+        *(64, "float32"),
+        {"num_layers": 10, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16},
+    ),
 }
 
 
@@ -114,13 +120,13 @@ def test_nothing_is_allocated_after_the_second_step(kind, workers, policy):
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_device_uses_as_much_memory_as_was_planned(kind, workers, recompute, record_property):
-    seq_len, shape = SHAPES[kind]
+    seq_len, dtype, shape = SIZES[kind]
     model = FAMILIES["qwen3"].build(
         FAMILIES["qwen3"].config_from_flavor(
             "debug", vocab_size=32 * seq_len, ffn_size=4 * shape["hidden_size"], **shape
         )
     )
-    training = TrainingTable(seq_len=seq_len, global_batch_size=16, micro_batch_size=4, dtype="bfloat16")
+    training = TrainingTable(seq_len=seq_len, global_batch_size=16, micro_batch_size=4, dtype=dtype)
     table = EngineTable(
         devices=kind,
         num_devices=workers,
@@ -137,7 +143,7 @@ def test_a_device_uses_as_much_memory_as_was_planned(kind, workers, recompute, r
     store.initialize(model, seed=0)
     devices = [*hardware.make_devices()]
     with build_engine(model, store, devices, plan, numbers, OptimizerTable()) as engine:
-        batches = [random_micro_batches(seq_len) for _ in range(3)]
+        batches = [random_micro_batches(seq_len) for _ in range(2)]
         train(engine, batches, lr=1e-4)
         peak_bytes = devices[0].peak_bytes() - baseline_bytes
     store.close()
