@@ -10,7 +10,7 @@ import torchround.run.hardware
 from torchround.config import EngineTable, TrainingTable
 from torchround.layer import LayeredModel
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.memory import HostMemory
+from torchround.pipeline.memory import READER_CHUNK_BYTES, READER_CHUNKS, HostMemory
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.engine_parts import build_store
@@ -94,3 +94,22 @@ def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch
     assert available_host_bytes() > 2**20
     monkeypatch.setattr(torchround.run.hardware, "CGROUP_LIMITS", (none, unlimited, limit))
     assert available_host_bytes() == 12345
+
+
+@pytest.mark.parametrize(("kind", "rings"), [("cuda", 2), ("cpu", 0)])
+def test_the_rings_through_which_files_are_read_count_for_devices_that_lock_pages(
+    kind: str, rings: int
+) -> None:
+    """The engine takes them from its pool (`tests/engine/worker/test_file_reader.py`)."""
+    built, numbers = model(adapters=True), RunNumbers(TrainingTable(), EngineTable())
+    machine = Hardware(kind, 2, 2**30)
+    names = [
+        f"block.0.{path}"
+        for path, parameter in built.layers[1].named_parameters()
+        if not parameter.requires_grad
+    ]
+    with_files = run_question(built, numbers, machine, names).state()
+    assert with_files.reader_bytes == rings * READER_CHUNKS * READER_CHUNK_BYTES
+    assert run_question(built, numbers, machine).state().reader_bytes == 0
+    state = with_files.weight_bytes + with_files.gradient_bytes + with_files.optimizer_bytes
+    assert with_files.state_bytes == state + with_files.reader_bytes
