@@ -8,7 +8,7 @@ import torch
 
 import torchround.run.hardware
 from torchround.config import EngineTable, TrainingTable
-from torchround.layer import LayeredModel
+from torchround.layer import FileTensor, LayeredModel
 from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.pipeline.memory import READER_CHUNK_BYTES, READER_CHUNKS, HostMemory
 from torchround.pipeline.plan_report import plan_for
@@ -65,13 +65,16 @@ def test_a_base_in_its_files_is_no_memory_of_the_host_store(tied: bool) -> None:
     numbers = RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable())
     built = model(tied=tied, adapters=True)
     base = {name: shape for name, shape in built.stored_shapes().items() if "lora_" not in name}
-    mapped = {name: (torch.zeros(shape.numel(), dtype=torch.bfloat16),) for name, shape in base.items()}
+    mapped = {
+        name: (FileTensor(torch.zeros(shape.numel(), dtype=torch.bfloat16), Path("base"), -1, 0),)
+        for name, shape in base.items()
+    }
     budget = budget_of(built, numbers, tuple(mapped))
     store = build_store(built, numbers, CPU, mapped)
     store.allocate_gradients(1)
     assert budget.state_bytes == pytest.approx(store.nbytes(), rel=0.01)
     copied = budget_of(built, numbers)
-    assert budget.mapped_bytes == sum(tensor.nbytes for (tensor,) in mapped.values())
+    assert budget.mapped_bytes == sum(tensor.memory.nbytes for (tensor,) in mapped.values())
     assert copied.state_bytes == budget.state_bytes + budget.mapped_bytes and copied.mapped_bytes == 0
     assert budget.total_bytes == budget.state_bytes
 
