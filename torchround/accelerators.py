@@ -39,6 +39,8 @@ class AcceleratorKind:
     events_cross_devices = False
     # Whether attention with a mask takes fewer kv heads than query heads without writing all scores to memory.
     shares_kv_heads_under_mask = True
+    # Whether Inductor writes code for this kind, so that `engine.compile = "auto"` compiles layers.
+    compiles = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -112,7 +114,7 @@ class AcceleratorKind:
         return False
 
     def has_grouped_products(self, dtype: torch.dtype) -> bool:
-        """Return whether `grouped_mm` is one kernel, which needs no offset on the host."""
+        """Return whether `grouped_mm` takes the offsets of groups on the device."""
         return False
 
     def has_float32_products(self, dtype: torch.dtype) -> bool:
@@ -141,6 +143,7 @@ class CudaKind(AcceleratorKind):
     locks_pages = True
     events_cross_devices = True
     shares_kv_heads_under_mask = False
+    compiles = True
 
     def __init__(self, capability: tuple[int, int] | None = None) -> None:
         super().__init__("cuda")
@@ -204,6 +207,7 @@ class XpuKind(AcceleratorKind):
     """Intel's GPUs. PyTorch offers no way to page-lock memory that exists already."""
 
     shares_kv_heads_under_mask = False
+    compiles = True
 
     def __init__(self) -> None:
         super().__init__("xpu")
@@ -285,6 +289,12 @@ def _constant(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @_constant
+def is_accelerator(device: str) -> bool:
+    """Return whether devices of this type are accelerators. On `meta`: the ones that `as_if_on` names."""
+    return kind_of(device) is not _host()
+
+
+@_constant
 def has_offset_attention(device: str, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether flash attention by document offsets runs on devices of this type."""
     return kind_of(device).has_offset_attention(dtype, head_dim)
@@ -292,7 +302,7 @@ def has_offset_attention(device: str, dtype: torch.dtype, head_dim: int) -> bool
 
 @_constant
 def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
-    """Return whether `grouped_mm` is one kernel on devices of this type."""
+    """Return whether `grouped_mm` takes the offsets of groups on devices of this type."""
     return kind_of(device).has_grouped_products(dtype)
 
 

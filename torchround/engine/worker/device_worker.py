@@ -25,7 +25,7 @@ from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
-from torchround.engine.worker.compute import LayerCall, bind, with_own_seed
+from torchround.engine.worker.compute import LayerCall, bind, unbind, with_own_seed
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.engine.worker.slots import DeviceSlot, SlotRing, StageLayout
 from torchround.engine.worker.stage_run import StageRun
@@ -67,7 +67,9 @@ class DeviceWorker:
         self._micro_batch: int | None = None
         self._job: StageJob | None = None
         self._layouts: dict[range, StageLayout] = {}
-        self._allocate()
+        self._weights = SlotRing(device, self._store.dtype)
+        self._gradients = SlotRing(device, setup.accumulate_dtype)
+        self._rounding: Tensor | None = None
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
@@ -75,7 +77,7 @@ class DeviceWorker:
         self._reported_bytes = (device.uploaded_bytes, device.downloaded_bytes)
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
 
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
         """Allocate slots for the largest stage, so that no step allocates and a plan that does not fit fails here."""
         layouts = [self._layout(range(stage.start, stage.stop)) for stage in self._setup.stages]
         self._weight_numel = max(layout.weight_numel for layout in layouts)
@@ -84,16 +86,24 @@ class DeviceWorker:
             for layout, stage in zip(layouts, self._setup.stages, strict=True)
             if stage.kind is not StageKind.FORWARD
         )
-        self._weights = SlotRing(self._device, self._store.dtype)
         self._weights.reserve(self._weight_numel)
-        self._gradients = SlotRing(self._device, self._setup.accumulate_dtype)
         self._gradients.reserve(self._gradient_numel)
-        self._rounding: Tensor | None = None
         if self._setup.accumulate_dtype != self._store.gradient_dtype:
             numel = min(self._gradient_numel, ROUNDING_ELEMENTS)
             self._rounding = self._device.allocate(numel * self._store.gradient_dtype.itemsize).view(
                 self._store.gradient_dtype
             )
+
+    def let_go(self) -> None:
+        """Drop all device memory. The thread must have ended, and the device must be idle.
+
+        Empties the slots themselves: other objects that refer to them, or to this worker, then hold no memory.
+        """
+        self._weights.clear()
+        self._gradients.clear()
+        self._activations.clear()
+        self._rounding = self._upload = self._download = None
+        unbind(self._skeletons)
 
     def _main(self) -> None:
         try:
@@ -105,9 +115,15 @@ class DeviceWorker:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (whatever a layer raises must reach the caller)
-            failure = PipelineError(self.location(self.state()), f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._setup.on_failure(failure)
+            self._setup.on_failure(self._failure(error))
+
+    def _failure(self, error: BaseException) -> PipelineError:
+        # A function of its own: in `_main`, a variable with the failure would make a reference cycle through
+        # the error's traceback. The traceback's frames hold activations, and the failure may be a second one,
+        # which nothing else refers to.
+        failure = PipelineError(self.location(self.state()), f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
 
     def _run(self, job: StageJob) -> None:
         """Run one stage job: weights in, every micro-batch, gradients out."""
@@ -131,6 +147,7 @@ class DeviceWorker:
         stage_run = StageRun(
             job,
             layers,
+            upload.layout,
             upload.slot,
             gradients,
             num_layers=len(self._skeletons),
@@ -138,6 +155,7 @@ class DeviceWorker:
             device=self._device,
             activations=self._activations,
             wait=self._await,
+            on_final=self._early_download(job, upload.layout, gradients),
         )
         for position, micro_batch in enumerate(job.task.micro_batches):
             self._micro_batch = micro_batch
@@ -157,11 +175,45 @@ class DeviceWorker:
         self._micro_batch = None
         upload.slot.released = self._device.record(Stream.COMPUTE)
         self._activations.end_stage()
-        # The previous stage's download must be complete before this stage's takes its place.
-        self._flush()
-        if gradients is not None:
+        if gradients is None:
+            self._flush()
+        else:
+            self._begin_download(job, upload.layout, gradients).layers_final(upload.layout.layers.start)
+
+    def _early_download(
+        self, job: StageJob, layout: StageLayout, gradients: DeviceSlot | None
+    ) -> Callable[[int], None] | None:
+        """Return what sends off each layer's gradients as soon as they are final, if the stage job asks for that.
+
+        A stage's gradients have the next stage job's windows to go down. The exception is a device's last
+        stage job of a step in `sync` mode: the update waits for these gradients, the next job for the update.
+        """
+        is_last = job.slots_left < self._setup.num_devices
+        if gradients is None or not is_last or self._store.policy.versions > 1:
+            return None
+
+        def layer_final(layer: int) -> None:
+            earlier = self._download is not None and self._download.slot_number != job.task.slot
+            # An earlier download that waits for the optimizer comes first. This thread must not wait here:
+            # its device would run out of work.
+            if not (earlier and self._download and not self._download.complete):
+                download = self._begin_download(job, layout, gradients)
+                download.layers_final(layer)
+                # Behind the activations already on their way, as every chunk.
+                self._device.wait(Stream.GRADIENT_DOWNLOAD, self._device.record(Stream.ACTIVATION_DOWNLOAD))
+                download.advance(download.remaining)
+
+        return layer_final
+
+    def _begin_download(self, job: StageJob, layout: StageLayout, gradients: DeviceSlot) -> GradientDownload:
+        """Return the download of the stage job's gradients, begun here unless it is under way.
+
+        Its chunks go down in the next job's windows, or in `_flush` if none comes.
+        """
+        if self._download is None or self._download.slot_number != job.task.slot:
+            # The previous stage's download must be complete before this stage's takes its place.
+            self._flush()
             self._begin_step(job, Stream.GRADIENT_DOWNLOAD)
-            # Started here, but its chunks go down in the next job's windows, or in `_flush` if none comes.
             self._download = GradientDownload(
                 self._device,
                 self._store,
@@ -169,10 +221,12 @@ class DeviceWorker:
                 self._setup.pool,
                 self._rounding,
                 gradients,
-                upload.layout,
+                layout,
                 job.pass_.step,
                 job.part_numbers,
+                job.task.slot,
             )
+        return self._download
 
     def _report(
         self, job: StageJob, upload: WeightUpload, weights_ready: Mark, spans: Sequence[DeviceSpan]
