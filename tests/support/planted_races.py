@@ -229,7 +229,12 @@ def early_signal(name: str) -> Plant:
 
 def part_given_back_before_it_is_added(patch: pytest.MonkeyPatch) -> Planted:
     """The optimizer gives a part's buffer back, and says that it is consumed, before it adds the part."""
-    planted, add_up, give, consumed = Planted(), OptimizerWorker._add_up, HostPool.give, Ordering.part_consumed
+    planted, add_up, give, consumed = (
+        Planted(),
+        OptimizerWorker._add_up,
+        HostPool.give,
+        Ordering.part_consumed,
+    )
 
     def adding(worker: OptimizerWorker, bundle: Any, step: int, parts: range, landings: list[Any]) -> None:
         planted.happens()

@@ -156,7 +156,9 @@ def execute(run: ShortRun, make: MakeDevice = AcceleratorDevice) -> Outcome:
             engine.drain()
             losses = [result.loss() for result in results]
     state = {
-        name: view.clone() for name, view in store.named_views().items() if name.split("/")[0] in STATE_OF_A_LOOP
+        name: view.clone()
+        for name, view in store.named_views().items()
+        if name.split("/")[0] in STATE_OF_A_LOOP
     }
     store.close()
     return Outcome(losses, state)
