@@ -113,7 +113,7 @@ def load() -> Simulator:
     atexit.register(module.settle)
     # PyTorch takes no memory for page-locked before it has initialised the device. Asking for its own page-locked memory
     # does that, and then fails: there is none.
-    with suppress(NotImplementedError):
+    with suppress(RuntimeError):
         torch.empty(1).pin_memory()
     simulator = Simulator(module)
     accelerators.register(SimulatedKind(simulator))

@@ -1,30 +1,18 @@
-"""Faults to plant in the engine's ordering: each removes, or does too early, one thing that keeps results exact.
+"""Faults in the engine's ordering: each removes, or does too early, one thing that keeps results exact."""
 
-Call sites of a device's `wait` and `record` are found in the engine's source. A wait that is added later is a new site,
-and the table of `tests/accelerator/test_planted.py` must then say how its absence is seen.
-"""
-
-import ast
-import inspect
-import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import torchround.engine
+from tests.support.planting import Plant, Planted, linger
 from tests.support.toy import ToyBlock, ToyEmbedding, ToyHead
 from torchround.engine import engine as controller
 from torchround.engine import passes
 from torchround.engine.board import HandOver
-from torchround.engine.device import AcceleratorDevice, Device, Event, PastEvent, Stream
+from torchround.engine.device import AcceleratorDevice, Event, PastEvent, Stream
 from torchround.engine.engine import Engine
-from torchround.engine.lifecycle import Lifecycle
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import GRADIENT_LANDED, Ordering
 from torchround.engine.saver import SaveSource
@@ -33,142 +21,6 @@ from torchround.engine.worker.activation_transfers import ActivationTransfers, H
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
 from torchround.engine.worker.device_worker import DeviceWorker
 from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, as_tuple
-
-ENGINE = Path(inspect.getfile(torchround.engine)).parent
-Plant = Callable[[pytest.MonkeyPatch], "Planted"]
-
-
-class Planted:
-    """A fault in the engine. `times` counts how often it came to effect."""
-
-    def __init__(self) -> None:
-        self.times = 0
-
-    def happens(self) -> None:
-        """Note that the fault comes to effect now."""
-        self.times += 1
-
-
-@dataclass(frozen=True)
-class CallSite:
-    """One call of a device's method in the engine. `words` is its source text in one line."""
-
-    module: str
-    function: str
-    words: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.function}: {self.words}"
-
-
-@cache
-def call_sites(method: str) -> dict[tuple[str, int], CallSite]:
-    """Find the calls `device.METHOD(..)` in the engine. Returns them by file and line, once for each of their lines."""
-    found = {}
-    for path in sorted(ENGINE.rglob("*.py")):
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef):
-                for call in _calls(function, method):
-                    site = CallSite(path.stem, function.name, ast.unparse(call))
-                    lines = range(call.lineno, (call.end_lineno or call.lineno) + 1)
-                    found |= {(str(path), line): site for line in lines}
-    return found
-
-
-def _calls(function: ast.FunctionDef, method: str) -> list[ast.Call]:
-    return [
-        node
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == method
-        and ast.unparse(node.func.value).endswith("device")
-    ]
-
-
-def _site_of_caller(method: str) -> str:
-    frame = sys._getframe(2)
-    return str(call_sites(method).get((frame.f_code.co_filename, frame.f_lineno)))
-
-
-def no_wait_at(site: str) -> Plant:
-    """Let no stream wait at one call site."""
-
-    def plant(patch: pytest.MonkeyPatch) -> Planted:
-        planted, wait = Planted(), Device.wait
-
-        def dropping(device: Device, stream: Stream, event: Event) -> None:
-            if _site_of_caller("wait") == site:
-                planted.happens()
-            else:
-                wait(device, stream, event)
-
-        patch.setattr(Device, "wait", dropping)
-        return planted
-
-    return plant
-
-
-def empty_event_at(site: str) -> Plant:
-    """Let one call site record an event that has passed before anything was done."""
-
-    def plant(patch: pytest.MonkeyPatch) -> Planted:
-        planted, record = Planted(), Device.record
-
-        def recording(device: Device, stream: Stream) -> Event:
-            if _site_of_caller("record") != site:
-                return record(device, stream)
-            planted.happens()
-            return PastEvent()
-
-        patch.setattr(Device, "record", recording)
-        return planted
-
-    return plant
-
-
-def replaced(owner: Any, name: str, make: Callable[[Any, Planted], Any]) -> Plant:
-    """Replace a method by `make(original, planted)`."""
-
-    def plant(patch: pytest.MonkeyPatch) -> Planted:
-        planted = Planted()
-        patch.setattr(owner, name, make(getattr(owner, name), planted))
-        return planted
-
-    return plant
-
-
-def skipped(owner: Any, name: str, answer: Any = None) -> Plant:
-    """Let a method do nothing and return `answer`."""
-
-    def make(original: Any, planted: Planted) -> Any:
-        def nothing(*arguments: Any, **options: Any) -> Any:
-            planted.happens()
-            return answer
-
-        return nothing
-
-    return replaced(owner, name, make)
-
-
-def both(*plants: Plant) -> Plant:
-    """Plant several faults that are one only together. The last one counts."""
-
-    def plant(patch: pytest.MonkeyPatch) -> Planted:
-        return [one(patch) for one in plants][-1]
-
-    return plant
-
-
-def linger(times: int = 40) -> None:
-    """Let the calling thread be late: it waits again and again for a device that no engine uses.
-
-    The scheduler serves such a wait only when every other thread waits too, so they get as far as they can.
-    """
-    stream = torch.Stream(device="simulated:3")
-    for _ in range(times):
-        stream.record_event().synchronize()
-
 
 # Ordering rules.
 
@@ -251,6 +103,28 @@ def part_given_back_before_it_is_added(patch: pytest.MonkeyPatch) -> Planted:
     return planted
 
 
+def late_updates(patch: pytest.MonkeyPatch) -> None:
+    """Let the optimizer be late with each update. No fault by itself."""
+    update = OptimizerWorker._update
+
+    def updating(worker: OptimizerWorker, *arguments: Any) -> None:
+        linger()
+        update(worker, *arguments)
+
+    patch.setattr(OptimizerWorker, "_update", updating)
+
+
+def newest_buffers_first(patch: pytest.MonkeyPatch) -> None:
+    """Let the pool give out the buffer that came back last, which a stream may still use. No fault by itself."""
+    take = HostPool._take_free
+
+    def taking(pool: HostPool, size: int) -> Any:
+        pool._free[size].rotate(1)
+        return take(pool, size)
+
+    patch.setattr(HostPool, "_take_free", taking)
+
+
 class _Nowhere:
     """A pool that takes buffers and keeps none."""
 
@@ -316,19 +190,6 @@ def integers_written_at_once(patch: pytest.MonkeyPatch) -> Planted:
         return copy(micro_batch, pool, observer, readers, count)
 
     patch.setattr(controller, "host_micro_batch", at_once)
-    return planted
-
-
-def unlocked_before_the_devices_end(patch: pytest.MonkeyPatch) -> Planted:
-    """The end of the engine unlocks the pool's memory while devices still copy from it."""
-    planted, finish = Planted(), Lifecycle._finish
-
-    def late(life: Lifecycle, device: Device, *arguments: Any) -> bool:
-        planted.happens()
-        life._pool.close()
-        return finish(life, device, *arguments)
-
-    patch.setattr(Lifecycle, "_finish", late)
     return planted
 
 
@@ -420,26 +281,13 @@ def outgrown_slots_are_dropped(original: Any, planted: Planted) -> Any:
     return slot
 
 
-def buffer_of_no_order(original: Any, planted: Planted) -> Any:
+def buffer_of_no_order(patch: pytest.MonkeyPatch) -> None:
     """Allocate without ordering the streams after the one that allocates."""
 
     def allocate(device: AcceleratorDevice, nbytes: int) -> torch.Tensor:
-        planted.happens()
         return torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
 
-    return allocate
-
-
-def memory_given_back_before_the_device_is_idle(patch: pytest.MonkeyPatch) -> Planted:
-    """The end of the engine drops the slots while streams still use them."""
-    planted, finish = Planted(), AcceleratorDevice.finish
-
-    def late(device: AcceleratorDevice) -> None:
-        planted.happens()
-
-    patch.setattr(AcceleratorDevice, "finish", late)
-    assert finish is not late, "the method is replaced"
-    return planted
+    patch.setattr(AcceleratorDevice, "_allocate", allocate)
 
 
 # Streams.

@@ -16,7 +16,7 @@ from torchround.engine.device import AcceleratorDevice, Stream
 from torchround.engine.store.bundles import SYNC, UpdatePolicy
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
-from torchround.layer import LayeredModel
+from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES
 
 LR = 1e-2
@@ -92,7 +92,8 @@ class ShortRun:
     """A short run: of the toy model, or of a small model of a family.
 
     With `evaluates`, an evaluation runs beside each step. With `tight_pool` nothing is reserved in the pool of host
-    buffers, so that each buffer is used again as soon as it comes back. `settings` are the engine's.
+    buffers, so that each buffer is used again as soon as it comes back. With `growing`, later micro-batches have more
+    tokens. `settings` are the engine's.
     """
 
     partition: str = "forward coarser"
@@ -106,8 +107,24 @@ class ShortRun:
     rounds: int = 1
     evaluates: bool = False
     tight_pool: bool = False
+    growing: bool = False
     model: str = "toy"
     settings: tuple[tuple[str, Any], ...] = ()
+
+    def batches(self) -> list[list[MicroBatch]]:
+        """Make the micro-batches of each step."""
+        batches = toy_batches(self.steps, self.micro_batches)
+        if not self.growing:
+            return batches
+        return [
+            [
+                micro_batch.with_tensors(
+                    tensor.repeat(1 + step + index, 1) for tensor in micro_batch.tensors()
+                )
+                for index, micro_batch in enumerate(batch)
+            ]
+            for step, batch in enumerate(batches)
+        ]
 
     def build(self) -> LayeredModel:
         """Make the model, of seven layers."""
@@ -148,7 +165,7 @@ def execute(run: ShortRun, make: MakeDevice = AcceleratorDevice) -> Outcome:
             *("simulated", model, store, partition, run.workers, run.devices, make),
             **{"rounds": run.rounds, **dict(run.settings)},
         ) as engine:
-            for micro_batches in toy_batches(run.steps, run.micro_batches):
+            for micro_batches in run.batches():
                 if run.evaluates:
                     results.append(engine.evaluate(held_out))
                 results.append(engine.forward_backward(micro_batches))
@@ -172,7 +189,7 @@ def reference(run: ShortRun) -> Outcome:
     loop = DeviceLoop(model, weights, run.tied, "simulated", run.dtype, run.rounds)
     [held_out] = toy_batches(1, run.micro_batches, seed=1)
     losses, waiting = [], None
-    for micro_batches in toy_batches(run.steps, run.micro_batches):
+    for micro_batches in run.batches():
         if run.policy is SYNC and run.evaluates:
             losses.append(loop.evaluate(held_out))
         loss, gradients = loop.gradients(micro_batches)
