@@ -29,7 +29,7 @@ PARTITION = Partition((3,), 1, (2, 1))
 
 
 def test_a_device_holds_two_slots_of_the_largest_stage_and_the_peak_of_one() -> None:
-    memory = device_memory(PARTITION, LAYERS, 4, MemoryLimits(integer_bytes=7))
+    memory = device_memory(PARTITION, LAYERS, 1, 4, MemoryLimits(integer_bytes=7))
     assert memory.weights_bytes == 2 * 70  # the forward stage
     assert memory.gradients_bytes == 2 * 120  # the head; forward stages have none
     assert memory.staging_bytes == 6 * 8
@@ -40,16 +40,16 @@ def test_a_device_holds_two_slots_of_the_largest_stage_and_the_peak_of_one() -> 
 
 def test_gradients_that_travel_in_another_format_need_a_buffer_of_at_most_four_mebi_elements() -> None:
     limits = MemoryLimits(**rounding(accumulate_bytes=4, gradient_bytes=2))
-    assert device_memory(PARTITION, LAYERS, 4, limits).gradients_bytes == 2 * 120 + 60
+    assert device_memory(PARTITION, LAYERS, 1, 4, limits).gradients_bytes == 2 * 120 + 60
     large = Costs(tuple(replace(layer, gradient_bytes=2**26) for layer in LAYERS.layers))
-    assert device_memory(PARTITION, large, 4, limits).gradients_bytes == 2 * 2**27 + 2**23
+    assert device_memory(PARTITION, large, 1, 4, limits).gradients_bytes == 2 * 2**27 + 2**23
 
 
 def test_a_stage_keeps_all_its_activations_or_one_layer_and_the_outputs() -> None:
     whole = Partition((), 4, ())
-    stage = device_memory(whole, LAYERS, 1, MemoryLimits(recompute="stage"))
+    stage = device_memory(whole, LAYERS, 1, 1, MemoryLimits(recompute="stage"))
     assert stage.compute_bytes == 40 + 40 + 30 + 90
-    layer = device_memory(whole, LAYERS, 1, MemoryLimits(recompute="layer"))
+    layer = device_memory(whole, LAYERS, 1, 1, MemoryLimits(recompute="layer"))
     assert layer.compute_bytes == (30 + 90) + (8 + 8 + 8 + 1)
 
 

@@ -38,7 +38,7 @@ def brute_force_s(
         host = host_activation_bytes(partition, costs, devices, micro_batches, rounds, update)
         if limits.host_bytes is not None and host > limits.host_bytes:
             continue
-        device = device_memory(partition, costs, size, limits).total_bytes
+        device = device_memory(partition, costs, devices, size, limits).total_bytes
         if limits.device_bytes is not None and device > limits.device_bytes:
             continue
         times = stage_times(partition, costs, limits.recompute)
@@ -97,7 +97,7 @@ def test_no_partition_of_eight_layers_on_four_devices_is_faster(seed: int, updat
         best = min(
             step_seconds(stage_times(partition, model), 4, 8, rounds, update)
             for partition in all_partitions(8)
-            if device_memory(partition, model, 8, limit).total_bytes <= (limit.device_bytes or 0)
+            if device_memory(partition, model, 4, 8, limit).total_bytes <= (limit.device_bytes or 0)
         )
         found.append((make_plan(model, 4, 8, update, rounds, limit).step_s, best))
     assert [plan_s for plan_s, _ in found] == pytest.approx([best for _, best in found], rel=1e-8)
