@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -39,6 +40,8 @@ class AcceleratorKind:
     events_cross_devices = False
     # Whether attention with a mask takes fewer kv heads than query heads without writing all scores to memory.
     shares_kv_heads_under_mask = True
+    # Whether Inductor writes code for this kind, so that `engine.compile = "auto"` compiles layers.
+    compiles = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -141,6 +144,7 @@ class CudaKind(AcceleratorKind):
     locks_pages = True
     events_cross_devices = True
     shares_kv_heads_under_mask = False
+    compiles = True
 
     def __init__(self, capability: tuple[int, int] | None = None) -> None:
         super().__init__("cuda")
@@ -204,6 +208,7 @@ class XpuKind(AcceleratorKind):
     """Intel's GPUs. PyTorch offers no way to page-lock memory that exists already."""
 
     shares_kv_heads_under_mask = False
+    compiles = True
 
     def __init__(self) -> None:
         super().__init__("xpu")
@@ -217,6 +222,9 @@ class XpuKind(AcceleratorKind):
     def missing_compiler(self) -> str | None:
         return None if _has_triton() else "the package triton is not installed"
 
+
+# Environment variables of a process that must not touch an accelerator. AMD's library reads this one too.
+NO_ACCELERATORS = MappingProxyType({"CUDA_VISIBLE_DEVICES": ""})
 
 # The kind of the cards whose rates are known. A plan assumes it if it is not told another kind.
 PLANNED_KIND = "cuda"

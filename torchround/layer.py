@@ -6,8 +6,9 @@ device. It holds parameters but no buffers; the engine binds the parameters to m
 Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,18 @@ class MicroBatch:
     document_ids: Tensor
     dropout_seed: int | Tensor | None = field(default=None, kw_only=True)
     max_documents: int | Tensor | None = field(default=None, kw_only=True)
+    # Shared by the copies that `for_layer` makes, and dropped with the last of them.
+    _derived: dict[Hashable, Tensor] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
+
+    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return what `make` gives, which the first layer that asks for `key` computes for all layers.
+
+        For small tensors that follow from the integers and the model's settings. They live as long as the
+        micro-batch, which on a device is until the next round. Not for a layer that is being compiled.
+        """
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors in field order, as the engine packs and uploads them."""
@@ -95,6 +108,20 @@ def with_dropout_seeds(micro_batches: Sequence[MicroBatch], seed: int, step: int
     """Give each micro-batch of a training step the number that its dropout masks are made from."""
     first = (seed * 2**40 + step) * 2**20  # room for 2^20 micro-batches: no two steps of a run share a number
     return [replace(part, dropout_seed=first + index) for index, part in enumerate(micro_batches)]
+
+
+@dataclass(frozen=True, eq=False)
+class FileTensor:
+    """A flat tensor that stays in a file, from byte `begin` of it on.
+
+    `memory` maps the file, read-only. `descriptor` is the same file, open as long as `memory` lives; `path`
+    is for messages, because another file may have that name by now.
+    """
+
+    memory: Tensor
+    path: Path
+    descriptor: int
+    begin: int
 
 
 @dataclass(frozen=True)

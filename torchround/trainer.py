@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from torchround.checkpoint import CheckpointError
 from torchround.config import Config
 from torchround.data import DataError, cut
@@ -21,7 +19,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
 from torchround.engine.worker.link_turns import find_link_use
 from torchround.hf import PretrainedWeights
-from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
+from torchround.layer import FileTensor, LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
 from torchround.observe.loss_curve import draw_run
 from torchround.optim import LRSchedule
@@ -74,7 +72,7 @@ class RunParts:
     question: RunQuestion
     plan: Plan
     pretrained: PretrainedWeights | None
-    mapped: Mapping[str, Sequence[Tensor]]
+    mapped: Mapping[str, Sequence[FileTensor]]
 
 
 class Trainer:
@@ -135,7 +133,7 @@ class Trainer:
         parts, config = self._parts, self.config
         self.store = build_store(parts.model, parts.numbers, parts.hardware, parts.mapped)
         # One compiler for all engines of the run: the one that measures and the one after it run the same layers.
-        self._compiler = layer_compiler(parts.model, config.engine)
+        self._compiler = layer_compiler(parts.model, config.engine, parts.hardware.kind)
         devices = parts.hardware.make_devices()
         self._traces = StepTraces(config.trace, self._folder.path / "trace", devices, config.training.steps)
         self._devices = devices

@@ -24,14 +24,12 @@ from tests.support.toy import (
     toy_store,
     train,
 )
-from torchround.config import EngineTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import PipelineError
 from torchround.layer import with_dropout_seeds
 from torchround.models import FAMILIES
 from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
-from torchround.run import engine_parts
 
 pytestmark = pytest.mark.compiles
 
@@ -310,8 +308,29 @@ def test_threads_that_wait_for_a_compiler_end_with_the_engine():
     assert not engine_threads()
 
 
-def test_auto_compiles_no_layers():
-    model = toy_model()
-    assert engine_parts.layer_compiler(model, EngineTable()) is None
-    assert engine_parts.layer_compiler(model, EngineTable(compile=False)) is None
-    assert engine_parts.layer_compiler(model, EngineTable(compile=True)) is not None
+def test_auto_runs_uncompiled_if_compiling_takes_too_much_memory(planted, warned):
+    """A run that did not ask for compiled layers must not end for them."""
+    batches = [micro_batches[:1] for micro_batches in BATCHES]
+
+    def run(call, compiler_of):
+        model = toy_model()
+        for index, layer in enumerate(model.layers[1:-1]):
+            layer.allocates = index == 3
+        planted[0] = call
+        store = toy_store(model)
+        compiler = compiler_of(model)
+        with toy_engine(model, store, PARTITIONS["one layer a stage"], 1, compiler=compiler) as engine:
+            return train(engine, batches), store.named_views()
+
+    found = run(1, lambda model: LayerCompiler(model, "aot_eager", is_required=False))
+    [message] = warned()
+    assert 'engine.compile = "auto": block.3 cannot be compiled (OutOfRoomError: 8 GiB' in message
+    assert_close(found, run(0, lambda model: None))
+
+
+def test_auto_without_a_compiler_runs_layers_as_they_are_with_one_warning(monkeypatch, warned):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found, expected = trained(LayerCompiler(toy_model(tied=True), is_required=False)), trained(None)
+    assert found[0] == expected[0]
+    [message] = warned()
+    assert 'engine.compile = "auto": no layer can be compiled' in message

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torchround.accelerators import kind_of
 from torchround.config import EngineTable, TrainingTable
 from torchround.engine.errors import EngineUsageError
 from torchround.layer import LayeredModel, LayerWork
 from torchround.pipeline.cards import ASSUMED_DEVICE
 from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
-from torchround.pipeline.memory import HostMemory, size_text
+from torchround.pipeline.memory import READER_CHUNK_BYTES, READER_CHUNKS, HostMemory, size_text
 from torchround.pipeline.plan_report import RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.run_plan import given_plan
@@ -67,6 +68,8 @@ def run_question(
             "(embedding and head included)"
         )
     parameters = layer_parameters(model)
+    # Virtual devices copy weights in files straight from their map.
+    reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
         return costs_from_work(
@@ -97,6 +100,7 @@ def run_question(
         gradient_bytes=numbers.gradient_dtype.itemsize,
         accumulate_bytes=numbers.accumulate_dtype.itemsize,
         float16_gradients=numbers.gradient_dtype is torch.float16,
+        reader_bytes=READER_CHUNKS * READER_CHUNK_BYTES * hardware.num_devices if reads_files else 0,
         given=given,
     )
 
@@ -109,12 +113,20 @@ def layer_works(
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
-        if numbers.engine.compile is True:
+        if compiles_layers(numbers.engine, kind):
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             work = replace(work, workspace_bytes=work.workspace_bytes + trained * element_bytes)
         works.append(work)
     return works
+
+
+def compiles_layers(table: EngineTable, kind: str) -> bool:
+    """Return whether `engine.compile` asks for compiled layers on devices of a kind.
+
+    `"auto"` asks for them on accelerators that Inductor writes code for. A compiler may still be missing there.
+    """
+    return kind_of(kind).compiles if table.compile == "auto" else table.compile
 
 
 def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
@@ -153,7 +165,8 @@ def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> Param
 
 def host_memory_text(memory: HostMemory) -> str:
     """Return the memory that any plan needs, and its parts, on one line."""
+    readers = f", readers of files {size_text(memory.reader_bytes)}" if memory.reader_bytes else ""
     return (
         f"{size_text(memory.state_bytes)} (weights {size_text(memory.weight_bytes)}, gradients "
-        f"{size_text(memory.gradient_bytes)}, optimizer state {size_text(memory.optimizer_bytes)})"
+        f"{size_text(memory.gradient_bytes)}, optimizer state {size_text(memory.optimizer_bytes)}{readers})"
     )

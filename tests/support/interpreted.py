@@ -1,0 +1,76 @@
+"""Triton kernels run by Triton's interpreter on the CPU, in a process of their own.
+
+Triton decides when a kernel is defined whether it will be interpreted, so the whole process is for that. A module of
+cases has functions `case_*` without arguments; each raises if a kernel does not compute what it should.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from tests.support.rounding import BF16, FP16, FP32
+from tests.support.source_files import ROOT
+
+UNITS = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
+
+PROGRAM = """
+import importlib, json, sys, traceback
+import torch
+torch.set_num_threads(1)
+module = importlib.import_module(sys.argv[1])
+found = {}
+for name in json.loads(sys.argv[2]):
+    try:
+        getattr(module, name)()
+        found[name] = ""
+    except Exception:
+        found[name] = traceback.format_exc()
+print(json.dumps(found))
+"""
+
+
+def case_names(module: ModuleType) -> list[str]:
+    """List the cases of a module."""
+    return [name for name in vars(module) if name.startswith("case_")]
+
+
+def outcomes(module: ModuleType) -> dict[str, str]:
+    """Run all cases of a module. Return each one's error, which is empty if it passed."""
+    arguments = [module.__name__, json.dumps(case_names(module))]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Draw normal numbers and round them to `dtype`."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def assert_rounded(
+    found: Tensor, exact: Tensor, terms: int, scale: float | None = None, what: str = ""
+) -> None:
+    """Check a result that was computed in fp32 and rounded to its dtype once, against the exact one in fp64.
+
+    `terms` fp32 roundings are on the way, of terms no larger than `scale` (by default, the largest element). The
+    interpreter cuts bits off when it writes bf16, so the last rounding may be of a whole unit in the last place.
+    """
+    assert exact.dtype == torch.float64, "the exact result is fp64"
+    assert found.shape == exact.shape, f"{what}: {tuple(found.shape)} for {tuple(exact.shape)}"
+    size = exact.abs().max().item()
+    bound = terms * FP32 * (size if scale is None else scale) + 2 * UNITS[found.dtype] * size
+    error = (found.double() - exact).abs().max().item()
+    assert error <= bound, f"{what}: differs by {error:.3g}, roundings explain {bound:.3g}"
