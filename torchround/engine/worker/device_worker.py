@@ -8,7 +8,7 @@ them.
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -210,6 +210,8 @@ class DeviceWorker:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
         stage, pass_ = job.task.stage, job.pass_
         micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
+        # The backward follows at once, so the loss may make its gradients in the forward.
+        micro_batch = replace(micro_batch, loss_factor=pass_.loss_factor)
 
         def forward_and_backward() -> tuple[Tensor, tuple[Tensor, ...] | None]:
             stage_forward = ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute)

@@ -1,0 +1,52 @@
+"""How a fused operation is defined, and when layers use it.
+
+Each is `torch.ops.torchround.NAME`: whatever counts or records the operations of a model sees one launch. A kind of
+accelerator with Triton runs the kernel of `NAME_triton.py`, which only its first call imports. Every other kind runs
+the reference beside the operation. On `meta` an operation only makes results of the right shapes.
+
+Layers use them on accelerators. On the CPU they run their own plain code, and so they do under a compiler, which fuses
+by itself.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchround import accelerators
+
+LIBRARY = torch.library.Library("torchround", "FRAGMENT")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def operation(schema: str, shapes: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Define `torch.ops.torchround.NAME`, which the decorated function computes on every kind of device.
+
+    `schema` is PyTorch's text for name, arguments and results. `shapes` makes the results on `meta`.
+    `torch.library.custom_op` would check each call in Python; that costs more than the launch of a kernel.
+    """
+
+    def define(function: Function) -> Function:
+        LIBRARY.define(schema)
+        name = schema.partition("(")[0]
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, shapes, "Meta")
+        return function
+
+    return define
+
+
+def uses_fused(tensor: Tensor) -> bool:
+    """Return whether a layer calls fused operations for this tensor. It does not under a compiler."""
+    return not torch.compiler.is_compiling() and accelerators.kind_of(tensor.device.type).name != "cpu"
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """Return whether an operation runs its Triton kernel for this tensor."""
+    return accelerators.has_triton(tensor.device.type)
+
+
+def no_result(*_: object) -> None:
+    """Change nothing, as the shapes of an operation that only writes into its arguments."""
