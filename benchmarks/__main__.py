@@ -13,6 +13,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "compiled-layers": ("step", "COMPILED_LAYERS"),
     "schedule": ("schedule", "SCHEDULE"),
     "shared-link": ("shared_link", "SHARED_LINK"),
+    "kernels": ("kernels", "KERNELS"),
     "planner": ("planner", "PLANNER"),
     "optimizer-speed": ("optimizer", "SPEED"),
     "optimizer-overlap": ("optimizer_overlap", "OVERLAP"),

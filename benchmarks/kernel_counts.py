@@ -1,0 +1,276 @@
+"""Launches, bytes and FLOPs of the operations that a layer calls, counted on `meta`: no device and no memory.
+
+The real modules run, bound and called as the engine does, and a dispatch mode sees each operation. An operation counts
+as one launch. It reads each tensor that it takes and writes each tensor that it makes or changes, once.
+
+Shapes: N tokens of a micro-batch, H heads, C channels of a head, R rows of experts, A inputs, Z outputs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import torchround.models.common.attention
+import torchround.models.common.experts
+from torchround.engine.store.bundles import collect_bundles
+from torchround.engine.worker.compute import ForwardWithGraph, bind
+from torchround.engine.worker.slots import DeviceSlot, StageLayout, as_tuple
+from torchround.layer import Hidden, LayeredModel, MicroBatch
+
+# They make a tensor and write nothing.
+UNWRITTEN = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "set_"}
+# They take a tensor for its shape, or overwrite it: the values are not read.
+UNREAD = {"zeros_like", "ones_like", "full_like", "rand_like", "new_zeros", "new_ones", "new_full"}
+OVERWRITING = {"copy_", "fill_", "zero_", "uniform_", "normal_"}
+# They read the chosen rows of their first tensor, which are as large as the result.
+GATHERS = {"index", "gather", "embedding", "index_select"}
+# They change the chosen rows of their first tensor, which are as large as their last one.
+SCATTERS = {
+    "scatter",
+    "scatter_",
+    "index_put_",
+    "_index_put_impl_",
+    "index_add_",
+    "scatter_add_",
+    "index_copy_",
+}
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm"}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of an operation. `product_flops` are matrix products', `attention_flops` flash attention's."""
+
+    name: str
+    num_bytes: int
+    product_flops: float = 0.0
+    attention_flops: float = 0.0
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether the operation does no product: all that it costs is its traffic."""
+        return not self.product_flops and not self.attention_flops
+
+
+@dataclass
+class Counted:
+    """The operations of one pass over one layer."""
+
+    operations: list[Operation] = field(default_factory=list)
+
+    @property
+    def launches(self) -> int:
+        return len(self.operations)
+
+    @property
+    def elementwise_bytes(self) -> int:
+        return sum(operation.num_bytes for operation in self.operations if operation.is_elementwise)
+
+    @property
+    def product_bytes(self) -> int:
+        return sum(operation.num_bytes for operation in self.operations if not operation.is_elementwise)
+
+    @property
+    def product_flops(self) -> float:
+        return sum(operation.product_flops for operation in self.operations)
+
+    @property
+    def attention_flops(self) -> float:
+        return sum(operation.attention_flops for operation in self.operations)
+
+    def by_name(self) -> dict[str, tuple[int, int]]:
+        """Return launches and bytes by the operation's name, largest traffic first."""
+        launches, traffic = Counter[str](), Counter[str]()
+        for operation in self.operations:
+            launches[operation.name] += 1
+            traffic[operation.name] += operation.num_bytes
+        return {name: (launches[name], num_bytes) for name, num_bytes in traffic.most_common()}
+
+
+class CountingMode(TorchDispatchMode):
+    """A dispatch mode that adds each operation below autograd to `counted`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = Counted()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inside = _HIDES_SEVERAL.get(func.name().partition(".")[0])
+        if inside is not None:
+            with self:
+                return inside(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        operation = _operation(func, args, kwargs or {}, out)
+        if operation is not None:
+            self.counted.operations.append(operation)
+        return out
+
+
+def _lookup_gradient(grad: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    return torch.ops.aten.embedding_dense_backward(grad.float(), index, num_rows, -1, False)
+
+
+# Operations of ours that are whole only to a compiler. They launch what their plain code launches.
+_HIDES_SEVERAL: dict[str, Callable[..., Any]] = {"torchround::lookup_gradient": _lookup_gradient}
+
+
+def _operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operation | None:
+    """Return what a call costs, or None if it launches nothing."""
+    space, _, overload = func.name().partition("::")
+    name = overload.partition(".")[0]
+    if func.is_view or name in UNWRITTEN:
+        return None
+    if name == "copy_" and _memory(args[0]) == _memory(args[1]):
+        return None  # PyTorch returns early: `a[rows] += b` copies a[rows] onto itself afterwards
+    reads, writes = _traffic(func, args, kwargs, out)
+    if space == "aten" and name in GATHERS:
+        made = sum(_num_bytes(tensor) for tensor in writes)
+        return Operation(name, 2 * made + sum(_num_bytes(tensor) for tensor in reads[1:]))
+    if space == "aten" and name in SCATTERS:
+        given = sum(_num_bytes(tensor) for tensor in reads[1:])
+        changed = _num_bytes(reads[-1]) * (2 if "add" in name else 1)
+        return Operation(name, given + changed)
+    num_bytes = sum(_num_bytes(tensor) for tensor in (*reads, *writes))
+    if space == "aten" and name in PRODUCTS:
+        return Operation(name, num_bytes, product_flops=_product_flops(args, writes[0]))
+    if "attention" in name and space == "aten":
+        return Operation(name, num_bytes, attention_flops=_attention_flops(func, args, kwargs))
+    return Operation(name if space == "aten" else func.name(), num_bytes)
+
+
+def _traffic(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors that a call reads and those that it writes, each piece of memory once."""
+    name = func.name().partition("::")[2].partition(".")[0]
+    reads, writes = [], []
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    for argument in func._schema.arguments:
+        tensors = _tensors(given.get(argument.name))
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        if changed:
+            writes += tensors
+        if not argument.is_out and name not in UNREAD and not (changed and name in OVERWRITING):
+            reads += tensors
+    if not writes:
+        writes = _tensors(out)
+    else:  # an operation that changes one argument may return others that are new
+        known = {_memory(tensor) for tensor in writes}
+        writes += [tensor for tensor in _tensors(out) if _memory(tensor) not in known]
+    return _distinct(reads), _distinct(writes)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list({_memory(tensor): tensor for tensor in tensors}.values())
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's distinct elements: a broadcast dimension is in memory once."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= 1 if stride == 0 and size > 0 else size
+    return elements * tensor.element_size()
+
+
+def _product_flops(args: tuple[Any, ...], result: Tensor) -> float:
+    """Return 2 FLOPs for each multiply-add. Grouped products have R rows in all, so one factor has no group."""
+    first, second = [value for value in args if isinstance(value, Tensor) and value.dim() >= 2][-2:]
+    if first.dim() == second.dim() == 2 and result.dim() == 3:  # [A, R] x [R, Z] by groups of R -> [E, A, Z]
+        return 2.0 * first.shape[0] * first.shape[1] * second.shape[1]
+    return 2.0 * result.numel() * first.shape[-1]
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return the FLOPs of causal pairs inside the window, of sequences that are one document each.
+
+    The kernel skips all other blocks. Its backward recomputes the scores and makes four products: 2.5 forwards.
+    """
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    query, tokens = given["query"], given.get("max_q")
+    if tokens is None:  # [B, H, T, C]
+        num_tokens, heads, tokens, channels = query.shape[0] * query.shape[2], *query.shape[1:]
+    else:  # [N, H, C]
+        num_tokens, heads, channels = query.shape
+    left = given.get("window_size_left", -1)
+    window = tokens if left is None or left < 0 else min(left + 1, tokens)
+    pairs_of_one = window * (window + 1) / 2 + (tokens - window) * window
+    flops = 4.0 * heads * channels * pairs_of_one * num_tokens / tokens
+    return 2.5 * flops if "backward" in func.name() else flops
+
+
+# A layer, bound and called as the engine does it.
+
+
+@contextmanager
+def as_on_an_accelerator() -> Iterator[None]:
+    """Let the models choose on `meta` what they choose on a data centre's card."""
+    choose = torchround.models.common.attention.choose_kernel
+    with (
+        mock.patch.object(
+            torchround.models.common.attention, "choose_kernel", lambda device, *rest: choose("cuda", *rest)
+        ),
+        mock.patch.object(torchround.models.common.experts, "_has_grouped_kernel", lambda *given: True),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class CountedLayer:
+    """A layer's forward with everything that its backward needs, and its backward."""
+
+    name: str
+    forward: Counted
+    backward: Counted
+
+
+def count_layers(model: LayeredModel, micro_batch: MicroBatch, dtype: torch.dtype) -> list[CountedLayer]:
+    """Count each layer in order. The micro-batch is on `meta`; `max_documents` is a number, as in a run."""
+    bundles, locations = collect_bundles(model, {})
+    store = SimpleNamespace(
+        bundles=bundles,
+        locations=locations,
+        layer_bundles=lambda layer: list(dict.fromkeys(place.bundle for place in locations[layer])),
+    )
+    counted: list[CountedLayer] = []
+    hidden: Hidden | None = None
+    with as_on_an_accelerator():
+        for index, name in enumerate(model.names):
+            layout = StageLayout(store, range(index, index + 1))  # type: ignore[arg-type]
+            slots = (
+                DeviceSlot(torch.empty(layout.weight_numel, dtype=dtype, device="meta")),
+                DeviceSlot(torch.empty(layout.gradient_numel, dtype=torch.float32, device="meta")),
+            )
+            layers = bind(store, list(model.layers), layout, *slots)  # type: ignore[arg-type]
+            with CountingMode() as mode:
+                run = ForwardWithGraph(layers, hidden, micro_batch, layerwise=False)
+                forward, mode.counted = mode.counted, Counted()
+                run.backward([torch.empty_like(part) for part in as_tuple(run.output)])
+            counted.append(CountedLayer(name, forward, mode.counted))
+            hidden = _detached(run.output)
+    return counted
+
+
+def _detached(hidden: Hidden) -> Hidden:
+    if isinstance(hidden, Tensor):
+        return hidden.detach()
+    return tuple(part.detach() for part in hidden)
