@@ -106,7 +106,7 @@ def counted_model(name: str, batch: int, tokens: int, documents: int) -> dict[st
     model = family.build(family.config_from_flavor(flavor))
     work = [layer.work(batch, tokens, DTYPE.itemsize) for layer in model.layers]
     integers = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
-    micro_batch = MicroBatch(integers, integers, integers, integers, max_documents=documents)
+    micro_batch = MicroBatch(integers, integers, integers, integers, max_documents=documents, loss_factor=1.0)
     layers = count_layers(model, micro_batch, DTYPE)
     customary_flops = sum(one.forward_flops + one.backward_flops for one in work)
     return {

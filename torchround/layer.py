@@ -148,6 +148,8 @@ class Layer(Protocol):
 
     Weight decay is for matrices. A module lists in an attribute `undecayed` the names of its own parameters that have
     two or more dimensions only because they are stacks of vectors.
+
+    A layer with an attribute `fused_on_accelerators` that is true is not compiled there.
     """
 
     def __call__(self, hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchround.accelerators import kind_of
 from torchround.engine.board import Board
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import as_hidden, as_tuple
@@ -64,7 +65,8 @@ class LayerCompiler:
         """Return layer `index` of the model, compiled, with the parameters that `layer` is bound to now."""
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
-        if parameters and not self._compiles_for(parameters[0].device.type, board):
+        device = parameters[0].device.type if parameters else None
+        if device is not None and (runs_fused(layer, device) or not self._compiles_for(device, board)):
             return layer
 
         def call(hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
@@ -85,6 +87,14 @@ class LayerCompiler:
                         )
                     self._compiles[device] = missing is None
         return self._compiles[device]
+
+
+def runs_fused(layer: nn.Module, device: str) -> bool:
+    """Return whether a layer runs uncompiled on this type of device, because its operations are fused there already.
+
+    The head is one: its loss adds to the weight's gradient by itself, which compiled code cannot.
+    """
+    return getattr(layer, "fused_on_accelerators", False) and kind_of(device).name != "cpu"
 
 
 class LayerKind:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from torchround.config import EngineTable, TrainingTable
+from torchround.engine.compiled import runs_fused
 from torchround.engine.errors import EngineUsageError
 from torchround.layer import LayeredModel, LayerWork
 from torchround.pipeline.cards import ASSUMED_DEVICE
@@ -109,7 +110,7 @@ def layer_works(
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
-        if numbers.engine.compile is True:
+        if numbers.engine.compile is True and not runs_fused(layer, kind):
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             work = replace(work, workspace_bytes=work.workspace_bytes + trained * element_bytes)

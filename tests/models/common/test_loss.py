@@ -72,9 +72,7 @@ def test_loss_and_gradients_equal_plain_cross_entropy(implementation, ignored):
     assert torch.equal(hidden.grad[labels == IGNORED_LABEL], torch.zeros(len(ignored), WIDTH))
 
 
-@pytest.mark.parametrize(
-    "implementation", [loss.chunked_loss_sum, loss.token_loss_sum, loss.fused_loss_sum]
-)
+@pytest.mark.parametrize("implementation", [loss.chunked_loss_sum, loss.token_loss_sum, loss.fused_loss_sum])
 def test_bf16_loss_is_fp32_and_as_exact_as_its_bf16_logits(implementation):
     hidden, weight, labels = make_inputs(ignored=(3, 4), dtype=torch.bfloat16)
     total = implementation(hidden, weight, labels)
@@ -137,9 +135,7 @@ def test_a_promised_factor_adds_to_the_weights_gradient_in_the_forward(dtype, su
     unit = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
     assert_close_in_sums(hidden.grad.double(), wanted[0], TERMS, unit=unit[dtype])
     # Each chunk is added to numbers near 1.
-    assert_close_in_sums(
-        added.double(), wanted[1], TERMS, unit=max(unit[dtype], unit[sum_dtype]), scale=1.0
-    )
+    assert_close_in_sums(added.double(), wanted[1], TERMS, unit=max(unit[dtype], unit[sum_dtype]), scale=1.0)
 
 
 def test_a_promised_factor_gives_the_gradients_that_the_backward_would_have_scaled():

@@ -19,9 +19,7 @@ BLOCK_BYTES = 1 << 26
     "softmax_loss_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, float factor, bool differentiate) -> ()",
     no_result,
 )
-def softmax_loss_(
-    logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool
-) -> None:
+def softmax_loss_(logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool) -> None:
     """Write `losses [n]` fp32 of `logits [n, V]`, 0 for an ignored label.
 
     With `differentiate` the logits are replaced by their gradient times `factor`, rounded to their dtype once.
@@ -43,9 +41,7 @@ def reference_softmax_loss_(
         _block_loss_(part, index, found, factor, differentiate)
 
 
-def _block_loss_(
-    logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool
-) -> None:
+def _block_loss_(logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool) -> None:
     counted = labels != IGNORED_LABEL
     index = labels.where(counted, 0)[:, None]
     wide = logits.float()
@@ -60,4 +56,3 @@ def _block_loss_(
         # softmax - onehot(label). Each row gets one entry, so the scatter has no order that could vary.
         wide.scatter_(1, index, wide.gather(1, index) - 1.0)
         logits.copy_(wide.mul_(counted[:, None] * factor))
-
