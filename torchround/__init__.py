@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; the same names as in _MODULES
     from torchround.config import OptimizerTable as OptimizerTable
+    from torchround.engine.device import AcceleratorDevice as AcceleratorDevice
     from torchround.engine.device import CpuDevice as CpuDevice
-    from torchround.engine.device import CudaDevice as CudaDevice
     from torchround.engine.engine import Engine as Engine
     from torchround.engine.engine import EngineSettings as EngineSettings
     from torchround.engine.store.host_store import HostStore as HostStore
@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # for editors and type checkers; the same names as in _MODULE
     from torchround.pipeline.planner import make_plan as make_plan
 
 _MODULES = {
+    "AcceleratorDevice": "torchround.engine.device",
     "CpuDevice": "torchround.engine.device",
-    "CudaDevice": "torchround.engine.device",
     "Engine": "torchround.engine.engine",
     "EngineSettings": "torchround.engine.engine",
     "FAMILIES": "torchround.models",

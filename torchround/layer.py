@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from torchround.accelerators import PLANNED_KIND
+
 IGNORED_LABEL = -100
 
 Hidden = Tensor | tuple[Tensor, ...]
@@ -164,11 +166,11 @@ class Layer(Protocol):
         """Fill the layer's own parameters in place from `generator`. The first layer that has a tied one fills it."""
         ...
 
-    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count the cost of `batch` sequences of `tokens` tokens in a dtype of `element_bytes`.
 
-        `device` is the kind of device, `cuda` or `cpu`: the memory that a layer keeps may depend on the kernels
-        there.
+        `device` is the kind of device, `cpu` or an accelerator's: the memory that a layer keeps may depend on the
+        kernels there.
         """
         ...
 

@@ -19,7 +19,7 @@ from tests.support.toy import (
     toy_store,
     train,
 )
-from torchround.engine.device import CudaDevice
+from torchround.engine.device import AcceleratorDevice
 from torchround.engine.errors import DeviceMemoryError, PipelineError
 from torchround.pipeline.memory import GIB
 
@@ -124,7 +124,7 @@ def test_out_of_memory_in_a_layer_is_raised_and_the_memory_comes_back(monkeypatc
 
 def test_a_fixed_buffer_that_does_not_fit_is_named_with_what_is_free(little_memory):
     with pytest.raises(DeviceMemoryError, match=r"cuda:0 cannot allocate 8\.000 GiB: .* GiB are free"):
-        CudaDevice(0).allocate(8 * GIB)
+        AcceleratorDevice("cuda:0").allocate(8 * GIB)
 
 
 POISON = """

@@ -18,6 +18,7 @@ from tests.support.toy import (
     toy_store,
     train,
 )
+from torchround.accelerators import CudaKind
 from torchround.config import TraceTable
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.engine import Engine
@@ -80,19 +81,21 @@ def own(timeline):
     return [(task, start, end) for task, start, end in spans if task.step == TRACED]
 
 
-def test_a_trace_holds_every_computation_of_every_stage_and_micro_batch(tmp_path):
+def test_a_trace_holds_every_computation_of_every_layer_and_micro_batch_once(tmp_path):
     timeline, _ = train_traced(2, tmp_path)
-    computed = {
-        (task.kind, task.layers.start, task.micro_batch)
+    computed = Counter(
+        (task.kind, layer, task.micro_batch)
         for task, _, _ in own(timeline)
+        for layer in task.layers
         if task.stream == COMPUTE and task.device != HOST
-    }
-    expected = set()
+    )
+    expected = Counter()
     for stage in PARTITION.stages():
         kinds = [TaskKind(stage.kind.value)]
         if kinds == [TaskKind.BACKWARD]:
             kinds = [TaskKind.RECOMPUTE, TaskKind.BACKWARD]
-        expected |= {(kind, stage.start, m) for kind in kinds for m in range(4)}
+        layers = range(stage.start, stage.stop)
+        expected.update((kind, layer, m) for kind in kinds for layer in layers for m in range(4))
     assert computed == expected
 
 
@@ -121,14 +124,17 @@ def test_the_copies_of_an_evaluation_are_in_no_steps_trace(tmp_path):
 
 def test_memory_is_recorded_until_the_last_of_neighbouring_traced_steps_is_done(tmp_path, monkeypatch):
     """The second of two traced steps is under way when the first one's snapshot is written."""
-    calls, memory = [], torch.cuda.memory
+    calls, kind = [], CudaKind()
     monkeypatch.setattr(
-        memory, "_record_memory_history", lambda enabled="all", **_: calls.append(enabled is not None)
+        torch.cuda.memory,
+        "_record_memory_history",
+        lambda enabled="all", **_: calls.append(enabled is not None),
     )
-    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: calls.append(Path(path).name))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(Path(path).name))
     device = CpuDevice(0)
     traces = StepTraces(TraceTable(steps=(2, 3)), tmp_path, [device], total_steps=4)
-    traces._memory = True
+    assert kind.has_memory_history()
+    traces._memory = kind
     model = toy_model()
     with Engine(model, toy_store(model), [device], PARTITION, optimizer=OPTIMIZER) as engine:
         traces.start()

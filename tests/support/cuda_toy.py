@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.toy import PlainLoop, toy_engine
-from torchround.engine.device import CudaDevice
+from torchround.engine.device import AcceleratorDevice
 from torchround.layer import LayeredModel, MicroBatch
 
 
@@ -18,7 +18,12 @@ def cuda_engine(model, store, partition, num_workers, **options):
     """Make a toy engine whose workers share the first card."""
     counted = iter(range(num_workers))
     return toy_engine(
-        model, store, partition, num_workers, wrap=lambda _: CudaDevice(0, next(counted)), **options
+        model,
+        store,
+        partition,
+        num_workers,
+        wrap=lambda _: AcceleratorDevice("cuda:0", next(counted)),
+        **options,
     )
 
 

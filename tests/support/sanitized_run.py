@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch.cuda._sanitizer as sanitizer
 
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train
-from torchround.engine.device import CudaDevice, Event, Stream
+from torchround.engine.device import AcceleratorDevice, Event, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store.bundles import POLICIES
 
@@ -34,11 +34,11 @@ class OneAtATime(sanitizer.CUDASanitizerDispatchMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class SanitizedDevice(CudaDevice):
+class SanitizedDevice(AcceleratorDevice):
     """A worker of the first card whose thread is watched."""
 
     def __init__(self, worker: int, mode: OneAtATime, planted: bool) -> None:
-        super().__init__(0, worker)
+        super().__init__("cuda:0", worker)
         self._mode, self._planted = mode, planted
 
     def enter_thread(self) -> None:

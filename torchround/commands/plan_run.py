@@ -25,7 +25,7 @@ from torchround.pipeline.memory import GIB, HostMemory, size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan import Plan, PlannedStage
 from torchround.pipeline.plan_report import PlanReport, RunQuestion, report_plan
-from torchround.run.hardware import USABLE_CUDA_FRACTION, Hardware
+from torchround.run.hardware import USABLE_DEVICE_FRACTION, Hardware, planned_kind
 from torchround.run.numbers import RunNumbers, run_question
 
 if TYPE_CHECKING:
@@ -140,11 +140,12 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
         memory_gib or (card.memory_gib if card else 0.0),
         pcie or (card.pcie_gb_per_s if card else 0.0),
         peaks,
+        card.fp16_accumulation_flops if card and not tflops else None,
     )
     # The same limit as on the card itself (`find_hardware`): the config's, otherwise the usable share of the card.
-    usable = config.engine.device_memory_gib or USABLE_CUDA_FRACTION * spec.memory_gib
+    usable = config.engine.device_memory_gib or USABLE_DEVICE_FRACTION * spec.memory_gib
     return Hardware(
-        kind="cuda",
+        kind=planned_kind(config.engine),
         num_devices=given.num_devices or config.engine.num_devices or 1,
         spec=spec,
         device_bytes=int(usable * GIB),

@@ -3,11 +3,11 @@
 The engine's table is here too; the others are in `tables.py`.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from torchround.config.key_types import Many, Table
+from torchround.config.key_types import Legal, Many, Table
 from torchround.config.tables import (
     CheckpointTable,
     DataTable,
@@ -50,9 +50,10 @@ class PlanTable(Table):
 class EngineTable(Table):
     """Devices, update rule, memory, number formats and the plan. Weights and optimizer state stay in host memory."""
 
-    devices: Literal["auto", "cuda", "cpu"] = "auto"
-    """Kind of device. `cpu`: virtual devices, each a thread with its own memory limit. `auto`: `cuda` if the machine has a
-    GPU, otherwise `cpu`."""
+    devices: Annotated[str, Legal('"auto" or "cpu" or a kind of accelerator')] = "auto"
+    """Kind of device. `cpu`: virtual devices, each a thread with its own memory limit. A kind of accelerator, by PyTorch's
+    name: `cuda` (NVIDIA and AMD), `xpu` (Intel), `npu` (Huawei Ascend). `auto`: the machine's accelerators, otherwise
+    `cpu`."""
 
     num_devices: PositiveInt | None = None
     """Devices to use, at least 1. If it is more than the number of GPUs, several devices share a GPU. Default: all GPUs, or
@@ -60,7 +61,7 @@ class EngineTable(Table):
 
     device_memory_gib: PositiveFloat | None = None
     """Memory that a device may use, in GiB (2^30 bytes), above 0. A lower limit makes smaller stages and larger bubbles.
-    Default: the GPU's memory, or an equal share of host memory for `cpu`."""
+    Default: a share of the memory that is free on the GPU, or an equal share of host memory for `cpu`."""
 
     update: Literal["sync", "async"] = "sync"
     """Age of the weights that a step computes with. `sync`: step t uses the weights after t updates. `async`: it uses the

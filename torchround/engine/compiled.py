@@ -11,7 +11,6 @@ round differently, and results would depend on the plan.
 """
 
 import copy
-import importlib.util
 import logging
 import shutil
 import threading
@@ -362,9 +361,9 @@ def _deterministic_options() -> dict[str, Any]:
 
 
 def _missing_compiler(device: str) -> str | None:
-    """Return what Inductor lacks here, None if nothing: it writes C++ for a CPU, Triton for a GPU."""
-    if device == "cpu" and shutil.which(cxx_compiler()) is None:
+    """Return what Inductor lacks here, None if nothing: it writes C++ for a CPU, and Triton for most accelerators."""
+    if device != "cpu":
+        return kind_of(device).missing_compiler()
+    if shutil.which(cxx_compiler()) is None:
         return f"there is no C++ compiler {cxx_compiler()!r}; set CXX to another"
-    if device == "cuda" and importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
     return None

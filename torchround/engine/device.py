@@ -1,8 +1,9 @@
-"""The device interface, the cpu (virtual) and cuda devices behind it, and what may watch them.
+"""The device interface, the cpu (virtual) devices and accelerators behind it, and what may watch them.
 
 The engine touches device memory, streams and events only through `Device`. A cpu device runs every operation
-at once in the calling thread; a cuda device only enqueues it. Everything that decides what waits for what is
-in code that both kinds share, so the race checker sees on the CPU what CUDA will do.
+at once in the calling thread; an accelerator only enqueues it. Everything that decides what waits for what is
+in code that both share, so the race checker sees on the CPU what an accelerator will do. What differs between
+kinds of accelerators is in `accelerators.py`.
 
 A `DeviceWatcher` sees every operation and event of a device. The watchdog, the race checker and traces are
 watchers.
@@ -17,6 +18,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from torchround.accelerators import kind_of
 from torchround.engine.errors import DeviceMemoryError
 from torchround.pipeline.memory import GIB
 
@@ -65,7 +67,7 @@ class PastEvent:
 class Mark:
     """A point in a stream whose time can be read: the device's own time, or the host's now without an `event`."""
 
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+    def __init__(self, event: torch.Event | None = None) -> None:
         self.event = event
         self._host_s = time.perf_counter()
 
@@ -281,69 +283,74 @@ class CpuDevice(Device):
 _PRIORITIES = {Stream.GRADIENT_DOWNLOAD: -1}
 
 
-class CudaDevice(Device):
-    """A GPU, or one of several workers that share a GPU; each worker has its own five streams."""
+class AcceleratorDevice(Device):
+    """An accelerator, or one of several workers that share one; each worker has its own five streams."""
 
-    pins_host_memory = True
     has_link = True
 
-    def __init__(self, index: int, worker: int | None = None) -> None:
+    def __init__(self, torch_device: torch.device | str, worker: int | None = None) -> None:
         super().__init__()
-        self.torch_device = torch.device("cuda", index)
-        self.name = f"cuda:{index}" if worker is None else f"cuda:{index}/{worker}"
+        self.torch_device = torch.device(torch_device)
+        assert self.torch_device.index is not None, f"{torch_device} names no single device"
+        self.kind = kind_of(self.torch_device.type)
+        self.name = str(self.torch_device) if worker is None else f"{self.torch_device}/{worker}"
+        self.pins_host_memory = self.kind.locks_pages
         self._streams = {
-            stream: torch.cuda.Stream(self.torch_device, _PRIORITIES.get(stream, 0)) for stream in Stream
+            stream: self.kind.stream(self.torch_device, _PRIORITIES.get(stream, 0)) for stream in Stream
         }
 
     def mark(self, stream: Stream) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._streams[stream])
-        return Mark(event)
+        return Mark(self._recorded(stream, timed=True))
 
     def enter_thread(self) -> None:
-        torch.cuda.set_device(self.torch_device)
+        torch.accelerator.set_device_index(self.torch_device)
 
     def finish(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()
 
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)
+        return self.kind.peak_bytes(self.torch_device.index)
 
     def _allocate(self, nbytes: int) -> Tensor:
         try:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
-            free, total = torch.cuda.mem_get_info(self.torch_device)
+            free, total = self.kind.free_and_total_bytes(self.torch_device.index)
             raise DeviceMemoryError(
                 f"{self.name} cannot allocate {nbytes / GIB:.3f} GiB: {free / GIB:.3f} of its {total / GIB:.3f} GiB "
                 "are free"
             ) from error
         # The previous user of this memory freed it in the order of the thread's current stream, which our
         # streams know nothing about. In deterministic mode PyTorch also fills the buffer on that stream.
-        allocated = torch.cuda.current_stream(self.torch_device).record_event()
+        allocated = torch.accelerator.current_stream(self.torch_device).record_event()
         for stream in self._streams.values():
             stream.wait_event(allocated)
         return buffer
 
     def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._streams[stream]):
+        with self._streams[stream]:
             destination.copy_(source, non_blocking=True)
 
     def _run(self, stream: Stream, work: Callable[[], T]) -> T:
-        with torch.cuda.stream(self._streams[stream]):
+        with self._streams[stream]:
             return work()
 
     def _record(self, stream: Stream) -> Event:
-        event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps instead of polling
+        return self._recorded(stream, timed=False)
+
+    def _recorded(self, stream: Stream, timed: bool) -> torch.Event:
+        event = self.kind.event(self.torch_device, timed)
         event.record(self._streams[stream])
         return event
 
     def _wait(self, stream: Stream, event: Event) -> None:
-        if isinstance(event, torch.cuda.Event):
+        if isinstance(event, torch.Event) and (
+            self.kind.events_cross_devices or event.device == self.torch_device
+        ):
             self._streams[stream].wait_event(event)
         else:
-            # The host's own event: what the host wrote is there once this returns.
+            # The host's own event, or one that this stream cannot wait for: its work is done once this returns.
             event.synchronize()
 
     def _release(self) -> None:

@@ -24,13 +24,17 @@ from torchround.pipeline.timeline import TaskKind
 
 @dataclass(frozen=True)
 class DeviceSpan:
-    """One computation for one micro-batch, or one copy, between two marks in its stream."""
+    """One computation of `layers` for one micro-batch, or one copy, between two marks in its stream.
+
+    A stage that sends something in the middle of a micro-batch makes a span before and one after.
+    """
 
     kind: TaskKind
     start: Mark
     end: Mark
     stream: Stream = Stream.COMPUTE
     micro_batch: int = 0
+    layers: range = range(0)
     copied_bytes: int = 0
 
     @property

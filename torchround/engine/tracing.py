@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from torchround.accelerators import AcceleratorKind, kind_of
 from torchround.config import TraceTable
 from torchround.engine.device import Device, DeviceWatcher, Mark, Stream
 from torchround.engine.results import DeviceSpan, StepResult
@@ -48,7 +48,7 @@ class StepTraces(DeviceWatcher):
         self._steps = frozenset(step - 1 for step in table.steps)
         self._folder = folder
         self._devices = devices
-        self._memory = table.memory and any(device.torch_device.type == "cuda" for device in devices)
+        self._memory = _kind_with_memory_history(devices) if table.memory else None
         self._notes_copies = False
         self._begun: dict[tuple[str, Stream], Mark] = {}
         self._copies: dict[int, list[tuple[Device, DeviceSpan]]] = defaultdict(list)
@@ -56,8 +56,11 @@ class StepTraces(DeviceWatcher):
         self._unwritten: list[int] = []
         # For each device a moment by its own clock, and the same moment by the host's.
         self._anchors: list[tuple[Mark, float]] = []
-        if table.memory and not self._memory:
-            logger.warning("trace.memory: cpu devices have no memory snapshots; only timelines are written")
+        if table.memory and self._memory is None:
+            logger.warning(
+                "trace.memory: %s devices have no memory snapshots; only timelines are written",
+                devices[0].torch_device.type,
+            )
         if beyond := sorted(step for step in table.steps if step > total_steps):
             logger.warning(
                 "trace.steps: %s will not be traced; the run ends after training.steps = %d",
@@ -153,22 +156,21 @@ class StepTraces(DeviceWatcher):
 
     def _computations(self, result: StepResult) -> Iterator[Started]:
         for report in result.reports():
-            stage = report.task.stage
             for span in report.spans:
-                yield self._started(report.task.device, span, result.step, range(stage.start, stage.stop))
+                yield self._started(report.task.device, span, result.step)
 
     def _noted_copies(self) -> Iterator[Started]:
         places = {device.name: index for index, device in enumerate(self._devices)}
         for step in self._finished:
             for device, span in self._copies.get(step, ()):
-                yield self._started(places[device.name], span, step, layers=range(0))
+                yield self._started(places[device.name], span, step)
 
-    def _started(self, device: int, span: DeviceSpan, step: int, layers: range) -> Started:
+    def _started(self, device: int, span: DeviceSpan, step: int) -> Started:
         task = Task(
             device=device,
             kind=span.kind,
             duration_s=span.seconds,
-            layers=layers,
+            layers=span.layers,
             micro_batch=span.micro_batch,
             stream=span.stream.value,
             step=step,
@@ -198,7 +200,7 @@ class StepTraces(DeviceWatcher):
     def _move_anchors(self, result: StepResult) -> None:
         """Anchor each device at its first computation of a finished step.
 
-        CUDA gives the time between two marks as float32 milliseconds: hours after an engine's start, that
+        Devices give the time between two marks as float32 milliseconds: hours after an engine's start, that
         would place the tasks of a trace only to a millisecond.
         """
         first = {report.task.device: report.spans[0].start for report in reversed(result.reports())}
@@ -223,11 +225,11 @@ class StepTraces(DeviceWatcher):
                 _warn(step, error)
 
     def _dump_memory(self, step: int) -> None:
-        if not self._memory:
+        if self._memory is None:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"step-{step + 1}-memory.pickle"))
+            self._memory.dump_memory_history(self._folder / f"step-{step + 1}-memory.pickle")
         except OSError as error:
             _warn(step, error)
         # The next step runs already. If it is traced too, its own snapshot needs
@@ -236,11 +238,13 @@ class StepTraces(DeviceWatcher):
             self._record_memory(False)
 
     def _record_memory(self, wanted: bool) -> None:
-        """Let PyTorch record allocations, each with its Python stack, from now on, or end that."""
-        if self._memory and wanted:
-            torch.cuda.memory._record_memory_history(stacks="python")
-        elif self._memory:
-            torch.cuda.memory._record_memory_history(enabled=None)
+        if self._memory is not None:
+            self._memory.record_memory_history(wanted)
+
+
+def _kind_with_memory_history(devices: Sequence[Device]) -> AcceleratorKind | None:
+    kinds = (kind_of(device.torch_device.type) for device in devices)
+    return next((kind for kind in kinds if kind.has_memory_history()), None)
 
 
 def _warn(step: int, error: OSError) -> None:

@@ -1,11 +1,12 @@
 """Known cards with their memory, dense matrix peak by dtype and PCIe rate, for planning and for MFU.
 
 Peaks are the makers' dense figures (no sparsity) with fp32 accumulation, which is what PyTorch's matrix
-products use by default. A card that is not listed has no peak: callers print no MFU rather than a wrong one.
+products use by default. GeForce cards have a second rate, for float16 products that also accumulate in float16. A
+card that is not listed has no peak: callers print no MFU rather than a wrong one.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 class UnknownPeakError(ValueError):
@@ -18,16 +19,20 @@ class DeviceSpec:
 
     - `memory_gib`: usable memory in GiB.
     - `pcie_gb_per_s`: nominal rate of one direction, in 1e9 bytes per second.
-    - `peak_flops`: dense FLOP/s by dtype name (`"bfloat16"`, `"float16"`, `"float32"`).
+    - `peak_flops`: dense FLOP/s by dtype name (`"bfloat16"`, `"float16"`, `"float32"`), accumulated in fp32.
+    - `fp16_accumulation_flops`: dense FLOP/s of float16 accumulated in float16; None for a card that gains nothing.
     """
 
     name: str
     memory_gib: float
     pcie_gb_per_s: float
     peak_flops: dict[str, float] = field(default_factory=dict)
+    fp16_accumulation_flops: float | None = None
 
-    def flops_per_s(self, dtype: str) -> float:
-        """Return the dense peak in FLOP/s. Raises `UnknownPeakError`."""
+    def flops_per_s(self, dtype: str, fp16_accumulation: bool = False) -> float:
+        """Return the dense peak in FLOP/s. `fp16_accumulation` counts for float16 alone. Raises `UnknownPeakError`."""
+        if fp16_accumulation and dtype == "float16" and self.fp16_accumulation_flops is not None:
+            return self.fp16_accumulation_flops
         if dtype not in self.peak_flops:
             raise UnknownPeakError(
                 f"no {dtype} peak is known for {self.name}; known: {sorted(self.peak_flops)}"
@@ -43,18 +48,33 @@ def _card(
     return DeviceSpec(name, memory_gib, pcie_gb_per_s, peaks)
 
 
+def _geforce(
+    name: str, memory_gib: float, pcie_gb_per_s: float, half_tflops: float, float32_tflops: float
+) -> DeviceSpec:
+    """Return a card whose tensor cores add up in float16 twice as fast as in fp32."""
+    card = _card(name, memory_gib, pcie_gb_per_s, half_tflops, float32_tflops)
+    return replace(card, fp16_accumulation_flops=2 * half_tflops * 1e12)
+
+
 # PCIe x16: generation 3 16, 4 32, 5 64 GB/s. float32 is without TF32.
 DEVICES = (
-    _card("rtx3080", 10, 32, 59.5, 29.8),
-    _card("rtx3090", 24, 32, 71.0, 35.6),
-    _card("rtx3090ti", 24, 32, 80.0, 40.0),
-    _card("rtx4060ti", 16, 16, 44.1, 22.1),
-    _card("rtx4070", 12, 32, 58.3, 29.1),
-    _card("rtx4080", 16, 32, 97.5, 48.7),
-    _card("rtx4090", 24, 32, 165.2, 82.6),
-    _card("rtx5070ti", 16, 64, 87.9, 43.9),
-    _card("rtx5080", 16, 64, 112.6, 56.3),
-    _card("rtx5090", 32, 64, 209.5, 104.8),
+    # NVIDIA's paper on the Ampere GA102 architecture: "Peak FP16 Tensor TFLOPS with FP32 Accumulate", and twice that with
+    # FP16 Accumulate. The RTX 3090 Ti follows from its clock and its 84 multiprocessors.
+    _geforce("rtx3080", 10, 32, 59.5, 29.8),
+    _geforce("rtx3090", 24, 32, 71.0, 35.6),
+    _geforce("rtx3090ti", 24, 32, 80.0, 40.0),
+    # NVIDIA's paper on the Ada architecture, the same two rows: 165.2 and 330.3 for the RTX 4090. The RTX 4060 Ti and 4070
+    # follow from their clocks and multiprocessors.
+    _geforce("rtx4060ti", 16, 16, 44.1, 22.1),
+    _geforce("rtx4070", 12, 32, 58.3, 29.1),
+    _geforce("rtx4080", 16, 32, 97.5, 48.7),
+    _geforce("rtx4090", 24, 32, 165.2, 82.6),
+    # NVIDIA's paper on the RTX Blackwell architecture, the same two rows: 209.5 and 419 for the RTX 5090.
+    _geforce("rtx5070ti", 16, 64, 87.9, 43.9),
+    _geforce("rtx5080", 16, 64, 112.6, 56.3),
+    _geforce("rtx5090", 32, 64, 209.5, 104.8),
+    # Workstations and data centres: NVIDIA's data sheets, and the architecture papers of A100 and H100. Their tensor
+    # cores add up in fp32 at full rate. Figures given with sparsity are halved.
     _card("rtxa6000", 48, 32, 154.8, 38.7),
     _card("rtx6000ada", 48, 32, 364.2, 91.1),
     _card("a10", 24, 32, 125.0, 31.2),

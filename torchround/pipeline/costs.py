@@ -15,9 +15,10 @@ from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.partition import Stage, StageKind
 from torchround.untrusted.strict_json import parse_json
 
-# Share of the dense peak that a layer's matrix products reach: 0.78 for a Qwen3-1.7B block on an RTX 4090.
-# RoundPipe's authors measured 7.429 ms for its 0.962 TFLOP; the card's peak is 165 TFLOP/s.
-COMPUTE_EFFICIENCY = 0.75
+# Share of the dense peak that a layer reaches, products and all. Blocks on an RTX 4090 with fp32 accumulation: 0.48 to
+# 0.73 by counted bytes and FLOPs (`python -m benchmarks kernels`, before fused operations). RoundPipe's authors measured
+# 97 to 210 TFLOP/s in float16 on that card: above its 165 with fp32 accumulation, 0.30 to 0.64 of its 330 with fp16.
+COMPUTE_EFFICIENCY = 0.5
 
 # Share of the nominal PCIe rate that one hop reaches: a boundary activation goes
 # down to the host and up again, and the two directions overlap. RoundPipe's five
@@ -176,13 +177,14 @@ def costs_from_work(
     element_bytes: int = 2,
     accumulate_bytes: int = 4,
     optimizer_bytes_per_s: float | None = None,
+    fp16_accumulation: bool = False,
 ) -> Costs:
     """Estimate costs before any step has run: FLOPs over the device's peak, bytes over PCIe.
 
     The backward's FLOPs leave out recomputation and, in a LoRA run, gradients of frozen weights. The update
     moves `UPDATE_BYTES` per trained parameter; without `optimizer_bytes_per_s` it takes no time.
     """
-    flops_per_s = device.flops_per_s(dtype) * COMPUTE_EFFICIENCY
+    flops_per_s = device.flops_per_s(dtype, fp16_accumulation) * COMPUTE_EFFICIENCY
     layers = []
     for name, work, parameter in zip(names, works, parameters, strict=True):
         layers.append(

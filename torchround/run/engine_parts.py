@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from torchround.accelerators import kind_of
 from torchround.config import EngineTable, OptimizerTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
@@ -32,7 +33,9 @@ def build_store(
         model,
         numbers.dtype,
         policy=POLICIES[numbers.engine.update],
-        pinned=hardware.kind == "cuda",  # a GPU copies asynchronously only from and to pinned memory
+        pinned=kind_of(
+            hardware.kind
+        ).locks_pages,  # devices copy asynchronously only from and to locked memory
         gradient_dtype=numbers.gradient_dtype,
         spikes=SpikeBounds(numbers.spike_factor, numbers.training.spike_window),
         mapped=mapped,

@@ -1,19 +1,22 @@
 """The devices and the memory that a run may use: found on this machine, or described for a machine elsewhere."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
+from torchround.accelerators import PLANNED_KIND, AcceleratorKind, kind_of, known_kinds, present_kind
 from torchround.config import EngineTable
-from torchround.engine.device import CpuDevice, CudaDevice, Device
+from torchround.engine.device import AcceleratorDevice, CpuDevice, Device
 from torchround.engine.errors import EngineUsageError
 from torchround.pipeline.cards import DeviceSpec, find_device
 from torchround.pipeline.memory import GIB
 
-# The share of a GPU's memory that a plan may use. The CUDA context, library workspaces and fragmentation take the rest.
-USABLE_CUDA_FRACTION = 0.9
+logger = logging.getLogger(__name__)
+
+# The share of a device's free memory that a plan may use. Library workspaces and fragmentation take the rest.
+USABLE_DEVICE_FRACTION = 0.9
 # The share of free host memory that all virtual devices together may use as their device memory.
 USABLE_HOST_FRACTION = 0.5
 # A container's memory limit, in version 2 and version 1 of cgroups.
@@ -22,7 +25,7 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices of one `kind` (`cuda` or `cpu`) and the memory limits of a run.
+    """Devices of one `kind` (`cpu`, or a kind of accelerator by PyTorch's name) and the memory limits of a run.
 
     `device_bytes` is the limit of each device, `host_bytes` that of the host; None is no limit. `spec` is None when the
     card is not in the table of known devices.
@@ -39,29 +42,52 @@ class Hardware:
         if self.kind == "cpu":
             assert self.device_bytes is not None, "a virtual device has a memory limit"
             return [CpuDevice(index, self.device_bytes) for index in range(self.num_devices)]
-        present = torch.cuda.device_count()
+        kind = kind_of(self.kind)
+        if not kind.locks_pages:
+            logger.warning(
+                "%s devices cannot page-lock host memory that exists, so copies do not overlap with compute",
+                self.kind,
+            )
+        present = kind.count()
         shared = self.num_devices > present
-        return [CudaDevice(index % present, index if shared else None) for index in range(self.num_devices)]
+        return [
+            AcceleratorDevice(f"{self.kind}:{index % present}", index if shared else None)
+            for index in range(self.num_devices)
+        ]
 
 
 def find_hardware(table: EngineTable) -> Hardware:
-    """Find what `[engine]` asks for on this machine. Raises `EngineUsageError` if it asks for GPUs and there are none."""
-    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    host_bytes = available_host_bytes()
-    if table.devices == "cpu" or (table.devices == "auto" and not present):
+    """Find what `[engine]` asks for on this machine. Raises `EngineUsageError` if it asks for devices that are not here."""
+    kind, host_bytes = _asked_for(table), available_host_bytes()
+    if kind is None:
         count = table.num_devices or 1
         share = int(psutil.virtual_memory().available * USABLE_HOST_FRACTION) // count
         return Hardware("cpu", count, _limit(table, share), host_bytes)
-    if not present:
-        raise EngineUsageError(
-            'engine.devices is "cuda", but PyTorch sees no GPU; legal here: "cpu" or "auto"'
-        )
+    present = kind.count()
     count = table.num_devices or present
-    # All devices get one limit: a share of the smallest GPU, by the number of devices on the fullest one.
-    smallest = min(torch.cuda.get_device_properties(index).total_memory for index in range(present))
-    share = int(smallest * USABLE_CUDA_FRACTION) // -(-count // present)
-    spec = find_device(torch.cuda.get_device_name(0))
-    return Hardware("cuda", count, _limit(table, share), host_bytes, spec)
+    # All devices get one limit: a share of the fullest GPU, by the largest number of devices on one GPU.
+    smallest = min(available_device_bytes(kind, index) for index in range(present))
+    share = int(smallest * USABLE_DEVICE_FRACTION) // -(-count // present)
+    return Hardware(kind.name, count, _limit(table, share), host_bytes, find_device(kind.card_name(0)))
+
+
+def planned_kind(table: EngineTable) -> str:
+    """Return the kind of device that a plan for a machine elsewhere is for. Raises `EngineUsageError` for no kind."""
+    if table.devices in ("auto", "cpu"):
+        return PLANNED_KIND  # the kind of the cards in the table
+    if table.devices not in known_kinds():
+        raise EngineUsageError(_not_legal(table, ["auto", "cpu", *known_kinds()]))
+    return table.devices
+
+
+def available_device_bytes(kind: AcceleratorKind, index: int) -> int:
+    """Return the device memory that this process could use: free memory, and what its own allocator keeps unused.
+
+    Memory of other processes counts as taken, and so do this process's tensors. A run asks before it makes its first
+    engine, so the plan from measured steps has the same limit although an engine holds memory by then.
+    """
+    free, _ = kind.free_and_total_bytes(index)
+    return free + kind.cached_bytes(index)
 
 
 def available_host_bytes() -> int:
@@ -73,6 +99,24 @@ def available_host_bytes() -> int:
         except (OSError, ValueError):  # the other version of cgroups, or "max"
             continue
     return min(limits)
+
+
+def _asked_for(table: EngineTable) -> AcceleratorKind | None:
+    """Return the accelerators that `engine.devices` asks for, None for virtual devices on the CPU."""
+    here = present_kind()
+    if table.devices == "auto":
+        return here
+    if table.devices == "cpu":
+        return None
+    if here is None or here.name != table.devices:
+        raise EngineUsageError(_not_legal(table, ["auto", "cpu", *([] if here is None else [here.name])]))
+    return here
+
+
+def _not_legal(table: EngineTable, legal: list[str]) -> str:
+    names = ", ".join(f'"{name}"' for name in legal)
+    reason = "PyTorch sees none here" if table.devices in known_kinds() else "no such kind is known"
+    return f'engine.devices = "{table.devices}": {reason}; legal: {names}'
 
 
 def _limit(table: EngineTable, default_bytes: int) -> int:

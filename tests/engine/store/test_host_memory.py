@@ -12,9 +12,10 @@ import warnings
 
 import pytest
 
+from torchround.engine.board import Observer
 from torchround.engine.store import host_memory
 from torchround.engine.store.bundles import ASYNC
-from torchround.engine.store.host_memory import HostAllocator, PinningWarning
+from torchround.engine.store.host_memory import HostAllocator, HostPool, PinningWarning
 from torchround.engine.store.host_store import HostStore
 
 PAGE = 4096
@@ -93,7 +94,7 @@ def test_memory_that_only_the_host_uses_is_not_locked():
 def test_a_failed_lock_costs_one_warning_and_only_locked_memory_is_unlocked(small_chunks):
     locker = RecordingLocker(capacity=2)
     memory = HostAllocator(True, locker)
-    with pytest.warns(PinningWarning, match=r"could not page-lock .* \(CUDA error 2\)") as caught:
+    with pytest.warns(PinningWarning, match=r"could not page-lock .* \(error 2 of the driver\)") as caught:
         buffers = [memory.allocate(4 * CHUNK, for_devices=True) for _ in range(3)]
     assert len(caught) == 1 and locker.refused == 1
     assert len(locker.locked) == 2
@@ -177,3 +178,14 @@ def test_a_store_locks_device_weights_and_gradients_and_nothing_else(monkeypatch
     assert len(locker.locked) == 3 * len(store.trained)
     store.close()
     assert locker.locked == {}
+
+
+def test_the_pool_hands_out_the_buffer_that_was_given_back_first():
+    """The last reader of the newest one may still be at work while older ones are free."""
+    pool = HostPool(False, Observer())
+    pool.reserve({PAGE: 3})
+    first, second, third = (pool.take(PAGE) for _ in range(3))
+    for buffer in (second, first, third):
+        pool.give(buffer, busy=[])
+    assert [pool.take(PAGE) for _ in range(3)] == [second, first, third]
+    assert pool.num_allocations == 1

@@ -8,12 +8,25 @@ import threading
 import pytest
 import torch
 
-from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, watched
+from tests.support.toy import (
+    BLOCKS,
+    PARTITIONS,
+    ToyBlock,
+    ToyEmbedding,
+    ToyHead,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    watched,
+)
 from torchround.engine.board import HandOver
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.watch.race_checker import AccessLog, Entry, Region, find_races
+from torchround.engine.worker.activation_transfers import ActivationTransfers
+from torchround.layer import LayeredModel
 
 ONE_STAGE = PARTITIONS["one stage"]
 
@@ -28,11 +41,12 @@ def record(
     evaluate=False,
     frozen=(),
     poisoned=False,
+    model=None,
     **settings,
 ):
     """Return the races of a short recorded run. If `poisoned`, no gradient is finite and every update is skipped."""
     log = AccessLog()
-    model = toy_model(tied)
+    model = model or toy_model(tied)
     for layer in frozen:
         model.layers[layer].requires_grad_(False)
     store = toy_store(model, dtype, policy=policy)
@@ -82,6 +96,49 @@ def test_no_race_for_any_partition_and_device_count(num_devices, partition, poli
 )
 def test_no_race_with_tied_frozen_rounded_and_several_rounds(options, policy):
     assert record(PARTITIONS["backward coarser"], 3, policy, **options) == []
+
+
+class PassingBlock(ToyBlock):
+    """A block that hands the second tensor of its input on as it came."""
+
+    def forward(self, hidden, micro_batch):
+        first, second = hidden
+        return super().forward(first, micro_batch), second
+
+
+class TwoTensorEmbedding(ToyEmbedding):
+    def forward(self, hidden, micro_batch):
+        embedded = super().forward(hidden, micro_batch)
+        return embedded, embedded.detach() * 0.5
+
+
+class TwoTensorHead(ToyHead):
+    def forward(self, hidden, micro_batch):
+        return super().forward(hidden[0] + hidden[1], micro_batch)
+
+
+def passing_model():
+    """Return a toy model whose blocks pass a part of their input on, so that what they send lies in a ring slot."""
+    blocks = [PassingBlock() for _ in range(BLOCKS)]
+    return LayeredModel(toy_model().names, (TwoTensorEmbedding(), *blocks, TwoTensorHead(None)))
+
+
+@pytest.mark.parametrize("released_early", [False, True])
+@pytest.mark.parametrize("partition", ["one layer a stage", "forward coarser"])
+def test_a_ring_slot_is_released_after_its_content_is_sent_on(monkeypatch, partition, released_early):
+    """The next upload but one would overwrite what `send` still copies."""
+    if released_early:
+        end, send = ActivationTransfers.end_micro_batch, ActivationTransfers.send
+
+        def release_and_send(transfers, *arguments, **options):
+            staged = list(transfers._inputs)
+            end(transfers)
+            transfers._inputs += staged  # `send` is to know them still, but their release stays the early one
+            send(transfers, *arguments, **options)
+            transfers._inputs.clear()
+
+        monkeypatch.setattr(ActivationTransfers, "send", release_and_send)
+    assert bool(record(PARTITIONS[partition], 1, model=passing_model())) is released_early
 
 
 def test_rule_1_a_version_is_overwritten_only_after_its_uploads(monkeypatch):

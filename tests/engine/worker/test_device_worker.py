@@ -12,12 +12,23 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train, watched
+from tests.support.toy import (
+    PARTITIONS,
+    ToyBlock,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+    watched,
+)
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.board import Board
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.worker.activation_transfers import BOUNDARY_GRADIENT
 from torchround.engine.worker.device_worker import DeviceWorker
+from torchround.engine.worker.stage_run import StageRun
+from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.timeline import TaskKind
 from torchround.run.engine_parts import build_engine, build_store
@@ -129,20 +140,20 @@ def test_a_stage_is_moved_in_equal_chunks_one_in_each_window(copies_in_windows, 
 
 
 def test_a_recomputation_is_enqueued_before_its_incoming_gradient_is_waited_for(monkeypatch):
-    done, wait, compute = defaultdict(list), Board.wait, DeviceWorker._compute
+    done, wait, compute = defaultdict(list), Board.wait, StageRun._compute
 
     def waiting(board, key, *arguments):
         if key.kind is BOUNDARY_GRADIENT:
             done[threading.current_thread().name].append(("gradient", key.key[-1]))
         return wait(board, key, *arguments)
 
-    def computing(worker, kind, *arguments, **options):
+    def computing(run, kind, micro_batch, *arguments, **options):
         if kind is TaskKind.RECOMPUTE:
-            done[threading.current_thread().name].append(("recomputation", worker.state()[1]))
-        return compute(worker, kind, *arguments, **options)
+            done[threading.current_thread().name].append(("recomputation", micro_batch))
+        return compute(run, kind, micro_batch, *arguments, **options)
 
     monkeypatch.setattr(Board, "wait", waiting)
-    monkeypatch.setattr(DeviceWorker, "_compute", computing)
+    monkeypatch.setattr(StageRun, "_compute", computing)
     model = toy_model()
     with toy_engine(model, toy_store(model), PARTITION, 3) as engine:
         train(engine, toy_batches(1, MICRO_BATCHES))
@@ -150,6 +161,35 @@ def test_a_recomputation_is_enqueued_before_its_incoming_gradient_is_waited_for(
     assert len(pairs) == len(PARTITION.backward) * MICRO_BATCHES
     for (first, m), (second, waited_for) in pairs:
         assert (first, second) == ("recomputation", "gradient") and m == waited_for
+
+
+class StreamOrder(DeviceWatcher):
+    """The streams of a device's operations, in the order in which they were enqueued."""
+
+    def __init__(self):
+        self.streams = []
+
+    def begins(self, device, stream, reads, writes, copied_bytes):
+        self.streams.append(stream)
+
+
+def test_a_forward_stage_sends_each_boundary_before_it_computes_the_next_layer(monkeypatch):
+    """The stage has the embedding and five blocks, and the input of each block is kept for a backward stage."""
+    order, calls = StreamOrder(), []
+    forward = ToyBlock.forward
+
+    def noted(block, hidden, micro_batch):
+        if not torch.is_grad_enabled():
+            calls.append(order.streams.count(Stream.ACTIVATION_DOWNLOAD))
+        return forward(block, hidden, micro_batch)
+
+    monkeypatch.setattr(ToyBlock, "forward", noted)
+    model = toy_model()
+    with toy_engine(
+        model, toy_store(model), Partition((6,), 1, (1,) * 6), 1, wrap=lambda device: watched(device, order)
+    ) as engine:
+        train(engine, toy_batches(1, micro_batches=1))
+    assert calls == [1, 2, 3, 4, 5]
 
 
 class LiveBytes(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 Buffers have their exact size and begin at a page, so that checkpoints are written straight from them.
 PyTorch's pinned allocator rounds each block up to a power of two and keeps it. So buffers that devices touch
-are made here: several threads fill them, then CUDA registers them in chunks. No two of them share a page.
+are made here: several threads fill them, then the driver registers them in chunks. No two of them share a page.
 
 Forked processes do not get these buffers: copy-on-write would move pages away from under the devices. A
 buffer is unregistered before it is unmapped, even if its last tensor is simply dropped.
@@ -14,7 +14,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +23,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from torchround.accelerators import AcceleratorKind, kind_of, present_kind
 from torchround.engine.board import Observer
 from torchround.engine.device import Event
 from torchround.pipeline.memory import GIB
@@ -38,26 +39,19 @@ class PinningWarning(UserWarning):
 
 
 class PageLocker:
-    """`cudaHostRegister` and its reverse. Results are CUDA error codes, 0 for success."""
-
-    PORTABLE = 1  # for every GPU of the process, not only the calling thread's
+    """Page-locking by this machine's accelerator. Results are its driver's error codes, 0 for success."""
 
     def lock(self, address: int, nbytes: int) -> int:
         """Page-lock `nbytes` from `address` on, for all devices."""
-        return self._checked(torch.cuda.cudart().cudaHostRegister(address, nbytes, self.PORTABLE))
+        return _accelerator().lock_pages(address, nbytes)
 
     def unlock(self, address: int) -> int:
         """Undo the `lock` that began at `address`."""
-        return self._checked(torch.cuda.cudart().cudaHostUnregister(address))
+        return _accelerator().unlock_pages(address)
 
-    def _checked(self, status: object) -> int:
-        code = int(status)  # type: ignore[call-overload]
-        if code != 0:
-            # CUDA reports a failed call again at the thread's next kernel launch, in
-            # unrelated code: launch one here.
-            with suppress(RuntimeError):
-                torch.ones(1, device="cuda")
-        return int(code)
+
+def _accelerator() -> AcceleratorKind:
+    return present_kind() or kind_of("cpu")  # which refuses
 
 
 class HostAllocator:
@@ -112,7 +106,7 @@ class HostAllocator:
         if status != 0:
             self._pinned = False
             warnings.warn(
-                f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (CUDA error {status}). This buffer and all "
+                f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (error {status} of the driver). This buffer and all "
                 "later ones stay pageable, so copies are slower and do not overlap with compute. Raise the memlock "
                 "limit (ulimit -l) or use a smaller model.",
                 PinningWarning,
@@ -190,6 +184,10 @@ class HostBuffer:
 class HostPool:
     """Host buffers by size in pages, reused, so that a steady run allocates nothing.
 
+    The buffer that was given back first is taken first. A copy into it waits for its last read, and that read
+    is the likeliest to be over already. The pool asks no event whether that is so: which buffer a taker gets
+    depends on the order of takes and gives alone.
+
     A taker must make its writing stream wait for `HostBuffer.busy` first. The thread that gave the buffer
     back has finished its own reads and writes.
     """
@@ -198,7 +196,7 @@ class HostPool:
         self._memory = HostAllocator(pinned)
         self._observer = observer
         self._lock = threading.Lock()
-        self._free: dict[int, list[HostBuffer]] = defaultdict(list)
+        self._free: dict[int, deque[HostBuffer]] = defaultdict(deque)
         self._owned: Counter[int] = Counter()
         self.reserved_bytes = 0
 
@@ -261,7 +259,7 @@ class HostPool:
         with self._lock:
             if not self._free[size]:
                 return None
-            buffer = self._free[size].pop()
+            buffer = self._free[size].popleft()
             self._observer.waited(buffer)
             return buffer
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchround.engine.board import Board, HandOver, HandOverKey
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.store.host_memory import HostBuffer, HostPool
-from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, aligned, as_hidden, fill
+from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, aligned, as_hidden, as_tuple, fill
 from torchround.layer import Hidden, MicroBatch
 
 LOSS_BYTES = 4
@@ -70,7 +70,10 @@ class StagingSizes:
 
 
 class ActivationTransfers:
-    """The transfers of one device's activations. Uploaded tensors are valid until `release`, on the compute stream."""
+    """The transfers of one device's activations.
+
+    Uploaded activations and gradients are valid until `end_micro_batch`, on the compute stream.
+    """
 
     def __init__(self, device: Device, board: Board, pool: HostPool) -> None:
         self._device = device
@@ -83,6 +86,8 @@ class ActivationTransfers:
         self._micro_batches: dict[int, tuple[HostTensors, MicroBatch]] = {}
         self._prepared: set[StagingSizes] = set()
         self._stage_end: Event | None = None
+        # Slots of the micro-batch's activations and gradients that were uploaded.
+        self._inputs: list[DeviceSlot] = []
 
     def prepare(self, sizes: StagingSizes) -> None:
         """Allocate now everything that passes of these sizes need, instead of each buffer at its first use."""
@@ -119,17 +124,22 @@ class ActivationTransfers:
     def bring_hidden(self, boundary: HostTensors) -> tuple[Hidden, DeviceSlot]:
         """Upload the input of a stage."""
         slot = self._hidden_in.next(boundary.memory.numel())
+        self._inputs.append(slot)
         return as_hidden(self._upload(boundary, slot), boundary.packing.single), slot
 
     def bring_gradients(self, boundary: HostTensors) -> tuple[tuple[Tensor, ...], DeviceSlot]:
         """Upload the gradients of a stage's output."""
         slot = self._gradients_in.next(boundary.memory.numel())
+        self._inputs.append(slot)
         return self._upload(boundary, slot), slot
 
-    def release(self, slot: DeviceSlot | None) -> None:
-        """Note that the computation enqueued so far is the last that reads `slot`."""
-        if slot is not None:
-            slot.released = self._device.record(Stream.COMPUTE)
+    def end_micro_batch(self) -> None:
+        """Note that nothing more will read the micro-batch's activations and gradients that were uploaded."""
+        if self._inputs:
+            read = self._device.record(Stream.COMPUTE)
+            for slot in self._inputs:
+                slot.released = read
+            self._inputs.clear()
 
     def send(self, key: HandOverKey[HostTensors], hidden: Hidden, readers: int) -> None:
         """Copy tensors to the host and post them under `key` for `readers` readers."""
@@ -139,7 +149,12 @@ class ActivationTransfers:
             device.wait(Stream.COMPUTE, slot.released)
         # Packed into a slot on the compute stream: the tensors belong to PyTorch's allocator, which may give
         # their memory to the next computation while a copy on another stream still reads it.
-        device.run(Stream.COMPUTE, lambda: fill(slot.views(packing), hidden), writes=[slot.memory])
+        device.run(
+            Stream.COMPUTE,
+            lambda: fill(slot.views(packing), hidden),
+            reads=[staged.memory for staged in self._inputs if staged.holds_any(as_tuple(hidden))],
+            writes=[slot.memory],
+        )
         device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))
         buffer = self._pool.take(packing.nbytes)
         # Devices that used the buffer for something else may still read it.

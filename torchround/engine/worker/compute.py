@@ -1,6 +1,6 @@
 """The computation of a stage for one micro-batch: forward, and recomputation with backward. No device, no threads."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,26 +48,25 @@ def with_own_seed(index: int, layer: LayerCall) -> LayerCall:
     return lambda hidden, micro_batch: layer(hidden, micro_batch.for_layer(index))
 
 
-def forward(
-    layers: Sequence[LayerCall],
-    first: int,
-    hidden: Hidden | None,
-    micro_batch: MicroBatch,
-    keep: Collection[int],
-) -> list[tuple[int, Hidden]]:
-    """Run layers `first, first + 1, ..` without gradients.
+class StageForward:
+    """A stage's forward without gradients. It pauses where the stage has made something to send."""
 
-    Returns `(l, input of layer l)` for the layers of `keep` inside the stage, then `(stop, output)`.
-    """
-    outputs: list[tuple[int, Hidden]] = []
-    with torch.no_grad():
-        for index, layer in enumerate(layers, start=first):
-            if index > first and index in keep:
-                assert hidden is not None, f"layer {index} has no input"
-                outputs.append((index, hidden))
-            hidden = layer(hidden, micro_batch)
-    assert hidden is not None, "a stage has at least one layer"
-    return [*outputs, (first + len(layers), hidden)]
+    def __init__(self, layers: Sequence[LayerCall], hidden: Hidden | None, micro_batch: MicroBatch) -> None:
+        self._layers = layers
+        self._micro_batch = micro_batch
+        self._hidden = hidden  # input of the next layer
+        self._next = 0
+
+    def run_to(self, stop: int) -> Hidden:
+        """Run the layers up to the stage's layer number `stop`, and return the input of that one."""
+        with torch.no_grad():
+            for layer in self._layers[self._next : stop]:
+                # Nothing but the layer holds its input meanwhile, so the memory of a boundary is free again
+                # as soon as the next layer has read it.
+                self._hidden = layer(self._hidden, self._micro_batch)
+        self._next = stop
+        assert self._hidden is not None, "a stage has at least one layer"
+        return self._hidden
 
 
 class ForwardWithGraph:
@@ -90,7 +89,7 @@ class ForwardWithGraph:
         self._inputs = [hidden]
         # All groups but the last run without gradients: their activations are made anew in the backward.
         for group in groups[:-1]:
-            [(_, hidden)] = forward(group, 0, hidden, micro_batch, keep=())
+            hidden = StageForward(group, hidden, micro_batch).run_to(len(group))
             self._inputs.append(hidden)
         self._leaf, self.output = self._run(groups[-1], self._inputs[-1])
 

@@ -8,7 +8,7 @@ them.
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -19,24 +19,18 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.ordering import Ordering
-from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, Pass, StageJob
+from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, StageJob
 from torchround.engine.results import STAGE_ENQUEUED, DeviceSpan, StageReport
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.activation_transfers import (
-    BOUNDARY,
-    BOUNDARY_GRADIENT,
-    LOSS,
-    ActivationTransfers,
-)
+from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
-from torchround.engine.worker.compute import ForwardWithGraph, LayerCall, bind, forward, with_own_seed
+from torchround.engine.worker.compute import LayerCall, bind, with_own_seed
 from torchround.engine.worker.link_turns import LinkTurns
-from torchround.engine.worker.slots import DeviceSlot, SlotRing, StageLayout, as_tuple
-from torchround.layer import Hidden, MicroBatch
+from torchround.engine.worker.slots import DeviceSlot, SlotRing, StageLayout
+from torchround.engine.worker.stage_run import StageRun
 from torchround.pipeline.memory import ROUNDING_ELEMENTS
 from torchround.pipeline.partition import Stage, StageKind
-from torchround.pipeline.timeline import TaskKind
 
 T = TypeVar("T")
 # Stage job and micro-batch under way: None between stage jobs, and between micro-batches.
@@ -77,7 +71,6 @@ class DeviceWorker:
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
-        self._spans: list[DeviceSpan] = []
         self._idle_since: Mark | None = None
         self._reported_bytes = (device.uploaded_bytes, device.downloaded_bytes)
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
@@ -135,15 +128,25 @@ class DeviceWorker:
         # Bound anew for each job: the two slots alternate, and the next stage has other layers.
         modules = bind(self._store, self._skeletons, upload.layout, upload.slot, gradients)
         layers = self._layer_calls(upload.layout.layers, modules)
-        shared = [upload.slot.memory] if gradients is None else [upload.slot.memory, gradients.memory]
+        stage_run = StageRun(
+            job,
+            layers,
+            upload.slot,
+            gradients,
+            num_layers=len(self._skeletons),
+            layerwise_recompute=self._setup.layerwise_recompute,
+            device=self._device,
+            activations=self._activations,
+            wait=self._await,
+        )
         for position, micro_batch in enumerate(job.task.micro_batches):
             self._micro_batch = micro_batch
             self._setup.board.raise_if_stopped()
             # Chunks first: their copies then run beside this micro-batch's computation, not after it.
             self._advance_transfers(len(job.task.micro_batches) - position, job.window + position)
-            _STAGES[job.task.stage.kind](self, job, layers, micro_batch, shared)
+            stage_run.run(micro_batch)
         self._finish(job, upload, gradients)
-        self._report(job, upload, weights_ready)
+        self._report(job, upload, weights_ready, stage_run.spans)
         self._job = None
 
     def _begin_step(self, job: StageJob, *streams: Stream) -> None:
@@ -171,7 +174,9 @@ class DeviceWorker:
                 job.part_numbers,
             )
 
-    def _report(self, job: StageJob, upload: WeightUpload, weights_ready: Mark) -> None:
+    def _report(
+        self, job: StageJob, upload: WeightUpload, weights_ready: Mark, spans: Sequence[DeviceSpan]
+    ) -> None:
         moved = (self._device.uploaded_bytes, self._device.downloaded_bytes)
         report = StageReport(
             task=job.task,
@@ -179,117 +184,12 @@ class DeviceWorker:
             idle_since=self._idle_since,
             weights_ready=weights_ready,
             update_wait_s=upload.waited_s,
-            spans=tuple(self._spans),
+            spans=tuple(spans),
             uploaded_bytes=moved[0] - self._reported_bytes[0],
             downloaded_bytes=moved[1] - self._reported_bytes[1],
         )
-        self._reported_bytes, self._idle_since, self._spans = moved, self._spans[-1].end, []
+        self._reported_bytes, self._idle_since = moved, spans[-1].end
         self._setup.board.post(STAGE_ENQUEUED(job.task.slot), report)
-
-    # Stages, for one micro-batch, number `m` of its pass. `shared` is the weight slot's memory and, if there
-    # is one, the gradient slot's.
-
-    def _forward_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
-        """Run forward without gradients, and send what later stages read: the output, and inputs of backward stages."""
-        stage, pass_ = job.task.stage, job.pass_
-        micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
-        outputs = self._compute(
-            TaskKind.FORWARD,
-            lambda: forward(layers, stage.start, hidden, micro_batch, pass_.backward_inputs),
-            reads=[*shared, *inputs],
-        )
-        self._activations.release(staged)
-        for layer, output in outputs:
-            if layer == len(self._skeletons):  # an evaluation's last stage gives the loss
-                self._activations.send(LOSS(pass_.index, m), output, readers=1)
-            else:
-                readers = (layer in pass_.forward_inputs) + (layer in pass_.backward_inputs)
-                self._activations.send(BOUNDARY(pass_.index, layer, m), output, readers)
-
-    def _fused_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
-        """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
-        stage, pass_ = job.task.stage, job.pass_
-        micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
-        # The backward follows at once, so the loss may make its gradients in the forward.
-        micro_batch = replace(micro_batch, loss_factor=pass_.loss_factor)
-
-        def forward_and_backward() -> tuple[Tensor, tuple[Tensor, ...] | None]:
-            stage_forward = ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute)
-            [loss] = as_tuple(stage_forward.output)
-            return loss.detach(), stage_forward.backward([torch.full_like(loss, pass_.loss_factor)])
-
-        loss, gradients = self._compute(
-            TaskKind.FUSED,
-            forward_and_backward,
-            reads=[shared[0], *inputs],
-            writes=shared[1:],
-        )
-        self._activations.release(staged)
-        self._activations.send(LOSS(pass_.index, m), loss, readers=2)  # the caller, the optimizer worker
-        self._send_gradients(pass_, stage, m, gradients)
-
-    def _backward_stage(self, job: StageJob, layers: list[LayerCall], m: int, shared: list[Tensor]) -> None:
-        """Recompute the stage from its kept input, then run its backward with the next stage's gradient."""
-        stage, pass_ = job.task.stage, job.pass_
-        micro_batch, hidden, staged, inputs = self._bring_inputs(job, m)
-        reads = [shared[0], *inputs]
-        # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
-        # device would be idle until another device has made it.
-        recomputed = self._compute(
-            TaskKind.RECOMPUTE,
-            lambda: ForwardWithGraph(layers, hidden, micro_batch, self._setup.layerwise_recompute),
-            reads,
-        )
-        boundary = self._await(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
-        incoming, staged_gradient = self._activations.bring_gradients(boundary)
-        gradients = self._compute(
-            TaskKind.BACKWARD,
-            lambda: recomputed.backward(incoming),
-            reads=[*reads, staged_gradient.memory],
-            writes=shared[1:],
-        )
-        # Both only now: the backward reads the stage's input too.
-        self._activations.release(staged)
-        self._activations.release(staged_gradient)
-        self._send_gradients(pass_, stage, m, gradients)
-
-    # Computing and moving.
-
-    def _compute(
-        self,
-        kind: TaskKind,
-        computation: Callable[[], T],
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor] = (),
-    ) -> T:
-        assert self._micro_batch is not None, "computation outside a stage"
-        start = self._device.mark(Stream.COMPUTE)
-        result = self._device.run(Stream.COMPUTE, computation, reads, writes)
-        end = self._device.mark(Stream.COMPUTE)
-        self._spans.append(DeviceSpan(kind, start, end, micro_batch=self._micro_batch))
-        return result
-
-    def _bring_inputs(
-        self, job: StageJob, m: int
-    ) -> tuple[MicroBatch, Hidden | None, DeviceSlot | None, list[Tensor]]:
-        """Upload what a stage reads: the micro-batch, and the stage's input with its slot.
-
-        Input and slot are None for the first layer, which reads the micro-batch alone. The last value is the
-        device memory that holds all of it.
-        """
-        pass_, start = job.pass_, job.task.stage.start
-        position = m - job.task.micro_batches.start
-        micro_batch, integers = self._activations.bring_micro_batch(pass_.micro_batches[m], position)
-        if start == 0:
-            return micro_batch, None, None, [integers.memory]
-        hidden, staged = self._activations.bring_hidden(self._await(BOUNDARY(pass_.index, start, m)))
-        return micro_batch, hidden, staged, [integers.memory, staged.memory]
-
-    def _send_gradients(
-        self, pass_: Pass, stage: Stage, m: int, gradients: tuple[Tensor, ...] | None
-    ) -> None:
-        if gradients is not None:
-            self._activations.send(BOUNDARY_GRADIENT(pass_.index, stage.start, m), gradients, readers=1)
 
     # Weights in, gradients out.
 
@@ -373,10 +273,3 @@ class DeviceWorker:
         stage = job.task.stage
         names = self._setup.layer_names[stage.start : stage.stop]
         return FaultLocation(f"device {self._device.name}", stage.kind.value, names, micro_batch)
-
-
-_STAGES = {
-    StageKind.FORWARD: DeviceWorker._forward_stage,
-    StageKind.FUSED: DeviceWorker._fused_stage,
-    StageKind.BACKWARD: DeviceWorker._backward_stage,
-}

@@ -74,6 +74,11 @@ class DeviceSlot:
             self._packing, self._views = packing, packing.views(self.memory)
         return self._views
 
+    def holds_any(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Tell whether one of these tensors is in this buffer."""
+        address = self.memory.untyped_storage().data_ptr()
+        return any(tensor.untyped_storage().data_ptr() == address for tensor in tensors)
+
 
 @dataclass(frozen=True)
 class Packing:

@@ -1,18 +1,18 @@
 """Grouped-query self-attention with rotary positions, kept inside documents; and the choice of its kernel.
 
 The kernel is chosen from the batch's facts, shapes, dtype and device alone, never from timing or from the contents of
-one micro-batch, so the choice does not depend on how a batch was cut. It never waits for a CUDA device.
+one micro-batch, so the choice does not depend on how a batch was cut. It never waits for a device.
 
 Shapes: B sequences, T tokens, D model width, H heads, K kv heads, C channels of a head.
 """
 
-from collections.abc import Callable
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchround.accelerators import has_offset_attention, shares_kv_heads_under_mask
 from torchround.layer import LayerWork, MicroBatch
 from torchround.models.common.lora import linear_work
 from torchround.models.common.packed_attention import attend_by_offsets
@@ -139,11 +139,11 @@ def choose_kernel(
     max_documents: int | Tensor | None,
     window: int | None,
 ) -> AttentionKernel:
-    """Choose for sequences of `tokens` tokens on a `device` of this kind (`cpu`, `cuda`). All three take sinks."""
+    """Choose for sequences of `tokens` tokens on a `device` of this type. All three take sinks."""
     single = isinstance(max_documents, int) and max_documents == 1
     if single and (window is None or window >= tokens):
         return AttentionKernel.CAUSAL
-    if max_documents is not None and device == "cuda" and _fits_flash(dtype, head_dim):
+    if max_documents is not None and has_offset_attention(device, dtype, head_dim):
         return AttentionKernel.OFFSETS
     return AttentionKernel.MASK
 
@@ -175,8 +175,7 @@ def attend(
     query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, H or K, T, C]
     if sinks is not None:
         return attend_with_sinks(query, key, value, sinks, mask).transpose(1, 2)
-    if mask is not None and query.device.type == "cuda":
-        # With a mask and shared kv heads CUDA only has the kernel that writes all scores to memory.
+    if mask is not None and not shares_kv_heads_under_mask(query.device.type):
         repeats = query.shape[1] // key.shape[1]
         key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
     mixed = F.scaled_dot_product_attention(
@@ -198,28 +197,3 @@ def attention_mask(document_ids: Tensor, window: int | None, dtype: torch.dtype)
     shape = (len(document_ids), 1, tokens, tokens + -tokens % 16)
     mask = torch.zeros(shape, dtype=dtype, device=document_ids.device)[..., :tokens]
     return mask.masked_fill_(~allowed, -torch.inf)
-
-
-def _fits_flash(dtype: torch.dtype, head_dim: int) -> bool:
-    """Check the flash kernel's own limits: 16 bits, heads of whole 16 bytes up to 256 channels, Ampere or later."""
-    return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256 and _has_flash()
-
-
-def _constant(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Mark a function whose result a compiler may take as constant.
-
-    `torch.compiler.assume_constant_result` does the same, but it imports the compiler, which changes the environment.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-@_constant
-def _has_flash() -> bool:
-    """Return whether this machine's cards run the kernel; True without a card: a plan may be for another machine."""
-    if not torch.cuda.is_available():
-        return True
-    cards = range(torch.cuda.device_count())
-    return torch.backends.cuda.is_flash_attention_available() and all(
-        torch.cuda.get_device_capability(card) >= (8, 0) for card in cards
-    )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchround.accelerators import PLANNED_KIND
 from torchround.layer import IGNORED_LABEL, HFNames, HFTensors, Hidden, LayeredModel, LayerWork, MicroBatch
 from torchround.models.common.attention import Attention
 from torchround.models.common.config import ModelConfigError, TransformerConfig
@@ -94,7 +95,7 @@ class Embedding(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         init_embedding_(self.weight, generator)
 
-    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         output_bytes = batch * tokens * self.weight.shape[1] * element_bytes
         scratch = 0
         if self.weight.requires_grad:
@@ -145,7 +146,7 @@ class Block(nn.Module):
             if isinstance(module, Adaptable):
                 module.init_adapters(generator)
 
-    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Add up the parts: FLOPs of RoundPipe's equation 2, activations of equation 1 and small fp32 tables.
 
         The scratch is an estimate from above: with the kept activations, 1 to 1.5 times the measured peak on small
@@ -211,7 +212,7 @@ class Head(nn.Module):
         if not self.tied:
             init_linear_(self.weight, generator)
 
-    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cuda") -> LayerWork:
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         num_tokens, (vocab, width) = batch * tokens, self.weight.shape
         trained = self.weight.requires_grad
         flops = 2.0 * num_tokens * vocab * width

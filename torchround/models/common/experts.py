@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchround.accelerators import has_grouped_products
 from torchround.layer import LayerWork
 from torchround.models.common.lora import Adaptable, LoraShape
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
@@ -69,7 +70,7 @@ def sort_pairs(values: Tensor, routes: Routes) -> Tensor:
 class ExpertStack(Adaptable, ABC):
     """The E feed-forwards of one block, each `adaptable` matrix stored as one stack; adapters are optional.
 
-    Each expert has an adapter of its own, `<name>_lora_a` and `<name>_lora_b` beside the stack `<name>`. On CUDA a
+    Each expert has an adapter of its own, `<name>_lora_a` and `<name>_lora_b` beside the stack `<name>`. On accelerators a
     rank that 8 does not divide takes the loop over experts.
     """
 
@@ -168,15 +169,13 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
-    # bf16 on compute capability 8.0 or later, with rows of 16 bytes or multiples (torch's documentation).
-    if rows.device.type != "cuda" or rows.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
-        return False
+    # Rows of 16 bytes or multiples (torch's documentation).
     aligned = all(size % 8 == 0 for size in weights.shape[1:])
-    return aligned and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    return aligned and hasattr(F, "grouped_mm") and has_grouped_products(rows.device.type, rows.dtype)
 
 
 def _multiply_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    bounds = [0, *ends.tolist()]  # on a CUDA device this waits for it
+    bounds = [0, *ends.tolist()]  # on an accelerator this waits for it
     # unbind, not indexing: its backward writes the matrices' gradients once instead of E times.
     parts = zip(pairwise(bounds), weights.unbind(0), strict=True)
     return torch.cat([rows[start:stop] @ weight for (start, stop), weight in parts])

@@ -1,0 +1,97 @@
+"""What differs by kind of accelerator: what each kind claims, what models on `meta` choose, and who is asked."""
+
+import pytest
+import torch
+
+from tests.support.source_files import library, offences
+from torchround import accelerators
+from torchround.accelerators import (
+    PLANNED_KIND,
+    AcceleratorKind,
+    CudaKind,
+    as_if_on,
+    has_float32_products,
+    has_grouped_products,
+    has_offset_attention,
+    has_triton,
+    kind_of,
+    known_kinds,
+    present_kind,
+    register,
+    shares_kv_heads_under_mask,
+)
+
+BF16 = torch.bfloat16
+
+
+def test_no_other_file_knows_a_kind_by_name():
+    def rule(source):
+        for number, line in enumerate(source.text.splitlines(), start=1):
+            code = line.partition("#")[0]
+            if "torch.cuda" in code or '"cuda"' in code or '"xpu"' in code or '"npu"' in code:
+                yield f"line {number}: {line.strip()}"
+
+    others = [source for source in library() if source.name != "torchround/accelerators.py"]
+    assert len(others) > 100 and offences(others, rule) == []
+
+
+def test_the_host_has_no_special_kernel():
+    for device in ("cpu", "meta", "a kind that is not registered"):
+        assert not has_offset_attention(device, BF16, 64)
+        assert not has_grouped_products(device, BF16)
+        assert not has_float32_products(device, BF16)
+        assert not has_triton(device)
+        assert shares_kv_heads_under_mask(device)
+
+
+def test_models_on_meta_choose_as_on_another_kind_inside_the_context_only():
+    with as_if_on(PLANNED_KIND):
+        assert has_offset_attention("meta", BF16, 64) and has_triton("meta")
+        with as_if_on(CudaKind(capability=(7, 5))):
+            assert not has_offset_attention("meta", BF16, 64)
+        assert has_offset_attention("meta", BF16, 64)
+        assert not has_offset_attention("cpu", BF16, 64)
+    assert not has_offset_attention("meta", BF16, 64)
+
+
+@pytest.mark.parametrize(
+    ("capability", "attention", "grouped"),
+    [((7, 5), False, False), ((8, 6), True, True), ((9, 0), True, True)],
+)
+def test_a_card_has_the_kernels_of_its_generation(capability, attention, grouped):
+    kind = CudaKind(capability)
+    assert kind.has_offset_attention(BF16, 128) is attention
+    assert kind.has_grouped_products(BF16) is grouped
+    assert not kind.has_offset_attention(torch.float32, 128) and not kind.has_grouped_products(torch.float32)
+    assert kind.has_float32_products(torch.float16) and not kind.has_float32_products(torch.float32)
+
+
+def test_the_least_of_several_cards_decides(monkeypatch):
+    """Every worker must choose alike, so that results do not depend on which card computes."""
+    kind = CudaKind()
+    cards = [(9, 0), (7, 5)]
+    monkeypatch.setattr(kind, "count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", cards.__getitem__)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    assert not kind.has_offset_attention(BF16, 64)
+    cards.pop()
+    assert kind.has_offset_attention(BF16, 64)
+
+
+def test_a_registered_kind_is_known_and_the_machines_accelerator_is_found(monkeypatch):
+    registered = dict(accelerators._registered())
+    monkeypatch.setattr(accelerators, "_registered", lambda: registered)
+    here = torch.device("mps")  # of all types that PyTorch knows, one that nothing here is registered for
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: here)
+    assert present_kind() is None
+    kind = AcceleratorKind("mps")
+    register(kind)
+    assert known_kinds()[-1] == "mps" and kind_of("mps") is kind
+    assert present_kind() is None, "there are no devices of it"
+    monkeypatch.setattr(kind, "count", lambda: 2)
+    assert present_kind() is kind
+
+
+def test_a_kind_without_a_driver_refuses_to_lock_pages():
+    kind = AcceleratorKind("npu")
+    assert not kind.locks_pages and kind.lock_pages(4096, 4096) != 0 and kind.unlock_pages(4096) != 0

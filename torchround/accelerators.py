@@ -1,0 +1,323 @@
+"""What differs between kinds of devices: the one file to change for a new kind of accelerator.
+
+An `AcceleratorKind` says how many devices there are, what memory they have, how host memory is page-locked, and which
+kernels models may use. A kind is named by PyTorch's device type: `cuda` stands for NVIDIA's cards and for AMD's, whose
+build of PyTorch uses the same name. Streams, events and the current device are `torch.Stream`, `torch.Event` and
+`torch.accelerator`, which PyTorch has for every kind.
+
+Models ask with the functions at the end, by `tensor.device.type`. A compiler takes their answers as constants.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+HALVES = (torch.bfloat16, torch.float16)
+
+# The error code of a kind that cannot page-lock memory.
+UNSUPPORTED = -1
+
+
+class AcceleratorKind:
+    """A kind of accelerator with what PyTorch has for all of them, and with no special kernel.
+
+    A subclass overrides what its devices have besides. All methods may be called from any thread.
+    """
+
+    # Whether existing host memory can be page-locked. Otherwise copies wait, and nothing overlaps with them.
+    locks_pages = False
+    # Whether a stream can wait for an event of another device. Otherwise the host waits in its place.
+    events_cross_devices = False
+    # Whether attention with a mask takes fewer kv heads than query heads without writing all scores to memory.
+    shares_kv_heads_under_mask = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    # Devices.
+
+    def count(self) -> int:
+        """Return the number of devices of this kind that PyTorch sees here."""
+        # PyTorch loads other makers' packages itself, if they are installed, and each then adds its module.
+        module = getattr(torch, self.name, None)
+        return module.device_count() if module is not None and module.is_available() else 0
+
+    def card_name(self, index: int) -> str:
+        """Return the maker's name of a card, for the table of known cards."""
+        name: str = torch.get_device_module(self.name).get_device_name(index)
+        return name
+
+    def stream(self, device: torch.device, priority: int) -> torch.Stream:
+        """Make a stream. Its kernels start before those of streams with a higher number, if the kind has priorities."""
+        return torch.Stream(device=device, priority=priority)
+
+    def event(self, device: torch.device, timed: bool) -> torch.Event:
+        """Make an event. A thread that waits for an event that is not `timed` should sleep, not poll."""
+        return torch.Event(device=device, enable_timing=timed, blocking=not timed)
+
+    # Device memory, in bytes.
+
+    def free_and_total_bytes(self, index: int) -> tuple[int, int]:
+        """Return the device memory that no process holds, and all that the device has."""
+        return torch.accelerator.get_memory_info(index)
+
+    def cached_bytes(self, index: int) -> int:
+        """Return the memory that PyTorch's allocator holds for this process although no tensor uses it."""
+        return torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
+
+    def peak_bytes(self, index: int) -> int:
+        """Return the most memory that tensors of this process have used at once."""
+        return torch.accelerator.max_memory_allocated(index)
+
+    def has_memory_history(self) -> bool:
+        """Return whether PyTorch records allocations, for pytorch.org/memory_viz."""
+        memory = getattr(getattr(torch, self.name, None), "memory", None)
+        return hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")
+
+    def record_memory_history(self, wanted: bool) -> None:
+        """Let PyTorch record allocations, each with its Python stack, from now on, or end that."""
+        memory = torch.get_device_module(self.name).memory
+        if wanted:
+            memory._record_memory_history(stacks="python")
+        else:
+            memory._record_memory_history(enabled=None)
+
+    def dump_memory_history(self, path: Path) -> None:
+        """Write the recorded allocations to a file."""
+        torch.get_device_module(self.name).memory._dump_snapshot(str(path))
+
+    # Host memory. Results are the driver's error codes, 0 for success.
+
+    def lock_pages(self, address: int, nbytes: int) -> int:
+        """Page-lock existing host memory for all devices of the process."""
+        return UNSUPPORTED
+
+    def unlock_pages(self, address: int) -> int:
+        """Undo the `lock_pages` that began at `address`."""
+        return UNSUPPORTED
+
+    # Kernels, of all devices of this kind here. If there is none here, the answer is for a machine elsewhere.
+
+    def has_offset_attention(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Return whether PyTorch's flash attention by document offsets runs."""
+        return False
+
+    def has_grouped_products(self, dtype: torch.dtype) -> bool:
+        """Return whether `grouped_mm` is one kernel, which needs no offset on the host."""
+        return False
+
+    def has_float32_products(self, dtype: torch.dtype) -> bool:
+        """Return whether `mm` and `addmm` of matrices of this 16-bit type can give float32 (`out_dtype`)."""
+        return False
+
+    def has_triton(self) -> bool:
+        """Return whether kernels written in Triton run."""
+        return False
+
+    def missing_compiler(self) -> str | None:
+        """Return what Inductor lacks to compile for this kind, None if nothing."""
+        return f"Inductor is not used for {self.name} devices"
+
+
+class CudaKind(AcceleratorKind):
+    """NVIDIA's cards, and AMD's, for which PyTorch uses the same names.
+
+    `capability` is the cards' compute capability, for models on `meta`. Default: the lowest of the cards here. Plans
+    for a machine elsewhere assume `ASSUMED_CAPABILITY`.
+    """
+
+    ASSUMED_CAPABILITY = (9, 0)
+    PORTABLE = 1  # page-locked for every card of the process, not only the calling thread's
+
+    locks_pages = True
+    events_cross_devices = True
+    shares_kv_heads_under_mask = False
+
+    def __init__(self, capability: tuple[int, int] | None = None) -> None:
+        super().__init__("cuda")
+        self._capability = capability
+
+    def event(self, device: torch.device, timed: bool) -> torch.Event:
+        # torch.Event takes `blocking` and ignores it, so threads that wait would poll.
+        return torch.cuda.Event(enable_timing=timed, blocking=not timed)
+
+    def stream(self, device: torch.device, priority: int) -> torch.Stream:
+        # torch.cuda.Event records on streams of its own module only.
+        return torch.cuda.Stream(device, priority)
+
+    def lock_pages(self, address: int, nbytes: int) -> int:
+        return self._checked(torch.cuda.cudart().cudaHostRegister(address, nbytes, self.PORTABLE))
+
+    def unlock_pages(self, address: int) -> int:
+        return self._checked(torch.cuda.cudart().cudaHostUnregister(address))
+
+    def has_offset_attention(self, dtype: torch.dtype, head_dim: int) -> bool:
+        # The kernel's own limits: heads of whole 16 bytes up to 256 channels, Ampere or later.
+        fits = (
+            dtype in HALVES and head_dim % 8 == 0 and head_dim <= 256 and self._lowest_capability() >= (8, 0)
+        )
+        return fits and (not self._is_here() or torch.backends.cuda.is_flash_attention_available())
+
+    def has_grouped_products(self, dtype: torch.dtype) -> bool:
+        # Compute capability 8.0 or later, by torch's documentation.
+        return dtype == torch.bfloat16 and self._lowest_capability() >= (8, 0)
+
+    def has_float32_products(self, dtype: torch.dtype) -> bool:
+        # AMD's libraries are called in another way, which has not been looked at.
+        return dtype in HALVES and torch.version.hip is None
+
+    def has_triton(self) -> bool:
+        return _has_triton() or not self._is_here()
+
+    def missing_compiler(self) -> str | None:
+        return None if _has_triton() else "the package triton is not installed"
+
+    def _is_here(self) -> bool:
+        return self._capability is None and self.count() > 0
+
+    def _lowest_capability(self) -> tuple[int, int]:
+        if self._capability is not None:
+            return self._capability
+        cards = [torch.cuda.get_device_capability(index) for index in range(self.count())]
+        return min(cards, default=self.ASSUMED_CAPABILITY)
+
+    def _checked(self, status: object) -> int:
+        code = int(status)  # type: ignore[call-overload]
+        if code != 0:
+            # CUDA reports a failed call again at the thread's next kernel launch, in
+            # unrelated code: launch one here.
+            with suppress(RuntimeError):
+                torch.ones(1, device="cuda")
+        return int(code)
+
+
+class XpuKind(AcceleratorKind):
+    """Intel's GPUs. PyTorch offers no way to page-lock memory that exists already."""
+
+    shares_kv_heads_under_mask = False
+
+    def __init__(self) -> None:
+        super().__init__("xpu")
+
+    def has_float32_products(self, dtype: torch.dtype) -> bool:
+        return dtype in HALVES and _has_kernel("aten::addmm.dtype", "XPU")
+
+    def has_triton(self) -> bool:
+        return _has_triton()
+
+    def missing_compiler(self) -> str | None:
+        return None if _has_triton() else "the package triton is not installed"
+
+
+# The kind of the cards whose rates are known. A plan assumes it if it is not told another kind.
+PLANNED_KIND = "cuda"
+
+
+def register(kind: AcceleratorKind) -> None:
+    """Add a kind, or replace the one of the same name."""
+    _registered()[kind.name] = kind
+
+
+def kind_of(device: str) -> AcceleratorKind:
+    """Return the kind of a device type, as in `tensor.device.type`. The host is a kind without special kernels."""
+    kind = _on_meta().get() if device == "meta" else _registered().get(device)
+    return kind or _host()
+
+
+def known_kinds() -> list[str]:
+    """Return the names of all kinds of accelerators, whether they are here or not."""
+    return list(_registered())
+
+
+def present_kind() -> AcceleratorKind | None:
+    """Return the kind of this machine's accelerators, None if it has none that is known here."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    kind = None if device is None else _registered().get(device.type)
+    return kind if kind is not None and kind.count() else None
+
+
+@cache
+def _registered() -> dict[str, AcceleratorKind]:
+    # Huawei's Ascend cards come with the package torch_npu, and need nothing of their own here.
+    return {kind.name: kind for kind in (CudaKind(), XpuKind(), AcceleratorKind("npu"))}
+
+
+@cache
+def _host() -> AcceleratorKind:
+    return AcceleratorKind("cpu")
+
+
+@cache
+def _on_meta() -> ContextVar[AcceleratorKind | None]:
+    """Return the kind that models on `meta` choose for, by thread."""
+    return ContextVar("kind of the device that meta stands for", default=None)
+
+
+@contextmanager
+def as_if_on(kind: AcceleratorKind | str) -> Iterator[None]:
+    """Let models on `meta` choose as on devices of this kind, in the calling thread, for example to count kernels."""
+    token = _on_meta().set(kind_of(kind) if isinstance(kind, str) else kind)
+    try:
+        yield
+    finally:
+        _on_meta().reset(token)
+
+
+# What models ask.
+
+
+def _constant(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function whose result a compiler may take as constant.
+
+    `torch.compiler.assume_constant_result` does the same, but it imports the compiler, which changes the environment.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
+def has_offset_attention(device: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether flash attention by document offsets runs on devices of this type."""
+    return kind_of(device).has_offset_attention(dtype, head_dim)
+
+
+@_constant
+def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
+    """Return whether `grouped_mm` is one kernel on devices of this type."""
+    return kind_of(device).has_grouped_products(dtype)
+
+
+@_constant
+def has_float32_products(device: str, dtype: torch.dtype) -> bool:
+    """Return whether products of 16-bit matrices can give float32 on devices of this type."""
+    return kind_of(device).has_float32_products(dtype)
+
+
+@_constant
+def has_triton(device: str) -> bool:
+    """Return whether Triton kernels run on devices of this type."""
+    return kind_of(device).has_triton()
+
+
+@_constant
+def shares_kv_heads_under_mask(device: str) -> bool:
+    """Return whether attention with a mask takes shared kv heads on devices of this type without more memory."""
+    return kind_of(device).shares_kv_heads_under_mask
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _has_kernel(operator: str, backend: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, backend)

@@ -1,0 +1,170 @@
+"""One stage job on its device: what the three kinds of stage compute, bring and send for each micro-batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from torchround.engine.board import WaitForHandOver
+from torchround.engine.device import Device, Stream
+from torchround.engine.passes import StageJob
+from torchround.engine.results import DeviceSpan
+from torchround.engine.worker.activation_transfers import (
+    BOUNDARY,
+    BOUNDARY_GRADIENT,
+    LOSS,
+    ActivationTransfers,
+)
+from torchround.engine.worker.compute import ForwardWithGraph, LayerCall, StageForward
+from torchround.engine.worker.slots import DeviceSlot, as_tuple
+from torchround.layer import Hidden, MicroBatch
+from torchround.pipeline.partition import StageKind
+from torchround.pipeline.timeline import TaskKind
+
+T = TypeVar("T")
+
+
+class StageRun:
+    """A stage job under way: its layers, bound to the slots of its weights and, if it has a backward, its gradients.
+
+    `num_layers` are those of the model. `wait` waits for a hand-over of another device. `spans` are the
+    computations so far.
+    """
+
+    def __init__(
+        self,
+        job: StageJob,
+        layers: Sequence[LayerCall],
+        weights: DeviceSlot,
+        gradients: DeviceSlot | None,
+        *,
+        num_layers: int,
+        layerwise_recompute: bool,
+        device: Device,
+        activations: ActivationTransfers,
+        wait: WaitForHandOver,
+    ) -> None:
+        self.spans: list[DeviceSpan] = []
+        self._job = job
+        self._layers = layers
+        self._weights = weights
+        self._gradients = [] if gradients is None else [gradients.memory]
+        self._num_layers = num_layers
+        self._layerwise = layerwise_recompute
+        self._device = device
+        self._activations = activations
+        self._wait = wait
+
+    def run(self, micro_batch: int) -> None:
+        """Enqueue everything for one micro-batch of the pass, given by its number there."""
+        _KINDS[self._job.task.stage.kind](self, micro_batch)
+        # After everything is sent: a layer may hand a part of its input on as it came, and then the copy that
+        # `send` makes of the result still reads the input's slot.
+        self._activations.end_micro_batch()
+
+    def _forward(self, m: int) -> None:
+        """Run forward without gradients, and send what later stages read: the output, and inputs of backward stages."""
+        stage, pass_ = self._job.task.stage, self._job.pass_
+        micro_batch, hidden, inputs = self._bring_inputs(m)
+        forward = StageForward(self._layers, hidden, micro_batch)
+        # Each boundary is sent where it is made: it leaves while the layers behind it compute, and the stage
+        # need not hold all of them at once.
+        kept = [layer for layer in range(stage.start + 1, stage.stop) if layer in pass_.backward_inputs]
+        first = stage.start
+        for layer in [*kept, stage.stop]:
+            run = partial(forward.run_to, layer - stage.start)
+            output = self._compute(TaskKind.FORWARD, m, run, inputs, layers=range(first, layer))
+            first = layer
+            if layer == self._num_layers:  # an evaluation's last stage gives the loss
+                self._activations.send(LOSS(pass_.index, m), output, readers=1)
+            else:
+                readers = (layer in pass_.forward_inputs) + (layer in pass_.backward_inputs)
+                self._activations.send(BOUNDARY(pass_.index, layer, m), output, readers)
+            del output  # otherwise it would stay while the next layers run
+
+    def _fused(self, m: int) -> None:
+        """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
+        micro_batch, hidden, inputs = self._bring_inputs(m)
+        # The backward follows at once, so the loss may make its gradients in the forward.
+        micro_batch = replace(micro_batch, loss_factor=self._job.pass_.loss_factor)
+
+        def forward_and_backward() -> tuple[Tensor, tuple[Tensor, ...] | None]:
+            stage_forward = ForwardWithGraph(self._layers, hidden, micro_batch, self._layerwise)
+            [loss] = as_tuple(stage_forward.output)
+            factor = torch.full_like(loss, self._job.pass_.loss_factor)
+            return loss.detach(), stage_forward.backward([factor])
+
+        loss, gradients = self._compute(TaskKind.FUSED, m, forward_and_backward, inputs, self._gradients)
+        # Two readers: the caller and the optimizer worker.
+        self._activations.send(LOSS(self._job.pass_.index, m), loss, readers=2)
+        self._send_gradients(m, gradients)
+
+    def _backward(self, m: int) -> None:
+        """Recompute the stage from its kept input, then run its backward with the next stage's gradient."""
+        stage, pass_ = self._job.task.stage, self._job.pass_
+        micro_batch, hidden, inputs = self._bring_inputs(m)
+        # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
+        # device would be idle until another device has made it.
+        recomputed = self._compute(
+            TaskKind.RECOMPUTE,
+            m,
+            lambda: ForwardWithGraph(self._layers, hidden, micro_batch, self._layerwise),
+            inputs,
+        )
+        boundary = self._wait(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
+        incoming, staged = self._activations.bring_gradients(boundary)
+        # The backward reads the stage's input too.
+        reads = [*inputs, staged.memory]
+        gradients = self._compute(
+            TaskKind.BACKWARD, m, lambda: recomputed.backward(incoming), reads, self._gradients
+        )
+        self._send_gradients(m, gradients)
+
+    def _compute(
+        self,
+        kind: TaskKind,
+        m: int,
+        computation: Callable[[], T],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor] = (),
+        layers: range | None = None,
+    ) -> T:
+        """Run `computation` of these layers, all layers of the stage if none are given, as one span."""
+        stage = self._job.task.stage
+        start = self._device.mark(Stream.COMPUTE)
+        result = self._device.run(Stream.COMPUTE, computation, [self._weights.memory, *reads], writes)
+        end = self._device.mark(Stream.COMPUTE)
+        self.spans.append(
+            DeviceSpan(kind, start, end, micro_batch=m, layers=layers or range(stage.start, stage.stop))
+        )
+        return result
+
+    def _bring_inputs(self, m: int) -> tuple[MicroBatch, Hidden | None, list[Tensor]]:
+        """Upload what a stage reads: the micro-batch, and the stage's input.
+
+        The input is None for the first layer, which reads the micro-batch alone. The last value is the device
+        memory that holds both.
+        """
+        pass_, task = self._job.pass_, self._job.task
+        position = m - task.micro_batches.start
+        micro_batch, integers = self._activations.bring_micro_batch(pass_.micro_batches[m], position)
+        if task.stage.start == 0:
+            return micro_batch, None, [integers.memory]
+        boundary = self._wait(BOUNDARY(pass_.index, task.stage.start, m))
+        hidden, staged = self._activations.bring_hidden(boundary)
+        return micro_batch, hidden, [integers.memory, staged.memory]
+
+    def _send_gradients(self, m: int, gradients: tuple[Tensor, ...] | None) -> None:
+        if gradients is not None:
+            key = BOUNDARY_GRADIENT(self._job.pass_.index, self._job.task.stage.start, m)
+            self._activations.send(key, gradients, readers=1)
+
+
+_KINDS = {
+    StageKind.FORWARD: StageRun._forward,
+    StageKind.FUSED: StageRun._fused,
+    StageKind.BACKWARD: StageRun._backward,
+}
