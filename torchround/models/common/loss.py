@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround import accelerators
+from torchround.accelerators import has_float32_products, kind_of
 from torchround.layer import IGNORED_LABEL
 from torchround.models.kernels.operation import uses_fused
 from torchround.models.kernels.softmax_loss import BLOCK_BYTES
@@ -105,7 +105,7 @@ def loss_workspace_bytes(
     On the CPU there are also their gradient, and a `trained` weight's fp32 gradient. An accelerator writes one over the
     logits and adds the other to the gradient that the engine holds.
     """
-    if accelerators.kind_of(device).name != "cpu":
+    if kind_of(device).name != "cpu":
         chunk = min(num_tokens, accelerator_chunk_tokens(vocab_size, element_bytes)) * vocab_size
         in_blocks = min(4 * chunk, max(BLOCK_BYTES, 4 * vocab_size))
         product_bytes = min(vocab_size, BLOCK_ROWS) * width * element_bytes if trained else 0
@@ -181,9 +181,9 @@ class _FusedLoss(torch.autograd.Function):
         found = (ctx.grad_hidden, ctx.grad_weight)
         ctx.grad_hidden = ctx.grad_weight = None
         ctx.was_differentiated = True
-        if not ctx.is_scaled:
-            found = tuple(None if grad is None else grad.mul_(grads[0]) for grad in found)
-        return *found, None, None, None, None
+        if ctx.is_scaled:
+            return *found, None, None, None, None
+        return *(None if grad is None else grad.mul_(grads[0]) for grad in found), None, None, None, None
 
 
 class _OpaqueLoss(torch.autograd.Function):
@@ -266,9 +266,7 @@ def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
     if grad_logits.dtype == total.dtype:
         total.addmm_(grad_logits.T, hidden)
         return
-    if total.dtype == torch.float32 and accelerators.has_float32_products(
-        total.device.type, grad_logits.dtype
-    ):
+    if total.dtype == torch.float32 and has_float32_products(total.device.type, grad_logits.dtype):
         torch.addmm(total, grad_logits.T, hidden, out_dtype=torch.float32, out=total)
         return
     for start in range(0, len(total), BLOCK_ROWS):
