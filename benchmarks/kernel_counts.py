@@ -7,20 +7,17 @@ Shapes: N tokens of a micro-batch, H heads, C channels of a head, R rows of expe
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import torchround.models.common.attention
-import torchround.models.common.experts
+from torchround.accelerators import AcceleratorKind, as_if_on
 from torchround.engine.store.bundles import collect_bundles
 from torchround.engine.worker.compute import ForwardWithGraph, bind
 from torchround.engine.worker.slots import DeviceSlot, StageLayout, as_tuple
@@ -221,19 +218,6 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 # A layer, bound and called as the engine does it.
 
 
-@contextmanager
-def as_on_an_accelerator() -> Iterator[None]:
-    """Let the models choose on `meta` what they choose on a data centre's card."""
-    choose = torchround.models.common.attention.choose_kernel
-    with (
-        mock.patch.object(
-            torchround.models.common.attention, "choose_kernel", lambda device, *rest: choose("cuda", *rest)
-        ),
-        mock.patch.object(torchround.models.common.experts, "_has_grouped_kernel", lambda *given: True),
-    ):
-        yield
-
-
 @dataclass(frozen=True)
 class CountedLayer:
     """A layer's forward with everything that its backward needs, and its backward."""
@@ -243,8 +227,16 @@ class CountedLayer:
     backward: Counted
 
 
-def count_layers(model: LayeredModel, micro_batch: MicroBatch, dtype: torch.dtype) -> list[CountedLayer]:
-    """Count each layer in order. The micro-batch is on `meta`; `max_documents` is a number, as in a run."""
+def count_layers(
+    model: LayeredModel,
+    micro_batch: MicroBatch,
+    dtype: torch.dtype,
+    kind: AcceleratorKind,
+) -> list[CountedLayer]:
+    """Count each layer in order, with the operations that it chooses on a kind of accelerator.
+
+    The micro-batch is on `meta`; `max_documents` is a number, as in a run.
+    """
     bundles, locations = collect_bundles(model, {})
     store = SimpleNamespace(
         bundles=bundles,
@@ -253,7 +245,7 @@ def count_layers(model: LayeredModel, micro_batch: MicroBatch, dtype: torch.dtyp
     )
     counted: list[CountedLayer] = []
     hidden: Hidden | None = None
-    with as_on_an_accelerator():
+    with as_if_on(kind):
         for index, name in enumerate(model.names):
             layout = StageLayout(store, range(index, index + 1))  # type: ignore[arg-type]
             slots = (

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from benchmarks.frame import Benchmark, Report
 from benchmarks.kernel_counts import Counted, CountedLayer, count_layers
-from torchround.layer import LayeredModel, MicroBatch
+from torchround.accelerators import CudaKind
+from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 
 MODELS = ("llama3:3.1-8B", "qwen3:1.7B", "qwen3:4B", "qwen3:30B-A3B", "gpt_oss:20B")
@@ -25,11 +26,13 @@ DTYPE = torch.bfloat16
 class CardRates:
     """The rates that an H100 or an RTX 4090 is assumed to reach, per second, and the peak that MFU divides by.
 
+    Models choose their kernels by the compute `capability`.
     The memory rate is about 0.85 and 0.9 of the nominal one. Products reach 0.7 and 0.9 of the peak, flash attention
     0.4 and 0.8.
     """
 
     name: str
+    capability: tuple[int, int]
     bytes: float
     product_flops: float
     attention_flops: float
@@ -48,8 +51,8 @@ class CardRates:
 
 
 CARDS = (
-    CardRates("H100 SXM", 2.8e12, 680e12, 380e12, 989.4e12),
-    CardRates("RTX 4090", 0.90e12, 150e12, 130e12, 165.2e12),
+    CardRates("H100 SXM", (9, 0), 2.8e12, 680e12, 380e12, 989.4e12),
+    CardRates("RTX 4090", (8, 9), 0.90e12, 150e12, 130e12, 165.2e12),
 )
 
 
@@ -96,7 +99,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace) -> Report:
     """Count all layers of each model and predict its micro-batch."""
     size = (options.micro_batch_size, options.seq_len)
-    return {"models": [counted_model(name, *size, options.documents) for name in options.models]}
+    models = [counted_model(name, *size, options.documents) for name in options.models]
+    return {"models": models, "listed_operations": options.operations}
 
 
 def counted_model(name: str, batch: int, tokens: int, documents: int) -> dict[str, Any]:
@@ -107,18 +111,21 @@ def counted_model(name: str, batch: int, tokens: int, documents: int) -> dict[st
     work = [layer.work(batch, tokens, DTYPE.itemsize) for layer in model.layers]
     integers = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
     micro_batch = MicroBatch(integers, integers, integers, integers, max_documents=documents, loss_factor=1.0)
-    layers = count_layers(model, micro_batch, DTYPE)
+    counts = {card.name: count_layers(model, micro_batch, DTYPE, CudaKind(card.capability)) for card in CARDS}
+    first, *others = ({"card": card.name, "layers": list(_rows(counts[card.name]))} for card in CARDS)
     customary_flops = sum(one.forward_flops + one.backward_flops for one in work)
     return {
         "model": name,
         "tokens": batch * tokens,
         "customary_flops": customary_flops,
-        "layers": list(_rows(model, layers)),
-        "predicted": [_predicted(card, layers, batch * tokens, customary_flops) for card in CARDS],
+        "layers": first["layers"],
+        # Cards on which models choose other operations than on the first one.
+        "others": [other for other in others if other["layers"] != first["layers"]],
+        "predicted": [_predicted(card, counts[card.name], batch * tokens, customary_flops) for card in CARDS],
     }
 
 
-def _rows(model: LayeredModel, layers: Sequence[CountedLayer]) -> Iterator[dict[str, Any]]:
+def _rows(layers: Sequence[CountedLayer]) -> Iterator[dict[str, Any]]:
     alike: dict[tuple[Any, ...], list[CountedLayer]] = {}
     for layer in layers:
         kind = layer.name.partition(".")[0]
@@ -235,18 +242,31 @@ def tables_of(report: Report) -> str:
     for column in ("block ms", "head ms", "micro-batch ms", "tokens/s", "MFU", "recomputed ms", "MFU"):
         predictions.add_column(column, justify="right")
     for found in report["models"]:
-        for row in found["layers"]:
-            for way in ("forward", "backward"):
-                counts.add_row(found["model"], f"{row['count']} {row['layer']}", way, *_cells(row[way]))
+        for part in (found, *found["others"]):
+            name = part.get("model") or f"  on {part['card']}"
+            for row in part["layers"]:
+                for way in ("forward", "backward"):
+                    counts.add_row(name, f"{row['count']} {row['layer']}", way, *_cells(row[way]))
         for guess in found["predicted"]:
             predictions.add_row(found["model"], guess["card"], *_prediction_cells(guess))
     text = StringIO()
     console = Console(file=text, width=None if sys.stdout.isatty() else 120)
     console.print(counts)
+    for found in report["models"]:
+        for row in found["layers"]:
+            for way in ("forward", "backward"):
+                _list_operations(console, f"{found['model']} {row['first']} {way}", row[way], report)
     console.print(predictions)
     for line in (*ASSUMPTIONS, *report["missed_bounds"]):
         console.print(line, highlight=False)
     return text.getvalue().rstrip()
+
+
+def _list_operations(console: Console, title: str, figures: dict[str, Any], report: Report) -> None:
+    """Print the operations with the most traffic, as many as were asked for."""
+    listed = list(figures["operations"].items())[: report["listed_operations"]]
+    for name, (launches, gb) in listed:
+        console.print(f"{title:36} {name:40} {launches:5} launches {gb:8.3f} GB", highlight=False)
 
 
 def _cells(figures: dict[str, Any]) -> list[str]:

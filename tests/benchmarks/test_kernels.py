@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from benchmarks.kernel_counts import Counted, CountingMode, Operation, count_layers
 from benchmarks.kernels import CARDS, CardRates, counted_model, missed_goals
+from torchround.accelerators import CudaKind
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 
@@ -94,7 +95,7 @@ def test_attention_counts_the_causal_pairs_inside_the_window(window: int | None)
     model = FAMILIES["gpt_oss"].build(config)
     integers = meta(batch, tokens, dtype=torch.int64)
     micro_batch = MicroBatch(integers, integers, integers, integers, max_documents=3)
-    block = count_layers(model, micro_batch, torch.bfloat16)[1]
+    block = count_layers(model, micro_batch, torch.bfloat16, CudaKind((9, 0)))[1]
     pairs = sum(min(position + 1, window or tokens) for position in range(tokens))
     assert block.forward.attention_flops == 4 * batch * pairs * heads * channels
     assert block.backward.attention_flops == 2.5 * block.forward.attention_flops
@@ -106,7 +107,10 @@ def test_products_of_a_model_are_those_that_its_layers_declare(family: str) -> N
     model = FAMILIES[family].build(FAMILIES[family].config_from_flavor("debug"))
     integers = meta(2, 64, dtype=torch.int64)
     layers = count_layers(
-        model, MicroBatch(integers, integers, integers, integers, max_documents=3), torch.bfloat16
+        model,
+        MicroBatch(integers, integers, integers, integers, max_documents=3),
+        torch.bfloat16,
+        CudaKind((9, 0)),
     )
     for name, layer, module in zip(model.names, layers, model.layers, strict=True):
         work = module.work(2, 64, 2)
@@ -117,7 +121,7 @@ def test_products_of_a_model_are_those_that_its_layers_declare(family: str) -> N
 
 
 def test_a_time_is_bound_by_bytes_or_by_flops_of_each_operation() -> None:
-    card = CardRates("slow", bytes=10.0, product_flops=100.0, attention_flops=50.0, peak_flops=200.0)
+    card = CardRates("slow", (9, 0), bytes=10.0, product_flops=100.0, attention_flops=50.0, peak_flops=200.0)
     operations = [Operation("add", 20), Operation("mm", 10, product_flops=300.0), Operation("mm", 50, 100.0)]
     assert card.seconds(Counted(operations)) == pytest.approx(2.0 + 3.0 + 5.0)
 
