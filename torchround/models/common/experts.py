@@ -6,12 +6,17 @@ backward is a gather: no atomic additions, so equal runs give equal bits.
 A row's routing weight is applied before the projection down, where rows are narrow, so no expert output has to be
 kept for the backward.
 
+Products take the offsets of experts on the device (`grouped_mm`, or our Triton kernels). A kind that has neither loops
+over experts with the offsets on the host. They are brought there once for all products of a block.
+
 Shapes: N tokens of the micro-batch, D model width, E experts, k experts per token, R = N k rows sorted by expert,
 F expert width; of an adapter A inputs, Z outputs, r rank.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +28,8 @@ from torchround.accelerators import has_grouped_products
 from torchround.layer import LayerWork
 from torchround.models.common.lora import Adaptable, LoraShape
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
+from torchround.models.kernels import grouped  # noqa: F401  (it defines operations)
+from torchround.models.kernels.operation import uses_fused, uses_triton
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,11 @@ class Routes:
     experts: Tensor
     ends: Tensor
     choices: int
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """The number of rows before each expert and behind the last one. The first use waits for an accelerator."""
+        return [0, *self.ends.tolist()]
 
 
 def make_routes(chosen: Tensor, num_experts: int) -> Routes:
@@ -85,23 +97,27 @@ class ExpertStack(Adaptable, ABC):
         """Fill the stacks as `init_linear_` does; the projection back to the stream is scaled by `output_scale`."""
 
     @abstractmethod
-    def matrix(self, name: str) -> Tensor:
-        """Return the stack `name` as `[E, A, Z]`."""
+    def matrix(self, stack: Tensor) -> Tensor:
+        """View a stack, or the gradient of one, as `[E, A, Z]`."""
 
     @abstractmethod
-    def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return the adapters of `name` as `[E, A, r]` and `[E, r, Z]`."""
+    def inward(self, a: Tensor) -> Tensor:
+        """View the adapters `<name>_lora_a`, or their gradient, as `[E, A, r]`."""
+
+    @abstractmethod
+    def outward(self, b: Tensor) -> Tensor:
+        """View the adapters `<name>_lora_b`, or their gradient, as `[E, r, Z]`."""
 
     def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
         """Multiply each row with its expert's matrix `name`, and add the adapter's product if there is one."""
-        plain = grouped_product(rows, self.matrix(name), routes.ends)
+        plain = _product(rows, getattr(self, name), self.matrix, routes)
         if self.lora is None or name not in self.adapted:
             return plain
-        inward, outward = self.factors(name)
+        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
         # Each of the module's adapters draws another mask, counted from 1.
         dropped = self.drop(rows, use=1 + self.adapted.index(name))
-        low = grouped_product(dropped, inward, routes.ends)  # [R, r]
-        return plain + grouped_product(low, outward, routes.ends) * self.lora.scale
+        low = _product(dropped, a, self.inward, routes)  # [R, r]
+        return plain + _product(low, b, self.outward, routes) * self.lora.scale
 
     def work(self, num_rows: int, element_bytes: int) -> LayerWork:
         """Count the products of `num_rows` rows, and what the backward needs besides the rows themselves.
@@ -115,7 +131,8 @@ class ExpertStack(Adaptable, ABC):
         row_elements = 3 * self.ffn_size
         for name in self.adapted:
             assert self.lora is not None, "an adapted stack knows its adapters' shape"
-            inward, outward = self.factors(name)
+            inward = self.inward(getattr(self, f"{name}_lora_a"))
+            outward = self.outward(getattr(self, f"{name}_lora_b"))
             row_flops += 2.0 * (inward[0].numel() + outward[0].numel())
             row_elements += self.lora.rank + (inward.shape[1] + 1 if self.lora.dropout else 0)
         kept_bytes = num_rows * row_elements * element_bytes
@@ -147,25 +164,37 @@ class GatedExperts(ExpertStack):
         init_linear_(self.up, generator)
         init_linear_(self.down, generator, output_scale)
 
-    def matrix(self, name: str) -> Tensor:
-        return getattr(self, name).transpose(1, 2)  # [E, Z, A] -> [E, A, Z]
+    def matrix(self, stack: Tensor) -> Tensor:
+        return stack.transpose(1, 2)  # [E, Z, A] -> [E, A, Z]
 
-    def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
-        return a.transpose(1, 2), b.transpose(1, 2)
+    inward = outward = matrix
 
     def adapter_shapes(self, name: str, lora: LoraShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         num_experts, outputs, inputs = getattr(self, name).shape
         return (num_experts, lora.rank, inputs), (num_experts, outputs, lora.rank)
 
 
-def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def _product(rows: Tensor, stack: Tensor, view: Callable[[Tensor], Tensor], routes: Routes) -> Tensor:
+    """Multiply each row with its expert's matrix in `view(stack)`, on an accelerator with the gradient added in place."""
+    weights = view(stack)
+    if 1 not in weights.stride()[1:]:
+        weights = weights.contiguous()  # `grouped_mm` takes no other strides
+    if not uses_fused(rows):
+        return grouped_product(rows, weights, routes)
+    # A gradient that is not there yet, or that is no leaf's, is returned to autograd instead.
+    total = view(stack.grad) if stack.is_leaf and stack.grad is not None else None
+    return _GroupedProduct.apply(rows, weights, routes, total)
+
+
+def grouped_product(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     """Multiply each expert's rows with its matrix, `[R, A] x [E, A, Z] -> [R, Z]`; experts may have no rows."""
+    if uses_fused(rows):
+        return _GroupedProduct.apply(rows, weights, routes, None)
     if _has_grouped_kernel(rows, weights):
-        return F.grouped_mm(rows, weights, offs=ends)
+        return F.grouped_mm(rows, weights, offs=routes.ends)
     if torch.compiler.is_compiling():
-        return _OpaqueLoop.apply(rows, weights, ends)
-    return _multiply_rows(rows, weights, ends)
+        return _OpaqueLoop.apply(rows, weights, routes.ends)
+    return _multiply_rows(rows, weights, routes.bounds)
 
 
 def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
@@ -174,15 +203,60 @@ def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
     return aligned and hasattr(F, "grouped_mm") and has_grouped_products(rows.device.type, rows.dtype)
 
 
-def _multiply_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    bounds = [0, *ends.tolist()]  # on an accelerator this waits for it
+def _multiply_rows(rows: Tensor, weights: Tensor, bounds: list[int]) -> Tensor:
     # unbind, not indexing: its backward writes the matrices' gradients once instead of E times.
     parts = zip(pairwise(bounds), weights.unbind(0), strict=True)
     return torch.cat([rows[start:stop] @ weight for (start, stop), weight in parts])
 
 
+def _multiply_matrices(rows: Tensor, grad: Tensor, bounds: list[int]) -> Tensor:
+    return torch.stack([rows[start:stop].T @ grad[start:stop] for start, stop in pairwise(bounds)])
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """A grouped product on an accelerator; `total [E, A, Z]` is the matrices' gradient sum so far, if there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, routes: Routes, total: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.routes, ctx.total = routes, total
+        return _fused_rows(rows, weights, routes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows, weights = ctx.saved_tensors
+        grad, grad_rows, grad_weights = grads[0].contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            grad_rows = _fused_rows(grad, weights.transpose(1, 2), ctx.routes)
+        if ctx.needs_input_grad[1]:
+            grad_weights = _fused_gradient(rows, grad, ctx.routes, ctx.total)
+        return grad_rows, grad_weights, None, None
+
+
+def _fused_rows(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+    if _has_grouped_kernel(rows, weights):
+        return F.grouped_mm(rows, weights, offs=routes.ends)
+    if uses_triton(rows):
+        return torch.ops.torchround.grouped_rows(rows, weights, routes.ends)
+    return _multiply_rows(rows, weights, routes.bounds)
+
+
+def _fused_gradient(rows: Tensor, grad: Tensor, routes: Routes, total: Tensor | None) -> Tensor | None:
+    """Add the gradient to `total` and return None, or return it, if there is no total or no kernel that adds."""
+    has_kernel = _has_grouped_kernel(rows, rows.new_empty((0, rows.shape[1], grad.shape[1])))
+    if uses_triton(rows) and (total is not None or not has_kernel):
+        # One kernel that reads and writes the sum. Autograd would write a gradient, cast it and add it: 18 bytes an
+        # element, which is more than the product itself costs if experts have few rows.
+        added = rows.new_zeros((len(routes.ends), rows.shape[1], grad.shape[1])) if total is None else total
+        torch.ops.torchround.grouped_gradient_(rows, grad, routes.ends, added)
+        return added if total is None else None
+    if has_kernel:
+        return F.grouped_mm(rows.T, grad, offs=routes.ends)
+    return _multiply_matrices(rows, grad, routes.bounds)
+
+
 class _OpaqueLoop(torch.autograd.Function):
-    """The loop over experts for a compiler, as operations that it does not look into.
+    """The product for a compiler, as operations that it does not look into.
 
     A compiler cannot know how many rows an expert has.
     """
@@ -203,7 +277,9 @@ class _OpaqueLoop(torch.autograd.Function):
 
 @torch.library.custom_op("torchround::loop_over_rows", mutates_args=())
 def _loop_over_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return _multiply_rows(rows, weights, ends)
+    if uses_triton(rows):
+        return torch.ops.torchround.grouped_rows(rows, weights, ends)
+    return _multiply_rows(rows, weights, [0, *ends.tolist()])
 
 
 @_loop_over_rows.register_fake
@@ -214,8 +290,11 @@ def _loop_over_rows_shape(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor
 @torch.library.custom_op("torchround::loop_over_matrices", mutates_args=())
 def _loop_over_matrices(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     """Compute each matrix's gradient, `[R, A] x [R, Z] -> [E, A, Z]`; zero for an expert without rows."""
-    bounds = pairwise([0, *ends.tolist()])
-    return torch.stack([rows[start:stop].T @ grad[start:stop] for start, stop in bounds])
+    if uses_triton(rows):
+        total = rows.new_zeros((len(ends), rows.shape[1], grad.shape[1]))
+        torch.ops.torchround.grouped_gradient_(rows, grad, ends, total)
+        return total
+    return _multiply_matrices(rows, grad, [0, *ends.tolist()])
 
 
 @_loop_over_matrices.register_fake

@@ -1,7 +1,7 @@
 """How a fused operation is defined, and when layers use it.
 
 Each is `torch.ops.torchround.NAME`: whatever counts or records the operations of a model sees one launch. A kind of
-accelerator with Triton runs the kernel of `NAME_triton.py`, which only its first call imports. Every other kind runs
+accelerator with Triton runs a kernel from a file `*_triton`, which only its first call imports. Every other kind runs
 the reference beside the operation. On `meta` an operation only makes results of the right shapes.
 
 Layers use them on accelerators. On the CPU they run their own plain code, and so they do under a compiler, which fuses
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchround import accelerators
+from torchround.accelerators import has_triton, kind_of
 
 LIBRARY = torch.library.Library("torchround", "FRAGMENT")
 
@@ -40,12 +40,12 @@ def operation(schema: str, shapes: Callable[..., Any]) -> Callable[[Function], F
 
 def uses_fused(tensor: Tensor) -> bool:
     """Return whether a layer calls fused operations for this tensor. It does not under a compiler."""
-    return not torch.compiler.is_compiling() and accelerators.kind_of(tensor.device.type).name != "cpu"
+    return not torch.compiler.is_compiling() and kind_of(tensor.device.type).name != "cpu"
 
 
 def uses_triton(tensor: Tensor) -> bool:
     """Return whether an operation runs its Triton kernel for this tensor."""
-    return accelerators.has_triton(tensor.device.type)
+    return has_triton(tensor.device.type)
 
 
 def no_result(*_: object) -> None:
