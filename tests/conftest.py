@@ -23,7 +23,9 @@ THOROUGH_PLACES = (
     *("tests/test_time_limit.py", "tests/test_train_mistakes.py"),
 )
 THOROUGH_FIXTURES = frozenset(["small_runs", "fork_server"])
-OTHER_TIERS = ("thorough", "compiles", "documented", "slow")
+OTHER_TIERS = ("thorough", "compiles", "documented", "slow", "accelerator")
+# A process can have one kind of accelerator, so tests on the simulated one are a tier of their own.
+ACCELERATOR_PLACE = "tests/accelerator/"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,8 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark thorough and fast tests, and deselect tests marked `gpu` on a machine without a GPU."""
+    """Mark tests by their tier, and deselect tests marked `gpu` on a machine without a GPU."""
     for item in items:
+        if item.nodeid.startswith(ACCELERATOR_PLACE):
+            item.add_marker("accelerator")
         if item.nodeid.startswith(THOROUGH_PLACES) or THOROUGH_FIXTURES & set(_fixtures(item)):
             item.add_marker("thorough")
         if not any(item.get_closest_marker(tier) for tier in OTHER_TIERS):

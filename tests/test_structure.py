@@ -65,8 +65,8 @@ def test_tests_mirror_the_tree_and_are_no_packages() -> None:
         if source.stem == "__init__":
             yield "tests are no packages"
         mirrored = any((ROOT / part / folder).is_dir() for part in (".", "torchround"))
-        # `faults` breaks whole runs and `support` holds what tests share, so neither mirrors a room.
-        if not mirrored and folder.name not in ("faults", "support"):
+        # `faults` breaks whole runs, `support` holds what tests share, the others are about a device for tests.
+        if not mirrored and folder.name not in ("faults", "support", "accelerator", "simulated_accelerator"):
             yield f"there is no {folder} to mirror"
 
     assert offences(sources("tests"), rule) == []
@@ -156,11 +156,15 @@ def test_models_import_only_torch_the_layer_protocol_the_defence_and_what_is_sha
         for module in imported_modules(source):
             first, *rest = module.split(".")
             if rest[:1] == ["models"]:
-                legal = family == "__init__.py" or rest[1:2] in ([], ["common"], [family])
+                legal = family == "__init__.py" or rest[1:2] in ([], ["common"], ["kernels"], [family])
             elif first == "torchround":
                 legal = rest[:1] in (["accelerators"], ["layer"], ["untrusted"])
             else:
-                legal = first == "torch" or first in sys.stdlib_module_names
+                # Nothing needs Triton to run, so no other file than a kernel's own may import it.
+                is_kernel = family == "kernels" and source.stem.endswith("_triton")
+                legal = (
+                    first == "torch" or first in sys.stdlib_module_names or (first == "triton" and is_kernel)
+                )
             if not legal:
                 yield module
 
@@ -207,11 +211,14 @@ after = state()
 changed = [key for key in before if before[key] != after[key]]
 assert not changed, changed
 assert "wandb" not in sys.modules, "wandb is imported only when it is switched on"
+assert "triton" not in sys.modules, "Triton is imported only by the first kernel that runs"
 """
 
 
 def test_nothing_happens_at_import(tmp_path: Path) -> None:
-    imports = "\n".join(f"import {source.module}" for source in library() if source.stem != "__main__")
+    # Triton need not be installed: the files of its kernels are imported by their first call.
+    imported = [source for source in library() if not source.stem.endswith(("__main__", "_triton"))]
+    imports = "\n".join(f"import {source.module}" for source in imported)
     run_python(IMPORT_EVERYTHING.replace("IMPORTS", imports), tmp_path)
 
 

@@ -6,7 +6,7 @@ device. It holds parameters but no buffers; the engine binds the parameters to m
 Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -58,6 +58,18 @@ class MicroBatch:
     dropout_seed: int | Tensor | None = field(default=None, kw_only=True)
     max_documents: int | Tensor | None = field(default=None, kw_only=True)
     loss_factor: float | None = field(default=None, kw_only=True)
+    # Shared by the copies that `for_layer` makes, and dropped with the last of them.
+    _derived: dict[Hashable, Tensor] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
+
+    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return what `make` gives, which the first layer that asks for `key` computes for all layers.
+
+        For small tensors that follow from the integers and the model's settings. They live as long as the
+        micro-batch, which on a device is until the next round. Not for a layer that is being compiled.
+        """
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors in field order, as the engine packs and uploads them."""

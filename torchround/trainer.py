@@ -160,8 +160,7 @@ class Trainer:
         self._meter = self._step_meter()
         self._meter.start()
         if self._position.step < planning.until:
-            with self._running_engine(planning.measuring) as engine:
-                end = self._train(engine, stop, planning.until, measured_by=planning)
+            end = self._train_measured(planning, stop)
             if end is not None or planning.until == total_steps:
                 return end or COMPLETE
             # The first engine has ended: its steps are done, and its devices are empty for the engine of the next plan.
@@ -171,6 +170,12 @@ class Trainer:
             self._folder.describe(self.config, planning.settled)
         with self._running_engine(planning.settled) as engine:
             return self._train(engine, stop, total_steps) or COMPLETE
+
+    def _train_measured(self, planning: PlanByMeasuring, stop: StopRequest) -> tuple[str, int] | None:
+        """Run the steps that measure, on an engine of their own. Returns as `_train` does."""
+        # A function of its own, so that no name refers to this engine while the next one runs.
+        with self._running_engine(planning.measuring) as engine:
+            return self._train(engine, stop, planning.until, measured_by=planning)
 
     def _train(
         self, engine: Engine, stop: StopRequest, until: int, measured_by: PlanByMeasuring | None = None

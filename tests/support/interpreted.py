@@ -1,45 +1,94 @@
-"""Runs checks of Triton kernels in Triton's interpreter, in a process of its own.
+"""Triton kernels run by Triton's interpreter on the CPU, in a process of their own.
 
-The interpreter is chosen when Triton is imported, and the other tests of a session must not meet it. A file of checks
-defines functions named `check_...`; `main(globals())` runs all of them and lists those that fail.
+Triton decides when a kernel is defined whether it will be interpreted, so the whole process is for that. A module of
+cases has functions `case_*` without arguments; each raises if a kernel does not compute what it should.
 """
 
-import importlib.util
+import json
 import os
 import subprocess
 import sys
-import traceback
-from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
-import pytest
+import numpy as np
+import torch
+from torch import Tensor
 
+from tests.support.rounding import BF16, FP16, FP32
 from tests.support.source_files import ROOT
 
+UNITS = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
 
-def run_checks(module: str) -> None:
-    """Run a file of checks, named as a module, and fail with its output if a check fails. Skip without Triton."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("the package triton is not installed (it is for Linux)")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-m", module], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+PROGRAM = """
+import importlib, json, sys, traceback
+import torch
+torch.set_num_threads(1)
+from tests.support.interpreted import widen_products
+widen_products()
+module = importlib.import_module(sys.argv[1])
+found = {}
+for name in json.loads(sys.argv[2]):
+    try:
+        getattr(module, name)()
+        found[name] = ""
+    except Exception:
+        found[name] = traceback.format_exc()
+print(json.dumps(found))
+"""
+
+
+def case_names(module: ModuleType) -> list[str]:
+    """List the cases of a module."""
+    return [name for name in vars(module) if name.startswith("case_")]
+
+
+def outcomes(module: ModuleType) -> dict[str, str]:
+    """Run all cases of a module. Return each one's error, which is empty if it passed."""
+    arguments = [module.__name__, json.dumps(case_names(module))]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert " checks passed" in ran.stdout, "the file has run its checks"
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def main(names: Mapping[str, Any]) -> None:
-    """Run each check in the order in which the file defines them."""
-    checks = [value for name, value in names.items() if name.startswith("check_")]
-    failed = 0
-    for check in checks:
-        try:
-            check()
-        except Exception:  # noqa: BLE001  (each failure is printed, and the others still run)
-            failed += 1
-            print(f"{check.__name__} failed:\n{traceback.format_exc()}")
-    assert checks, "a file of checks has at least one"
-    if failed:
-        sys.exit(1)
-    print(f"{len(checks)} checks passed")
+def widen_products() -> None:
+    """Let the interpreter multiply bf16 matrices: numpy has no bf16, and it would take their bits for integers."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), float32)
+
+    plain = InterpreterBuilder.create_dot
+    InterpreterBuilder.create_dot = lambda self, a, b, *rest: plain(self, widened(a), widened(b), *rest)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Draw normal numbers and round them to `dtype`."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def assert_rounded(
+    found: Tensor, exact: Tensor, terms: int, scale: float | None = None, what: str = ""
+) -> None:
+    """Check a result that was computed in fp32 and rounded to its dtype once, against the exact one in fp64.
+
+    `terms` fp32 roundings are on the way, of terms no larger than `scale` (by default, the largest element). The
+    interpreter cuts bits off when it writes bf16, so the last rounding may be of a whole unit in the last place.
+    """
+    assert exact.dtype == torch.float64, "the exact result is fp64"
+    assert found.shape == exact.shape, f"{what}: {tuple(found.shape)} for {tuple(exact.shape)}"
+    size = exact.abs().max().item()
+    bound = terms * FP32 * (size if scale is None else scale) + 2 * UNITS[found.dtype] * size
+    error = (found.double() - exact).abs().max().item()
+    assert error <= bound, f"{what}: differs by {error:.3g}, roundings explain {bound:.3g}"

@@ -109,7 +109,7 @@ class Engine:
         self._board = Board(observer)
         self._ordering = Ordering(self._board, store.policy.versions)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
-        self._life = Lifecycle(self._board, self.pool, self.devices)
+        self._life = Lifecycle(self._board, self.pool, self.devices, self._keep_results)
         self._next_slot = self._next_pass = self._next_save = 0
         self._windows = LinkWindows(len(self.devices))
         self._step = store.step
@@ -351,14 +351,21 @@ class Engine:
             on_failure=self._life.fail,
         )
         skeletons = [list(copy.deepcopy(nn.ModuleList(model.layers))) for _ in self.devices]
+        workers = [
+            DeviceWorker(index, device, skeletons[index], setup) for index, device in enumerate(self.devices)
+        ]
+        self._life.own(workers)
         try:
-            return [
-                DeviceWorker(index, device, skeletons[index], setup)
-                for index, device in enumerate(self.devices)
-            ]
+            for worker in workers:
+                worker.allocate()
         except BaseException:
             self._life.stop()  # gives back what was allocated on the devices that had room
             raise
+        return workers
+
+    def _keep_results(self) -> None:
+        for result in self._results:
+            result.keep()
 
     def _wait_in_call(self, key: HandOverKey[T]) -> T:
         """Wait for a hand-over as a call of the user. A boundary has arrived on the host when this returns.

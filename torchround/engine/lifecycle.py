@@ -1,8 +1,13 @@
-"""The life of an engine's threads: the first fault, calls that raise it, and an end that never hangs."""
+"""The life of an engine's threads: the first fault, calls that raise it, and an end that never hangs.
+
+The end gives all memory back at once, whatever still refers to the engine: the next engine allocates on the
+same devices, and may need all that they have.
+"""
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
@@ -11,6 +16,7 @@ from torchround.engine.device import Device
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.store.host_memory import HostPool
+from torchround.engine.worker.device_worker import DeviceWorker
 
 # Time that ending allows for all threads together, and then for each bundle of an update under way. A thread
 # inside a computation cannot be interrupted; it is a daemon and ends with the process.
@@ -18,13 +24,20 @@ JOIN_S = 30.0
 
 
 class Lifecycle:
-    """The first fault of an engine, and the end of its threads, devices and pool, which comes once."""
+    """The first fault of an engine, and the end of its threads, devices and pool, which comes once.
 
-    def __init__(self, board: Board, pool: HostPool, devices: Sequence[Device]) -> None:
+    `keep_results` copies what the caller may still ask for out of the pool, which `stop` then closes.
+    """
+
+    def __init__(
+        self, board: Board, pool: HostPool, devices: Sequence[Device], keep_results: Callable[[], None]
+    ) -> None:
         self.failure: PipelineError | None = None
         self._board = board
         self._pool = pool
         self._devices = devices
+        self._keep_results = keep_results
+        self._workers: Sequence[DeviceWorker] = ()
         self._threads: Sequence[threading.Thread] = ()
         self._optimizer: OptimizerWorker | None = None
         self._lock = threading.Lock()
@@ -34,6 +47,10 @@ class Lifecycle:
     def stopped(self) -> bool:
         """Whether `stop` was called."""
         return self._stopped
+
+    def own(self, workers: Sequence[DeviceWorker]) -> None:
+        """Take the workers, one for each device, whose device memory `stop` gives back."""
+        self._workers = workers
 
     def start(self, threads: Sequence[threading.Thread], optimizer: OptimizerWorker) -> None:
         """Start the engine's threads. Device threads come first, in device order; `optimizer`'s is among the others."""
@@ -97,32 +114,44 @@ class Lifecycle:
         # A device is given back only if no thread drives it any more: another
         # engine may allocate on it at once.
         busy = {thread.name for thread in ours if thread.is_alive()}
-        for device, thread in zip_longest(self._devices, self._threads[: len(self._devices)]):
-            drives = thread is not None and thread.name in busy  # no thread yet: the engine did not fit
-            if not drives and not self._finish(device, deadline_s):
+        for device, worker in zip_longest(self._devices, self._workers):
+            drives = worker is not None and worker.thread.name in busy
+            if not drives and not self._finish(device, worker, deadline_s):
                 busy.add(device.name)
         # Memory that a device may still copy to must not be unmapped.
         if not busy:
+            self._keep_results()
             self._pool.close()
+            # The caller keeps the fault, and its traceback keeps the activations of the stage that failed.
+            _forget_variables(self.failure, seen=set())
         elif self.failure is not None:
             still = ", ".join(sorted(busy))
             # Callers may hold this very object already, so its text grows in place.
             self.failure.args = (f"{self.failure} (still inside a computation, with its memory: {still})",)
 
-    def _finish(self, device: Device, deadline_s: float) -> bool:
-        """Wait until a device is idle and release it. Returns False if it is not idle in time."""
+    def _finish(self, device: Device, worker: DeviceWorker | None, deadline_s: float) -> bool:
+        """Wait until a device is idle and release it. Returns False if it is not idle in time.
+
+        There is no worker if the engine's end came before it was made.
+        """
         # On a helper thread, because waiting for a device that hangs cannot be interrupted.
         helper = threading.Thread(
-            target=self._finish_device, args=(device,), name=f"finish {device.name}", daemon=True
+            target=self._finish_device, args=(device, worker), name=f"finish {device.name}", daemon=True
         )
         helper.start()
         helper.join(max(deadline_s - time.monotonic(), 1.0))
         return not helper.is_alive()
 
-    def _finish_device(self, device: Device) -> None:
+    def _finish_device(self, device: Device, worker: DeviceWorker | None) -> None:
         """Finish and release a device. A fault that it raises here may be the first that is known of it."""
         try:
-            device.finish()
+            try:
+                device.finish()
+            finally:
+                # Also if the device has failed: it computes no more.
+                if worker is not None:
+                    worker.let_go()
+            # After the buffers are dropped, because a device may hand free memory back to its driver here.
             device.release()
         except Exception as error:  # noqa: BLE001  (CUDA's errors share no narrower class)
             failure = PipelineError(
@@ -130,3 +159,13 @@ class Lifecycle:
             )
             failure.__cause__ = error
             self.fail(failure)
+
+
+def _forget_variables(error: BaseException | None, seen: set[int]) -> None:
+    """Clear the local variables of all frames that an error and its causes have left. Lines and names stay."""
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    traceback.clear_frames(error.__traceback__)  # passes over frames that are still running
+    for earlier in (error.__cause__, error.__context__):
+        _forget_variables(earlier, seen)

@@ -7,12 +7,14 @@ costs.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 
 from torchround.engine.board import HandOver, WaitForHandOver
 from torchround.engine.device import Mark, Stream
+from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.optimizer_worker import UPDATED, BundleUpdate, UpdateReport
 from torchround.engine.passes import Pass, read_loss
 from torchround.engine.store.host_memory import HostPool
@@ -118,7 +120,9 @@ class StepResult:
     """
 
     def __init__(self, pass_: Pass, tasks: list[StageTask], pool: HostPool, wait: WaitForHandOver) -> None:
-        self.pass_ = pass_
+        # Without the micro-batches: the caller may keep results for long, and those are in the engine's pool.
+        self.pass_ = replace(pass_, micro_batches=())
+        self._num_micro_batches = len(pass_.micro_batches)
         self.tasks = tasks
         self.pool = pool
         self._wait = wait
@@ -140,7 +144,7 @@ class StepResult:
         """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once."""
         # Once only: the last reader of a loss gives its buffer back, and another micro-batch may fill it.
         if self._loss is None:
-            total = sum(self._loss_sum(index) for index in range(len(self.pass_.micro_batches)))
+            total = sum(self._loss_sum(index) for index in range(self._num_micro_batches))
             self._loss = total / max(self.num_labels, 1)
         return self._loss
 
@@ -174,6 +178,11 @@ class StepResult:
         self.wait()
         if self.pass_.training:
             self.update()
+
+    def keep(self) -> None:
+        """Take the loss out of the engine's pool, which is about to close. It may be missing after a fault."""
+        with suppress(EngineUsageError, PipelineError, Stopped):
+            self.loss()
 
     def _loss_sum(self, index: int) -> float:
         return read_loss(self._wait(LOSS(self.pass_.index, index)), self.pool)

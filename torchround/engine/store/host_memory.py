@@ -180,6 +180,11 @@ class HostBuffer:
         self.memory = space
         self.busy: list[Event] = []
 
+    def clear(self) -> None:
+        """Drop the memory, whatever refers to this object."""
+        self.space = self.memory = torch.empty(0, dtype=torch.uint8)
+        self.busy = []
+
 
 class HostPool:
     """Host buffers by size in pages, reused, so that a steady run allocates nothing.
@@ -198,6 +203,7 @@ class HostPool:
         self._lock = threading.Lock()
         self._free: dict[int, deque[HostBuffer]] = defaultdict(deque)
         self._owned: Counter[int] = Counter()
+        self._buffers: list[HostBuffer] = []
         self.reserved_bytes = 0
 
     @property
@@ -224,9 +230,8 @@ class HostPool:
         )
         self.reserved_bytes += space.numel()
         sizes = [size for size, number in missing.items() for _ in range(number)]
-        for size, part in zip(sizes, space.split(sizes) if sizes else (), strict=True):
-            self._add(size)
-            self.give(HostBuffer(part), busy=[])
+        for part in space.split(sizes) if sizes else ():
+            self.give(self._add(part), busy=[])
 
     def take(self, nbytes: int) -> HostBuffer:
         """Return a buffer of `nbytes`: a free one, otherwise a new one.
@@ -236,8 +241,7 @@ class HostPool:
         size = _whole_pages(nbytes)
         buffer = self._take_free(size)
         if buffer is None:
-            self._add(size)
-            buffer = HostBuffer(self._memory.allocate(size, for_devices=True))
+            buffer = self._add(self._memory.allocate(size, for_devices=True))
         buffer.memory = buffer.space[:nbytes]
         return buffer
 
@@ -250,10 +254,16 @@ class HostPool:
             self._free[buffer.space.numel()].append(buffer)
 
     def close(self) -> None:
-        """Undo page-locking and forget the free buffers."""
+        """Undo page-locking and drop the memory of all buffers, also of those that are taken.
+
+        What refers to a buffer, such as the result of a pass that failed, then keeps no memory alive.
+        """
         with self._lock:
             self._memory.close()
             self._free.clear()
+            for buffer in self._buffers:
+                buffer.clear()
+            self._buffers.clear()
 
     def _take_free(self, size: int) -> HostBuffer | None:
         with self._lock:
@@ -263,9 +273,13 @@ class HostPool:
             self._observer.waited(buffer)
             return buffer
 
-    def _add(self, size: int) -> None:
+    def _add(self, space: Tensor) -> HostBuffer:
+        """Return memory of whole pages as a new buffer of this pool."""
+        buffer = HostBuffer(space)
         with self._lock:
-            self._owned[size] += 1
+            self._owned[space.numel()] += 1
+            self._buffers.append(buffer)
+        return buffer
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -7,6 +7,7 @@ reads it.
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -39,11 +40,15 @@ class HostTensors:
         self.packing = packing
         self.facts = facts or {}
         self.landed = landed
-        self.memory = buffer.memory
         self._buffer = buffer
         self._readers = readers
         self._reads: list[Event] = []
         self._lock = threading.Lock()
+
+    @property
+    def memory(self) -> Tensor:
+        """The bytes of the packing; empty after the end of the engine."""
+        return self._buffer.memory
 
     def reader_ends(self, event: Event, pool: HostPool) -> None:
         """Note that one reader's read ends at `event`."""
@@ -102,12 +107,18 @@ class ActivationTransfers:
                 self._gradients_in.reserve(sizes.boundary_bytes)
         self._out.reserve(max(sizes.boundary_bytes, aligned(LOSS_BYTES)))
 
+    def clear(self) -> None:
+        """Drop the memory of all slots."""
+        for ring in (self._hidden_in, self._gradients_in, self._out, self._integers):
+            ring.clear()
+        self._micro_batches.clear()
+
     def bring_micro_batch(self, boundary: HostTensors, position: int) -> tuple[MicroBatch, DeviceSlot]:
         """Upload a micro-batch's integers, once per round: later stages of the round on this device find them there.
 
         `position` is the micro-batch's position in its round.
         """
-        slot = self._integers.at(position, boundary.memory.numel())
+        slot = self._integers.at(position, boundary.packing.nbytes)
         cached = self._micro_batches.get(position)
         if cached is not None and cached[0] is boundary:
             return cached[1], slot
@@ -123,13 +134,13 @@ class ActivationTransfers:
 
     def bring_hidden(self, boundary: HostTensors) -> tuple[Hidden, DeviceSlot]:
         """Upload the input of a stage."""
-        slot = self._hidden_in.next(boundary.memory.numel())
+        slot = self._hidden_in.next(boundary.packing.nbytes)
         self._inputs.append(slot)
         return as_hidden(self._upload(boundary, slot), boundary.packing.single), slot
 
     def bring_gradients(self, boundary: HostTensors) -> tuple[tuple[Tensor, ...], DeviceSlot]:
         """Upload the gradients of a stage's output."""
-        slot = self._gradients_in.next(boundary.memory.numel())
+        slot = self._gradients_in.next(boundary.packing.nbytes)
         self._inputs.append(slot)
         return self._upload(boundary, slot), slot
 
@@ -151,7 +162,7 @@ class ActivationTransfers:
         # their memory to the next computation while a copy on another stream still reads it.
         device.run(
             Stream.COMPUTE,
-            lambda: fill(slot.views(packing), hidden),
+            partial(fill, slot.views(packing), hidden),
             reads=[staged.memory for staged in self._inputs if staged.holds_any(as_tuple(hidden))],
             writes=[slot.memory],
         )
@@ -167,7 +178,7 @@ class ActivationTransfers:
         self._board.post(key, HostTensors(buffer, packing, landed, readers))
 
     def _upload(self, boundary: HostTensors, slot: DeviceSlot) -> tuple[Tensor, ...]:
-        device, nbytes = self._device, boundary.memory.numel()
+        device, nbytes = self._device, boundary.packing.nbytes
         if slot.released is not None:
             device.wait(Stream.ACTIVATION_UPLOAD, slot.released)
         device.wait(Stream.ACTIVATION_UPLOAD, boundary.landed)

@@ -6,6 +6,7 @@ whole.
 """
 
 import time
+from functools import partial
 
 from torch import Tensor
 
@@ -224,6 +225,6 @@ class GradientDownload:
         # chunk's rounding starts only after this chunk has left the rounding space.
         rounded = self._rounding[: source.numel()]
         self._device.run(
-            Stream.GRADIENT_DOWNLOAD, lambda: rounded.copy_(source), reads=[source], writes=[rounded]
+            Stream.GRADIENT_DOWNLOAD, partial(rounded.copy_, source), reads=[source], writes=[rounded]
         )
         self._device.copy(Stream.GRADIENT_DOWNLOAD, target, rounded)

@@ -43,6 +43,15 @@ def bind(
     return [skeletons[layer] for layer in layout.layers]
 
 
+def unbind(skeletons: Sequence[nn.Module]) -> None:
+    """Take the memory of the slots from all parameters that `bind` gave to these layers."""
+    for layer in skeletons:
+        for parameter in layer.parameters():
+            # The parameter's own memory, not its place in the layer: compiled code may hold the parameter too.
+            parameter.grad = None
+            parameter.data = parameter.new_empty(0)
+
+
 def with_own_seed(index: int, layer: LayerCall) -> LayerCall:
     """Let layer `index` of the model draw its dropout masks from numbers of its own."""
     return lambda hidden, micro_batch: layer(hidden, micro_batch.for_layer(index))
@@ -120,6 +129,19 @@ class ForwardWithGraph:
                 output = layer(output, self._micro_batch)
         assert output is not None, "a stage has at least one layer"
         return leaf, output
+
+
+def forward_and_backward(
+    layers: Sequence[LayerCall],
+    hidden: Hidden | None,
+    micro_batch: MicroBatch,
+    layerwise: bool,
+    loss_factor: float,
+) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    """Run the last stage in one go. Returns the loss, and the gradients of the stage's inputs as `backward` does."""
+    stage_forward = ForwardWithGraph(layers, hidden, micro_batch, layerwise)
+    [loss] = as_tuple(stage_forward.output)
+    return loss.detach(), stage_forward.backward([torch.full_like(loss, loss_factor)])
 
 
 def _as_leaf(hidden: Hidden) -> Hidden:

@@ -25,7 +25,7 @@ from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
-from torchround.engine.worker.compute import LayerCall, bind, with_own_seed
+from torchround.engine.worker.compute import LayerCall, bind, unbind, with_own_seed
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.engine.worker.slots import DeviceSlot, SlotRing, StageLayout
 from torchround.engine.worker.stage_run import StageRun
@@ -67,7 +67,9 @@ class DeviceWorker:
         self._micro_batch: int | None = None
         self._job: StageJob | None = None
         self._layouts: dict[range, StageLayout] = {}
-        self._allocate()
+        self._weights = SlotRing(device, self._store.dtype)
+        self._gradients = SlotRing(device, setup.accumulate_dtype)
+        self._rounding: Tensor | None = None
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
@@ -75,7 +77,7 @@ class DeviceWorker:
         self._reported_bytes = (device.uploaded_bytes, device.downloaded_bytes)
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
 
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
         """Allocate slots for the largest stage, so that no step allocates and a plan that does not fit fails here."""
         layouts = [self._layout(range(stage.start, stage.stop)) for stage in self._setup.stages]
         self._weight_numel = max(layout.weight_numel for layout in layouts)
@@ -84,16 +86,24 @@ class DeviceWorker:
             for layout, stage in zip(layouts, self._setup.stages, strict=True)
             if stage.kind is not StageKind.FORWARD
         )
-        self._weights = SlotRing(self._device, self._store.dtype)
         self._weights.reserve(self._weight_numel)
-        self._gradients = SlotRing(self._device, self._setup.accumulate_dtype)
         self._gradients.reserve(self._gradient_numel)
-        self._rounding: Tensor | None = None
         if self._setup.accumulate_dtype != self._store.gradient_dtype:
             numel = min(self._gradient_numel, ROUNDING_ELEMENTS)
             self._rounding = self._device.allocate(numel * self._store.gradient_dtype.itemsize).view(
                 self._store.gradient_dtype
             )
+
+    def let_go(self) -> None:
+        """Drop all device memory. The thread must have ended, and the device must be idle.
+
+        Empties the slots themselves: other objects that refer to them, or to this worker, then hold no memory.
+        """
+        self._weights.clear()
+        self._gradients.clear()
+        self._activations.clear()
+        self._rounding = self._upload = self._download = None
+        unbind(self._skeletons)
 
     def _main(self) -> None:
         try:
@@ -105,9 +115,15 @@ class DeviceWorker:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (whatever a layer raises must reach the caller)
-            failure = PipelineError(self.location(self.state()), f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._setup.on_failure(failure)
+            self._setup.on_failure(self._failure(error))
+
+    def _failure(self, error: BaseException) -> PipelineError:
+        # A function of its own: in `_main`, a variable with the failure would make a reference cycle through
+        # the error's traceback. The traceback's frames hold activations, and the failure may be a second one,
+        # which nothing else refers to.
+        failure = PipelineError(self.location(self.state()), f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
 
     def _run(self, job: StageJob) -> None:
         """Run one stage job: weights in, every micro-batch, gradients out."""

@@ -47,6 +47,14 @@ class SlotRing:
         self._slots += [None] * (position + 1 - len(self._slots))  # nothing if the position exists
         return self._slot(position, numel)
 
+    def clear(self) -> None:
+        """Drop the memory of all slots, whatever refers to the slots themselves."""
+        for slot in (*self._slots, *self._outgrown):
+            if slot is not None:
+                slot.clear()
+        self._slots = [None] * len(self._slots)
+        self._outgrown = []
+
     def _slot(self, position: int, numel: int) -> "DeviceSlot":
         slot = self._slots[position]
         if slot is None or slot.memory.numel() < numel:
@@ -66,6 +74,10 @@ class DeviceSlot:
         self.released: Event | None = None
         self._packing: Packing | None = None
         self._views: tuple[Tensor, ...] = ()
+
+    def clear(self) -> None:
+        """Drop the memory."""
+        self.memory, self._packing, self._views = self.memory.new_empty(0), None, ()
 
     def views(self, packing: "Packing") -> tuple[Tensor, ...]:
         """Return the tensors of `packing` in this buffer: the same objects as last time while the packing stays."""

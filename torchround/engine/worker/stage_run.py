@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from torchround.engine.board import WaitForHandOver
@@ -18,8 +17,8 @@ from torchround.engine.worker.activation_transfers import (
     LOSS,
     ActivationTransfers,
 )
-from torchround.engine.worker.compute import ForwardWithGraph, LayerCall, StageForward
-from torchround.engine.worker.slots import DeviceSlot, as_tuple
+from torchround.engine.worker.compute import ForwardWithGraph, LayerCall, StageForward, forward_and_backward
+from torchround.engine.worker.slots import DeviceSlot
 from torchround.layer import Hidden, MicroBatch
 from torchround.pipeline.partition import StageKind
 from torchround.pipeline.timeline import TaskKind
@@ -88,16 +87,11 @@ class StageRun:
     def _fused(self, m: int) -> None:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
         micro_batch, hidden, inputs = self._bring_inputs(m)
+        factor = self._job.pass_.loss_factor
         # The backward follows at once, so the loss may make its gradients in the forward.
-        micro_batch = replace(micro_batch, loss_factor=self._job.pass_.loss_factor)
-
-        def forward_and_backward() -> tuple[Tensor, tuple[Tensor, ...] | None]:
-            stage_forward = ForwardWithGraph(self._layers, hidden, micro_batch, self._layerwise)
-            [loss] = as_tuple(stage_forward.output)
-            factor = torch.full_like(loss, self._job.pass_.loss_factor)
-            return loss.detach(), stage_forward.backward([factor])
-
-        loss, gradients = self._compute(TaskKind.FUSED, m, forward_and_backward, inputs, self._gradients)
+        micro_batch = replace(micro_batch, loss_factor=factor)
+        run = partial(forward_and_backward, self._layers, hidden, micro_batch, self._layerwise, factor)
+        loss, gradients = self._compute(TaskKind.FUSED, m, run, inputs, self._gradients)
         # Two readers: the caller and the optimizer worker.
         self._activations.send(LOSS(self._job.pass_.index, m), loss, readers=2)
         self._send_gradients(m, gradients)
@@ -111,7 +105,7 @@ class StageRun:
         recomputed = self._compute(
             TaskKind.RECOMPUTE,
             m,
-            lambda: ForwardWithGraph(self._layers, hidden, micro_batch, self._layerwise),
+            partial(ForwardWithGraph, self._layers, hidden, micro_batch, self._layerwise),
             inputs,
         )
         boundary = self._wait(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
@@ -119,7 +113,7 @@ class StageRun:
         # The backward reads the stage's input too.
         reads = [*inputs, staged.memory]
         gradients = self._compute(
-            TaskKind.BACKWARD, m, lambda: recomputed.backward(incoming), reads, self._gradients
+            TaskKind.BACKWARD, m, partial(recomputed.backward, incoming), reads, self._gradients
         )
         self._send_gradients(m, gradients)
 
@@ -132,7 +126,11 @@ class StageRun:
         writes: Sequence[Tensor] = (),
         layers: range | None = None,
     ) -> T:
-        """Run `computation` of these layers, all layers of the stage if none are given, as one span."""
+        """Run `computation` of these layers, all layers of the stage if none are given, as one span.
+
+        Give a `partial` rather than a function that takes tensors from the one around it. After a fault the
+        traceback's frames are cleared (`lifecycle.py`), but tensors that are taken so would stay.
+        """
         stage = self._job.task.stage
         start = self._device.mark(Stream.COMPUTE)
         result = self._device.run(Stream.COMPUTE, computation, [self._weights.memory, *reads], writes)

@@ -15,10 +15,12 @@ from torch.nn import functional as F
 from torchround.accelerators import has_offset_attention, shares_kv_heads_under_mask
 from torchround.layer import LayerWork, MicroBatch
 from torchround.models.common.lora import linear_work
-from torchround.models.common.packed_attention import attend_by_offsets
+from torchround.models.common.packed_attention import Once, attend_by_offsets
 from torchround.models.common.primitives import RMSNorm, init_linear_
-from torchround.models.common.rope import Rope, rotate, rotation
+from torchround.models.common.rope import Rope, inverse_frequencies, rotate, rotation
 from torchround.models.common.sinks import attend_with_sinks
+from torchround.models.kernels.operation import uses_fused
+from torchround.models.kernels.rotary import rotate_heads
 
 
 class Attention(nn.Module):
@@ -58,14 +60,33 @@ class Attention(nn.Module):
         query = self.query(x).unflatten(-1, (self.num_heads, self.head_dim))  # [B, T, H C] -> [B, T, H, C]
         key = self.key(x).unflatten(-1, (self.num_kv_heads, self.head_dim))  # [B, T, K, C]
         value = self.value(x).unflatten(-1, (self.num_kv_heads, self.head_dim))  # [B, T, K, C]
+        query, key = self._rotate(query, key, micro_batch)
+        documents = (micro_batch.document_ids, micro_batch.max_documents)
+        mixed = attend(
+            query, key, value, *documents, self.window, self.sinks, micro_batch.once
+        )  # [B, T, H, C]
+        return self.output(mixed.flatten(2))  # [B, T, H C] -> [B, T, D]
+
+    def _rotate(self, query: Tensor, key: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Norm queries and keys if the block does, and rotate them by their positions."""
+        norms, positions = (self.query_norm, self.key_norm), micro_batch.positions
+        # Another class of norms may compute something else than the fused operation.
+        if uses_fused(query) and {type(norm) for norm in norms} <= {RMSNorm, type(None)}:
+            frequencies = micro_batch.once(
+                (self.rope, self.head_dim),
+                lambda: inverse_frequencies(self.rope, self.head_dim, positions.device),
+            )
+            turn = (positions, frequencies, self.rope.magnitude)
+            query, key = (
+                rotate_heads(heads, *turn, *(() if norm is None else (norm.weight, norm.eps)))
+                for heads, norm in zip((query, key), norms, strict=True)
+            )
+            return query, key
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         # The tables are made anew in each block: stored ones would be buffers that travel with the weights.
-        cos, sin = rotation(self.rope, self.head_dim, micro_batch.positions)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        documents = (micro_batch.document_ids, micro_batch.max_documents)
-        mixed = attend(query, key, value, *documents, self.window, self.sinks)  # [B, T, H, C]
-        return self.output(mixed.flatten(2))  # [B, T, H C] -> [B, T, D]
+        cos, sin = rotation(self.rope, self.head_dim, positions)
+        return rotate(query, cos, sin), rotate(key, cos, sin)
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
         """Fill linear weights as `init_linear_` does, norms with 1, biases and sinks with 0."""
@@ -156,13 +177,14 @@ def attend(
     max_documents: int | Tensor | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    once: Once | None = None,
 ) -> Tensor:
     """Compute softmax attention, scaled by `1 / sqrt(C)`, over earlier tokens of the same document.
 
     `query` is `[B, T, H, C]`, `key` and `value` `[B, T, K, C]`, `document_ids` `[B, T]`; the result is
     `[B, T, H, C]`. Each kv head serves `H / K` query heads. `max_documents` is `MicroBatch.max_documents`. With a
     `window` a token sees itself and the `window - 1` before it. `sinks [H]` are scores that join each softmax
-    without a value.
+    without a value. `once` is `MicroBatch.once` of the micro-batch; by default nothing is kept with one.
     """
     tokens, head_dim = query.shape[1], query.shape[3]
     kernel = choose_kernel(query.device.type, query.dtype, head_dim, tokens, max_documents, window)
@@ -170,7 +192,7 @@ def attend(
         assert max_documents is not None, (
             "the list of offsets has a known size only if documents were counted"
         )
-        return attend_by_offsets(query, key, value, document_ids, max_documents, window, sinks)
+        return attend_by_offsets(query, key, value, document_ids, max_documents, window, sinks, once)
     mask = None if kernel is AttentionKernel.CAUSAL else attention_mask(document_ids, window, query.dtype)
     query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, H or K, T, C]
     if sinks is not None:

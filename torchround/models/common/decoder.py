@@ -22,7 +22,13 @@ from torchround.models.common.config import ModelConfigError, TransformerConfig
 from torchround.models.common.feed_forward import GatedMLP, MoE, balance_penalty
 from torchround.models.common.lora import Adaptable
 from torchround.models.common.loss import loss_workspace_bytes, token_loss_sum
-from torchround.models.common.primitives import RMSNorm, init_embedding_, init_linear_, lookup
+from torchround.models.common.primitives import (
+    RMSNorm,
+    add_and_norm,
+    init_embedding_,
+    init_linear_,
+    lookup,
+)
 
 # Our parameter of a block to the tensor below `model.layers.<i>.`: the names that all families share.
 ATTENTION_NAMES: Mapping[str, HFTensors] = MappingProxyType(
@@ -124,8 +130,8 @@ class Block(nn.Module):
 
     def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Hidden:
         stream, *loads = (hidden,) if isinstance(hidden, Tensor) else hidden
-        stream = stream + self.attention(self.attention_norm(stream), micro_batch)
-        x = self.mlp_norm(stream)
+        stream, x = add_and_norm(stream, None, self.attention_norm)
+        stream, x = add_and_norm(stream, self.attention(x, micro_batch), self.mlp_norm)
         if isinstance(self.mlp, MoE) and self.mlp.shape.balance_coefficient:
             mixed, load = self.mlp.forward_with_load(x)
             return stream + mixed, sum(loads, start=load)

@@ -7,12 +7,16 @@ its gradient would leave out the sinks.
 Shapes: B sequences, T tokens, N = B T, H heads, K kv heads, C channels of a head, Q documents.
 """
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchround.models.common.sinks import add_sinks, sink_gradient
+
+# `MicroBatch.once`: keeps with the micro-batch what is computed for a key.
+Once = Callable[[Hashable, Callable[[], Tensor]], Tensor]
 
 
 def document_offsets(document_ids: Tensor, max_documents: int) -> Tensor:
@@ -36,87 +40,79 @@ def attend_by_offsets(
     max_documents: int | Tensor,
     window: int | None,
     sinks: Tensor | None,
+    once: Once | None = None,
 ) -> Tensor:
     """Compute `[B, T, H, C]` from a query of that shape, key and value `[B, T, K, C]`; the rest is as in `attend`.
 
     Works on CUDA in 16 bits only.
     """
     flat = (heads.flatten(0, 1).contiguous() for heads in (query, key, value))  # [B, T, ..] -> [N, H or K, C]
-    mixed = _OffsetAttention.apply(*flat, document_ids, max_documents, window, sinks)
-    return mixed.view_as(query)
+    tokens = document_ids.shape[1]
+    if not isinstance(max_documents, int):
+        mixed = _OffsetAttention.apply(*flat, document_ids, max_documents, tokens, window, sinks)
+        return mixed.view_as(query)
+    bound = max_documents
+
+    def make_offsets() -> Tensor:
+        return document_offsets(document_ids, bound)
+
+    offsets = make_offsets() if once is None else once("document offsets", make_offsets)
+    return _OffsetAttention.apply(*flat, offsets, None, tokens, window, sinks).view_as(query)
 
 
 class _OffsetAttention(torch.autograd.Function):
+    """`documents` are offsets, or under a compiler the documents' ids and as `bound` their largest number, as data."""
+
     @staticmethod
     def forward(
         ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        document_ids: Tensor,
-        max_documents: int | Tensor,
+        documents: Tensor,
+        bound: Tensor | None,
+        longest: int,
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        run = _forward if isinstance(max_documents, int) else _opaque_forward
-        output, log_sums, random_state = run(query, key, value, document_ids, max_documents, window)  # type: ignore[arg-type]
+        if bound is None:
+            found = _forward_kernel(query, key, value, documents, longest, window)
+        else:
+            found = _opaque_forward(query, key, value, documents, bound, window)
+        output, log_sums, random_state = found
         if sinks is not None:
             share, log_sums = add_sinks(log_sums, sinks.float()[:, None])  # [H, N]
             output = output * share.T[..., None].to(output.dtype)
-        is_data = not isinstance(max_documents, int)
-        ctx.max_documents, ctx.window = None if is_data else max_documents, window
-        bound = max_documents if is_data else None
-        ctx.save_for_backward(query, key, value, document_ids, bound, sinks, output, log_sums, random_state)
+        ctx.longest, ctx.window = longest, window
+        ctx.save_for_backward(query, key, value, documents, bound, sinks, output, log_sums, random_state)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, document_ids, bound, sinks, *found = ctx.saved_tensors
-        grad, (output, log_sums, _) = grads[0].contiguous(), found
+        query, key, value, documents, bound, sinks, *found = ctx.saved_tensors
+        grad, (output, log_sums, random_state) = grads[0].contiguous(), found
         if bound is None:
-            run, bound = _backward, ctx.max_documents
+            gradients = _backward_kernel(
+                grad, query, key, value, output, log_sums, documents, ctx.longest, ctx.window, random_state
+            )
         else:
-            run = _opaque_backward
-        gradients = run(query, key, value, document_ids, bound, ctx.window, grad, *found)
+            gradients = _opaque_backward(query, key, value, documents, bound, ctx.window, grad, *found)
         grad_sinks = None
         if sinks is not None:
             moved = (grad.float() * output).sum(dim=-1).T  # [H, N]
             grad_sinks = sink_gradient(moved, log_sums, sinks.float()[:, None]).sum(dim=1)
-        return *gradients, None, None, None, grad_sinks
+        return *gradients, None, None, None, None, grad_sinks
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor, max_documents: int, window: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    offsets = document_offsets(document_ids, max_documents)
-    return _forward_kernel(query, key, value, offsets, document_ids.shape[1], window)
-
-
-def _backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    document_ids: Tensor,
-    max_documents: int,
-    window: int | None,
-    grad: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-    random_state: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    offsets = document_offsets(document_ids, max_documents)
-    longest = document_ids.shape[1]
-    return _backward_kernel(grad, query, key, value, output, log_sums, offsets, longest, window, random_state)
-
-
-# The same two for a compiler. To it the number of documents is data, so that one piece of code serves every batch.
+# The same kernels for a compiler. To it the number of documents is data, so that one piece of code serves every batch.
 
 
 @torch.library.custom_op("torchround::attend_by_offsets", mutates_args=())
 def _opaque_forward(
     query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor, max_documents: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(query, key, value, document_ids, int(max_documents), window)
+    offsets = document_offsets(document_ids, int(max_documents))
+    return _forward_kernel(query, key, value, offsets, document_ids.shape[1], window)
 
 
 @_opaque_forward.register_fake
@@ -140,8 +136,8 @@ def _opaque_backward(
     log_sums: Tensor,
     random_state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    saved = output, log_sums, random_state
-    return _backward(query, key, value, document_ids, int(max_documents), window, grad, *saved)
+    offsets, longest = document_offsets(document_ids, int(max_documents)), document_ids.shape[1]
+    return _backward_kernel(grad, query, key, value, output, log_sums, offsets, longest, window, random_state)
 
 
 @_opaque_backward.register_fake

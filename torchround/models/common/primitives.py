@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from torchround.layer import LayerWork
 from torchround.models.common.config import ModelConfigError
+from torchround.models.kernels.norms import normed_sum
+from torchround.models.kernels.operation import uses_fused
 
 STANDARD_DEVIATION = 0.02
 CUT = 3.0  # truncated normals end at this many standard deviations
@@ -37,6 +39,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
+        if uses_fused(x):
+            return normed_sum(x, None, self.weight, self.eps)[1]
         return _RMSNorm.apply(x, self.weight, self.eps)
 
     def init_weights(self) -> None:
@@ -55,6 +59,16 @@ class RMSNorm(nn.Module):
             activation_bytes=2 * elements * element_bytes + 4 * num_tokens,
             workspace_bytes=4 * 4 * elements,
         )
+
+
+def add_and_norm(stream: Tensor, update: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """Return `stream + update`, or `stream` without an update, and its norm. On an accelerator that is one kernel."""
+    # A subclass may compute something else.
+    if type(norm) is RMSNorm and uses_fused(stream):
+        return normed_sum(stream, update, norm.weight, norm.eps)
+    if update is not None:
+        stream = stream + update
+    return stream, norm(stream)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,0 +1,56 @@
+"""What every test on an accelerator uses: a kind of device, and the simulator's controls.
+
+`kind` is `cuda` if there is a card, otherwise `simulated`. A test that plants a fault by the simulator's own means, or
+that chooses a schedule, takes `simulator`; it is skipped on a machine with a card, because one process has one kind.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.simulated_accelerator import simulator as simulation
+from tests.simulated_accelerator.build import NotBuilt
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test of this folder: its process has one kind of accelerator."""
+    for item in items:
+        if item.nodeid.startswith("tests/accelerator/"):
+            item.add_marker("accelerator")
+
+
+@pytest.fixture(scope="session")
+def kind() -> str:
+    """Return the kind of device that this process tests: a card's if there is one, otherwise the simulated one."""
+    if torch.cuda.is_available():
+        return "cuda"
+    try:
+        simulation.load()
+    except NotBuilt as error:
+        pytest.skip(str(error))
+    return simulation.KIND
+
+
+@pytest.fixture
+def simulator(kind: str) -> Iterator[Any]:
+    """Yield the simulator's controls, in their first state before and after the test."""
+    if kind != simulation.KIND:
+        pytest.skip("this process tests a card, and one process has one kind of accelerator")
+    controls = simulation.load()
+    controls.reset()
+    yield controls
+    controls.reset()
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set PyTorch's deterministic algorithms, with the cuBLAS workspace that they demand, and switch TF32 off."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -1,0 +1,58 @@
+"""Buffers of virtual devices and of host pools that can be asked whether they are still in memory.
+
+Each buffer is the memory of a numpy array. A tensor's storage holds the array, so the array lives exactly as long as
+the last view of the buffer. Python's weak references to tensors and storages say nothing about their memory.
+"""
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torchround.engine.device import CpuDevice
+from torchround.engine.store.host_memory import HostAllocator, HostPool
+
+
+class RecordedBuffers:
+    """The buffers that were allocated while it was in force, with a word for who asked for each."""
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[str, int, weakref.ref[np.ndarray]]] = []
+
+    def allocate(self, owner: str, nbytes: int) -> Tensor:
+        array = np.zeros(nbytes, dtype=np.uint8)
+        self._buffers.append((owner, nbytes, weakref.ref(array)))
+        return torch.from_numpy(array)
+
+    def alive(self) -> list[str]:
+        """Describe every buffer that is still in memory."""
+        return [f"{nbytes} bytes of {owner}" for owner, nbytes, array in self._buffers if array() is not None]
+
+    def owners(self) -> set[str]:
+        """Return who asked for buffers so far."""
+        return {owner for owner, _, _ in self._buffers}
+
+
+def record_buffers(monkeypatch: pytest.MonkeyPatch) -> RecordedBuffers:
+    """Record the buffers of all virtual devices and host pools until the test ends."""
+    buffers = RecordedBuffers()
+    count_bytes, open_pool = CpuDevice._allocate, HostPool.__init__
+
+    def allocate(self: CpuDevice, nbytes: int) -> Tensor:
+        count_bytes(self, nbytes)  # the device's own count and limit
+        return buffers.allocate(self.name, nbytes)
+
+    class RecordedAllocator(HostAllocator):
+        def allocate(self, nbytes: int, for_devices: bool) -> Tensor:
+            super().allocate(nbytes, for_devices)
+            return buffers.allocate("a pool", nbytes)
+
+    def open_recorded(self: HostPool, *arguments: object) -> None:
+        open_pool(self, *arguments)
+        self._memory = RecordedAllocator(pinned=False)
+
+    monkeypatch.setattr(CpuDevice, "_allocate", allocate)
+    monkeypatch.setattr(HostPool, "__init__", open_recorded)
+    return buffers

@@ -1,0 +1,275 @@
+"""The kernels of RMS norm and of rotation in Triton. Each program holds a token's whole row, or all its heads.
+
+Forward: one program for each token, so that a rotation's cosines and sines are computed once for all heads. Backward: at
+most `MOST_PARTIALS` programs, each with its own run of tokens, so that a weight's gradient is added up in registers and
+written once for each program, in a fixed order.
+
+They have been run in Triton's interpreter, not on a card.
+
+Shapes: B sequences, T tokens, N = B T, D model width, H heads, C channels of a head, P partial sums of a weight's
+gradient.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchround.models.kernels.norms import num_partials, tokens_each
+
+ELEMENTS_OF_A_WARP = 512
+
+
+def launch_norm(
+    stream: Tensor, update: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum (the stream itself if there is no update), its norm, and each token's fp32 scale."""
+    total = stream if update is None else torch.empty_like(stream)
+    normed, scales = torch.empty_like(stream), stream.new_empty(stream.shape[:-1], dtype=torch.float32)
+    block = triton.next_power_of_2(stream.shape[-1])
+    if scales.numel():  # a grid without programs is refused
+        _norm[(scales.numel(),)](
+            *(stream, update, weight, total, normed, scales, stream.shape[-1], eps),
+            ADDS=update is not None,
+            BLOCK=block,
+            num_warps=warps_for(block),
+        )
+    return total, normed, scales
+
+
+def launch_norm_backward(
+    grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, scales: Tensor, trains: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the sum, and `[P, D]` partial sums of the weight's gradient."""
+    found, tokens, width = torch.empty_like(total), scales.numel(), total.shape[-1]
+    programs = num_partials(tokens)
+    partials = scales.new_empty((programs if trains else 0, width))
+    block = triton.next_power_of_2(width)
+    if tokens:
+        _norm_backward[(programs,)](
+            *(grad, grad_total, total, weight, scales, found, partials, tokens, tokens_each(tokens), width),
+            ADDS=grad_total is not None,
+            TRAINS=trains,
+            BLOCK=block,
+            num_warps=warps_for(block),
+        )
+    return found, partials
+
+
+def warps_for(elements: int) -> int:
+    """Return the warps of a program that holds so many elements (a power of two)."""
+    return max(1, min(16, elements // ELEMENTS_OF_A_WARP))
+
+
+@triton.jit
+def _norm(
+    stream: Any,
+    update: Any,
+    weight: Any,
+    total: Any,
+    normed: Any,
+    scales: Any,
+    width: Any,
+    eps: Any,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside, place = column < width, token * width + column
+    x = tl.load(stream + place, mask=inside, other=0.0)
+    if ADDS:
+        added = x.to(tl.float32) + tl.load(update + place, mask=inside, other=0.0).to(tl.float32)
+        # The norm is of the rounded sum, which is all that the backward has.
+        x = added.to(total.dtype.element_ty)
+        tl.store(total + place, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    tl.store(scales + token, scale)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + place, (wide * scale * gain).to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_backward(
+    grad: Any,
+    grad_total: Any,
+    total: Any,
+    weight: Any,
+    scales: Any,
+    found: Any,
+    partials: Any,
+    tokens: Any,
+    each: Any,
+    width: Any,
+    ADDS: tl.constexpr,
+    TRAINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for token in range(program * each, tl.minimum(program * each + each, tokens)):
+        place = token * width + column
+        scale = tl.load(scales + token)
+        normed = tl.load(total + place, mask=inside, other=0.0).to(tl.float32) * scale
+        outer = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        inner = outer * gain
+        along = tl.sum(inner * normed, axis=0) / width
+        result = scale * (inner - normed * along)
+        if ADDS:
+            result += tl.load(grad_total + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(found + place, result.to(found.dtype.element_ty), mask=inside)
+        if TRAINS:
+            sums += outer * normed
+    if TRAINS:
+        tl.store(partials + program * width + column, sums, mask=inside)
+
+
+def launch_rotation(
+    heads: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    magnitude: float,
+    weight: Tensor | None,
+    eps: float,
+    back: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the heads rotated, or rotated `back`, and each head's fp32 scale; no scale if there is no norm."""
+    rotated = torch.empty_like(heads)
+    scales = heads.new_empty(heads.shape[:-1] if weight is not None else (0,), dtype=torch.float32)
+    if positions.numel():  # a grid without programs is refused
+        _rotate[(positions.numel(),)](
+            *(heads, positions, frequencies, weight, rotated, scales, eps, magnitude),
+            -magnitude if back else magnitude,
+            *(heads.shape[2], heads.shape[3] // 2),
+            NORMS=weight is not None,
+            **_blocks(heads),
+        )
+    return rotated, scales
+
+
+def launch_rotation_backward(
+    grad: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    magnitude: float,
+    heads: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    trains: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of normed and rotated heads, and `[P, C]` partial sums of the weight's gradient."""
+    found, tokens = torch.empty_like(heads), positions.numel()
+    programs = num_partials(tokens)
+    partials = scales.new_empty((programs if trains else 0, weight.numel()))
+    if tokens:
+        _rotate_backward[(programs,)](
+            *(grad, positions, frequencies, heads, weight, scales, found, partials, magnitude),
+            *(tokens, tokens_each(tokens), heads.shape[2], heads.shape[3] // 2),
+            TRAINS=trains,
+            **_blocks(heads),
+        )
+    return found, partials
+
+
+def _blocks(heads: Tensor) -> dict[str, int]:
+    """Return the powers of two that hold all heads and half a head's channels, and the warps for them."""
+    blocks = (triton.next_power_of_2(heads.shape[2]), triton.next_power_of_2(heads.shape[3] // 2))
+    return {"HEADS": blocks[0], "HALF": blocks[1], "num_warps": warps_for(2 * blocks[0] * blocks[1])}
+
+
+@triton.jit
+def _rotate(
+    heads: Any,
+    positions: Any,
+    frequencies: Any,
+    weight: Any,
+    rotated: Any,
+    scales: Any,
+    eps: Any,
+    magnitude: Any,
+    sine_magnitude: Any,
+    num_heads: Any,
+    half: Any,
+    NORMS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head, pair = tl.arange(0, HEADS), tl.arange(0, HALF)
+    inside = (head < num_heads)[:, None] & (pair < half)[None, :]
+    place = (token * num_heads + head)[:, None] * (2 * half) + pair[None, :]
+    first = tl.load(heads + place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(heads + place + half, mask=inside, other=0.0).to(tl.float32)
+    if NORMS:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = tl.rsqrt(squares / (2 * half) + eps)
+        tl.store(scales + token * num_heads + head, scale, mask=head < num_heads)
+        first_gain = tl.load(weight + pair, mask=pair < half, other=0.0).to(tl.float32)
+        second_gain = tl.load(weight + half + pair, mask=pair < half, other=0.0).to(tl.float32)
+        first *= scale[:, None] * first_gain[None, :]
+        second *= scale[:, None] * second_gain[None, :]
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(
+        frequencies + pair, mask=pair < half, other=0.0
+    )
+    cos, sin = (tl.cos(angle) * magnitude)[None, :], (tl.sin(angle) * sine_magnitude)[None, :]
+    kind = rotated.dtype.element_ty
+    tl.store(rotated + place, (first * cos - second * sin).to(kind), mask=inside)
+    tl.store(rotated + place + half, (second * cos + first * sin).to(kind), mask=inside)
+
+
+@triton.jit
+def _rotate_backward(
+    grad: Any,
+    positions: Any,
+    frequencies: Any,
+    heads: Any,
+    weight: Any,
+    scales: Any,
+    found: Any,
+    partials: Any,
+    magnitude: Any,
+    tokens: Any,
+    each: Any,
+    num_heads: Any,
+    half: Any,
+    TRAINS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    program = tl.program_id(0).to(tl.int64)
+    head, pair = tl.arange(0, HEADS), tl.arange(0, HALF)
+    within = pair < half
+    inside = (head < num_heads)[:, None] & within[None, :]
+    frequency = tl.load(frequencies + pair, mask=within, other=0.0)
+    first_gain = tl.load(weight + pair, mask=within, other=0.0).to(tl.float32)[None, :]
+    second_gain = tl.load(weight + half + pair, mask=within, other=0.0).to(tl.float32)[None, :]
+    first_sums, second_sums = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+    for token in range(program * each, tl.minimum(program * each + each, tokens)):
+        place = (token * num_heads + head)[:, None] * (2 * half) + pair[None, :]
+        angle = tl.load(positions + token).to(tl.float32) * frequency
+        cos, sin = (tl.cos(angle) * magnitude)[None, :], (tl.sin(angle) * magnitude)[None, :]
+        above = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        below = tl.load(grad + place + half, mask=inside, other=0.0).to(tl.float32)
+        # The inverse rotation gives the gradient of the normed heads.
+        first, second = above * cos + below * sin, below * cos - above * sin
+        scale = tl.load(scales + token * num_heads + head, mask=head < num_heads, other=0.0)[:, None]
+        first_normed = tl.load(heads + place, mask=inside, other=0.0).to(tl.float32) * scale
+        second_normed = tl.load(heads + place + half, mask=inside, other=0.0).to(tl.float32) * scale
+        if TRAINS:
+            first_sums += tl.sum(first * first_normed, axis=0)
+            second_sums += tl.sum(second * second_normed, axis=0)
+        first, second = first * first_gain, second * second_gain
+        along = tl.sum(first * first_normed, axis=1) + tl.sum(second * second_normed, axis=1)
+        along = (along / (2 * half))[:, None]
+        kind = found.dtype.element_ty
+        tl.store(found + place, (scale * (first - first_normed * along)).to(kind), mask=inside)
+        tl.store(found + place + half, (scale * (second - second_normed * along)).to(kind), mask=inside)
+    if TRAINS:
+        tl.store(partials + program * (2 * half) + pair, first_sums, mask=within)
+        tl.store(partials + program * (2 * half) + half + pair, second_sums, mask=within)
