@@ -10,18 +10,17 @@ from torch.nn import functional as F
 
 from tests.support.rounding import assert_close_in_sums
 from torchround.models import FAMILIES, ModelConfigError
-from torchround.models.common import experts
 from torchround.models.common.experts import (
     GatedExperts,
-    Routes,
     combine,
     dispatch,
-    grouped_product,
     make_routes,
     sort_pairs,
 )
 from torchround.models.common.feed_forward import MoE, MoEShape, balance_penalty, expert_load
 from torchround.models.common.lora import LoraShape, add_adapters
+from torchround.models.kernels import grouped
+from torchround.models.kernels.grouped import RowGroups, grouped_product
 
 D, EXPERTS, F_EXPERT = 6, 5, 4
 
@@ -73,8 +72,8 @@ def test_output_and_gradients_equal_token_by_token_computation(num_chosen, norma
 @pytest.fixture(params=["loop", "kernels"])
 def on_an_accelerator(request, monkeypatch):
     """Experts take the accelerators' way here, with the loop over experts or with the reference of the kernels."""
-    monkeypatch.setattr(experts, "uses_fused", lambda tensor: True)
-    monkeypatch.setattr(experts, "uses_triton", lambda tensor: request.param == "kernels")
+    monkeypatch.setattr(grouped, "uses_fused", lambda tensor: True)
+    monkeypatch.setattr(grouped, "uses_triton", lambda tensor: request.param == "kernels")
     return request.param
 
 
@@ -121,7 +120,7 @@ def test_adapters_on_an_accelerators_way_get_the_gradients_of_the_plain_one(
     moe, x = adapted_block(family, flavor)
     found = []
     for fused in (False, True):
-        monkeypatch.setattr(experts, "uses_fused", lambda tensor, fused=fused: fused)
+        monkeypatch.setattr(grouped, "uses_fused", lambda tensor, fused=fused: fused)
         for parameter in moe.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         leaf = x.clone().requires_grad_()
@@ -145,7 +144,7 @@ def test_the_loop_brings_the_offsets_to_the_host_once_for_all_products_of_a_bloc
         calls.append(tensor.shape)
         return plain(tensor)
 
-    monkeypatch.setattr(experts, "uses_fused", lambda tensor: True)
+    monkeypatch.setattr(grouped, "uses_fused", lambda tensor: True)
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
     moe(x.requires_grad_()).sum().backward()
     assert calls == [(moe.shape.num_experts,)]
@@ -182,18 +181,12 @@ def test_routes_sort_pairs_by_expert_and_combine_undoes_dispatch(data, num_token
     torch.testing.assert_close(tokens.grad, choices * tokens.detach(), rtol=1e-6, atol=0)
 
 
-def routes_with(ends):
-    """Routes of which products read the offsets alone."""
-    none = torch.empty(0, dtype=torch.int64)
-    return Routes(none, none, none, ends, choices=1)
-
-
 def test_the_loop_equals_torchs_grouped_product():
     rows, weights = torch.randn(20, 8, requires_grad=True), torch.randn(4, 8, 16, requires_grad=True)
     ends = torch.tensor([5, 5, 12, 20], dtype=torch.int32)
     upstream = torch.randn(20, 16)
     found, expected = (
-        grouped_product(rows, weights, routes_with(ends)),
+        grouped_product(rows, weights, RowGroups(ends)),
         F.grouped_mm(rows, weights, offs=ends),
     )
     assert_close_in_sums(found, expected, 8)

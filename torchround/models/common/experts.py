@@ -6,53 +6,37 @@ backward is a gather: no atomic additions, so equal runs give equal bits.
 A row's routing weight is applied before the projection down, where rows are narrow, so no expert output has to be
 kept for the backward.
 
-Products take the offsets of experts on the device (`grouped_mm`, or our Triton kernels). A kind that has neither loops
-over experts with the offsets on the host. They are brought there once for all products of a block.
-
 Shapes: N tokens of the micro-batch, D model width, E experts, k experts per token, R = N k rows sorted by expert,
 F expert width; of an adapter A inputs, Z outputs, r rank.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from torchround.accelerators import has_grouped_products
 from torchround.layer import LayerWork
 from torchround.models.common.lora import Adaptable, LoraShape
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
-from torchround.models.kernels import grouped  # noqa: F401  (it defines operations)
-from torchround.models.kernels.operation import uses_fused, uses_triton
+from torchround.models.kernels.grouped import RowGroups, stack_product
 
 
 @dataclass(frozen=True)
-class Routes:
+class Routes(RowGroups):
     """The rows' order: sorted by expert. All tensors are int64 except `ends`.
 
+    - `ends [E]` int32: one past each expert's last row. An expert without rows has its predecessor's end.
     - `pairs [R]`: the (token, choice) pair `token * k + choice` in each row.
     - `rows [R]`: the row of each pair, the inverse permutation.
     - `experts [R]`: the expert of each row.
-    - `ends [E]` int32: one past each expert's last row, as `torch.nn.functional.grouped_mm` takes its offsets. An
-      expert without rows has its predecessor's end.
     """
 
     pairs: Tensor
     rows: Tensor
     experts: Tensor
-    ends: Tensor
     choices: int
-
-    @cached_property
-    def bounds(self) -> list[int]:
-        """The number of rows before each expert and behind the last one. The first use waits for an accelerator."""
-        return [0, *self.ends.tolist()]
 
 
 def make_routes(chosen: Tensor, num_experts: int) -> Routes:
@@ -61,7 +45,7 @@ def make_routes(chosen: Tensor, num_experts: int) -> Routes:
     rows = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
     every = torch.arange(num_experts, device=chosen.device)
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)
-    return Routes(pairs, rows, experts, ends, chosen.shape[1])
+    return Routes(ends, pairs, rows, experts, chosen.shape[1])
 
 
 def dispatch(tokens: Tensor, routes: Routes) -> Tensor:
@@ -110,14 +94,14 @@ class ExpertStack(Adaptable, ABC):
 
     def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
         """Multiply each row with its expert's matrix `name`, and add the adapter's product if there is one."""
-        plain = _product(rows, getattr(self, name), self.matrix, routes)
+        plain = stack_product(rows, getattr(self, name), self.matrix, routes)
         if self.lora is None or name not in self.adapted:
             return plain
         a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
         # Each of the module's adapters draws another mask, counted from 1.
         dropped = self.drop(rows, use=1 + self.adapted.index(name))
-        low = _product(dropped, a, self.inward, routes)  # [R, r]
-        return plain + _product(low, b, self.outward, routes) * self.lora.scale
+        low = stack_product(dropped, a, self.inward, routes)  # [R, r]
+        return plain + stack_product(low, b, self.outward, routes) * self.lora.scale
 
     def work(self, num_rows: int, element_bytes: int) -> LayerWork:
         """Count the products of `num_rows` rows, and what the backward needs besides the rows themselves.
@@ -167,139 +151,15 @@ class GatedExperts(ExpertStack):
     def matrix(self, stack: Tensor) -> Tensor:
         return stack.transpose(1, 2)  # [E, Z, A] -> [E, A, Z]
 
-    inward = outward = matrix
+    def inward(self, a: Tensor) -> Tensor:
+        return a.transpose(1, 2)
+
+    def outward(self, b: Tensor) -> Tensor:
+        return b.transpose(1, 2)
 
     def adapter_shapes(self, name: str, lora: LoraShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         num_experts, outputs, inputs = getattr(self, name).shape
         return (num_experts, lora.rank, inputs), (num_experts, outputs, lora.rank)
-
-
-def _product(rows: Tensor, stack: Tensor, view: Callable[[Tensor], Tensor], routes: Routes) -> Tensor:
-    """Multiply each row with its expert's matrix in `view(stack)`, on an accelerator with the gradient added in place."""
-    weights = view(stack)
-    if 1 not in weights.stride()[1:]:
-        weights = weights.contiguous()  # `grouped_mm` takes no other strides
-    if not uses_fused(rows):
-        return grouped_product(rows, weights, routes)
-    # A gradient that is not there yet, or that is no leaf's, is returned to autograd instead.
-    total = view(stack.grad) if stack.is_leaf and stack.grad is not None else None
-    return _GroupedProduct.apply(rows, weights, routes, total)
-
-
-def grouped_product(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-    """Multiply each expert's rows with its matrix, `[R, A] x [E, A, Z] -> [R, Z]`; experts may have no rows."""
-    if uses_fused(rows):
-        return _GroupedProduct.apply(rows, weights, routes, None)
-    if _has_grouped_kernel(rows, weights):
-        return F.grouped_mm(rows, weights, offs=routes.ends)
-    if torch.compiler.is_compiling():
-        return _OpaqueLoop.apply(rows, weights, routes.ends)
-    return _multiply_rows(rows, weights, routes.bounds)
-
-
-def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
-    # Rows of 16 bytes or multiples (torch's documentation).
-    aligned = all(size % 8 == 0 for size in weights.shape[1:])
-    return aligned and hasattr(F, "grouped_mm") and has_grouped_products(rows.device.type, rows.dtype)
-
-
-def _multiply_rows(rows: Tensor, weights: Tensor, bounds: list[int]) -> Tensor:
-    # unbind, not indexing: its backward writes the matrices' gradients once instead of E times.
-    parts = zip(pairwise(bounds), weights.unbind(0), strict=True)
-    return torch.cat([rows[start:stop] @ weight for (start, stop), weight in parts])
-
-
-def _multiply_matrices(rows: Tensor, grad: Tensor, bounds: list[int]) -> Tensor:
-    return torch.stack([rows[start:stop].T @ grad[start:stop] for start, stop in pairwise(bounds)])
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """A grouped product on an accelerator; `total [E, A, Z]` is the matrices' gradient sum so far, if there is one."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, routes: Routes, total: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        ctx.routes, ctx.total = routes, total
-        return _fused_rows(rows, weights, routes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        rows, weights = ctx.saved_tensors
-        grad, grad_rows, grad_weights = grads[0].contiguous(), None, None
-        if ctx.needs_input_grad[0]:
-            grad_rows = _fused_rows(grad, weights.transpose(1, 2), ctx.routes)
-        if ctx.needs_input_grad[1]:
-            grad_weights = _fused_gradient(rows, grad, ctx.routes, ctx.total)
-        return grad_rows, grad_weights, None, None
-
-
-def _fused_rows(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-    if _has_grouped_kernel(rows, weights):
-        return F.grouped_mm(rows, weights, offs=routes.ends)
-    if uses_triton(rows):
-        return torch.ops.torchround.grouped_rows(rows, weights, routes.ends)
-    return _multiply_rows(rows, weights, routes.bounds)
-
-
-def _fused_gradient(rows: Tensor, grad: Tensor, routes: Routes, total: Tensor | None) -> Tensor | None:
-    """Add the gradient to `total` and return None, or return it, if there is no total or no kernel that adds."""
-    has_kernel = _has_grouped_kernel(rows, rows.new_empty((0, rows.shape[1], grad.shape[1])))
-    if uses_triton(rows) and (total is not None or not has_kernel):
-        # One kernel that reads and writes the sum. Autograd would write a gradient, cast it and add it: 18 bytes an
-        # element, which is more than the product itself costs if experts have few rows.
-        added = rows.new_zeros((len(routes.ends), rows.shape[1], grad.shape[1])) if total is None else total
-        torch.ops.torchround.grouped_gradient_(rows, grad, routes.ends, added)
-        return added if total is None else None
-    if has_kernel:
-        return F.grouped_mm(rows.T, grad, offs=routes.ends)
-    return _multiply_matrices(rows, grad, routes.bounds)
-
-
-class _OpaqueLoop(torch.autograd.Function):
-    """The product for a compiler, as operations that it does not look into.
-
-    A compiler cannot know how many rows an expert has.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, ends)
-        return _loop_over_rows(rows, weights, ends)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows, weights, ends = ctx.saved_tensors
-        wants_rows, wants_weights, _ = ctx.needs_input_grad
-        grad_rows = _loop_over_rows(grads[0], weights.transpose(1, 2), ends) if wants_rows else None
-        grad_weights = _loop_over_matrices(rows, grads[0], ends) if wants_weights else None
-        return grad_rows, grad_weights, None
-
-
-@torch.library.custom_op("torchround::loop_over_rows", mutates_args=())
-def _loop_over_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    if uses_triton(rows):
-        return torch.ops.torchround.grouped_rows(rows, weights, ends)
-    return _multiply_rows(rows, weights, [0, *ends.tolist()])
-
-
-@_loop_over_rows.register_fake
-def _loop_over_rows_shape(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty((rows.shape[0], weights.shape[2]))
-
-
-@torch.library.custom_op("torchround::loop_over_matrices", mutates_args=())
-def _loop_over_matrices(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    """Compute each matrix's gradient, `[R, A] x [R, Z] -> [E, A, Z]`; zero for an expert without rows."""
-    if uses_triton(rows):
-        total = rows.new_zeros((len(ends), rows.shape[1], grad.shape[1]))
-        torch.ops.torchround.grouped_gradient_(rows, grad, ends, total)
-        return total
-    return _multiply_matrices(rows, grad, [0, *ends.tolist()])
-
-
-@_loop_over_matrices.register_fake
-def _loop_over_matrices_shape(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty((ends.shape[0], rows.shape[1], grad.shape[1]))
 
 
 def _spread(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
