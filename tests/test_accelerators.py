@@ -14,6 +14,7 @@ from torchround.accelerators import (
     has_grouped_products,
     has_offset_attention,
     has_triton,
+    is_accelerator,
     kind_of,
     known_kinds,
     present_kind,
@@ -40,12 +41,13 @@ def test_the_host_has_no_special_kernel():
         assert not has_offset_attention(device, BF16, 64)
         assert not has_grouped_products(device, BF16)
         assert not has_float32_products(device, BF16)
-        assert not has_triton(device)
+        assert not has_triton(device) and not is_accelerator(device)
         assert shares_kv_heads_under_mask(device)
 
 
 def test_models_on_meta_choose_as_on_another_kind_inside_the_context_only():
     with as_if_on(PLANNED_KIND):
+        assert is_accelerator("meta") and not is_accelerator("cpu")
         assert has_offset_attention("meta", BF16, 64) and has_triton("meta")
         with as_if_on(CudaKind(capability=(7, 5))):
             assert not has_offset_attention("meta", BF16, 64)

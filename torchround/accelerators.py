@@ -112,7 +112,7 @@ class AcceleratorKind:
         return False
 
     def has_grouped_products(self, dtype: torch.dtype) -> bool:
-        """Return whether `grouped_mm` is one kernel, which needs no offset on the host."""
+        """Return whether `grouped_mm` takes the offsets of groups on the device."""
         return False
 
     def has_float32_products(self, dtype: torch.dtype) -> bool:
@@ -286,6 +286,12 @@ def _constant(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @_constant
+def is_accelerator(device: str) -> bool:
+    """Return whether devices of this type are accelerators. On `meta`: the ones that `as_if_on` names."""
+    return kind_of(device) is not _host()
+
+
+@_constant
 def has_offset_attention(device: str, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether flash attention by document offsets runs on devices of this type."""
     return kind_of(device).has_offset_attention(dtype, head_dim)
@@ -293,7 +299,7 @@ def has_offset_attention(device: str, dtype: torch.dtype, head_dim: int) -> bool
 
 @_constant
 def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
-    """Return whether `grouped_mm` is one kernel on devices of this type."""
+    """Return whether `grouped_mm` takes the offsets of groups on devices of this type."""
     return kind_of(device).has_grouped_products(dtype)
 
 

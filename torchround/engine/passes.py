@@ -60,6 +60,12 @@ class StageJob:
     part_numbers: dict[tuple[int, int], int]
     window: int
 
+    @property
+    def slots_left(self) -> int:
+        """The number of the pass's stage slots after this one."""
+        stages, rounds = len(self.pass_.shape.stages), len(self.pass_.shape.rounds)
+        return rounds * stages - (self.task.round * stages + self.task.stage_index + 1)
+
 
 # Posted before the first stage job, so that every device has its buffers by then.
 FIRST_SIZES = HandOver[StagingSizes]("the first pass")

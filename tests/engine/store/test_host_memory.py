@@ -9,6 +9,7 @@ import mmap
 import os
 import threading
 import warnings
+import weakref
 
 import pytest
 
@@ -23,12 +24,16 @@ CHUNK = 64 * PAGE
 
 
 class RecordingLocker:
-    """A page locker that refuses, as CUDA does, a range that overlaps locked pages. Also refuses after `capacity` locks."""
+    """A page locker that refuses, as CUDA does, a range that overlaps locked pages. Also refuses after `capacity` locks.
+
+    `unmapped` are the locked addresses that had no memory any more when they were unlocked.
+    """
 
     def __init__(self, capacity=1000):
         self.capacity = capacity
         self.locked = {}
         self.refused = 0
+        self.unmapped = []
 
     def lock(self, address, nbytes):
         pages = range(address // PAGE, -(-(address + nbytes) // PAGE))
@@ -40,8 +45,17 @@ class RecordingLocker:
         return 0
 
     def unlock(self, address):
-        del self.locked[address]  # a KeyError would be an unregistration of what never was
+        pages = self.locked.pop(address)  # a KeyError would be an unregistration of what never was
+        if not is_mapped(address, len(pages) * PAGE):
+            self.unmapped.append(address)
         return 0
+
+
+def is_mapped(address, nbytes):
+    """Return whether every page of a range is there: the system cannot write back what is not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    asynchronous = 1
+    return libc.msync(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), asynchronous) == 0
 
 
 @pytest.fixture
@@ -113,8 +127,33 @@ def test_a_buffer_that_is_dropped_is_unlocked_before_its_memory_goes(small_chunk
     assert len(locker.locked) == 2, "a view keeps the memory"
     del view
     gc.collect()
-    assert locker.locked == {}
+    assert locker.locked == {} and locker.unmapped == []
     memory.close()
+
+
+def test_memory_that_is_still_locked_when_python_ends_is_not_unmapped(monkeypatch):
+    """At its end Python drops everything and runs no finalizer any more."""
+    memory = HostAllocator(True, RecordingLocker())
+    buffer = memory.allocate(3 * PAGE, for_devices=True)
+    address = buffer.data_ptr()
+    with monkeypatch.context() as ending:
+        ending.setattr(weakref.finalize, "_shutdown", True)
+        del buffer
+        gc.collect()
+    assert is_mapped(address, 3 * PAGE)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_memory_is_given_back_once_it_is_unlocked_and_nothing_refers_to_it(closes):
+    memory = HostAllocator(True, RecordingLocker())
+    buffer = memory.allocate(3 * PAGE, for_devices=True)
+    address = buffer.data_ptr()
+    if closes:
+        memory.close()
+    assert is_mapped(address, 3 * PAGE) and not buffer.any()
+    del buffer
+    gc.collect()
+    assert not is_mapped(address, 3 * PAGE)
 
 
 def test_closing_twice_unlocks_once():

@@ -26,6 +26,7 @@ from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.watch.race_checker import AccessLog, Entry, Region, find_races
 from torchround.engine.worker.activation_transfers import ActivationTransfers
+from torchround.engine.worker.bundle_transfers import GradientDownload
 from torchround.layer import LayeredModel
 
 ONE_STAGE = PARTITIONS["one stage"]
@@ -139,6 +140,16 @@ def test_a_ring_slot_is_released_after_its_content_is_sent_on(monkeypatch, parti
 
         monkeypatch.setattr(ActivationTransfers, "send", release_and_send)
     assert bool(record(PARTITIONS[partition], 1, model=passing_model())) is released_early
+
+
+@pytest.mark.parametrize("too_early", [False, True])
+def test_a_layers_gradients_leave_early_but_not_before_its_own_backward(monkeypatch, too_early):
+    if too_early:
+        final = GradientDownload.layers_final
+        monkeypatch.setattr(
+            GradientDownload, "layers_final", lambda download, first: final(download, max(first - 1, 0))
+        )
+    assert bool(record(ONE_STAGE, 1, steps=2)) is too_early
 
 
 def test_rule_1_a_version_is_overwritten_only_after_its_uploads(monkeypatch):

@@ -25,6 +25,7 @@ from tests.support.toy import (
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.board import Board
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
+from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.worker.activation_transfers import BOUNDARY_GRADIENT
 from torchround.engine.worker.device_worker import DeviceWorker
 from torchround.engine.worker.stage_run import StageRun
@@ -190,6 +191,62 @@ def test_a_forward_stage_sends_each_boundary_before_it_computes_the_next_layer(m
     ) as engine:
         train(engine, toy_batches(1, micro_batches=1))
     assert calls == [1, 2, 3, 4, 5]
+
+
+class GradientCopies(DeviceWatcher):
+    """For each copy of gradients, the computations of its device that were enqueued before, and that it waits for."""
+
+    def __init__(self):
+        self.enqueued, self.waited_for = [], []
+        self._computations = self._passed = 0
+
+    def begins(self, device, stream, reads, writes, copied_bytes):
+        self._computations += stream is Stream.COMPUTE
+        if stream is Stream.GRADIENT_DOWNLOAD and copied_bytes:
+            self.enqueued.append(self._computations)
+            self.waited_for.append(self._passed)
+
+    def recorded(self, device, stream, event):
+        return ClockedEvent(event, self._computations) if stream is Stream.COMPUTE else event
+
+    def waits(self, device, stream, event):
+        if not isinstance(event, ClockedEvent):
+            return event
+        if stream is Stream.GRADIENT_DOWNLOAD:
+            self._passed = max(self._passed, event.clock)
+        return event.inner
+
+
+def copies_of_a_step(policy, partition, num_devices=1, micro_batches=2, **settings):
+    """Return the copies of gradients that each device makes in one step."""
+    model, found = toy_model(), [GradientCopies() for _ in range(num_devices)]
+    store, copies = toy_store(model, policy=policy), iter(found)
+    with toy_engine(
+        model, store, partition, num_devices, wrap=lambda device: watched(device, next(copies)), **settings
+    ) as engine:
+        train(engine, toy_batches(1, micro_batches))
+    return found
+
+
+@pytest.mark.parametrize("layerwise_recompute", [False, True])
+def test_in_the_last_stage_of_a_sync_step_gradients_leave_while_lower_layers_compute(layerwise_recompute):
+    """Each of the seven layers' gradients, one copy each, waits for the backward of its layer and no further one."""
+    [copies] = copies_of_a_step(SYNC, PARTITIONS["one stage"], layerwise_recompute=layerwise_recompute)
+    assert copies.waited_for == copies.enqueued
+    assert len(set(copies.enqueued)) == len(copies.enqueued) == 7
+
+
+def test_only_a_devices_last_stage_of_a_sync_step_sends_each_layers_gradients_early():
+    """The last stages of both devices have two layers. The fused stage has windows of a later stage."""
+    first, second = copies_of_a_step(SYNC, Partition((4,), 3, (2, 2)), num_devices=2)
+    assert len(set(first.waited_for)) == len(first.waited_for) == 2
+    *fused, upper, lower = second.waited_for
+    assert len(set(fused)) == 1 and fused[-1] < upper < lower
+
+
+def test_in_async_mode_gradients_leave_in_the_windows_of_the_next_stage():
+    [copies] = copies_of_a_step(ASYNC, PARTITIONS["one stage"])
+    assert len(set(copies.waited_for)) == 1, "all of them wait for the whole stage"
 
 
 class LiveBytes(TorchDispatchMode):

@@ -5,7 +5,8 @@ PyTorch's pinned allocator rounds each block up to a power of two and keeps it. 
 are made here: several threads fill them, then the driver registers them in chunks. No two of them share a page.
 
 Forked processes do not get these buffers: copy-on-write would move pages away from under the devices. A
-buffer is unregistered before it is unmapped, even if its last tensor is simply dropped.
+buffer is unregistered before it is unmapped, even if its last tensor is simply dropped. Its finalizer cannot
+watch the `mmap` itself, which unmaps its memory before it runs finalizers.
 """
 
 import ctypes
@@ -18,7 +19,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class HostAllocator:
         self._pinned = pinned
         self._locker = locker or PageLocker()
         self._lock = threading.Lock()
-        self._unlocks: list[weakref.finalize[[PageLocker, int, int], mmap.mmap]] = []
+        self._unlocks: list[weakref.finalize[..., ctypes.Array[ctypes.c_char]]] = []
 
     def allocate(self, nbytes: int, for_devices: bool) -> Tensor:
         """Return a zeroed uint8 buffer of exactly `nbytes`; `for_devices` asks for page-locked memory."""
@@ -78,16 +78,18 @@ class HostAllocator:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Fewer page faults when it is filled, and fewer entries to look up in each copy.
         _advise(mapping, "MADV_HUGEPAGE")
-        buffer = torch.frombuffer(mapping, dtype=torch.uint8)
         if not (self._pinned and for_devices):
-            return buffer
-        _keep_from_forked_processes(mapping)
+            return torch.frombuffer(mapping, dtype=torch.uint8)
+        # The tensor refers to this view of the mapping, and the view to the mapping.
+        view = (ctypes.c_char * nbytes).from_buffer(mapping)
+        _keep_mapped(mapping, view)
+        buffer = torch.frombuffer(view, dtype=torch.uint8)
         # Registration pins pages that exist. It would create missing ones itself, but with one thread.
         _fill(buffer)
         for start in range(0, nbytes, REGISTRATION_BYTES):
             if self._pinned:  # a refusal in the loop switches page-locking off
                 size = min(REGISTRATION_BYTES, nbytes - start)
-                self._page_lock(mapping, buffer.data_ptr() + start, size)
+                self._page_lock(mapping, view, buffer.data_ptr() + start, size)
         return buffer
 
     def locked_buffers(self) -> int:
@@ -101,27 +103,30 @@ class HostAllocator:
         for unlock in unlocks:
             unlock()
 
-    def _page_lock(self, mapping: mmap.mmap, address: int, nbytes: int) -> None:
+    def _page_lock(
+        self, mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char], address: int, nbytes: int
+    ) -> None:
         status = self._locker.lock(address, nbytes)
         if status != 0:
             self._pinned = False
             warnings.warn(
-                f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (error {status} of the driver). This buffer and all "
-                "later ones stay pageable, so copies are slower and do not overlap with compute. Raise the memlock "
-                "limit (ulimit -l) or use a smaller model.",
+                f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (error {status} of the driver). This "
+                "buffer and all later ones stay pageable, so copies are slower and do not overlap with compute. Raise "
+                "the memlock limit (ulimit -l) or use a smaller model.",
                 PinningWarning,
                 stacklevel=3,
             )
             return
-        # Runs when the last tensor drops the mapping, just before the memory goes.
-        unlock = weakref.finalize(mapping, _unlock, self._locker, address, os.getpid())
+        # Runs when the last tensor drops the view. Until then it holds the mapping, so the memory is still there.
+        unlock = weakref.finalize(view, _unlock, self._locker, address, os.getpid(), mapping)
         unlock.atexit = False
         with self._lock:
             self._unlocks = [earlier for earlier in self._unlocks if earlier.alive]
             self._unlocks.append(unlock)
 
 
-def _unlock(locker: PageLocker, address: int, process: int) -> None:
+def _unlock(locker: PageLocker, address: int, process: int, mapping: mmap.mmap) -> None:
+    """Unlock memory of `mapping`, which this call keeps mapped until then."""
     if os.getpid() == process:  # a forked process holds copies of the objects, but not the memory
         locker.unlock(address)
 
@@ -133,25 +138,20 @@ def _advise(mapping: mmap.mmap, name: str) -> None:
             mapping.madvise(advice)
 
 
-def _keep_from_forked_processes(mapping: mmap.mmap) -> None:
-    _advise(mapping, "MADV_DONTFORK")
-    _kept_from_forked_processes().add(mapping)
+def _keep_mapped(mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char]) -> None:
+    """Unmap the memory once `view` is dropped in this process, and at no other time.
 
-
-@cache
-def _kept_from_forked_processes() -> weakref.WeakSet[mmap.mmap]:
-    """Return the mappings that forked processes do not get, kept alive in every process that is forked from now on.
-
-    A forked process must never unmap them: something else may have taken their place there.
+    Forked processes do not get the memory, so something else may have taken its place there. At the end of Python,
+    which runs no finalizers, the driver may still have it locked.
     """
-    mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+    _advise(mapping, "MADV_DONTFORK")
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+    weakref.finalize(view, _let_go, mapping, os.getpid()).atexit = False
 
-    def never_drop() -> None:
-        for mapping in mappings:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
-    os.register_at_fork(after_in_child=never_drop)
-    return mappings
+def _let_go(mapping: mmap.mmap, process: int) -> None:
+    if os.getpid() == process:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(mapping))
 
 
 def _fill(buffer: Tensor) -> None:

@@ -121,8 +121,10 @@ def upload_use(slot_number: int, layer: int) -> int:
 class GradientDownload:
     """The download of one stage's gradients from a slot to the host store, rounded to the store's gradient dtype.
 
-    `part_numbers` gives, by layer and bundle, which part of the step's gradient they are. `rounding` is
-    device memory for rounded elements, None if slots have the store's gradient dtype.
+    The deepest layers go first, as the optimizer takes them; a layer's gradients go after `layers_final`.
+    `slot_number` is the number of the stage slot that made them. `part_numbers` gives, by layer and bundle,
+    which part of the step's gradient they are. `rounding` is device memory for rounded elements, None if
+    slots have the store's gradient dtype.
     """
 
     def __init__(
@@ -136,51 +138,64 @@ class GradientDownload:
         layout: StageLayout,
         step: int,
         part_numbers: dict[tuple[int, int], int],
+        slot_number: int,
     ) -> None:
+        self.slot_number = slot_number
         self._device = device
         self._store = store
         self._ordering = ordering
         self._pool = pool
         self._rounding = rounding
         self._slot = slot
-        self._layout = layout
+        # In the order in which a backward makes them final.
+        self._ranges = layout.gradients[::-1]
+        self._first_layer = layout.layers.start
+        self._first_final = layout.layers.stop
         self._step = step
         self._part_numbers = part_numbers
         self._next_range = 0
         self._done_elements = 0  # of the next range
         self._landing: tuple[Tensor, HostBuffer | None] | None = None
-        # The stage's last backward must have added to the slot.
-        device.wait(Stream.GRADIENT_DOWNLOAD, device.record(Stream.COMPUTE))
+
+    def layers_final(self, first: int) -> None:
+        """Note that the computation enqueued so far is the last that adds to gradients of layer `first` or deeper ones."""
+        if first < self._first_final:
+            self._first_final = first
+            self._device.wait(Stream.GRADIENT_DOWNLOAD, self._device.record(Stream.COMPUTE))
 
     def advance(self, numel: int) -> None:
-        """Enqueue up to `numel` elements. Stops at a gradient whose buffer the optimizer still reads."""
+        """Enqueue up to `numel` elements.
+
+        Stops at a gradient that is not final, or whose buffer the optimizer still reads.
+        """
         while numel > 0 and not self.complete and self._may_download():
             numel -= self._enqueue(numel)
 
     def finish(self) -> None:
         """Enqueue the rest, waiting for the optimizer if needed, and release the slot."""
+        assert self._first_final <= self._first_layer, "the stage's backward has not ended"
         while not self.complete:
-            self._enqueue(self._layout.gradient_numel)
+            self._enqueue(self.remaining)
         self._slot.released = self._device.record(Stream.GRADIENT_DOWNLOAD)
 
     @property
     def remaining(self) -> int:
         """Count the elements that are not enqueued yet."""
-        return sum(left.numel for left in self._layout.gradients[self._next_range :]) - self._done_elements
+        return sum(left.numel for left in self._ranges[self._next_range :]) - self._done_elements
 
     @property
     def complete(self) -> bool:
         """Whether everything is enqueued."""
-        return self._next_range == len(self._layout.gradients)
+        return self._next_range == len(self._ranges)
 
     def _may_download(self) -> bool:
-        slot_range = self._layout.gradients[self._next_range]
-        return self._ordering.may_write_gradient(
+        slot_range = self._ranges[self._next_range]
+        return slot_range.layer >= self._first_final and self._ordering.may_write_gradient(
             slot_range.bundle, self._step, self._previous_part(slot_range)
         )
 
     def _enqueue(self, numel: int) -> int:
-        slot_range = self._layout.gradients[self._next_range]
+        slot_range = self._ranges[self._next_range]
         if self._landing is None:
             self._landing = self._open_landing(slot_range)
         target, buffer = self._landing

@@ -1,6 +1,7 @@
 """The computation of a stage for one micro-batch: forward, and recomputation with backward. No device, no threads."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,8 @@ class ForwardWithGraph:
     """A stage's forward with everything that its backward needs: all activations, or one layer's with `layerwise`.
 
     Backward stages recompute by it from their boundary activation; the fused stage runs its only forward by
-    it.
+    it. Each layer has a graph of its own, so that its backward is a step of its own: the layer's gradients
+    are final, and its activations gone, before the backward of the layer below begins.
 
     Layerwise keeps only layer inputs and recomputes each layer again in the backward, as gradient
     checkpointing does. It costs one more forward and holds the activations of one layer instead of the
@@ -92,66 +94,108 @@ class ForwardWithGraph:
     def __init__(
         self, layers: Sequence[LayerCall], hidden: Hidden | None, micro_batch: MicroBatch, layerwise: bool
     ) -> None:
+        self._layers = layers
         self._micro_batch = micro_batch
-        groups = [[layer] for layer in layers] if layerwise else [list(layers)]
-        self._groups = groups
-        self._inputs = [hidden]
-        # All groups but the last run without gradients: their activations are made anew in the backward.
-        for group in groups[:-1]:
-            hidden = StageForward(group, hidden, micro_batch).run_to(len(group))
-            self._inputs.append(hidden)
-        self._leaf, self.output = self._run(groups[-1], self._inputs[-1])
+        self._next = len(layers)  # the layer above the next one to differentiate
+        self._inputs: list[Hidden | None] = []  # of layers that run again before their backward
+        self._graphs: list[tuple[Hidden | None, Hidden]] = []  # leaf and output of the layers above those
+        if layerwise:
+            # All layers but the last run without gradients: their activations are made anew in the backward.
+            stage_forward = StageForward(layers, hidden, micro_batch)
+            for number in range(len(layers) - 1):
+                self._inputs.append(hidden)
+                hidden = stage_forward.run_to(number + 1)
+        for layer in layers[len(self._inputs) :]:
+            # Below the first trained layer of a model no gradient is needed, and the output of a layer that
+            # was run with gradients knows that. The stage's input, made without, does not.
+            wanted = _has_graph if self._graphs else Tensor.is_floating_point
+            self._graphs.append(self._run(layer, hidden, wanted))
+            hidden = self._graphs[-1][1]
 
-    def backward(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-        """Return the gradients of the stage's inputs, or None if the stage starts the model.
+    @property
+    def output(self) -> Hidden:
+        """The output of the stage, until `backward` takes its graph."""
+        # Not kept beside the graphs: it would hold the last layer's input through the whole backward.
+        return self._graphs[-1][1]
 
-        `gradients` belong to the floating-point tensors of the output, in order. Parameter gradients are
-        accumulated into the leaves' `.grad`.
+    def backward(self, gradients: Sequence[Tensor | None], stop: int = 0) -> tuple[Tensor | None, ...] | None:
+        """Differentiate the layers from the last call's `stop` down to the stage's layer number `stop`.
+
+        Returns the gradients of that layer's input, or None if it has none because it starts the model. The
+        next call takes them. `gradients` belong to the floating-point tensors of the output, in order. None
+        among them stands for a tensor that the loss does not depend on; the stage's own input has zeros
+        instead. Parameter gradients are accumulated into the leaves' `.grad`.
         """
-        leaf, output = self._leaf, self.output
-        for position in reversed(range(len(self._groups))):
+        while self._next > stop:
+            self._next -= 1
+            if self._graphs:
+                leaf, output = self._graphs.pop()
+            else:
+                layer = self._layers[self._next]
+                leaf, output = self._run(layer, self._inputs.pop(), Tensor.is_floating_point)
             _backward(output, gradients)
             if leaf is None:
                 return None
-            gradients = [_gradient_of(tensor) for tensor in as_tuple(leaf) if tensor.is_floating_point()]
-            if position > 0:
-                # Rebinding the names drops the deeper group's graph, whose
-                # activations autograd has freed already.
-                leaf, output = self._run(self._groups[position - 1], self._inputs[position - 1])
+            tensors = [tensor for tensor in as_tuple(leaf) if tensor.is_floating_point()]
+            gradients = [tensor.grad if self._next else _gradient_of(tensor) for tensor in tensors]
         return tuple(gradients)
 
-    def _run(self, group: list[LayerCall], hidden: Hidden | None) -> tuple[Hidden | None, Hidden]:
-        """Run a group with gradients from a leaf of its own, so that its backward ends at its input."""
-        leaf = None if hidden is None else _as_leaf(hidden)
-        output: Hidden | None = leaf
+    def _run(
+        self, layer: LayerCall, hidden: Hidden | None, wanted: Callable[[Tensor], bool]
+    ) -> tuple[Hidden | None, Hidden]:
+        """Run a layer with gradients from a leaf of its own, so that its backward ends at its input."""
+        leaf = None if hidden is None else _as_leaf(hidden, wanted)
         with torch.enable_grad():
-            for layer in group:
-                output = layer(output, self._micro_batch)
-        assert output is not None, "a stage has at least one layer"
-        return leaf, output
+            return leaf, layer(leaf, self._micro_batch)
 
 
-def forward_and_backward(
-    layers: Sequence[LayerCall],
-    hidden: Hidden | None,
-    micro_batch: MicroBatch,
-    layerwise: bool,
-    loss_factor: float,
-) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """Run the last stage in one go. Returns the loss, and the gradients of the stage's inputs as `backward` does."""
-    stage_forward = ForwardWithGraph(layers, hidden, micro_batch, layerwise)
-    [loss] = as_tuple(stage_forward.output)
-    return loss.detach(), stage_forward.backward([torch.full_like(loss, loss_factor)])
+class FusedStage:
+    """The last stage's forward and backward of one micro-batch. `loss` is there after the first call of `backward`.
+
+    `loss_factor` multiplies the loss before the backward.
+    """
+
+    loss: Tensor
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCall],
+        hidden: Hidden | None,
+        micro_batch: MicroBatch,
+        layerwise: bool,
+        loss_factor: float,
+    ) -> None:
+        self._forward = partial(ForwardWithGraph, layers, hidden, micro_batch, layerwise)
+        self._loss_factor = loss_factor
+        self._graph: ForwardWithGraph | None = None
+
+    def backward(self, gradients: Sequence[Tensor | None], stop: int) -> tuple[Tensor | None, ...] | None:
+        """Run the forward if this is the first call, then `ForwardWithGraph.backward`. The first call ignores `gradients`."""
+        if self._graph is None:
+            self._graph = self._forward()
+            [loss] = as_tuple(self._graph.output)
+            self.loss = loss.detach()
+            gradients = [torch.full_like(loss, self._loss_factor)]
+        return self._graph.backward(gradients, stop)
 
 
-def _as_leaf(hidden: Hidden) -> Hidden:
-    leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in as_tuple(hidden)]
+def _as_leaf(hidden: Hidden, wanted: Callable[[Tensor], bool]) -> Hidden:
+    """Return the same memory as tensors that begin a graph. The `wanted` ones receive gradients."""
+    leaves = [tensor.detach().requires_grad_(wanted(tensor)) for tensor in as_tuple(hidden)]
     return as_hidden(leaves, isinstance(hidden, Tensor))
 
 
-def _backward(output: Hidden, gradients: Sequence[Tensor]) -> None:
+def _has_graph(tensor: Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def _backward(output: Hidden, gradients: Sequence[Tensor | None]) -> None:
     floating = [tensor for tensor in as_tuple(output) if tensor.is_floating_point()]
-    pairs = [(tensor, grad) for tensor, grad in zip(floating, gradients, strict=True) if tensor.requires_grad]
+    pairs = [
+        (tensor, grad)
+        for tensor, grad in zip(floating, gradients, strict=True)
+        if tensor.requires_grad and grad is not None
+    ]
     if pairs:  # there are none if every layer of the stage is frozen and its input is the tokens
         torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
 

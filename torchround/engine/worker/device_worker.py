@@ -147,6 +147,7 @@ class DeviceWorker:
         stage_run = StageRun(
             job,
             layers,
+            upload.layout,
             upload.slot,
             gradients,
             num_layers=len(self._skeletons),
@@ -154,6 +155,7 @@ class DeviceWorker:
             device=self._device,
             activations=self._activations,
             wait=self._await,
+            on_final=self._early_download(job, upload.layout, gradients),
         )
         for position, micro_batch in enumerate(job.task.micro_batches):
             self._micro_batch = micro_batch
@@ -173,11 +175,45 @@ class DeviceWorker:
         self._micro_batch = None
         upload.slot.released = self._device.record(Stream.COMPUTE)
         self._activations.end_stage()
-        # The previous stage's download must be complete before this stage's takes its place.
-        self._flush()
-        if gradients is not None:
+        if gradients is None:
+            self._flush()
+        else:
+            self._begin_download(job, upload.layout, gradients).layers_final(upload.layout.layers.start)
+
+    def _early_download(
+        self, job: StageJob, layout: StageLayout, gradients: DeviceSlot | None
+    ) -> Callable[[int], None] | None:
+        """Return what sends off each layer's gradients as soon as they are final, if the stage job asks for that.
+
+        A stage's gradients have the next stage job's windows to go down. The exception is a device's last
+        stage job of a step in `sync` mode: the update waits for these gradients, the next job for the update.
+        """
+        is_last = job.slots_left < self._setup.num_devices
+        if gradients is None or not is_last or self._store.policy.versions > 1:
+            return None
+
+        def layer_final(layer: int) -> None:
+            earlier = self._download is not None and self._download.slot_number != job.task.slot
+            # An earlier download that waits for the optimizer comes first. This thread must not wait here:
+            # its device would run out of work.
+            if not (earlier and self._download and not self._download.complete):
+                download = self._begin_download(job, layout, gradients)
+                download.layers_final(layer)
+                # Behind the activations already on their way, as every chunk.
+                self._device.wait(Stream.GRADIENT_DOWNLOAD, self._device.record(Stream.ACTIVATION_DOWNLOAD))
+                download.advance(download.remaining)
+
+        return layer_final
+
+    def _begin_download(self, job: StageJob, layout: StageLayout, gradients: DeviceSlot) -> GradientDownload:
+        """Return the download of the stage job's gradients, begun here unless it is under way.
+
+        Its chunks go down in the next job's windows, or in `_flush` if none comes.
+        """
+        if self._download is None or self._download.slot_number != job.task.slot:
+            # The previous stage's download must be complete before this stage's takes its place.
+            self._flush()
             self._begin_step(job, Stream.GRADIENT_DOWNLOAD)
-            # Started here, but its chunks go down in the next job's windows, or in `_flush` if none comes.
             self._download = GradientDownload(
                 self._device,
                 self._store,
@@ -185,10 +221,12 @@ class DeviceWorker:
                 self._setup.pool,
                 self._rounding,
                 gradients,
-                upload.layout,
+                layout,
                 job.pass_.step,
                 job.part_numbers,
+                job.task.slot,
             )
+        return self._download
 
     def _report(
         self, job: StageJob, upload: WeightUpload, weights_ready: Mark, spans: Sequence[DeviceSpan]

@@ -150,6 +150,11 @@ class StageLayout:
         self.weight_numel = sum(used.numel for used in self.weights)
         self.gradient_numel = sum(used.numel for used in self.gradients)
 
+    def gradients_of(self, layers: range) -> slice:
+        """Return the elements of a gradient slot that hold the gradients of consecutive layers of the stage."""
+        used = [slot_range for slot_range in self.gradients if slot_range.layer in layers]
+        return slice(used[0].start, used[-1].start + used[-1].numel) if used else slice(0)
+
     def _ranges(self, store: HostStore, trainable_only: bool) -> list[SlotRange]:
         ranges, start = [], 0
         # In forward order, in which the optimizer completes weights: an upload stops at

@@ -17,26 +17,31 @@ from torchround.engine.worker.activation_transfers import (
     LOSS,
     ActivationTransfers,
 )
-from torchround.engine.worker.compute import ForwardWithGraph, LayerCall, StageForward, forward_and_backward
-from torchround.engine.worker.slots import DeviceSlot
+from torchround.engine.worker.compute import ForwardWithGraph, FusedStage, LayerCall, StageForward
+from torchround.engine.worker.slots import DeviceSlot, StageLayout
 from torchround.layer import Hidden, MicroBatch
 from torchround.pipeline.partition import StageKind
 from torchround.pipeline.timeline import TaskKind
 
 T = TypeVar("T")
+# Gradients of a layer's input or output. None stands for a tensor that the loss does not depend on.
+Gradients = Sequence[Tensor | None]
+BackwardCall = Callable[[Gradients, int], Gradients | None]
 
 
 class StageRun:
     """A stage job under way: its layers, bound to the slots of its weights and, if it has a backward, its gradients.
 
-    `num_layers` are those of the model. `wait` waits for a hand-over of another device. `spans` are the
-    computations so far.
+    `num_layers` are those of the model. `wait` waits for a hand-over of another device. With `on_final`, the
+    backward of the last micro-batch is done layer by layer, and `on_final(layer)` is called once all that
+    adds to the gradients of a layer is enqueued. `spans` are the computations so far.
     """
 
     def __init__(
         self,
         job: StageJob,
         layers: Sequence[LayerCall],
+        layout: StageLayout,
         weights: DeviceSlot,
         gradients: DeviceSlot | None,
         *,
@@ -45,17 +50,20 @@ class StageRun:
         device: Device,
         activations: ActivationTransfers,
         wait: WaitForHandOver,
+        on_final: Callable[[int], None] | None,
     ) -> None:
         self.spans: list[DeviceSpan] = []
         self._job = job
         self._layers = layers
         self._weights = weights
-        self._gradients = [] if gradients is None else [gradients.memory]
+        self._layout = layout
+        self._gradients = gradients
         self._num_layers = num_layers
         self._layerwise = layerwise_recompute
         self._device = device
         self._activations = activations
         self._wait = wait
+        self._on_final = on_final
 
     def run(self, micro_batch: int) -> None:
         """Enqueue everything for one micro-batch of the pass, given by its number there."""
@@ -86,14 +94,14 @@ class StageRun:
 
     def _fused(self, m: int) -> None:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
+        pass_ = self._job.pass_
         micro_batch, hidden, inputs = self._bring_inputs(m)
-        factor = self._job.pass_.loss_factor
         # The backward follows at once, so the loss may make its gradients in the forward.
-        micro_batch = replace(micro_batch, loss_factor=factor)
-        run = partial(forward_and_backward, self._layers, hidden, micro_batch, self._layerwise, factor)
-        loss, gradients = self._compute(TaskKind.FUSED, m, run, inputs, self._gradients)
+        micro_batch = replace(micro_batch, loss_factor=pass_.loss_factor)
+        fused = FusedStage(self._layers, hidden, micro_batch, self._layerwise, pass_.loss_factor)
+        gradients = self._differentiate(TaskKind.FUSED, m, fused.backward, (), inputs)
         # Two readers: the caller and the optimizer worker.
-        self._activations.send(LOSS(self._job.pass_.index, m), loss, readers=2)
+        self._activations.send(LOSS(pass_.index, m), fused.loss, readers=2)
         self._send_gradients(m, gradients)
 
     def _backward(self, m: int) -> None:
@@ -112,10 +120,33 @@ class StageRun:
         incoming, staged = self._activations.bring_gradients(boundary)
         # The backward reads the stage's input too.
         reads = [*inputs, staged.memory]
-        gradients = self._compute(
-            TaskKind.BACKWARD, m, partial(recomputed.backward, incoming), reads, self._gradients
-        )
+        gradients = self._differentiate(TaskKind.BACKWARD, m, recomputed.backward, incoming, reads)
         self._send_gradients(m, gradients)
+
+    def _differentiate(
+        self, kind: TaskKind, m: int, backward: BackwardCall, gradients: Gradients, reads: Sequence[Tensor]
+    ) -> Gradients | None:
+        """Run the stage's backward, or forward and backward, and return the gradients of the stage's input."""
+        stage, tells = self._job.task.stage, self._on_final
+        is_last = m == self._job.task.micro_batches[-1]
+        stops = range(stage.stop - 1, stage.start - 1, -1) if tells and is_last else [stage.start]
+        above: int = stage.stop
+        found: Gradients | None = gradients
+        for layer in stops:
+            assert found is not None, "only the layer that starts the model has no input"
+            layers = range(layer, above)
+            run = partial(backward, found, layer - stage.start)
+            found = self._compute(kind, m, run, reads, self._gradients_of(layers), layers)
+            above = layer
+            if tells and is_last:
+                tells(layer)
+        return found
+
+    def _gradients_of(self, layers: range) -> list[Tensor]:
+        """Return the device memory that the backward of these layers adds to."""
+        assert self._gradients is not None, "a stage with a backward has a gradient slot"
+        part = self._gradients.memory[self._layout.gradients_of(layers)]
+        return [part] if part.numel() else []
 
     def _compute(
         self,
@@ -155,10 +186,12 @@ class StageRun:
         hidden, staged = self._activations.bring_hidden(boundary)
         return micro_batch, hidden, [integers.memory, staged.memory]
 
-    def _send_gradients(self, m: int, gradients: tuple[Tensor, ...] | None) -> None:
+    def _send_gradients(self, m: int, gradients: Gradients | None) -> None:
         if gradients is not None:
             key = BOUNDARY_GRADIENT(self._job.pass_.index, self._job.task.stage.start, m)
-            self._activations.send(key, gradients, readers=1)
+            tensors = tuple(gradient for gradient in gradients if gradient is not None)
+            assert len(tensors) == len(gradients), "a tensor of the stage's input has no gradient"
+            self._activations.send(key, tensors, readers=1)
 
 
 _KINDS = {

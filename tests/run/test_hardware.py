@@ -1,0 +1,113 @@
+"""The devices and the memory that a run finds: which kind, how many, and how much of their memory a plan may use."""
+
+import re
+
+import pytest
+
+from torchround.accelerators import PLANNED_KIND, AcceleratorKind
+from torchround.config import EngineTable
+from torchround.engine.errors import EngineUsageError
+from torchround.pipeline.memory import GIB
+from torchround.run import hardware
+from torchround.run.hardware import USABLE_DEVICE_FRACTION, find_hardware, planned_kind
+
+
+class Cards(AcceleratorKind):
+    """Cards of 24 GiB. Each of `free` is a card with that many GiB that no process holds, `cached` are PyTorch's."""
+
+    def __init__(self, free: list[float], cached: float = 0.0) -> None:
+        super().__init__("xpu")
+        self.free, self.cached = free, cached
+
+    def count(self) -> int:
+        return len(self.free)
+
+    def card_name(self, index: int) -> str:
+        return "NVIDIA GeForce RTX 4090"
+
+    def free_and_total_bytes(self, index: int) -> tuple[int, int]:
+        return int(self.free[index] * GIB), 24 * GIB
+
+    def cached_bytes(self, index: int) -> int:
+        return int(self.cached * GIB)
+
+
+def found(monkeypatch: pytest.MonkeyPatch, cards: Cards | None, **keys: object) -> hardware.Hardware:
+    monkeypatch.setattr(hardware, "present_kind", lambda: cards)
+    return find_hardware(EngineTable(**keys))  # type: ignore[arg-type]
+
+
+def test_memory_that_other_processes_hold_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, shared = (found(monkeypatch, Cards([free])) for free in (23.5, 13.5))
+    assert alone.device_bytes is not None and shared.device_bytes is not None
+    assert alone.device_bytes == int(USABLE_DEVICE_FRACTION * 23.5 * GIB)
+    assert alone.device_bytes - shared.device_bytes == pytest.approx(USABLE_DEVICE_FRACTION * 10 * GIB, abs=2)
+
+
+def test_memory_that_an_earlier_engine_gave_back_to_pytorch_is_planned_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = found(monkeypatch, Cards([23.5]))
+    assert found(monkeypatch, Cards([4.5], cached=19.0)) == first
+
+
+def test_every_device_gets_the_share_of_the_fullest_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_each = found(monkeypatch, Cards([23.5, 12.0, 20.0]))
+    assert (one_each.kind, one_each.num_devices) == ("xpu", 3)
+    assert one_each.device_bytes == int(USABLE_DEVICE_FRACTION * 12 * GIB)
+    shared = found(monkeypatch, Cards([23.5, 12.0, 20.0]), num_devices=4)
+    assert shared.num_devices == 4 and shared.device_bytes == one_each.device_bytes // 2
+    given = found(monkeypatch, Cards([23.5]), device_memory_gib=3.0)
+    assert given.device_bytes == 3 * GIB
+
+
+def test_auto_takes_the_accelerators_and_the_cpu_if_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(monkeypatch, Cards([23.5])).kind == "xpu"
+    assert found(monkeypatch, Cards([23.5]), devices="xpu").kind == "xpu"
+    assert found(monkeypatch, Cards([23.5]), devices="cpu").kind == "cpu"
+    assert found(monkeypatch, None).kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("cards", "asked", "message"),
+    [
+        (None, PLANNED_KIND, 'PyTorch sees none here; legal: "auto", "cpu"'),
+        (Cards([23.5]), PLANNED_KIND, 'PyTorch sees none here; legal: "auto", "cpu", "xpu"'),
+        (Cards([23.5]), "gpu", 'no such kind is known; legal: "auto", "cpu", "xpu"'),
+    ],
+)
+def test_a_kind_that_is_not_here_is_refused_with_the_kinds_that_are(
+    monkeypatch: pytest.MonkeyPatch, cards: Cards | None, asked: str, message: str
+) -> None:
+    with pytest.raises(EngineUsageError, match=re.escape(f'engine.devices = "{asked}": {message}')):
+        found(monkeypatch, cards, devices=asked)
+
+
+def test_a_plan_for_a_machine_elsewhere_is_for_the_kind_of_the_known_cards_unless_another_is_named() -> None:
+    assert [planned_kind(EngineTable(devices=name)) for name in ("auto", "cpu", "npu")] == [
+        *(PLANNED_KIND, PLANNED_KIND, "npu")
+    ]
+    with pytest.raises(EngineUsageError, match="no such kind is known"):
+        planned_kind(EngineTable(devices="gpu"))
+
+
+def test_devices_share_the_cards_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(hardware, "kind_of", lambda name: Cards([23.5, 23.5]))
+    monkeypatch.setattr(hardware, "AcceleratorDevice", lambda *named: made.append(named))
+    for num_devices in (2, 3):
+        hardware.Hardware("xpu", num_devices, GIB).make_devices()
+    assert made == [("xpu:0", None), ("xpu:1", None), ("xpu:0", 0), ("xpu:1", 1), ("xpu:0", 2)]
+
+
+def test_a_kind_that_cannot_lock_pages_costs_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hardware, "AcceleratorDevice", lambda *named: named)
+    for locks in (True, False):
+        cards = Cards([23.5, 23.5])
+        cards.locks_pages = locks
+        monkeypatch.setattr(hardware, "kind_of", lambda name, cards=cards: cards)
+        hardware.Hardware("xpu", 2, GIB).make_devices()
+    [warning] = caplog.messages
+    assert "xpu devices cannot page-lock" in warning
