@@ -1,7 +1,6 @@
 """One stage job on its device: what the three kinds of stage compute, bring and send for each micro-batch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -96,8 +95,6 @@ class StageRun:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
         pass_ = self._job.pass_
         micro_batch, hidden, inputs = self._bring_inputs(m)
-        # The backward follows at once, so the loss may make its gradients in the forward.
-        micro_batch = replace(micro_batch, loss_factor=pass_.loss_factor)
         fused = FusedStage(self._layers, hidden, micro_batch, self._layerwise, pass_.loss_factor)
         gradients = self._differentiate(TaskKind.FUSED, m, fused.backward, (), inputs)
         # Two readers: the caller and the optimizer worker.
