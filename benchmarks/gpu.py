@@ -16,10 +16,19 @@ import psutil
 import torch
 
 from benchmarks.frame import Benchmark, Report
-from benchmarks.gpu_figures import cards, copy_rates, figures_table, test_results
+from benchmarks.gpu_figures import (
+    cards,
+    copy_rates,
+    figures_table,
+    num_allocations,
+    num_cards,
+    peak,
+    start_peak,
+    test_results,
+)
 from benchmarks.plain_loops import LR, ResidentLoop, random_step
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
-from torchround.engine.device import Device
+from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
 from torchround.engine.store.host_store import HostStore
@@ -31,13 +40,14 @@ from torchround.pipeline.memory import GIB
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import evaluate_plan
-from torchround.run.engine_parts import build_engine, build_store
+from torchround.run.engine_parts import build_engine, build_store, layer_compiler
 from torchround.run.hardware import Hardware, find_hardware
 from torchround.run.numbers import DTYPES, RunNumbers, run_question
 from torchround.run.step_meter import flops_per_token, mfu
 
 OPTIMIZER = OptimizerTable(lr=LR)
 WARM_UP_STEPS = 2  # later steps allocate nothing more
+COMPILE: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.deadline_s = time.perf_counter() + options.budget_s
+        self._compilers: dict[bool | str, LayerCompiler | None] = {}
         family = FAMILIES[options.family]
         config = family.config_from_flavor(options.flavor)
         training = TrainingTable(
@@ -100,6 +111,7 @@ class Bench:
         return report
 
     def _runs(self, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        first_compile, *others = self.options.compile
         for update in self.options.updates:
             table = self._table(update, 1)
             store = build_store(self.shape.model, self._numbers(table), find_hardware(table))
@@ -111,7 +123,10 @@ class Bench:
                 if "layers" not in report:
                     report["layers"], report["first_loss"], costs = self._measure_layers(store)
                 for workers in self.options.workers:
-                    yield self._engine_run(store, update, workers, costs)
+                    yield self._engine_run(store, update, workers, first_compile, costs)
+                    # Beside the run that comes first, with nothing else changed.
+                    while others:
+                        yield self._engine_run(store, update, workers, others.pop(0), costs)
             finally:
                 store.close()
                 del store
@@ -120,33 +135,39 @@ class Bench:
     def _numbers(self, table: EngineTable) -> RunNumbers:
         return RunNumbers(self.shape.training, table)
 
-    def _table(self, update: str, workers: int) -> EngineTable:
+    def _table(self, update: str, workers: int, compiled: str | None = None) -> EngineTable:
+        """Return the engine's settings; `compiled` is a value of `--compile`, its first one by default."""
         table = EngineTable(devices=self.options.devices, num_devices=workers, update=update)  # type: ignore[arg-type]
         share_gib = find_hardware(table).device_bytes / GIB
         return table.model_copy(
             update={
                 "device_memory_gib": min(self.options.device_memory_gib, share_gib),
-                "compile": self.options.compile,
+                "compile": COMPILE[compiled or self.options.compile[0]],
             }
         )
 
-    def _engine_run(self, store: HostStore, update: str, workers: int, measured: Costs) -> dict[str, Any]:
-        figures: dict[str, Any] = {"update": update, "workers": workers}
+    def _engine_run(
+        self, store: HostStore, update: str, workers: int, compiled: str, measured: Costs
+    ) -> dict[str, Any]:
+        figures: dict[str, Any] = {"update": update, "workers": workers, "compile": compiled}
         if time.perf_counter() > self.deadline_s:
             return {**figures, "left_out": "the time was up"}
-        table = self._table(update, workers)
+        table = self._table(update, workers, compiled)
         hardware, numbers = find_hardware(table), self._numbers(table)
         plan = plan_for(run_question(self.shape.model, numbers, hardware))
         devices = hardware.make_devices()
         links = find_link_use(table.share_links, devices, store)
         baseline_bytes = start_peak(devices)
+        compiler = self._layer_compiler(table, hardware)
+        start_s = time.perf_counter()
         with build_engine(
-            self.shape.model, store, devices, plan, numbers, OPTIMIZER, turns=links.turns
+            self.shape.model, store, devices, plan, numbers, OPTIMIZER, compiler, links.turns
         ) as engine:
             results, ends_s, allocations = self._steps(engine)
             allocations = [count - allocations[WARM_UP_STEPS - 1] for count in allocations]
             peak_bytes = peak(devices) - baseline_bytes
         figures |= self._speed(results, ends_s, hardware, workers)
+        figures["first_step_s"] = ends_s[0] - start_s  # with all compilation
         figures |= {
             "plan": json.loads(plan.to_json()),
             "links": links.text,
@@ -159,6 +180,12 @@ class Bench:
             "host_gib": psutil.Process().memory_info().rss / GIB,
         }
         return figures
+
+    def _layer_compiler(self, table: EngineTable, hardware: Hardware) -> LayerCompiler | None:
+        """Return the compiler that all runs with this setting share, as the engines of one run do."""
+        if table.compile not in self._compilers:
+            self._compilers[table.compile] = layer_compiler(self.shape.model, table, hardware.kind)
+        return self._compilers[table.compile]
 
     def _steps(self, engine: Engine) -> tuple[list[StepResult], list[float], list[int]]:
         """Run warm-up and measured steps; each is dispatched while the step before it runs."""
@@ -206,8 +233,9 @@ class Bench:
         partition = one_layer_a_stage(counted.num_layers)
         plan = evaluate_plan(partition, 1, counted, 1, self.options.micro_batches, store.policy.name)
         results = []
+        compiler = self._layer_compiler(table, hardware)
         with build_engine(
-            self.shape.model, store, hardware.make_devices(), plan, numbers, OPTIMIZER
+            self.shape.model, store, hardware.make_devices(), plan, numbers, OPTIMIZER, compiler
         ) as engine:
             for step in range(WARM_UP_STEPS):
                 results.append(engine.forward_backward(self.shape.micro_batches(seed=step)))
@@ -254,8 +282,8 @@ class Bench:
             # Freed before the engine runs, whose peak must not contain the rival's memory.
             loop = None  # type: ignore[assignment]
             gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            if device.type != "cpu":
+                torch.accelerator.empty_cache()
         step_s = statistics.median(steps_s[1:])
         tokens_per_s = self.shape.training.global_batch_size * self.shape.training.seq_len / step_s
         return {
@@ -280,36 +308,9 @@ def sum_times(result: StepResult) -> dict[str, float]:
     return {name: sum(getattr(report, name) for report in result.reports()) for name in names}
 
 
-def num_cards(devices: Sequence[Device]) -> int:
-    """Count the GPUs behind the devices; each virtual device counts as one."""
-    cuda = {device.torch_device for device in devices if device.torch_device.type == "cuda"}
-    return len(cuda) or len(devices)
-
-
-def start_peak(devices: Sequence[Device]) -> int:
-    """Forget earlier peaks, and return the bytes that the fullest card holds already."""
-    cards = {device.torch_device for device in devices if device.torch_device.type == "cuda"}
-    for card in cards:
-        torch.cuda.synchronize(card)
-        torch.cuda.reset_peak_memory_stats(card)
-    return max((torch.cuda.memory_allocated(card) for card in cards), default=0)
-
-
-def peak(devices: Sequence[Device]) -> int:
-    """Return the fullest card's peak in bytes."""
-    return max(device.peak_bytes() for device in devices)
-
-
-def num_allocations(devices: Sequence[Device]) -> int:
-    """Count the engine's own allocations and, on CUDA, every block that PyTorch asked the driver for."""
-    cards = {device.torch_device for device in devices if device.torch_device.type == "cuda"}
-    driver = sum(int(torch.cuda.memory_stats(card)["num_device_alloc"]) for card in cards)
-    return sum(device.num_allocations for device in devices) + driver
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the model, the steps and the limits."""
-    parser.add_argument("--devices", choices=["auto", "cuda", "cpu"], default="cuda", help="kind of device")
+    parser.add_argument("--devices", default="cuda", help="kind of device, as in engine.devices")
     parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen3", help="model family")
     parser.add_argument("--flavor", default="1.7B", help="the family's flavor")
     parser.add_argument(
@@ -327,7 +328,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--copy-mib", type=int, default=512, help="size of the copies whose rate is measured")
     parser.add_argument("--budget-s", type=float, default=270.0, help="no run starts after so many seconds")
     parser.add_argument(
-        "--compile", action="store_true", help="compile the optimizer update (a C++ compiler)"
+        "--compile",
+        nargs="+",
+        choices=list(COMPILE),
+        default=["auto", "false"],
+        help="engine.compile of all runs, and of further runs beside the first one (default: auto false)",
     )
     parser.add_argument("--tests-xml", help="pytest's JUnit file, to be counted into the figures")
 
@@ -347,7 +352,10 @@ def missed_bounds(figures: Report) -> list[str]:
 def headline(figures: Report) -> tuple[str, str]:
     """Name the speed of each run that was made, and the rival's."""
     runs = [run for run in figures["runs"] if "left_out" not in run]
-    ours = ", ".join(f"{run['update']} x {run['workers']} {run['tokens_per_s']:.0f}" for run in runs)
+    ours = ", ".join(
+        f"{run['update']} x {run['workers']} compile {run['compile']} {run['tokens_per_s']:.0f}"
+        for run in runs
+    )
     resident = figures["resident"]
     rival = resident.get("left_out") or f"all on the device {resident['tokens_per_s']:.0f}"
     return f"{figures['model']}: {ours or 'no run'} tokens/s", rival
@@ -358,7 +366,8 @@ GPU = Benchmark(
 
 A model of a real shape with random weights and random tokens, sync and async, with one worker and with two that share
 a card, and as a rival a plain loop that keeps everything on the card. The plan is made for a card of
---device-memory-gib, so that there is something to offload on a large card too. --devices cpu runs the same code on
+--device-memory-gib, so that there is something to offload on a large card too. Layers and update are compiled as users'
+runs compile them (engine.compile = "auto"), and one run beside the first has nothing compiled. --devices cpu runs the same code on
 virtual devices, for a try without a GPU. Prints a short table; everything goes to the JSON file. Ends with 1 if a
 loss is not finite or a given test failed.""",
     add_options,

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import torch
 
+from torchround.accelerators import kind_of
 from torchround.engine.device import Device, Stream
 from torchround.engine.store.host_memory import HostAllocator
 from torchround.pipeline.memory import GIB
@@ -17,12 +18,12 @@ REPEATS = 4
 
 def cards(hardware: Hardware) -> dict[str, Any]:
     """Describe the devices that the figures were measured on."""
-    cuda = hardware.kind == "cuda"
+    kind = kind_of(hardware.kind)
+    virtual = hardware.kind == "cpu"
     return {
-        "names": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        if cuda
-        else ["cpu"],
-        "device_gib": torch.cuda.get_device_properties(0).total_memory / GIB if cuda else None,
+        "kind": hardware.kind,
+        "names": ["cpu"] if virtual else [kind.card_name(index) for index in range(kind.count())],
+        "device_gib": None if virtual else kind.free_and_total_bytes(0)[1] / GIB,
         "known_card": None if hardware.spec is None else hardware.spec.name,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -91,6 +92,37 @@ class _Lane:
         return [nbytes / end.seconds_since(start) / 1e9 for start, end in self._marks]
 
 
+def num_cards(devices: Sequence[Device]) -> int:
+    """Count the GPUs behind the devices; each virtual device counts as one."""
+    return len(accelerators(devices)) or len(devices)
+
+
+def accelerators(devices: Sequence[Device]) -> set[torch.device]:
+    """Return the GPUs behind the devices, each once."""
+    return {device.torch_device for device in devices if device.torch_device.type != "cpu"}
+
+
+def start_peak(devices: Sequence[Device]) -> int:
+    """Forget earlier peaks, and return the bytes that the fullest card holds already."""
+    cards = accelerators(devices)
+    for card in cards:
+        torch.accelerator.synchronize(card)
+        torch.accelerator.reset_peak_memory_stats(card)
+    return max((torch.accelerator.memory_allocated(card) for card in cards), default=0)
+
+
+def peak(devices: Sequence[Device]) -> int:
+    """Return the fullest card's peak in bytes."""
+    return max(device.peak_bytes() for device in devices)
+
+
+def num_allocations(devices: Sequence[Device]) -> int:
+    """Count the engine's own allocations and, on GPUs, every block that PyTorch asked the driver for."""
+    stats = (torch.accelerator.memory_stats(card) for card in accelerators(devices))
+    driver = sum(int(found.get("num_device_alloc", 0)) for found in stats)
+    return sum(device.num_allocations for device in devices) + driver
+
+
 def test_results(path: Path) -> dict[str, Any]:
     """Count the tests in pytest's JUnit file, and name those that failed."""
     cases = list(ElementTree.parse(path).getroot().iter("testcase"))
@@ -119,21 +151,24 @@ def figures_table(report: dict[str, Any]) -> str:
         + " + ".join(f"{rate:.1f}" for rate in copies["both_ways_gb_per_s"][0])
     )
     lines.append(
-        f"{'run':22}{'tokens/s':>10}{'MFU':>8}{'step s':>9}{'pred. s':>9}{'GiB':>7}{'pred.':>7}{'exposed upload s':>18}"
+        f"{'run':36}{'tokens/s':>10}{'MFU':>8}{'step s':>9}{'pred. s':>9}{'GiB':>7}{'pred.':>7}{'exposed upload s':>18}"
     )
-    lines += [_run_line(f"{run['update']}, {run['workers']} worker(s)", run) for run in report["runs"]]
+    lines += [
+        _run_line(f"{run['update']}, {run['workers']} worker(s), compile {run['compile']}", run)
+        for run in report["runs"]
+    ]
     lines.append(_run_line("plain, all on device", report["resident"]))
     return "\n".join(lines)
 
 
 def _run_line(name: str, run: dict[str, Any]) -> str:
     if "left_out" in run:
-        return f"{name:22}left out: {run['left_out']}"
+        return f"{name:36}left out: {run['left_out']}"
     share = "-" if run["mfu"] is None else f"{100 * run['mfu']:.1f} %"
     predicted = run.get("predicted_from_measured_layers_s")
     exposed = run.get("per_device_and_step", {}).get("weights_wait_s")
     return (
-        f"{name:22}{run['tokens_per_s']:>10.0f}{share:>8}{run['step_s']:>9.3f}{_number(predicted, 3):>9}"
+        f"{name:36}{run['tokens_per_s']:>10.0f}{share:>8}{run['step_s']:>9.3f}{_number(predicted, 3):>9}"
         f"{run['device_peak_gib']:>7.2f}{_number(run.get('predicted_device_gib'), 2):>7}{_number(exposed, 4):>18}"
     )
 

@@ -267,9 +267,9 @@ def count_layers(
             with CountingMode() as mode:
                 run = ForwardWithGraph(layers, hidden, micro_batch, layerwise=False)
                 forward, mode.counted = mode.counted, Counted()
-                run.backward([torch.empty_like(part) for part in as_tuple(run.output)])
+                hidden = _detached(run.output)  # the backward takes the graph
+                run.backward([torch.empty_like(part) for part in as_tuple(hidden)])
             counted.append(CountedLayer(name, forward, mode.counted))
-            hidden = _detached(run.output)
     return counted
 
 

@@ -39,6 +39,8 @@ class AcceleratorKind:
     events_cross_devices = False
     # Whether attention with a mask takes fewer kv heads than query heads without writing all scores to memory.
     shares_kv_heads_under_mask = True
+    # Whether Inductor writes code for this kind, so that `engine.compile = "auto"` compiles layers.
+    compiles = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -141,6 +143,7 @@ class CudaKind(AcceleratorKind):
     locks_pages = True
     events_cross_devices = True
     shares_kv_heads_under_mask = False
+    compiles = True
 
     def __init__(self, capability: tuple[int, int] | None = None) -> None:
         super().__init__("cuda")
@@ -205,6 +208,7 @@ class XpuKind(AcceleratorKind):
     """Intel's GPUs. PyTorch offers no way to page-lock memory that exists already."""
 
     shares_kv_heads_under_mask = False
+    compiles = True
 
     def __init__(self) -> None:
         super().__init__("xpu")

@@ -135,7 +135,7 @@ class Trainer:
         parts, config = self._parts, self.config
         self.store = build_store(parts.model, parts.numbers, parts.hardware, parts.mapped)
         # One compiler for all engines of the run: the one that measures and the one after it run the same layers.
-        self._compiler = layer_compiler(parts.model, config.engine)
+        self._compiler = layer_compiler(parts.model, config.engine, parts.hardware.kind)
         devices = parts.hardware.make_devices()
         self._traces = StepTraces(config.trace, self._folder.path / "trace", devices, config.training.steps)
         self._devices = devices

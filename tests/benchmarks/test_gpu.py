@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu
 from benchmarks.gpu import GPU
+from torchround.pipeline.costs import Costs, LayerCost
+from torchround.run.engine_parts import build_store
+from torchround.run.hardware import find_hardware
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -30,18 +34,19 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def test_every_run_is_measured_and_predicted(report: dict) -> None:
     runs = report["runs"]
-    assert [(run["update"], run["workers"]) for run in runs] == [
-        ("sync", 1),
-        ("sync", 2),
-        ("async", 1),
-        ("async", 2),
+    assert [(run["update"], run["workers"], run["compile"]) for run in runs] == [
+        ("sync", 1, "auto"),
+        ("sync", 1, "false"),
+        ("sync", 2, "auto"),
+        ("async", 1, "auto"),
+        ("async", 2, "auto"),
     ]
     for run in [*runs, report["resident"]]:
         assert run["tokens_per_s"] > 0 and run["step_s"] > 0
         assert all(map(math.isfinite, run["losses"]))
     for run in runs:
         assert run["predicted_from_measured_layers_s"] > 0
-        assert run["allocations_after_warm_up"] == 0
+        assert run["allocations_after_warm_up"] == 0 and run["first_step_s"] > 0
         assert 0 < run["device_peak_gib"] <= run["predicted_device_gib"]
         times = run["per_device_and_step"]
         assert times["busy_s"] > 0 and times["uploaded_bytes"] > 0
@@ -50,7 +55,33 @@ def test_every_run_is_measured_and_predicted(report: dict) -> None:
 def test_the_rival_computes_the_same_loss_from_the_same_weights_and_tokens(report: dict) -> None:
     """The first loss comes before any update. The later ones may differ by the noise of bf16."""
     assert report["resident"]["losses"][0] == pytest.approx(report["first_loss"], rel=1e-3)
-    assert report["resident"]["losses"][1] == pytest.approx(report["runs"][2]["losses"][1], rel=1e-2)
+    assert report["resident"]["losses"][1] == pytest.approx(report["runs"][3]["losses"][1], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"), [([], ["auto", "auto", False]), (["--compile", "true"], [True, True])]
+)
+def test_runs_are_compiled_as_users_runs_are_and_one_beside_the_first_is_not(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], settings: list[bool | str]
+) -> None:
+    """A benchmark of eager layers and of the uncompiled update would measure what no user runs."""
+    asked = []
+
+    def build(*parts: object) -> None:
+        asked.append(parts[4].engine.compile)  # type: ignore[attr-defined]
+        raise KeyboardInterrupt  # the settings are known
+
+    monkeypatch.setattr(gpu, "build_engine", build)
+    bench = gpu.Bench(GPU.parse("gpu", [*SMALL, "--workers", "1", "--updates", "sync", *options]))
+    model, table = bench.shape.model, bench._table("sync", 1)
+    store = build_store(model, bench._numbers(table), find_hardware(table))
+    with pytest.raises(KeyboardInterrupt):
+        bench._measure_layers(store)
+    for compiled in bench.options.compile:
+        with pytest.raises(KeyboardInterrupt):
+            bench._engine_run(store, "sync", 1, compiled, Costs((LayerCost("none", 0.0, 0.0),)))
+    store.close()
+    assert asked == settings
 
 
 def test_a_rate_is_measured_each_way(report: dict) -> None:
@@ -86,7 +117,7 @@ def test_what_does_not_fit_into_the_time_is_left_out_and_failed_tests_fail_the_c
 
 
 def test_the_command_ends_with_the_table_where_there_is_no_gpu_too(tmp_path: Path) -> None:
-    """The command must tell gpu tests that are deselected, because there is no GPU, from tests that passed."""
+    """The command must not take tests on the simulated accelerator for tests that passed on a GPU."""
     environment = {
         **os.environ,
         "PYTHON": sys.executable,
@@ -105,4 +136,4 @@ def test_the_command_ends_with_the_table_where_there_is_no_gpu_too(tmp_path: Pat
     assert done.returncode != 0 and "no GPU" in done.stderr, done.stderr[-2000:]
     assert "plain, all on device" in done.stdout.splitlines()[-1]
     report = json.loads((tmp_path / "figures.json").read_text())
-    assert report["machine"]["torch"] == torch.__version__ and report["tests"]["passed"] == 0
+    assert report["machine"]["torch"] == torch.__version__ and "tests" not in report

@@ -101,16 +101,17 @@ class EngineTable(Table):
     must be longer than the longest stage takes for one micro-batch."""
 
     compile: bool | Literal["auto"] = "auto"
-    """Code that Inductor compiles. `true`: the host's optimizer update and the layers. `auto`: the optimizer update alone, from
-    2^25 trained parameters on; smaller models do not win the time back. `false`: nothing.
+    """Code that Inductor compiles. `true`: the host's optimizer update and the layers. `auto`: the layers on accelerators that
+    Inductor writes code for (`cuda`, `xpu`), and the optimizer update from 2^25 trained parameters on; smaller models do
+    not win the time back. `false`: nothing.
 
     The compiled optimizer update is several times as fast, with the same bits. Compiling it takes one core about 20 s
     while the first step runs. Layers are compiled during the first step, once for each kind of layer and each size of
-    micro-batch: 10 to 60 s each, on CUDA once per GPU. Compiled layers are faster if elementwise steps take a large part
+    micro-batch: 10 to 60 s each, once per GPU. Compiled layers are faster if elementwise steps take a large part
     of the time. A compiled layer holds all its gradients of one micro-batch on the device at once. Its losses differ in
     the last bits from uncompiled ones, so a run should keep this setting. Compiled code is cached in
-    `TORCHINDUCTOR_CACHE_DIR`. Needs a C++ compiler (`CXX`) and, on CUDA, Triton. Code that cannot be compiled runs
-    uncompiled, with one warning."""
+    `TORCHINDUCTOR_CACHE_DIR`. Needs a C++ compiler (`CXX`) and, on GPUs, Triton. Code that cannot be compiled runs
+    uncompiled, with one warning. With `auto` so do layers that take too much device memory while they are compiled."""
 
     share_links: bool | Literal["auto"] = "auto"
     """Turns for GPUs that share a link to the host, for example below one PCIe switch: one uploads weights at a time.

@@ -41,9 +41,14 @@ COST = (
 
 
 class LayerCompiler:
-    """The compiled kinds of one model. Successive engines may share it. `backend` is one of `torch.compile`'s."""
+    """The compiled kinds of one model. Successive engines may share it. `backend` is one of `torch.compile`'s.
 
-    def __init__(self, model: LayeredModel, backend: str = "inductor") -> None:
+    If compiling `is_required`, a device that runs out of memory meanwhile ends the run. Otherwise the layers run
+    uncompiled then.
+    """
+
+    def __init__(self, model: LayeredModel, backend: str = "inductor", is_required: bool = True) -> None:
+        self._is_required = is_required
         self.kinds: list[LayerKind] = []
         self._kind_of: list[LayerKind] = []
         self._backend = backend
@@ -55,7 +60,7 @@ class LayerCompiler:
             code = (index == len(model.layers) - 1, _structure(layer))
             kind = next((kind for kind in self.kinds if kind.code == code), None)
             if kind is None:
-                kind = LayerKind(layer, code, is_last=code[0], backend=backend, compiling=self._compiling)
+                kind = LayerKind(layer, code, code[0], backend, is_required, self._compiling)
                 self.kinds.append(kind)
             kind.layer_names.append(name)
             self._kind_of.append(kind)
@@ -82,7 +87,10 @@ class LayerCompiler:
                     missing = _missing_compiler(device) if self._backend == "inductor" else None
                     if missing is not None:
                         logger.warning(
-                            "engine.compile = true: no layer can be compiled (%s); they %s", missing, COST
+                            "%s: no layer can be compiled (%s); they %s",
+                            _setting(self._is_required),
+                            missing,
+                            COST,
                         )
                     self._compiles[device] = missing is None
         return self._compiles[device]
@@ -100,7 +108,13 @@ class LayerKind:
     """Layers of the same code, and one `CompiledShape` for each shape, device and kind of call that has occurred."""
 
     def __init__(
-        self, layer: nn.Module, code: object, *, is_last: bool, backend: str, compiling: threading.Lock
+        self,
+        layer: nn.Module,
+        code: object,
+        is_last: bool,
+        backend: str,
+        is_required: bool,
+        compiling: threading.Lock,
     ) -> None:
         self.code = code
         self.layer_names: list[str] = []
@@ -112,6 +126,7 @@ class LayerKind:
         # caller's model must not show.
         self._prototype = copy.deepcopy(layer)
         self._is_last = is_last
+        self._is_required = is_required
         self._backend = backend
         self._compiling = compiling
         self._given_up = False
@@ -172,8 +187,11 @@ class LayerKind:
             # A compilation takes longer than the watchdog waits.
             with _counted_as_progress(board):
                 shape.rehearse(micro_batch, tensors)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            if self._is_required:
+                raise
+            # The user did not ask for compiled layers, and uncompiled ones hold less memory at once.
+            self._give_up(error)
         except Exception as error:  # noqa: BLE001  (compilers raise whatever they like)
             self._give_up(error)
         else:
@@ -201,7 +219,8 @@ class LayerKind:
         names = f"{first} .. {others[-1]}" if others else first
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
         logger.warning(
-            "engine.compile = true: %s cannot be compiled (%s: %s) and %s",
+            "%s: %s cannot be compiled (%s: %s) and %s",
+            _setting(self._is_required),
             names,
             type(error).__name__,
             reason[:300],
@@ -278,6 +297,11 @@ class _Run(torch.autograd.Function):
         inner, outputs = ctx.inner, ctx.outputs
         ctx.inner = ctx.outputs = None  # the activations that they keep are of no more use
         return None, None, *ctx.shape.backward(inner, outputs, grads)
+
+
+def _setting(is_required: bool) -> str:
+    """Return the setting that layers are compiled for, as the config says it."""
+    return "engine.compile = true" if is_required else 'engine.compile = "auto"'
 
 
 def _as_data(fact: int | Tensor | None) -> Tensor | None:

@@ -15,7 +15,7 @@ from torchround.layer import LayeredModel
 from torchround.optim import SpikeBounds
 from torchround.pipeline.plan import Plan
 from torchround.run.hardware import Hardware
-from torchround.run.numbers import RunNumbers
+from torchround.run.numbers import RunNumbers, compiles_layers
 
 # From this size on `engine.compile = "auto"` compiles the update. Compiling takes about 20 s and then saves about 2 ns per
 # parameter and step on two cores, so that at this size it pays for itself in some 300 steps.
@@ -65,7 +65,7 @@ def build_engine(
         accumulate_dtype=numbers.accumulate_dtype,
         hang_timeout_s=table.hang_timeout_s,
         compile_update=compiles_update(table, store),
-        compiler=compiler or layer_compiler(model, table),
+        compiler=compiler or layer_compiler(model, table, devices[0].torch_device.type),
         turns=turns,
     )
     return Engine(model, store, devices, plan.partition, optimizer=optimizer, settings=settings)
@@ -78,6 +78,8 @@ def compiles_update(table: EngineTable, store: HostStore) -> bool:
     return table.compile
 
 
-def layer_compiler(model: LayeredModel, table: EngineTable) -> LayerCompiler | None:
-    """Return a compiler of the model's layers if `engine.compile` is `true`; `"auto"` compiles the update alone."""
-    return LayerCompiler(model) if table.compile is True else None
+def layer_compiler(model: LayeredModel, table: EngineTable, kind: str) -> LayerCompiler | None:
+    """Return a compiler of the model's layers if `engine.compile` asks for one on devices of this kind."""
+    if not compiles_layers(table, kind):
+        return None
+    return LayerCompiler(model, is_required=table.compile is True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torchround.accelerators import kind_of
 from torchround.config import EngineTable, TrainingTable
 from torchround.engine.compiled import runs_fused
 from torchround.engine.errors import EngineUsageError
@@ -110,12 +111,20 @@ def layer_works(
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
-        if numbers.engine.compile is True and not runs_fused(layer, kind):
+        if compiles_layers(numbers.engine, kind) and not runs_fused(layer, kind):
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             work = replace(work, workspace_bytes=work.workspace_bytes + trained * element_bytes)
         works.append(work)
     return works
+
+
+def compiles_layers(table: EngineTable, kind: str) -> bool:
+    """Return whether `engine.compile` asks for compiled layers on devices of a kind.
+
+    `"auto"` asks for them on accelerators that Inductor writes code for. A compiler may still be missing there.
+    """
+    return kind_of(kind).compiles if table.compile == "auto" else table.compile
 
 
 def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
