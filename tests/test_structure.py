@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"accelerators", "layer", "untrusted"},
     "config": {"untrusted"},
     "pipeline": {"config", "untrusted"},
-    "optim": BELOW_ENGINE,
+    "optim": BELOW_ENGINE | {"accelerators"},
     "data": BELOW_ENGINE,
     "checkpoint": BELOW_ENGINE,
     "hf": BELOW_ENGINE | {"checkpoint"},

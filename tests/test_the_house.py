@@ -53,8 +53,14 @@ def swallows_no_error(source: Source) -> Iterator[str]:
                 yield f"line {node.lineno}: except {caught}"
 
 
+# Tests on an accelerator need a card, or a compiler to build the simulated one.
+MAY_SKIP = ("tests/accelerator/conftest.py", "pytest.skip")
+
+
 def leaves_nothing_open_or_skipped(source: Source) -> Iterator[str]:
-    yield from (word for word in OPEN_ENDS if word in source.text)
+    for word in OPEN_ENDS:
+        if word in source.text and (source.name, word) != MAY_SKIP:
+            yield word
 
 
 def calls_only_float32_weights_master(source: Source) -> Iterator[str]:

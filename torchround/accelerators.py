@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -222,6 +223,9 @@ class XpuKind(AcceleratorKind):
     def missing_compiler(self) -> str | None:
         return None if _has_triton() else "the package triton is not installed"
 
+
+# Environment variables of a process that must not touch an accelerator. AMD's library reads this one too.
+NO_ACCELERATORS = MappingProxyType({"CUDA_VISIBLE_DEVICES": ""})
 
 # The kind of the cards whose rates are known. A plan assumes it if it is not told another kind.
 PLANNED_KIND = "cuda"

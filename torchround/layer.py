@@ -8,6 +8,7 @@ Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -115,6 +116,20 @@ def with_dropout_seeds(micro_batches: Sequence[MicroBatch], seed: int, step: int
     """Give each micro-batch of a training step the number that its dropout masks are made from."""
     first = (seed * 2**40 + step) * 2**20  # room for 2^20 micro-batches: no two steps of a run share a number
     return [replace(part, dropout_seed=first + index) for index, part in enumerate(micro_batches)]
+
+
+@dataclass(frozen=True, eq=False)
+class FileTensor:
+    """A flat tensor that stays in a file, from byte `begin` of it on.
+
+    `memory` maps the file, read-only. `descriptor` is the same file, open as long as `memory` lives; `path`
+    is for messages, because another file may have that name by now.
+    """
+
+    memory: Tensor
+    path: Path
+    descriptor: int
+    begin: int
 
 
 @dataclass(frozen=True)

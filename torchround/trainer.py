@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from torchround.checkpoint import CheckpointError
 from torchround.config import Config
 from torchround.data import DataError, cut
@@ -21,7 +19,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
 from torchround.engine.worker.link_turns import find_link_use
 from torchround.hf import PretrainedWeights
-from torchround.layer import LayeredModel, MicroBatch, with_dropout_seeds
+from torchround.layer import FileTensor, LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
 from torchround.observe.loss_curve import draw_run
 from torchround.optim import LRSchedule
@@ -74,7 +72,7 @@ class RunParts:
     question: RunQuestion
     plan: Plan
     pretrained: PretrainedWeights | None
-    mapped: Mapping[str, Sequence[Tensor]]
+    mapped: Mapping[str, Sequence[FileTensor]]
 
 
 class Trainer:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.small_run import STEPS, SmallRuns, small_runs
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.accelerators import kind_of, present_kind
 from torchround.config import EngineTable
 from torchround.engine.device import AcceleratorDevice, Stream
@@ -92,3 +93,21 @@ def test_a_run_on_accelerators_has_the_losses_of_one_on_the_cpu(kind, small_runs
     for step, figures in expected.items():
         # Kernels of a card round differently in each of the five steps.
         assert found[step] == pytest.approx(figures, rel=1e-4), step
+
+
+def test_an_engine_gives_its_memory_back_to_the_driver(simulator, kind):
+    """The next engine has slots of other sizes, which cached blocks would not fit."""
+    torch.accelerator.empty_cache()
+    before = [simulator.memory_statistics(device)["reserved_bytes"] for device in range(2)]
+    model, devices = toy_model(), iter([AcceleratorDevice(f"{kind}:{index}") for index in range(2)])
+    with toy_engine(
+        model,
+        toy_store(model, pinned=True),
+        PARTITIONS["one layer a stage"],
+        2,
+        wrap=lambda _: next(devices),
+    ) as engine:
+        train(engine, toy_batches(2, micro_batches=4))
+        during = [simulator.memory_statistics(device)["reserved_bytes"] for device in range(2)]
+    assert min(during) > 0
+    assert [simulator.memory_statistics(device)["reserved_bytes"] for device in range(2)] == before

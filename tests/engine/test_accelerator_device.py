@@ -117,6 +117,7 @@ def current(monkeypatch):
     monkeypatch.setitem(accelerators._registered(), "xpu", StandIn("xpu"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: default)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(host_memory, "PageLocker", FakeLocker)
     return default
 

@@ -14,7 +14,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.support.rounding import FP32, assert_states_close
-from tests.support.small_run import small_runs
 from tests.support.toy import (
     PARTITIONS,
     ToyBlock,
@@ -25,9 +24,7 @@ from tests.support.toy import (
     toy_store,
     train,
 )
-from torchround import accelerators
-from torchround.accelerators import AcceleratorKind, as_if_on
-from torchround.config import EngineTable, TrainingTable
+from torchround.accelerators import as_if_on
 from torchround.engine.board import Board
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import PipelineError
@@ -35,10 +32,7 @@ from torchround.layer import with_dropout_seeds
 from torchround.models import FAMILIES
 from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
-from torchround.run import engine_parts
-from torchround.run.numbers import RunNumbers, layer_works
 
-__all__ = ["small_runs"]  # the fixture
 pytestmark = pytest.mark.compiles
 
 BATCHES = toy_batches(4, micro_batches=4)
@@ -355,63 +349,3 @@ def test_auto_without_a_compiler_runs_layers_as_they_are_with_one_warning(monkey
     assert found[0] == expected[0]
     [message] = warned()
     assert 'engine.compile = "auto": no layer can be compiled' in message
-
-
-class WithCompiler(AcceleratorKind):
-    """A kind that Inductor writes code for, which stands for the CPU here."""
-
-    compiles = True
-
-
-@pytest.fixture
-def compiling_kind(monkeypatch):
-    monkeypatch.setitem(accelerators._registered(), "cpu", WithCompiler("cpu"))
-
-
-def test_auto_compiles_layers_on_kinds_that_inductor_writes_code_for(compiling_kind):
-    def compiles(setting, kind):
-        return engine_parts.layer_compiler(toy_model(), EngineTable(compile=setting), kind) is not None
-
-    assert compiles("auto", "cpu") and compiles("auto", "cuda") and not compiles("auto", "npu")
-    assert not compiles(False, "cpu") and compiles(True, "npu")
-
-
-def test_auto_compiles_no_layer_on_the_cpu():
-    assert engine_parts.layer_compiler(toy_model(), EngineTable(), "cpu") is None
-
-
-@pytest.mark.parametrize("setting", ["auto", True, False])
-def test_a_plan_counts_the_gradients_of_a_compiled_layer_where_layers_are_compiled(setting):
-    """They leave a compiled layer all at once, in the weights' number format."""
-    model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug"))
-    block = model.layers[1]
-    gradients = 2 * sum(parameter.numel() for parameter in block.parameters())
-    numbers = RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable(compile=setting))
-    for kind, compiled in (("cuda", setting in (True, "auto")), ("cpu", setting is True)):
-        counted = layer_works(model, numbers, kind, 64, 2)[1].workspace_bytes
-        assert counted - block.work(2, 64, 2, kind).workspace_bytes == compiled * gradients
-
-
-@pytest.mark.parametrize(
-    "adapters", [(), ("--lora.rank=4", "--lora.alpha=8", "--lora.dropout=0.25")], ids=["full", "LoRA"]
-)
-def test_a_run_with_auto_compiles_evaluates_and_resumes_to_the_same_bits(
-    small_runs, monkeypatch, compiling_kind, adapters
-):
-    """The whole command, with the compiler's tracing but without its code, on a kind with a compiler."""
-    made = []
-
-    def traced(model, is_required):
-        made.append(LayerCompiler(model, "aot_eager", is_required))
-        return made[-1]
-
-    monkeypatch.setattr(engine_parts, "LayerCompiler", traced)
-    validation = ("--validation.interval_steps=2", "--data.validation_fraction=0.1")
-    planning = ("--engine.plan=none", "--engine.measure_steps=2", "--lr_schedule.decay=none")
-    settings = (*validation, *planning, *adapters)
-    assert small_runs("whole", *settings) == 0
-    assert small_runs("parts", *settings, "--training.steps=3") == 0
-    assert small_runs("parts", *settings) == 0
-    small_runs.assert_same("parts", "whole")
-    # One compiler for a run's two engines: the one that measures and the one after it.
-    assert len(made) == 3 and all(kind.shapes for compiler in made for kind in compiler.kinds)

@@ -142,13 +142,13 @@ numbers = view_of(map_file(path), read_header(path)["numbers"])
 path.rename(path.with_name("deleted"))
 path.write_bytes(b"another file of the same name")
 path.with_name("deleted").unlink()
-assert numbers[-1].item() == 3.0
+assert numbers.memory[-1].item() == 3.0
 print("still there", flush=True)
 path = Path(sys.argv[2])
 numbers = view_of(map_file(path), read_header(path)["numbers"])
 with open(path, "r+b") as file:
     file.truncate(4096)
-print(numbers[-1].item())
+print(numbers.memory[-1].item())
 """
 
 

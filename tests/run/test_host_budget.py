@@ -8,9 +8,9 @@ import torch
 
 import torchround.run.hardware
 from torchround.config import EngineTable, TrainingTable
-from torchround.layer import LayeredModel
+from torchround.layer import FileTensor, LayeredModel
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.memory import HostMemory
+from torchround.pipeline.memory import READER_CHUNK_BYTES, READER_CHUNKS, HostMemory
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.engine_parts import build_store
@@ -65,13 +65,16 @@ def test_a_base_in_its_files_is_no_memory_of_the_host_store(tied: bool) -> None:
     numbers = RunNumbers(TrainingTable(dtype="bfloat16"), EngineTable())
     built = model(tied=tied, adapters=True)
     base = {name: shape for name, shape in built.stored_shapes().items() if "lora_" not in name}
-    mapped = {name: (torch.zeros(shape.numel(), dtype=torch.bfloat16),) for name, shape in base.items()}
+    mapped = {
+        name: (FileTensor(torch.zeros(shape.numel(), dtype=torch.bfloat16), Path("base"), -1, 0),)
+        for name, shape in base.items()
+    }
     budget = budget_of(built, numbers, tuple(mapped))
     store = build_store(built, numbers, CPU, mapped)
     store.allocate_gradients(1)
     assert budget.state_bytes == pytest.approx(store.nbytes(), rel=0.01)
     copied = budget_of(built, numbers)
-    assert budget.mapped_bytes == sum(tensor.nbytes for (tensor,) in mapped.values())
+    assert budget.mapped_bytes == sum(tensor.memory.nbytes for (tensor,) in mapped.values())
     assert copied.state_bytes == budget.state_bytes + budget.mapped_bytes and copied.mapped_bytes == 0
     assert budget.total_bytes == budget.state_bytes
 
@@ -94,3 +97,22 @@ def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch
     assert available_host_bytes() > 2**20
     monkeypatch.setattr(torchround.run.hardware, "CGROUP_LIMITS", (none, unlimited, limit))
     assert available_host_bytes() == 12345
+
+
+@pytest.mark.parametrize(("kind", "rings"), [("cuda", 2), ("cpu", 0)])
+def test_the_rings_through_which_files_are_read_count_for_devices_that_lock_pages(
+    kind: str, rings: int
+) -> None:
+    """The engine takes them from its pool (`tests/engine/worker/test_file_reader.py`)."""
+    built, numbers = model(adapters=True), RunNumbers(TrainingTable(), EngineTable())
+    machine = Hardware(kind, 2, 2**30)
+    names = [
+        f"block.0.{path}"
+        for path, parameter in built.layers[1].named_parameters()
+        if not parameter.requires_grad
+    ]
+    with_files = run_question(built, numbers, machine, names).state()
+    assert with_files.reader_bytes == rings * READER_CHUNKS * READER_CHUNK_BYTES
+    assert run_question(built, numbers, machine).state().reader_bytes == 0
+    state = with_files.weight_bytes + with_files.gradient_bytes + with_files.optimizer_bytes
+    assert with_files.state_bytes == state + with_files.reader_bytes

@@ -64,6 +64,7 @@ def test_a_trace_of_the_hardest_run_holds_every_slot_transfer_and_update(small_r
         for span in of_kind(spans, kind)
     )
     stages = STAGES | {("recompute", start) for kind, start in STAGES if kind == "backward"}
+    stages |= {("forward", 3)}  # the second forward stage pauses to send the input of layer 3
     assert pieces == Counter((kind, start, m) for kind, start in stages for m in range(MICRO_BATCHES))
     # Inputs of layers 2, 4 and 3, gradients of layers 4 and 3; integers once for each device.
     assert len(of_kind(spans, "reload")) == (3 + 2 + DEVICES) * MICRO_BATCHES

@@ -87,6 +87,17 @@ class SimulatedKind(accelerators.AcceleratorKind):
     def unlock_pages(self, address: int) -> int:
         return self._simulator.host_unregister(address)
 
+    # With the limits of CUDA's kernels, so that models choose as they do there.
+
+    def has_offset_attention(self, dtype: torch.dtype, head_dim: int) -> bool:
+        return dtype in HALVES and head_dim % 8 == 0 and head_dim <= 256
+
+    def has_grouped_products(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.bfloat16
+
+    def has_float32_products(self, dtype: torch.dtype) -> bool:
+        return dtype in HALVES
+
 
 @functools.cache
 def load() -> Simulator:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchround.config import MODEL_FOLDER, Config, LoraTable, Options, show
 from torchround.hf import PretrainedWeights, read_adapters
-from torchround.layer import LayeredModel
+from torchround.layer import FileTensor, LayeredModel
 from torchround.models import (
     FAMILIES,
     Family,
@@ -23,7 +22,7 @@ from torchround.models import (
 from torchround.pipeline.memory import size_text
 from torchround.run.numbers import DTYPES
 
-Mapped = Mapping[str, Sequence[Tensor]]
+Mapped = Mapping[str, Sequence[FileTensor]]
 """Frozen weights that stay in the files they were released in (`lora.map_base`), by parameter name."""
 
 
@@ -137,7 +136,7 @@ def mapped_text(mapped: Mapped, model: LayeredModel, dtype: torch.dtype) -> str:
     """Say on one line how much of the frozen weights stays in files."""
     frozen = {p: p.numel() for layer in model.layers for p in layer.parameters() if not p.requires_grad}
     all_bytes = sum(frozen.values()) * dtype.itemsize
-    mapped_bytes = sum(tensor.nbytes for tensors in mapped.values() for tensor in tensors)
+    mapped_bytes = sum(tensor.memory.nbytes for tensors in mapped.values() for tensor in tensors)
     # A parameter object is a key of `frozen`, so a tied one counts once.
     rest = "" if mapped_bytes == all_bytes else "; what files hold in another type is copied"
     return f"{size_text(mapped_bytes)} of {size_text(all_bytes)} of frozen weights stay in their files{rest}"

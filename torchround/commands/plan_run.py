@@ -189,6 +189,7 @@ def _host_table(report: PlanReport) -> "Table":
         "optimizer state": host.optimizer_bytes,
         "activations between stages": host.activation_bytes,
         "tokens": host.integer_bytes,
+        **({"readers of files": host.reader_bytes} if host.reader_bytes else {}),
         "all": host.total_bytes,
     }
     if report.question.host_bytes is not None:

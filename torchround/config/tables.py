@@ -306,8 +306,8 @@ class LoraTable(Table):
     map_base: bool = False
     """Leave frozen weights in the files of `model.hf_path` and read them when they are used. A run then starts at once, and
     its frozen base takes no host memory and no room in checkpoints. Weights that the files hold in another format than
-    `training.dtype` (MXFP4 too) are still copied. Uploads are slower, because the memory is not page-locked, and come
-    from disk if the base is larger than free memory. The files must not change."""
+    `training.dtype` (MXFP4 too) are still copied. Each accelerator takes 32 MiB of host memory to read ahead.
+    Uploads come from disk if the base is larger than free memory. The files must not change."""
 
 
 class MetricsTable(Table):

@@ -354,4 +354,6 @@ class AcceleratorDevice(Device):
             event.synchronize()
 
     def _release(self) -> None:
-        pass  # PyTorch's allocator takes each buffer back with its last tensor
+        # PyTorch's allocator takes each buffer back with its last tensor, and keeps it for one of its size. The next
+        # engine has buffers of other sizes.
+        torch.accelerator.empty_cache()

@@ -118,7 +118,7 @@ class Engine:
         self._saves: list[PendingSave[Any]] = []
         # The rounds decide which gradients add up on the host, and so which pool buffers they need.
         store.allocate_gradients(self.settings.rounds)
-        self._reservation = BufferReservation(model, store, self.pool, len(self.devices))
+        self._reservation = BufferReservation(model, store, self.pool, self.devices)
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
         self._ordering.settled(self._step, store.resume_state())
@@ -137,7 +137,8 @@ class Engine:
             num_threads=update_threads(len(self.devices)),
             compiles=self.settings.compile_update,
         )
-        others = [saver_thread(store, self._board, self._ordering), optimizer_worker.thread]
+        readers = [worker.reader.thread for worker in workers if worker.reader is not None]
+        others = [saver_thread(store, self._board, self._ordering), optimizer_worker.thread, *readers]
         self._watchdog = Watchdog(
             self._board, workers, queues, others, self.settings.hang_timeout_s, self._life.fail
         )

@@ -13,7 +13,8 @@ saves beside training. Each rule is one method of `Ordering`, and each has a tes
 | 6 | the optimizer, before it overwrites a version being saved | the save has read it |
 
 All hand-overs between threads, rules included, go through one `Board`. These are their kinds. (C is the
-controller, which is the caller's thread; D a device worker; O the optimizer worker; S the saver.)
+controller, which is the caller's thread; D a device worker; O the optimizer worker; R a device's reader of
+files; S the saver.)
 
 | kind | defined in | key | carries | from | to |
 |---|---|---|---|---|---|
@@ -23,6 +24,9 @@ controller, which is the caller's thread; D a device worker; O the optimizer wor
 | `BOUNDARY` | `worker/activation_transfers.py` | pass, layer, micro-batch | `HostTensors`: input of a stage | D | D |
 | `BOUNDARY_GRADIENT` | `worker/activation_transfers.py` | pass, layer, micro-batch | `HostTensors`: its gradient | D | D |
 | `LOSS` | `worker/activation_transfers.py` | pass, micro-batch | `HostTensors`: sum of token losses | D | C, O |
+| `FILE_RANGES` | `worker/file_reader.py` | upload, device | ranges of weights in files, to be read | D | R |
+| `FILE_CHUNK` | `worker/file_reader.py` | chunk, device | content of the next range | R | D |
+| `CHUNK_UPLOADED` | `worker/file_reader.py` | chunk, device | `Event` of its upload | D | R |
 | `STAGE_ENQUEUED` | `results.py` | slot | report of the stage slot | D | C |
 | `LEARNING_RATE` | `optimizer_worker.py` | step | `float` | C | O |
 | `UPDATED` | `optimizer_worker.py` | step | `UpdateReport` | O | C |

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torchround.engine.board import HandOver, Observer
-from torchround.engine.device import Event, PastEvent
+from torchround.engine.device import Device, Event, PastEvent
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import LOSS_BYTES, HostTensors, StagingSizes
@@ -20,6 +20,7 @@ from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
+from torchround.pipeline.memory import READER_CHUNK_BYTES, READER_CHUNKS
 from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask
 
 
@@ -202,22 +203,27 @@ def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
 
 
 class BufferReservation:
-    """The host buffers that a store's gradients and each pass need, reserved in the pool before they are used."""
+    """The host buffers that a store and each pass need, reserved in the pool before they are used."""
 
-    def __init__(self, model: LayeredModel, store: HostStore, pool: HostPool, num_devices: int) -> None:
+    def __init__(
+        self, model: LayeredModel, store: HostStore, pool: HostPool, devices: Sequence[Device]
+    ) -> None:
         self._model = model
         self._store = store
         self._pool = pool
-        self._num_devices = num_devices
+        self._num_devices = len(devices)
         # Gradients that add up on the host: one buffer for each use of a bundle (ordering rule 4).
-        self._parts = Counter(
+        self._always = Counter(
             bundle.numel * store.gradient_dtype.itemsize
             for bundle in store.trained
             if bundle.adds_up
             for _ in bundle.layers
         )
+        # The rings through which weights in files go up to devices that need page-locked memory.
+        if any(bundle.mapped for bundle in store.bundles):
+            self._always[READER_CHUNK_BYTES] += READER_CHUNKS * sum(dev.pins_host_memory for dev in devices)
         self._reserved: dict[tuple[PassShape, PassShape, bool], StagingSizes] = {}
-        pool.reserve(self._parts)
+        pool.reserve(self._always)
 
     def reserve_for(self, this: PassShape, before: PassShape | None) -> StagingSizes:
         """Reserve the buffers of a pass and the previous one, which may be under way together.
@@ -262,7 +268,7 @@ class BufferReservation:
         # One buffer for each micro-batch's integers and loss: all of a pass are on the host at once.
         needed.update(before.integer_bytes + this.integer_bytes)
         needed[LOSS_BYTES] += len(before.shapes) + len(this.shapes)
-        return needed + self._parts
+        return needed + self._always
 
     def _bytes(self, cut: int, shape: torch.Size) -> int:
         """Return the bytes of the input of layer `cut`; 0 if the layer before it does not declare its work."""

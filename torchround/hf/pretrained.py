@@ -29,7 +29,7 @@ from torchround.hf.tensor_folder import (
     read_folder,
     view_of,
 )
-from torchround.layer import HFTensors
+from torchround.layer import FileTensor, HFTensors
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LISTED_NAMES = 20
@@ -91,10 +91,12 @@ class PretrainedWeights:
         if self.adapters is not None:
             self.adapters.load(views)
 
-    def map_tensors(self, parameters: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
+    def map_tensors(
+        self, parameters: Collection[str], dtype: torch.dtype
+    ) -> dict[str, tuple[FileTensor, ...]]:
         """Map the parameters that the files hold as aligned numbers of `dtype`, without reading any.
 
-        Returns for each the flat, read-only tensors that make it up, in order. Later calls of `load` skip them.
+        Returns for each the flat tensors in files that make it up, in order. Later calls of `load` skip them.
         """
         map_once, mapped = functools.cache(map_file), {}
         for name in parameters:

@@ -6,7 +6,9 @@ which file.
 
 import json
 import mmap
+import os
 import warnings
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchround.checkpoint.tensor_file import DTYPE_NAMES
+from torchround.layer import FileTensor
 from torchround.untrusted.tensor_header import read_tensor_header
 from torchround.untrusted.terminal import terminal_safe
 
@@ -161,25 +164,31 @@ def can_map(tensor: StoredTensor, dtype: torch.dtype) -> bool:
     return tensor.dtype == dtype and tensor.nbytes > 0 and tensor.begin % dtype.itemsize == 0
 
 
-def map_file(path: Path) -> Tensor:
+def map_file(path: Path) -> FileTensor:
     """Map the whole file as uint8, read-only: bytes are read at first use. Raises `HFError` if that is impossible.
 
     The map lives as long as a view of it. The system may drop its pages again whenever it needs the memory. If the
-    file is cut short while it is mapped, the next use of the missing part ends the process with SIGBUS, so no
-    file of a running model may be changed.
+    file is cut short while it is mapped, the next use of the missing part by the map ends the process with SIGBUS, so
+    no file of a running model may be changed.
     """
     try:
-        with open(path, "rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        except BaseException:
+            os.close(descriptor)
+            raise
     except OSError as error:
         raise HFError(f"{path} cannot be mapped: {error.strerror or error}") from error
+    weakref.finalize(mapping, os.close, descriptor)
     with warnings.catch_warnings():
         # PyTorch warns because it cannot mark a tensor as read-only. Nothing here writes to it.
         warnings.filterwarnings("ignore", "The given buffer is not writable")
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        return FileTensor(torch.frombuffer(mapping, dtype=torch.uint8), path, descriptor, 0)
 
 
-def view_of(mapped: Tensor, tensor: StoredTensor) -> Tensor:
+def view_of(mapped: FileTensor, tensor: StoredTensor) -> FileTensor:
     """Return the tensor's numbers, flat, as a view of its mapped file."""
     assert tensor.dtype is not None, f"{tensor.name} is {tensor.dtype_name}"
-    return mapped[tensor.begin : tensor.begin + tensor.nbytes].view(tensor.dtype)
+    numbers = mapped.memory[tensor.begin : tensor.begin + tensor.nbytes].view(tensor.dtype)
+    return FileTensor(numbers, mapped.path, mapped.descriptor, tensor.begin)

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchround.accelerators import NO_ACCELERATORS
 from torchround.optim import adamw
 from torchround.optim.adamw import adamw_update_
 
@@ -262,7 +263,7 @@ def _environment() -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
-        "CUDA_VISIBLE_DEVICES": "",
+        **NO_ACCELERATORS,
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }

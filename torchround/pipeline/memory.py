@@ -19,6 +19,9 @@ STAGING_BUFFERS = 6
 # A device rounds gradients to the dtype they travel in, if that is not the one they were accumulated in. It
 # does so piece by piece, in one buffer of this many elements.
 ROUNDING_ELEMENTS = 4 * 2**20
+# Frozen weights that stay in files go up through a ring of page-locked chunks, one ring for each device.
+READER_CHUNK_BYTES = 4 * MIB
+READER_CHUNKS = 8
 # Optimizer state per trained parameter: an fp32 weight and two fp32 moments.
 OPTIMIZER_BYTES = 12
 
@@ -171,12 +174,13 @@ class HostMemory:
     optimizer_bytes: int
     activation_bytes: int = 0
     integer_bytes: int = 0
+    reader_bytes: int = 0
     mapped_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and optimizer state: the part that does not depend on the plan's stages."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        """Weights, gradients, optimizer state, readers of files: the part that does not depend on the plan's stages."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.reader_bytes
 
     @property
     def total_bytes(self) -> int:

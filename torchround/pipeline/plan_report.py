@@ -48,6 +48,7 @@ class RunQuestion:
       sequences of so many tokens, with gradients accumulated in so many bytes per element.
     - `given`: a partition and its number of rounds, in place of the planner's choice.
     - `device_bytes`, `host_bytes`: memory that the run may use; None is no limit.
+    - `reader_bytes`: host memory through which weights in files go up to the devices.
     """
 
     costs_for: Callable[[int, int, int], Costs]
@@ -66,6 +67,7 @@ class RunQuestion:
     gradient_bytes: int = 2
     accumulate_bytes: int = 4
     float16_gradients: bool = False
+    reader_bytes: int = 0
     given: tuple[Partition, int] | None = None
 
     @property
@@ -82,8 +84,12 @@ class RunQuestion:
 
     def state(self) -> HostMemory:
         """Count the host memory that any plan needs."""
-        rounds = self.rounds if isinstance(self.rounds, int) else 1
-        return host_state(self.parameters, self.update, rounds, self.element_bytes, self.gradient_bytes)
+        return self.state_of(self.rounds if isinstance(self.rounds, int) else 1)
+
+    def state_of(self, rounds: int) -> HostMemory:
+        """Count the host memory that any plan of so many rounds needs."""
+        state = host_state(self.parameters, self.update, rounds, self.element_bytes, self.gradient_bytes)
+        return replace(state, reader_bytes=self.reader_bytes)
 
     def limits(self) -> MemoryLimits:
         integer_bytes = INTEGER_BYTES * self.longest_micro_batch * self.seq_len
@@ -195,9 +201,7 @@ def _host(question: RunQuestion, plan: Plan | None) -> HostMemory:
         return state
     # `state()` counts one round if the config gives no number; a plan of several rounds also keeps their sums.
     if plan.rounds > 1:
-        state = host_state(
-            question.parameters, question.update, plan.rounds, question.element_bytes, question.gradient_bytes
-        )
+        state = question.state_of(plan.rounds)
     integers = question.limits().integer_bytes * question.num_micro_batches
     return replace(state, activation_bytes=plan.host_activation_bytes, integer_bytes=integers)
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from torchround.accelerators import kind_of
 from torchround.config import EngineTable, OptimizerTable
 from torchround.engine.compiled import LayerCompiler
@@ -11,7 +9,7 @@ from torchround.engine.device import Device
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import LayeredModel
+from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import SpikeBounds
 from torchround.pipeline.plan import Plan
 from torchround.run.hardware import Hardware
@@ -26,7 +24,7 @@ def build_store(
     model: LayeredModel,
     numbers: RunNumbers,
     hardware: Hardware,
-    mapped: Mapping[str, Sequence[Tensor]] | None = None,
+    mapped: Mapping[str, Sequence[FileTensor]] | None = None,
 ) -> HostStore:
     """Allocate the host store, without initial weights. `mapped` as in `HostStore`."""
     return HostStore(

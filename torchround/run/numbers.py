@@ -16,7 +16,7 @@ from torchround.engine.errors import EngineUsageError
 from torchround.layer import LayeredModel, LayerWork
 from torchround.pipeline.cards import ASSUMED_DEVICE
 from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
-from torchround.pipeline.memory import HostMemory, size_text
+from torchround.pipeline.memory import READER_CHUNK_BYTES, READER_CHUNKS, HostMemory, size_text
 from torchround.pipeline.plan_report import RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.run_plan import given_plan
@@ -69,6 +69,8 @@ def run_question(
             "(embedding and head included)"
         )
     parameters = layer_parameters(model)
+    # Virtual devices copy weights in files straight from their map.
+    reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
         return costs_from_work(
@@ -99,6 +101,7 @@ def run_question(
         gradient_bytes=numbers.gradient_dtype.itemsize,
         accumulate_bytes=numbers.accumulate_dtype.itemsize,
         float16_gradients=numbers.gradient_dtype is torch.float16,
+        reader_bytes=READER_CHUNKS * READER_CHUNK_BYTES * hardware.num_devices if reads_files else 0,
         given=given,
     )
 
@@ -163,7 +166,8 @@ def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> Param
 
 def host_memory_text(memory: HostMemory) -> str:
     """Return the memory that any plan needs, and its parts, on one line."""
+    readers = f", readers of files {size_text(memory.reader_bytes)}" if memory.reader_bytes else ""
     return (
         f"{size_text(memory.state_bytes)} (weights {size_text(memory.weight_bytes)}, gradients "
-        f"{size_text(memory.gradient_bytes)}, optimizer state {size_text(memory.optimizer_bytes)})"
+        f"{size_text(memory.gradient_bytes)}, optimizer state {size_text(memory.optimizer_bytes)}{readers})"
     )

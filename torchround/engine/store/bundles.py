@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from torchround.layer import LayeredModel, decayed_names
+from torchround.layer import FileTensor, LayeredModel, decayed_names
 
 # 256 elements are 512 bytes in 16 bits: each parameter starts where vector loads, CUDA copies and direct disk
 # writes need it. Matrix kernels see the alignment of an ordinary tensor, so they give the same bits.
@@ -57,10 +57,20 @@ class FlatParameter:
 
 @dataclass(frozen=True)
 class MappedRange:
-    """Consecutive elements of a bundle, from element `start` on, in one flat tensor."""
+    """Consecutive elements of a bundle, from element `start` on, in one flat tensor.
+
+    If they are in a `file`, they begin at its byte `begin`, and `memory` maps them.
+    """
 
     start: int
     memory: Tensor
+    file: FileTensor | None = None
+    begin: int = 0
+
+    def part(self, start: int, stop: int) -> "MappedRange":
+        """Return elements `[start, stop)` of the range."""
+        begin = self.begin + start * self.memory.itemsize
+        return MappedRange(self.start + start, self.memory[start:stop], self.file, begin)
 
 
 @dataclass
@@ -113,7 +123,7 @@ class Bundle:
         for mapped in self.mapped:
             first, last = max(start, mapped.start), min(stop, mapped.start + mapped.memory.numel())
             if first < last:
-                yield MappedRange(first, mapped.memory[first - mapped.start : last - mapped.start])
+                yield mapped.part(first - mapped.start, last - mapped.start)
 
 
 @dataclass(frozen=True)
@@ -163,17 +173,18 @@ def collect_bundles(
 
 
 def mapped_ranges(
-    bundle: Bundle, mapped: Mapping[str, Sequence[Tensor]], dtype: torch.dtype
+    bundle: Bundle, mapped: Mapping[str, Sequence[FileTensor]], dtype: torch.dtype
 ) -> Iterator[MappedRange]:
     """Yield the ranges of a frozen bundle's mapped parameters, which files hold as consecutive flat tensors."""
     assert not bundle.trainable, f"{bundle.parameters[0].name} is trained, so it cannot stay in a file"
     for parameter in bundle.parameters:
         start = parameter.start
-        for memory in mapped[parameter.name]:
+        for in_file in mapped[parameter.name]:
+            memory = in_file.memory
             assert memory.ndim == 1 and memory.dtype == dtype, (
                 f"{parameter.name}: {memory.dtype}, not {dtype}"
             )
-            yield MappedRange(start, memory)
+            yield MappedRange(start, memory, in_file, in_file.begin)
             start += memory.numel()
         assert start == parameter.stop, f"{parameter.name}: {start - parameter.start} elements are mapped"
 

@@ -22,7 +22,7 @@ from torchround.engine.store.bundles import (
     owner_of,
 )
 from torchround.engine.store.host_memory import HostAllocator
-from torchround.layer import LayeredModel
+from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
 
 # Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`.
@@ -42,8 +42,8 @@ class HostStore:
     `is_consistent` is False while an update is under way: the bundles then mix two versions, and a save would
     too.
 
-    `mapped` gives frozen parameters that stay in mapped files: for each name, flat tensors of `dtype` that
-    hold the parameter one after the other. They are neither among `weights` nor in checkpoints.
+    `mapped` gives frozen parameters that stay in mapped files: for each name, tensors of `dtype` that hold
+    the parameter one after the other. They are neither among `weights` nor in checkpoints.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class HostStore:
         pinned: bool = False,
         gradient_dtype: torch.dtype | None = None,
         spikes: SpikeBounds | None = None,
-        mapped: Mapping[str, Sequence[Tensor]] | None = None,
+        mapped: Mapping[str, Sequence[FileTensor]] | None = None,
     ) -> None:
         self.layer_names = model.names
         self.dtype = dtype

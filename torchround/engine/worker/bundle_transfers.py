@@ -6,14 +6,17 @@ whole.
 """
 
 import time
+from collections import deque
 from functools import partial
 
 from torch import Tensor
 
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.ordering import Ordering
+from torchround.engine.store.bundles import MappedRange
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker.file_reader import FileReader, pieces_of
 from torchround.engine.worker.slots import DeviceSlot, SlotRange, StageLayout
 from torchround.pipeline.memory import ROUNDING_ELEMENTS
 
@@ -22,7 +25,8 @@ class WeightUpload:
     """The upload of one stage's weights into a slot.
 
     `slot_number` is the number of the stage slot that needs them. `waited_s` is the host time spent waiting
-    for the optimizer to complete them.
+    for the optimizer to complete them. Weights in files come from `reader`, or straight from their map if there
+    is none.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class WeightUpload:
         layout: StageLayout,
         version: int,
         slot_number: int,
+        reader: FileReader | None,
     ) -> None:
         self.slot = slot
         self.layout = layout
@@ -45,12 +50,20 @@ class WeightUpload:
         self._slot_number = slot_number
         self._next_range = 0
         self._done_elements = 0  # of the next range
+        self._reader = reader
+        # By position among the stage's ranges: the pieces that the reader brings.
+        self._pieces: dict[int, deque[MappedRange]] = {}
+        if reader is not None:
+            self._request(reader)
         # The stage before last may still compute with what the slot holds.
         if slot.released is not None:
             device.wait(Stream.WEIGHT_UPLOAD, slot.released)
 
     def advance(self, numel: int) -> None:
-        """Enqueue up to `numel` elements. Stops at a bundle whose version is not complete yet."""
+        """Enqueue up to `numel` elements, weights in files by whole chunks.
+
+        Stops at a bundle whose version is not complete yet, and at a chunk that is not read yet.
+        """
         while numel > 0 and self.may_advance:
             numel -= self._enqueue(numel)
 
@@ -75,6 +88,8 @@ class WeightUpload:
         """Whether `advance` would enqueue anything."""
         if self.complete:
             return False
+        if self._reader is not None and self._next_range in self._pieces:
+            return self._reader.ready
         bundle = self._store.bundles[self.layout.weights[self._next_range].bundle]
         return not bundle.trainable or self._ordering.may_upload(bundle.index, self._version)
 
@@ -87,8 +102,32 @@ class WeightUpload:
             if self._store.bundles[slot_range.bundle].trainable
         )
 
+    def _request(self, reader: FileReader) -> None:
+        """Let the reader begin with all weights of the stage that are in files."""
+        for position, slot_range in enumerate(self.layout.weights):
+            if mapped := self._store.bundles[slot_range.bundle].mapped:
+                self._pieces[position] = deque(pieces_of(mapped))
+        reader.request([piece for pieces in self._pieces.values() for piece in pieces])
+
+    def _enqueue_piece(self, reader: FileReader, slot_range: SlotRange, pieces: deque[MappedRange]) -> int:
+        """Enqueue the next chunk that the reader brings, waiting for it if needed. Returns the number of elements."""
+        piece, start = pieces.popleft(), self._done_elements
+        content = reader.take().view(piece.memory.dtype)
+        target = self.slot.memory[slot_range.start + piece.start :][: content.numel()]
+        self._device.copy(Stream.WEIGHT_UPLOAD, target, content)
+        reader.uploaded(self._device.record(Stream.WEIGHT_UPLOAD))
+        # Gaps between parameters count as done with the piece before them.
+        stop = pieces[0].start if pieces else slot_range.numel
+        if pieces:
+            self._done_elements = stop
+        else:
+            self._next_range, self._done_elements = self._next_range + 1, 0
+        return stop - start
+
     def _enqueue(self, numel: int) -> int:
         slot_range = self.layout.weights[self._next_range]
+        if self._reader is not None and self._next_range in self._pieces:
+            return self._enqueue_piece(self._reader, slot_range, self._pieces[self._next_range])
         bundle = self._store.bundles[slot_range.bundle]
         # Rule 2 once per bundle: when its first chunk may go, so may the others.
         # Frozen weights have one version.

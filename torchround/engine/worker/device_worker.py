@@ -26,6 +26,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
 from torchround.engine.worker.compute import LayerCall, bind, unbind, with_own_seed
+from torchround.engine.worker.file_reader import FileReader
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.engine.worker.slots import DeviceSlot, SlotRing, StageLayout
 from torchround.engine.worker.stage_run import StageRun
@@ -73,6 +74,10 @@ class DeviceWorker:
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
+        self.reader: FileReader | None = None
+        # Without page-locking a copy is the thread's own work anyway, and a ring would only add a second one.
+        if device.pins_host_memory and any(bundle.mapped for bundle in self._store.bundles):
+            self.reader = FileReader(index, device.name, setup.board, setup.pool, setup.on_failure)
         self._idle_since: Mark | None = None
         self._reported_bytes = (device.uploaded_bytes, device.downloaded_bytes)
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
@@ -252,7 +257,14 @@ class DeviceWorker:
         slot = self._weights.next(self._weight_numel)
         self._begin_step(job, Stream.WEIGHT_UPLOAD)
         return WeightUpload(
-            self._device, self._store, self._setup.ordering, slot, layout, job.pass_.version, job.task.slot
+            self._device,
+            self._store,
+            self._setup.ordering,
+            slot,
+            layout,
+            job.pass_.version,
+            job.task.slot,
+            self.reader,
         )
 
     def _advance_transfers(self, remaining: int, window: int) -> None:

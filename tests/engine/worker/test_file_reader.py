@@ -1,0 +1,231 @@
+"""Frozen weights in files reach devices that need page-locked memory by a reader's ring, and by nothing else."""
+
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.toy import (
+    PARTITIONS,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+    watched,
+)
+from torchround.engine import passes
+from torchround.engine.device import CpuDevice, Stream
+from torchround.engine.errors import PipelineError
+from torchround.engine.store import host_memory
+from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.watch.race_checker import AccessLog, find_races
+from torchround.engine.worker import file_reader
+from torchround.engine.worker.file_reader import FileReader
+from torchround.hf.tensor_folder import map_file, read_header, view_of
+
+FROZEN = (0, 1, 2, 4)
+BATCHES = toy_batches(3, micro_batches=4)
+
+
+class LockingDevice(CpuDevice):
+    """A virtual device that needs page-locked memory. It notes the threads that copy weights to it."""
+
+    pins_host_memory = True
+
+    def __init__(self, index):
+        super().__init__(index)
+        self.copiers = set()
+
+    def _copy(self, stream, destination, source):
+        if stream is Stream.WEIGHT_UPLOAD:
+            self.copiers.add(threading.current_thread().name)
+        super()._copy(stream, destination, source)
+
+
+class AcceptingLocker:
+    """A page locker that locks nothing."""
+
+    def lock(self, address, nbytes):
+        return 0
+
+    def unlock(self, address):
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def small_ring(monkeypatch):
+    """Let each upload go through the ring several times, in chunks that end inside parameters."""
+    monkeypatch.setattr(host_memory, "PageLocker", AcceptingLocker)
+    for module in (file_reader, passes):
+        monkeypatch.setattr(module, "READER_CHUNK_BYTES", 1000)
+        monkeypatch.setattr(module, "READER_CHUNKS", 3)
+
+
+def frozen_model():
+    model = toy_model()
+    for layer in FROZEN:
+        model.layers[layer].requires_grad_(False)
+    return model
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A file with the frozen weights of the toy model."""
+    store = toy_store(frozen_model())
+    trained = {parameter.name for bundle in store.trained for parameter in bundle.parameters}
+    frozen = {name: view.clone() for name, view in store.weights().items() if name not in trained}
+    save_file(frozen, tmp_path / "base.safetensors")
+    return tmp_path / "base.safetensors"
+
+
+def mapped_store(model, base, policy=SYNC):
+    whole = map_file(base)
+    mapped = {name: (view_of(whole, stored),) for name, stored in read_header(base).items()}
+    store = HostStore(model, policy=policy, mapped=mapped)
+
+    def read(weights):
+        source = toy_store(frozen_model()).weights()
+        for name, view in weights.items():
+            view.copy_(source[name])
+
+    store.initialize(model, 0, read)
+    return store
+
+
+def mapped_engine(base, num_devices=2, partition="forward coarser", policy=SYNC, log=None, **settings):
+    model, devices = frozen_model(), []
+
+    def locking(device):
+        devices.append(LockingDevice(len(devices)))
+        return watched(devices[-1], log) if log else devices[-1]
+
+    store = mapped_store(model, base, policy)
+    partition = PARTITIONS[partition]
+    return toy_engine(model, store, partition, num_devices, observer=log, wrap=locking, **settings)
+
+
+def resident_bytes(path: Path) -> int:
+    """Count the bytes of a mapped file that this process has touched through the map."""
+    blocks = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    sizes = [re.search(r"^Rss: +(\d+) kB", block, re.MULTILINE) for block in blocks if str(path) in block]
+    assert sizes, "the file is not mapped"
+    return sum(int(size[1]) * 1024 for size in sizes)
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_losses_and_weights_are_bitwise_those_of_a_base_in_memory(base, partition, policy, num_devices):
+    model = frozen_model()
+    store = toy_store(model, policy=policy)
+    with toy_engine(model, store, PARTITIONS[partition], num_devices) as engine:
+        losses = train(engine, BATCHES)
+    with mapped_engine(base, num_devices, partition, policy) as engine:
+        assert train(engine, BATCHES) == losses
+        found = engine.store.named_views()
+    assert_same_state(found, {name: view for name, view in store.named_views().items() if name in found})
+
+
+def test_the_map_is_never_touched_and_each_devices_own_thread_uploads(base):
+    with mapped_engine(base) as engine:
+        train(engine, BATCHES)
+        engine.evaluate(BATCHES[0]).loss()
+        assert resident_bytes(base) == 0
+        assert [device.copiers for device in engine.devices] == [{"torchround cpu:0"}, {"torchround cpu:1"}]
+
+
+def test_only_the_readers_read_the_file_each_for_its_device(base, monkeypatch):
+    readers, preadv = set(), os.preadv
+
+    def noted(*arguments):
+        readers.add(threading.current_thread().name)
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    with mapped_engine(base) as engine:
+        train(engine, BATCHES)
+    assert readers == {f"torchround reads for cpu:{index}" for index in range(2)}
+
+
+def test_the_ring_is_reserved_before_the_first_step(base):
+    with mapped_engine(base) as engine:
+        train(engine, BATCHES)
+        assert 0 < engine.pool.reserved_bytes == engine.pool.allocated_bytes
+
+
+def test_a_virtual_device_uploads_straight_from_the_map(base):
+    model = frozen_model()
+    with toy_engine(model, mapped_store(model, base), PARTITIONS["one stage"], 1) as engine:
+        train(engine, BATCHES)
+        names = [thread.name for thread in threading.enumerate()]
+        assert resident_bytes(base) > 0
+    assert not [name for name in names if "reads for" in name]
+
+
+def test_the_readers_end_with_the_engine(base):
+    with mapped_engine(base) as engine:
+        train(engine, BATCHES[:1])
+        assert [t for t in threading.enumerate() if "reads for" in t.name]
+    assert not [t for t in threading.enumerate() if "reads for" in t.name]
+
+
+def test_a_file_that_is_cut_short_gives_an_error_that_names_it(base):
+    with mapped_engine(base) as engine:
+        train(engine, BATCHES[:1])
+        os.truncate(base, 2000)
+        with pytest.raises(
+            PipelineError, match=r"reader of device cpu:\d: OSError: .*base.*cut short"
+        ) as caught:
+            train(engine, BATCHES)
+    assert caught.value.store_is_consistent
+
+
+def test_a_file_that_is_replaced_or_deleted_is_read_to_the_end_of_the_run(base):
+    with mapped_engine(base) as engine:
+        losses = train(engine, BATCHES)
+    with mapped_engine(base) as engine:
+        base.rename(base.with_name("old"))
+        base.write_bytes(b"another file of that name")
+        base.with_name("old").unlink()
+        assert train(engine, BATCHES) == losses
+
+
+def test_a_disk_error_names_the_file(base, monkeypatch):
+    def fails(descriptor, *_):
+        raise OSError(5, "Input/output error")
+
+    with mapped_engine(base) as engine:
+        train(engine, BATCHES[:1])
+        monkeypatch.setattr(os, "preadv", fails)
+        with pytest.raises(PipelineError, match=r"Input/output error: .*base\.safetensors"):
+            train(engine, BATCHES)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_chunk_is_filled_again_only_after_its_upload(base, monkeypatch, waits):
+    if not waits:
+        monkeypatch.setattr(FileReader, "_await_upload", lambda *_: None)
+    log = AccessLog()
+    with mapped_engine(base, num_devices=1, log=log) as engine:
+        train(engine, BATCHES)
+    assert bool(find_races(log.entries)) is not waits
+
+
+def test_pieces_cover_every_element_once_and_fit_into_a_chunk(base):
+    store = mapped_store(frozen_model(), base)
+    for bundle in store.bundles:
+        for mapped in bundle.mapped:
+            pieces = file_reader.pieces_of([mapped])
+            assert pieces[0].start == mapped.start and all(piece.memory.nbytes <= 1000 for piece in pieces)
+            assert torch.equal(torch.cat([piece.memory for piece in pieces]), mapped.memory)
+            for piece in pieces:
+                content = torch.empty(piece.memory.nbytes, dtype=torch.uint8)
+                file_reader.read_range(piece, content)
+                assert torch.equal(content.view(piece.memory.dtype), piece.memory)

@@ -1,0 +1,136 @@
+"""Frozen weights on their way from files to a device: a thread that reads ahead into page-locked memory.
+
+A copy from pageable memory blocks the thread that asks for it until it is over, and a page that is not in
+memory blocks it until the disk has answered. The thread that launches a device's kernels must do neither. So
+one reader for each device fills chunks of a ring, and the device's thread uploads from the chunks that are
+full. A chunk is read into again once its upload has ended.
+
+The reader reads by offset from the file that was opened when the weights were mapped. It never touches the
+map itself: if the file was cut short meanwhile, this gives an error, and the map would end the process.
+"""
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from torchround.engine.board import Board, HandOver
+from torchround.engine.device import Event
+from torchround.engine.errors import FaultLocation, PipelineError, Stopped
+from torchround.engine.store.bundles import MappedRange
+from torchround.engine.store.host_memory import HostPool
+from torchround.pipeline.memory import READER_CHUNK_BYTES, READER_CHUNKS
+
+FILE_RANGES = HandOver[Sequence[MappedRange]]("the {0}th upload of weights in files to device {1}")
+FILE_CHUNK = HandOver[Tensor]("the reader of device {1} to have read chunk {0} of weights in files")
+CHUNK_UPLOADED = HandOver[Event]("device {1} to have uploaded chunk {0} of weights in files")
+
+
+class FileReader:
+    """The thread that reads weights in files ahead of the uploads of device number `index`, and its ring of chunks.
+
+    The device's thread calls `request` once for each upload, then for each range of it in turn `take` and
+    `uploaded`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device_name: str,
+        board: Board,
+        pool: HostPool,
+        on_failure: Callable[[PipelineError], None],
+    ) -> None:
+        self._index = index
+        self._location = FaultLocation(f"reader of device {device_name}")
+        self._board = board
+        self._chunks = [pool.take(READER_CHUNK_BYTES).memory for _ in range(READER_CHUNKS)]
+        self._on_failure = on_failure
+        self._requests = itertools.count()
+        self._taken = 0
+        name = f"torchround reads for {device_name}"
+        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    # For the device's thread.
+
+    def request(self, ranges: Sequence[MappedRange]) -> None:
+        """Let these ranges be read, in this order; each fits into a chunk."""
+        self._board.post(FILE_RANGES(next(self._requests), self._index), ranges)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` would return at once."""
+        return self._board.ready(FILE_CHUNK(self._taken, self._index))
+
+    def take(self) -> Tensor:
+        """Return the content of the next range as uint8, waiting for the reader if needed."""
+        key = FILE_CHUNK(self._taken, self._index)
+        content = self._board.wait(key)
+        self._board.forget(key)
+        return content
+
+    def uploaded(self, event: Event) -> None:
+        """Note that the upload of what `take` returned ends at `event`."""
+        self._board.post(CHUNK_UPLOADED(self._taken, self._index), event)
+        self._taken += 1
+
+    # In the reader's own thread.
+
+    def _main(self) -> None:
+        try:
+            for number, file_range in enumerate(self._requested()):
+                self._board.post(FILE_CHUNK(number, self._index), self._read(number, file_range))
+        except Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
+            failure = PipelineError(self._location, f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._on_failure(failure)
+
+    def _requested(self) -> Iterator[MappedRange]:
+        for request in itertools.count():
+            key = FILE_RANGES(request, self._index)
+            ranges = self._board.wait(key)
+            self._board.forget(key)
+            yield from ranges
+
+    def _read(self, number: int, file_range: MappedRange) -> Tensor:
+        """Read a range into the chunk whose turn it is."""
+        if number >= READER_CHUNKS:
+            self._await_upload(number - READER_CHUNKS)
+        content = self._chunks[number % READER_CHUNKS][: file_range.memory.nbytes]
+        self._board.observer.touched(reads=(), writes=[content])
+        read_range(file_range, content)
+        return content
+
+    def _await_upload(self, number: int) -> None:
+        key = CHUNK_UPLOADED(number, self._index)
+        self._board.synchronize(self._board.wait(key), key)
+        self._board.forget(key)
+
+
+def pieces_of(ranges: Sequence[MappedRange]) -> list[MappedRange]:
+    """Cut ranges into pieces that fit into a chunk each."""
+    return [
+        mapped.part(start, min(start + size, mapped.memory.numel()))
+        for mapped in ranges
+        for size in [READER_CHUNK_BYTES // mapped.memory.itemsize]
+        for start in range(0, mapped.memory.numel(), size)
+    ]
+
+
+def read_range(file_range: MappedRange, content: Tensor) -> None:
+    """Read a range of a file into `content`, uint8 of its size. Raises `OSError`, which names the file."""
+    file = file_range.file
+    assert file is not None, "the range is in memory, not in a file"
+    space, begin = content.numpy().data, file_range.begin
+    while space:
+        try:
+            num_read = os.preadv(file.descriptor, [space], begin)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(file.path)) from error
+        if num_read == 0:
+            raise OSError(f"{file.path} was cut short while the run used it: it ends before byte {begin + 1}")
+        space, begin = space[num_read:], begin + num_read
