@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchround.accelerators import AcceleratorKind, as_if_on
 from torchround.engine.store.bundles import collect_bundles
-from torchround.engine.worker.compute import ForwardWithGraph, bind
-from torchround.engine.worker.slots import DeviceSlot, StageLayout, as_tuple
+from torchround.engine.worker.compute import ForwardWithGraph, FusedStage, bind
+from torchround.engine.worker.slots import DeviceSlot, StageLayout, as_hidden, as_tuple
 from torchround.layer import Hidden, LayeredModel, MicroBatch
 
 # They make a tensor and write nothing.
@@ -231,7 +231,10 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @dataclass(frozen=True)
 class CountedLayer:
-    """A layer's forward with everything that its backward needs, and its backward."""
+    """A layer's forward with everything that its backward needs, and its backward.
+
+    The last layer's stage runs both in one go, and all of it counts as its forward.
+    """
 
     name: str
     forward: Counted
@@ -265,15 +268,14 @@ def count_layers(
             )
             layers = bind(store, list(model.layers), layout, *slots)  # type: ignore[arg-type]
             with CountingMode() as mode:
+                if index == len(model.layers) - 1:
+                    FusedStage(layers, hidden, micro_batch, layerwise=False, loss_factor=0.5).backward((), 0)
+                    counted.append(CountedLayer(name, mode.counted, Counted()))
+                    break
                 run = ForwardWithGraph(layers, hidden, micro_batch, layerwise=False)
                 forward, mode.counted = mode.counted, Counted()
-                hidden = _detached(run.output)  # the backward takes the graph
-                run.backward([torch.empty_like(part) for part in as_tuple(hidden)])
+                outputs = as_tuple(run.output)
+                hidden = as_hidden([part.detach() for part in outputs], isinstance(run.output, Tensor))
+                run.backward([torch.empty_like(part) for part in outputs])
             counted.append(CountedLayer(name, forward, mode.counted))
     return counted
-
-
-def _detached(hidden: Hidden) -> Hidden:
-    if isinstance(hidden, Tensor):
-        return hidden.detach()
-    return tuple(part.detach() for part in hidden)

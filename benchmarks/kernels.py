@@ -110,8 +110,11 @@ def counted_model(name: str, batch: int, tokens: int, documents: int) -> dict[st
     model = family.build(family.config_from_flavor(flavor))
     work = [layer.work(batch, tokens, DTYPE.itemsize) for layer in model.layers]
     integers = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
-    micro_batch = MicroBatch(integers, integers, integers, integers, max_documents=documents, loss_factor=1.0)
-    counts = {card.name: count_layers(model, micro_batch, DTYPE, CudaKind(card.capability)) for card in CARDS}
+    counts = {}
+    for card in CARDS:
+        # A new one each time: it keeps what the first layer makes for all layers.
+        micro_batch = MicroBatch(integers, integers, integers, integers, max_documents=documents)
+        counts[card.name] = count_layers(model, micro_batch, DTYPE, CudaKind(card.capability))
     first, *others = ({"card": card.name, "layers": list(_rows(counts[card.name]))} for card in CARDS)
     customary_flops = sum(one.forward_flops + one.backward_flops for one in work)
     return {
@@ -246,7 +249,8 @@ def tables_of(report: Report) -> str:
             name = part.get("model") or f"  on {part['card']}"
             for row in part["layers"]:
                 for way in ("forward", "backward"):
-                    counts.add_row(name, f"{row['count']} {row['layer']}", way, *_cells(row[way]))
+                    if row[way]["launches"]:
+                        counts.add_row(name, f"{row['count']} {row['layer']}", way, *_cells(row[way]))
         for guess in found["predicted"]:
             predictions.add_row(found["model"], guess["card"], *_prediction_cells(guess))
     text = StringIO()
