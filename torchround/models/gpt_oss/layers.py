@@ -25,6 +25,8 @@ from torchround.models.gpt_oss.config import (
     config_from_hf,
     config_to_hf,
 )
+from torchround.models.kernels.gated_products import add_expert_bias, clamped_product
+from torchround.models.kernels.operation import uses_fused
 
 OWN_NAMES = {
     "attention.query.bias": "self_attn.q_proj.bias",
@@ -81,6 +83,10 @@ class GptOssExperts(ExpertStack):
 
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
         gate_up = self.product("gate_up", rows, routes)  # [R, 2 F]
+        if uses_fused(gate_up):
+            where = (routes.experts, routes.ends, weights)
+            product = clamped_product(gate_up, self.gate_up_bias, *where, self.limit, self.alpha)  # [R, F]
+            return add_expert_bias(self.product("down", product, routes), self.down_bias, *where)
         gate_up = gate_up + lookup(self.gate_up_bias, routes.experts)
         product = _ClampedSwiGLU.apply(gate_up, weights, self.limit, self.alpha)  # [R, F]
         mixed = self.product("down", product, routes)  # [R, D]
