@@ -10,6 +10,7 @@ namespace py = pybind11;
 using namespace simulated;
 
 namespace simulated {
+void initialize();
 int64_t pageable_copies();
 int64_t copies_from_unlocked_memory();
 void forget_copies();
@@ -56,6 +57,7 @@ void reset() {
 PYBIND11_MODULE(simulated_accelerator, module) {
   py::call_guard<py::gil_scoped_release> no_gil;
   auto scheduler = [] () -> Scheduler& { return Scheduler::get(); };
+  initialize();
   module.attr("DEVICES") = int(kDevices);
   // The schedule.
   module.def("run_freely", [=](uint64_t seed) { scheduler().run_freely(seed); }, no_gil);

@@ -2,6 +2,7 @@
 #include "memory.h"
 #include "random.h"
 
+#include <ATen/Context.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -124,4 +125,8 @@ const bool registered = [] {
 }();
 
 }  // namespace
+
+// Before this PyTorch takes no host memory for page-locked.
+void initialize() { at::globalContext().lazyInitDevice(kType); }
+
 }  // namespace simulated

@@ -91,7 +91,7 @@ char* DeviceMemory::allocate(size_t nbytes) {
   nbytes = rounded(nbytes, kBlock);
   auto stream = current_stream(device_);
   reuse_pending();
-  bool fresh = false;
+  size_t fresh = 0;
   char* address = take(stream, nbytes, fresh);
   if (!address) {
     // As CUDA's allocator does: wait for the device, give everything cached back, and try once more.
@@ -111,11 +111,11 @@ char* DeviceMemory::allocate(size_t nbytes) {
   statistics_.allocated.increase(nbytes);
   statistics_.allocations.increase(1);
   lock.unlock();
-  if (fresh) poison(stream, address, nbytes);
+  if (fresh) poison(stream, address, fresh);
   return address;
 }
 
-char* DeviceMemory::take(StreamKey stream, size_t nbytes, bool& fresh) {
+char* DeviceMemory::take(StreamKey stream, size_t nbytes, size_t& fresh) {
   std::lock_guard lock(mutex_);
   auto& cached = cached_[stream];
   if (char* address = cached.take(nbytes)) return address;
@@ -126,7 +126,7 @@ char* DeviceMemory::take(StreamKey stream, size_t nbytes, bool& fresh) {
   statistics_.reserved.increase(segment);
   statistics_.system_allocations++;
   if (segment > nbytes) cached.give(address + nbytes, segment - nbytes);
-  fresh = true;
+  fresh = segment;
   return address;
 }
 

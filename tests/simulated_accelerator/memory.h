@@ -56,7 +56,7 @@ class DeviceMemory {
     Block block;
     std::vector<TaskPtr> after;
   };
-  char* take(StreamKey stream, size_t nbytes, bool& fresh);
+  char* take(StreamKey stream, size_t nbytes, size_t& fresh);  // `fresh`: bytes that the stream had not before
   void poison(StreamKey stream, char* address, size_t nbytes) noexcept;
   void reuse_pending();
 
