@@ -20,6 +20,7 @@ from torchround.models.common.primitives import RMSNorm, init_linear_
 from torchround.models.common.rope import Rope, inverse_frequencies, rotate, rotation
 from torchround.models.common.sinks import attend_with_sinks
 from torchround.models.kernels.operation import uses_fused
+from torchround.models.kernels.projections import Projection
 from torchround.models.kernels.rotary import rotate_heads
 
 
@@ -48,10 +49,10 @@ class Attention(nn.Module):
         self.rope, self.head_dim, self.window = rope, head_dim, window
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
-        self.query = nn.Linear(hidden_size, width, bias=bias, device="meta")
-        self.key = nn.Linear(hidden_size, kv_width, bias=bias, device="meta")
-        self.value = nn.Linear(hidden_size, kv_width, bias=bias, device="meta")
-        self.output = nn.Linear(width, hidden_size, bias=bias, device="meta")
+        self.query = Projection(hidden_size, width, bias)
+        self.key = Projection(hidden_size, kv_width, bias)
+        self.value = Projection(hidden_size, kv_width, bias)
+        self.output = Projection(width, hidden_size, bias)
         self.query_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.key_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.sinks = nn.Parameter(torch.empty(num_heads, device="meta")) if sinks else None

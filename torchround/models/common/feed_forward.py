@@ -18,6 +18,7 @@ from torchround.models.common.config import ModelConfigError
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.lora import linear_work
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
+from torchround.models.kernels.projections import Projection
 
 # Kept per row: the choice, two permutations and the expert in int64; probability, sums and weight in fp32.
 ROW_SCALARS_BYTES = 4 * 8 + 4 * 4
@@ -29,9 +30,9 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden_size: int, ffn_size: int, activation: str = "silu") -> None:
         super().__init__()
         self.activation = legal_activation(activation)
-        self.gate = nn.Linear(hidden_size, ffn_size, bias=False, device="meta")
-        self.up = nn.Linear(hidden_size, ffn_size, bias=False, device="meta")
-        self.down = nn.Linear(ffn_size, hidden_size, bias=False, device="meta")
+        self.gate = Projection(hidden_size, ffn_size)
+        self.up = Projection(hidden_size, ffn_size)
+        self.down = Projection(ffn_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(gated_product(self.gate(x), self.up(x), activation=self.activation))
@@ -92,7 +93,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = shape
-        self.router = nn.Linear(hidden_size, shape.num_experts, bias=router_bias, device="meta")
+        self.router = Projection(hidden_size, shape.num_experts, router_bias)
         self.experts = make_experts(hidden_size, shape.num_experts, shape.ffn_size)
 
     def forward(self, x: Tensor) -> Tensor:

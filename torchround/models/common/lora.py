@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from torchround.layer import HFNames, HFTensors, LayeredModel, LayerWork, MicroBatch
 from torchround.models.common.config import ModelConfigError
+from torchround.models.kernels.projections import project
 
 PEFT_PREFIX = "base_model.model."
 _WEIGHT = ".weight"
@@ -127,8 +128,8 @@ class LoraLinear(nn.Linear, Adaptable):
         self.lora_b = nn.Parameter(torch.empty(base.out_features, lora.rank, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        low = F.linear(self.drop(x), self.lora_a)  # [..., A] -> [..., r]
-        return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_b) * self.lora.scale
+        low = project(self.drop(x), self.lora_a)  # [..., A] -> [..., r]
+        return F.linear(x, self.weight, self.bias) + project(low, self.lora_b) * self.lora.scale
 
 
 def linear_work(linear: nn.Linear, num_tokens: int, element_bytes: int) -> LayerWork:

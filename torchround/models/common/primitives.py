@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from torchround.layer import LayerWork
 from torchround.models.common.config import ModelConfigError
+from torchround.models.kernels.gated_products import fused_gated_product
 from torchround.models.kernels.norms import normed_sum
 from torchround.models.kernels.operation import uses_fused
 
@@ -102,6 +103,8 @@ def gated_product(
     With `silu` this is SwiGLU, with `gelu_tanh` GeGLU (Shazeer, arXiv 2002.05202). The backward keeps the inputs and
     recomputes the activation: `6 B T F` bytes of a 16-bit block (RoundPipe appendix B.1) instead of `8 B T F`.
     """
+    if uses_fused(gate):
+        return fused_gated_product(gate, up, weights, activation)
     return _GatedProduct.apply(gate, up, weights, activation)
 
 

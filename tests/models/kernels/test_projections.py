@@ -1,0 +1,104 @@
+"""Products that add to a weight's fp32 gradient, with a stand-in for the product, which the CPU does not have."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.support.interpreted import random
+from tests.support.rounding import FP32, assert_close_in_sums
+from torchround.models.kernels import projections
+from torchround.models.kernels.projections import Projection, project
+
+BATCH, TOKENS, INPUTS, OUTPUTS = 2, 6, 5, 7
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Let the CPU have products with fp32 output, and return the list of totals that were added to."""
+    totals = []
+
+    def add(total, left, right):
+        assert left.dtype == right.dtype == torch.bfloat16 and total.dtype == torch.float32
+        totals.append(total)
+        total += left.float() @ right.float()
+
+    monkeypatch.setattr(projections, "has_float32_products", lambda device, dtype: True)
+    monkeypatch.setattr(projections, "add_product_", add)
+    return totals
+
+
+def leaf(shape, dtype=torch.bfloat16, grad=True):
+    weight = torch.nn.Parameter(random(*shape, dtype=dtype))
+    if grad:
+        weight.grad_dtype = torch.float32
+        weight.grad = torch.zeros(shape)
+    return weight
+
+
+def micro_batch(number):
+    return random(BATCH, TOKENS, INPUTS, dtype=torch.bfloat16, seed=number).requires_grad_()
+
+
+def test_gradients_of_several_micro_batches_are_added_up_without_rounding_them_to_16_bits(products):
+    weight, bias = leaf((OUTPUTS, INPUTS)), leaf((OUTPUTS,))
+    sums, exact = weight.grad, torch.zeros(OUTPUTS, INPUTS, dtype=torch.float64)
+    exact_bias = torch.zeros(OUTPUTS, dtype=torch.float64)
+    for number in range(3):
+        x, upstream = micro_batch(number), random(BATCH, TOKENS, OUTPUTS, dtype=torch.bfloat16, seed=9)
+        result = project(x, weight, bias)
+        assert torch.equal(result, F.linear(x, weight, bias))
+        result.backward(upstream)
+        assert torch.equal(x.grad, upstream @ weight)
+        exact += upstream.double().flatten(0, 1).T @ x.detach().double().flatten(0, 1)
+        exact_bias += upstream.double().sum(dim=(0, 1))
+    assert weight.grad is sums and all(total.data_ptr() == sums.data_ptr() for total in products)
+    assert len(products) == 3
+    terms = 3 * BATCH * TOKENS
+    # A gradient that is rounded to bf16 on its way differs 2^16 times as much.
+    assert_close_in_sums(sums.double(), exact, terms, unit=FP32, scale=20.0)
+    assert_close_in_sums(bias.grad.double(), exact_bias, terms, unit=FP32, scale=20.0)
+
+
+def test_the_leaf_that_was_bound_in_the_forward_gets_the_gradient(products):
+    """The engine binds another slot's leaves to the module before the backward of an earlier forward may run."""
+    layer = Projection(INPUTS, OUTPUTS)
+    layer.weight = first = leaf((OUTPUTS, INPUTS))
+    result = layer(micro_batch(0))
+    layer.weight = second = leaf((OUTPUTS, INPUTS))
+    result.sum().backward()
+    assert first.grad.any() and not second.grad.any()
+
+
+@pytest.mark.parametrize("case", ["no sum", "fp32 weight", "frozen", "no gradients", "no such product"])
+def test_every_other_weight_is_left_to_autograd(case, products, monkeypatch):
+    weight = leaf(
+        (OUTPUTS, INPUTS), torch.float32 if case == "fp32 weight" else torch.bfloat16, case != "no sum"
+    )
+    weight.requires_grad_(case != "frozen")
+    if case == "no such product":
+        monkeypatch.setattr(projections, "has_float32_products", lambda device, dtype: False)
+    x = micro_batch(0).detach().to(weight.dtype).requires_grad_()
+    with torch.set_grad_enabled(case != "no gradients"):
+        result = project(x, weight)
+    assert torch.equal(result, F.linear(x, weight))
+    if case != "no gradients":
+        result.sum().backward()
+        assert (weight.grad is None or not weight.grad.any()) == (case == "frozen")
+    assert products == []
+
+
+def test_a_gradient_that_is_gone_by_the_backward_is_made_by_autograd(products):
+    weight = leaf((OUTPUTS, INPUTS))
+    result = project(micro_batch(0), weight)
+    weight.grad = None
+    result.sum().backward()
+    assert weight.grad.any() and products == []
+
+
+def test_pytorch_describes_the_product_that_a_card_runs():
+    """Ask PyTorch's own description of the operation (shapes, dtypes), which needs no card."""
+    total = torch.empty(OUTPUTS, INPUTS, device="meta")
+    left = torch.empty(TOKENS, OUTPUTS, device="meta", dtype=torch.bfloat16).T
+    right = torch.empty(TOKENS, INPUTS, device="meta", dtype=torch.bfloat16)
+    projections.add_product_(total, left, right)
+    assert total.dtype == torch.float32 and total.shape == (OUTPUTS, INPUTS)
