@@ -69,7 +69,8 @@ class LayerCompiler:
         """Return layer `index` of the model, compiled, with the parameters that `layer` is bound to now."""
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
-        if parameters and not self._compiles_for(parameters[0].device.type, board):
+        device = parameters[0].device.type if parameters else None
+        if device is not None and (runs_fused(layer, device) or not self._compiles_for(device, board)):
             return layer
 
         def call(hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
@@ -93,6 +94,14 @@ class LayerCompiler:
                         )
                     self._compiles[device] = missing is None
         return self._compiles[device]
+
+
+def runs_fused(layer: nn.Module, device: str) -> bool:
+    """Return whether a layer runs uncompiled on this type of device, because its operations are fused there already.
+
+    The head is one: its loss adds to the weight's gradient by itself, which compiled code cannot.
+    """
+    return getattr(layer, "fused_on_accelerators", False) and kind_of(device).name != "cpu"
 
 
 class LayerKind:
@@ -146,6 +155,7 @@ class LayerKind:
             micro_batch,
             dropout_seed=_as_data(micro_batch.dropout_seed),
             max_documents=documents if documents == 1 else _as_data(documents),
+            loss_factor=None,  # another number in each step, and of no use to compiled code
         )
         tensors = [*parameters, *inputs]
         shape = self.shapes.get(key)
@@ -278,15 +288,28 @@ class _Run(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         inner, outputs = shape.forward(micro_batch, tensors)
         ctx.shape, ctx.inner, ctx.outputs = shape, inner, outputs
+        ctx.totals = [tensor.grad if tensor.is_leaf else None for tensor in tensors]
         found = tuple(output.detach() for output in outputs)
         ctx.mark_non_differentiable(*(output for output in found if not output.is_floating_point()))
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inner, outputs = ctx.inner, ctx.outputs
-        ctx.inner = ctx.outputs = None  # the activations that they keep are of no more use
-        return None, None, *ctx.shape.backward(inner, outputs, grads)
+        inner, outputs, totals = ctx.inner, ctx.outputs, ctx.totals
+        ctx.inner = ctx.outputs = ctx.totals = None  # the activations that they keep are of no more use
+        found = ctx.shape.backward(inner, outputs, grads)
+        return None, None, *(_added(grad, total) for grad, total in zip(found, totals, strict=True))
+
+
+def _added(grad: Tensor | None, total: Tensor | None) -> Tensor | None:
+    """Add a gradient to the sum of another number format that its leaf holds, and return what is left for autograd.
+
+    Autograd would cast the gradient in a pass of its own. The sum has the same bits: the cast is exact.
+    """
+    if grad is None or total is None or total.dtype == grad.dtype or total.dtype != torch.float32:
+        return grad
+    total.add_(grad)
+    return None
 
 
 def _setting(is_required: bool) -> str:
