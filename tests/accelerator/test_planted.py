@@ -47,7 +47,7 @@ COMPUTE, WEIGHTS_UP, UP, DOWN, GRADIENTS_DOWN = Stream
 ONE = ShortRun()
 TWO = ShortRun(workers=2)
 REUSED = ShortRun(workers=2, tight_pool=True)
-REUSED_BY_ONE = ShortRun(tight_pool=True)
+REUSED_BY_ONE = ShortRun("one layer a stage", tight_pool=True)
 ROUNDS = ShortRun(workers=2, tight_pool=True, rounds=2, steps=3, dtype=torch.bfloat16)
 PARTS = ShortRun(workers=2, tight_pool=True, rounds=2, steps=3, tied=True)
 LATE = ShortRun(workers=2, policy=ASYNC, steps=4)
@@ -136,7 +136,7 @@ ONLY_FOR_SPEED = {
     "link_turns.turn: device.wait(Stream.WEIGHT_UPLOAD, event)",
     "link_turns.turn: device.record(Stream.WEIGHT_UPLOAD)",
 }
-# `test_mapped_weights.py` plants this one.
+# `test_weights_in_files.py` plants this one.
 OF_MAPPED_WEIGHTS = {"bundle_transfers._enqueue_piece: self._device.record(Stream.WEIGHT_UPLOAD)"}
 
 OTHERS = {

@@ -71,19 +71,19 @@ def _calls(function: ast.FunctionDef, method: str) -> list[ast.Call]:
     ]
 
 
-def _site_of_caller(method: str) -> str:
+def _site_of_caller(sites: dict[tuple[str, int], CallSite]) -> str:
     frame = sys._getframe(2)
-    return str(call_sites(method).get((frame.f_code.co_filename, frame.f_lineno)))
+    return str(sites.get((frame.f_code.co_filename, frame.f_lineno)))
 
 
 def no_wait_at(site: str) -> Plant:
     """Let no stream wait at one call site."""
 
     def plant(patch: pytest.MonkeyPatch) -> Planted:
-        planted, wait = Planted(), Device.wait
+        planted, wait, sites = Planted(), Device.wait, call_sites("wait")
 
         def dropping(device: Device, stream: Stream, event: Event) -> None:
-            if _site_of_caller("wait") == site:
+            if _site_of_caller(sites) == site:
                 planted.happens()
             else:
                 wait(device, stream, event)
@@ -98,10 +98,10 @@ def empty_event_at(site: str) -> Plant:
     """Let one call site record an event that has passed before anything was done."""
 
     def plant(patch: pytest.MonkeyPatch) -> Planted:
-        planted, record = Planted(), Device.record
+        planted, record, sites = Planted(), Device.record, call_sites("record")
 
         def recording(device: Device, stream: Stream) -> Event:
-            if _site_of_caller("record") != site:
+            if _site_of_caller(sites) != site:
                 return record(device, stream)
             planted.happens()
             return PastEvent()
