@@ -177,7 +177,9 @@ class CudaKind(AcceleratorKind):
 
     def has_float32_products(self, dtype: torch.dtype) -> bool:
         # AMD's libraries are called in another way, which has not been looked at.
-        return dtype in HALVES and torch.version.hip is None
+        if dtype not in HALVES or torch.version.hip is not None:
+            return False
+        return not self._is_here() or _adds_to_float32(self.name, dtype)
 
     def has_triton(self) -> bool:
         return _has_triton() or not self._is_here()
@@ -331,6 +333,20 @@ def shares_kv_heads_under_mask(device: str) -> bool:
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _adds_to_float32(device: str, dtype: torch.dtype) -> bool:
+    """Try whether a product is added to a float32 matrix here. Some versions of PyTorch refuse the matrix's type."""
+    total = torch.zeros((16, 16), device=device)
+    matrix = total.to(dtype)
+    try:
+        torch.addmm(total, matrix, matrix, out_dtype=torch.float32, out=total)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return False
+    return True
 
 
 def _has_kernel(operator: str, backend: str) -> bool:
