@@ -41,6 +41,8 @@ SCATTERS = {
     "index_copy_",
 }
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm"}
+# Of rows with their expert's matrix, and of rows with gradients to the sum of a stack's gradients.
+OWN_PRODUCTS = {"torchround::grouped_rows", "torchround::grouped_gradient_"}
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,10 @@ def _operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     num_bytes = sum(_num_bytes(tensor) for tensor in (*reads, *writes))
     if space == "aten" and name in PRODUCTS:
         return Operation(name, num_bytes, product_flops=_product_flops(args, writes[0]))
+    if func.name() in OWN_PRODUCTS:
+        return Operation(
+            func.name(), num_bytes, product_flops=_product_flops(_grouped_factors(*args), writes[0])
+        )
     if "attention" in name and space == "aten":
         return Operation(name, num_bytes, attention_flops=_attention_flops(func, args, kwargs))
     return Operation(name if space == "aten" else func.name(), num_bytes)
@@ -195,6 +201,11 @@ def _product_flops(args: tuple[Any, ...], result: Tensor) -> float:
     if first.dim() == second.dim() == 2 and result.dim() == 3:  # [A, R] x [R, Z] by groups of R -> [E, A, Z]
         return 2.0 * first.shape[0] * first.shape[1] * second.shape[1]
     return 2.0 * result.numel() * first.shape[-1]
+
+
+def _grouped_factors(first: Tensor, second: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors as `grouped_mm` takes them: rows with gradients have the rows of the first one transposed."""
+    return (first, second) if second.dim() == 3 else (first.T, second)
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

@@ -62,7 +62,14 @@ def test_models_on_meta_choose_as_on_another_kind_inside_the_context_only():
 
 @pytest.mark.parametrize(
     ("capability", "attention", "grouped"),
-    [((7, 5), False, False), ((8, 6), True, True), ((9, 0), True, True)],
+    [
+        ((7, 5), False, False),
+        ((8, 0), True, False),
+        ((8, 9), True, False),
+        ((9, 0), True, True),
+        ((10, 3), True, True),
+        ((12, 0), True, False),
+    ],
 )
 def test_a_card_has_the_kernels_of_its_generation(capability, attention, grouped):
     kind = CudaKind(capability)

@@ -172,8 +172,9 @@ class CudaKind(AcceleratorKind):
         return fits and (not self._is_here() or torch.backends.cuda.is_flash_attention_available())
 
     def has_grouped_products(self, dtype: torch.dtype) -> bool:
-        # Compute capability 8.0 or later, by torch's documentation.
-        return dtype == torch.bfloat16 and self._lowest_capability() >= (8, 0)
+        # It runs from 8.0 on, by torch's documentation. Except on Hopper and datacentre Blackwell, it waits for the
+        # device to read the offsets and then multiplies group by group.
+        return dtype == torch.bfloat16 and self._lowest_capability()[0] in (9, 10)
 
     def has_float32_products(self, dtype: torch.dtype) -> bool:
         # AMD's libraries are called in another way, which has not been looked at.

@@ -37,13 +37,16 @@ class MicroBatch:
     `positions` restart at 0 with each document. `document_ids` are equal exactly when two tokens of a
     sequence belong to the same document; attention never crosses documents.
 
-    Two facts travel as plain numbers, so that no layer has to ask a device for them:
+    Three facts travel as plain numbers, so that no layer has to ask a device for them:
 
     - `dropout_seed` seeds the dropout masks. It is the same whenever the same layer sees the same micro-batch
       of a step again. None means no dropout.
     - `max_documents` bounds the number of documents in a sequence, each of them contiguous. It is a fact of the
       whole batch (see `most_documents`), so a choice made from it does not depend on how the batch was cut. None
       means that the documents were not counted.
+    - `loss_factor` promises the last layer that a backward follows and that its gradient of the loss is this number:
+      the loss scale divided by the step's labels. The layer may then compute and add up gradients in its forward. None
+      promises nothing. Compiled layers get None.
 
     While a layer is being compiled, a seed and a bound above 1 are 0-dimensional tensors in host memory, so that
     one piece of code serves all values.
@@ -55,6 +58,7 @@ class MicroBatch:
     document_ids: Tensor
     dropout_seed: int | Tensor | None = field(default=None, kw_only=True)
     max_documents: int | Tensor | None = field(default=None, kw_only=True)
+    loss_factor: float | None = field(default=None, kw_only=True)
     # Shared by the copies that `for_layer` makes, and dropped with the last of them.
     _derived: dict[Hashable, Tensor] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
@@ -74,7 +78,11 @@ class MicroBatch:
 
     def facts(self) -> dict[str, Any]:
         """Return the plain numbers that travel beside the tensors, by field name."""
-        return {"dropout_seed": self.dropout_seed, "max_documents": self.max_documents}
+        return {
+            "dropout_seed": self.dropout_seed,
+            "max_documents": self.max_documents,
+            "loss_factor": self.loss_factor,
+        }
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> "MicroBatch":
         """Return the same facts with other tensors, in field order: on another device, or fewer sequences."""
@@ -169,6 +177,8 @@ class Layer(Protocol):
 
     Weight decay is for matrices. A module lists in an attribute `undecayed` the names of its own parameters that have
     two or more dimensions only because they are stacks of vectors.
+
+    A layer with an attribute `fused_on_accelerators` that is true is not compiled there.
     """
 
     def __call__(self, hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:

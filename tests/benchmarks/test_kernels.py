@@ -75,6 +75,11 @@ def test_products_count_two_flops_for_each_multiply_add() -> None:
     assert grouped.product_flops == 2 * 96 * 32 * 16
     matrices = counted(lambda a, b: F.grouped_mm(a, b, offs=ends), rows.T, meta(96, 16))
     assert matrices.product_flops == 2 * 96 * 32 * 16
+    ours = counted(lambda a, b: torch.ops.torchround.grouped_rows(a, b, ends), rows, meta(4, 32, 16))
+    assert ours.product_flops == 2 * 96 * 32 * 16
+    add = torch.ops.torchround.grouped_gradient_
+    added = counted(lambda a, b, total: add(a, b, ends, total), rows, meta(96, 16), meta(4, 32, 16))
+    assert added.product_flops == 2 * 96 * 32 * 16
 
 
 def test_an_operation_of_ours_is_one_launch_that_moves_its_arguments_and_results() -> None:

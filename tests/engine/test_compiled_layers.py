@@ -24,6 +24,8 @@ from tests.support.toy import (
     toy_store,
     train,
 )
+from torchround.accelerators import as_if_on
+from torchround.engine.board import Board
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import PipelineError
 from torchround.layer import with_dropout_seeds
@@ -306,6 +308,19 @@ def test_threads_that_wait_for_a_compiler_end_with_the_engine():
         raise KeyboardInterrupt
     assert "torchround cpu:1" in left_behind and "torchround cpu:0" not in left_behind
     assert not engine_threads()
+
+
+def test_a_head_that_is_fused_on_accelerators_is_not_compiled_there():
+    family = FAMILIES["qwen3"]
+    model = family.build(family.config_from_flavor("debug", vocab_size=50))
+    compiler = LayerCompiler(model, "eager")
+    for kind, uncompiled in (("cpu", []), ("cuda", ["head"])):
+        with as_if_on(kind):
+            calls = [
+                (name, compiler.compiled(index, layer, Board()), layer)
+                for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True))
+            ]
+        assert [name for name, call, layer in calls if call is layer] == uncompiled
 
 
 def test_auto_runs_uncompiled_if_compiling_takes_too_much_memory(planted, warned):

@@ -15,6 +15,7 @@ from tests.support.toy import (
     OPTIMIZER,
     PARTITIONS,
     ToyBlock,
+    ToyHead,
     assert_same_state,
     toy_batches,
     toy_engine,
@@ -240,6 +241,25 @@ def test_scales_do_not_depend_on_timing_or_on_evaluations_between(planted, monke
             updates = [result.update() for result in results]
         runs.append([(update.loss_scale, update.skipped) for update in updates])
     assert runs[0] == runs[1] == runs[2]
+
+
+def test_only_a_last_layer_that_is_differentiated_learns_the_factor_of_its_loss(monkeypatch):
+    seen = []
+    for kind in (ToyBlock, ToyHead):
+        forward = kind.forward
+
+        def noting(self, hidden, micro_batch, forward=forward):
+            seen.append((type(self), torch.is_grad_enabled(), micro_batch.loss_factor))
+            return forward(self, hidden, micro_batch)
+
+        monkeypatch.setattr(kind, "forward", noting)
+    store = float16_store()
+    with toy_engine(toy_model(), store, PARTITION, 2) as engine:
+        engine.evaluate(BATCHES[0]).loss()
+        _, [update] = run(engine, BATCHES[:1])
+    labels = sum(micro_batch.num_labels() for micro_batch in BATCHES[0])
+    heads = {(enabled, factor) for kind, enabled, factor in seen if kind is ToyHead}
+    assert heads == {(False, None), (True, update.loss_scale / labels)}
 
 
 def test_a_validation_loss_is_not_scaled():

@@ -9,7 +9,9 @@ import os
 import subprocess
 import sys
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ PROGRAM = """
 import importlib, json, sys, traceback
 import torch
 torch.set_num_threads(1)
+from tests.support.interpreted import widen_products
+widen_products()
 module = importlib.import_module(sys.argv[1])
 found = {}
 for name in json.loads(sys.argv[2]):
@@ -52,6 +56,20 @@ def outcomes(module: ModuleType) -> dict[str, str]:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def widen_products() -> None:
+    """Let the interpreter multiply bf16 matrices: numpy has no bf16, and it would take their bits for integers."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), float32)
+
+    plain = InterpreterBuilder.create_dot
+    InterpreterBuilder.create_dot = lambda self, a, b, *rest: plain(self, widened(a), widened(b), *rest)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens, D width, V vocabulary, L layers (embedding, block
 import copy
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -189,7 +190,7 @@ class PlainLoop:
             parameter.grad = torch.zeros_like(parameter)
         total = 0.0
         for micro_batch in micro_batches:
-            hidden = None
+            hidden, micro_batch = None, replace(micro_batch, loss_factor=1.0 / labels)
             for layer in self.module:
                 hidden = layer(hidden, micro_batch)
             hidden.backward(torch.full_like(hidden, 1.0 / labels))

@@ -69,7 +69,8 @@ class LayerCompiler:
         """Return layer `index` of the model, compiled, with the parameters that `layer` is bound to now."""
         kind = self._kind_of[index]
         parameters = [layer.get_parameter(path) for path in kind.paths]
-        if parameters and not self._compiles_for(parameters[0].device.type, board):
+        device = parameters[0].device.type if parameters else None
+        if device is not None and (runs_fused(layer, device) or not self._compiles_for(device, board)):
             return layer
 
         def call(hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
@@ -93,6 +94,14 @@ class LayerCompiler:
                         )
                     self._compiles[device] = missing is None
         return self._compiles[device]
+
+
+def runs_fused(layer: nn.Module, device: str) -> bool:
+    """Return whether a layer runs uncompiled on this type of device, because its operations are fused there already.
+
+    The head is one: its loss adds to the weight's gradient by itself, which compiled code cannot.
+    """
+    return getattr(layer, "fused_on_accelerators", False) and kind_of(device).name != "cpu"
 
 
 class LayerKind:
@@ -146,6 +155,7 @@ class LayerKind:
             micro_batch,
             dropout_seed=_as_data(micro_batch.dropout_seed),
             max_documents=documents if documents == 1 else _as_data(documents),
+            loss_factor=None,  # another number in each step, and of no use to compiled code
         )
         tensors = [*parameters, *inputs]
         shape = self.shapes.get(key)

@@ -11,6 +11,7 @@ import torch
 
 from torchround.accelerators import kind_of
 from torchround.config import EngineTable, TrainingTable
+from torchround.engine.compiled import runs_fused
 from torchround.engine.errors import EngineUsageError
 from torchround.layer import LayeredModel, LayerWork
 from torchround.pipeline.cards import ASSUMED_DEVICE
@@ -113,7 +114,7 @@ def layer_works(
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
-        if compiles_layers(numbers.engine, kind):
+        if compiles_layers(numbers.engine, kind) and not runs_fused(layer, kind):
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             work = replace(work, workspace_bytes=work.workspace_bytes + trained * element_bytes)

@@ -1,14 +1,15 @@
-"""The chunked loss, ours and torch's, against plain cross entropy over all logits."""
+"""The chunked loss, ours, torch's and the accelerators', against plain cross entropy over all logits."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.support.rounding import BF16, assert_close_in_sums
+from tests.support.rounding import BF16, FP16, FP32, assert_close_in_sums
 from torchround.layer import IGNORED_LABEL
 from torchround.models.common import loss
+from torchround.models.kernels import softmax_loss
 
-IMPLEMENTATIONS = [loss.chunked_loss_sum, loss.token_loss_sum]
+IMPLEMENTATIONS = [loss.chunked_loss_sum, loss.token_loss_sum, loss.fused_loss_sum]
 if hasattr(torch.nn, "LinearCrossEntropyOptions"):
     IMPLEMENTATIONS.append(loss.torch_loss_sum)
 
@@ -25,6 +26,10 @@ def small_chunks(monkeypatch):
     """Cut into chunks of 16 tokens, so that the last of five chunks is a partial one."""
     monkeypatch.setattr(loss, "CHUNK_BYTES", 16 * 4 * VOCAB)
     assert loss.chunk_tokens(VOCAB) == 16
+    monkeypatch.setattr(loss, "ACCELERATOR_CHUNK_BYTES", 16 * 2 * VOCAB)
+    monkeypatch.setattr(loss, "TOKEN_MULTIPLE", 8)
+    assert [loss.accelerator_chunk_tokens(VOCAB, element_bytes) for element_bytes in (2, 4)] == [16, 8]
+    monkeypatch.setattr(softmax_loss, "BLOCK_BYTES", 3 * 4 * VOCAB)  # three tokens a block
 
 
 def make_inputs(ignored=(), dtype=torch.float32):
@@ -67,7 +72,7 @@ def test_loss_and_gradients_equal_plain_cross_entropy(implementation, ignored):
     assert torch.equal(hidden.grad[labels == IGNORED_LABEL], torch.zeros(len(ignored), WIDTH))
 
 
-@pytest.mark.parametrize("implementation", [loss.chunked_loss_sum, loss.token_loss_sum])
+@pytest.mark.parametrize("implementation", [loss.chunked_loss_sum, loss.token_loss_sum, loss.fused_loss_sum])
 def test_bf16_loss_is_fp32_and_as_exact_as_its_bf16_logits(implementation):
     hidden, weight, labels = make_inputs(ignored=(3, 4), dtype=torch.bfloat16)
     total = implementation(hidden, weight, labels)
@@ -114,8 +119,46 @@ def test_a_frozen_projection_still_passes_gradients_down(implementation):
     assert weight.grad is None
 
 
-def test_a_second_backward_is_refused():
-    total = loss.chunked_loss_sum(*make_inputs())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sum_dtype", [torch.float32, torch.bfloat16])
+def test_a_promised_factor_adds_to_the_weights_gradient_in_the_forward(dtype, sum_dtype):
+    hidden, weight, labels = make_inputs(ignored=(7,), dtype=dtype)
+    _, *wanted = reference(hidden, weight, labels, scale=1 / 73, logits_dtype=dtype)
+    weight.grad_dtype = sum_dtype
+    weight.grad = torch.ones(weight.shape, dtype=sum_dtype)
+    preset = weight.grad
+    total = loss.fused_loss_sum(hidden, weight, labels, loss_factor=1 / 73)
+    added = preset.float() - 1.0
+    total.backward(torch.tensor(1 / 73))
+    assert weight.grad is preset
+    assert torch.equal(preset.float() - 1.0, added), "the backward adds nothing to it"
+    unit = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+    assert_close_in_sums(hidden.grad.double(), wanted[0], TERMS, unit=unit[dtype])
+    # Each chunk is added to numbers near 1.
+    assert_close_in_sums(added.double(), wanted[1], TERMS, unit=max(unit[dtype], unit[sum_dtype]), scale=1.0)
+
+
+def test_a_promised_factor_gives_the_gradients_that_the_backward_would_have_scaled():
+    found = []
+    for factor in (None, 0.25):  # a power of two: the product is the same wherever it is taken
+        hidden, weight, labels = make_inputs()
+        weight.grad = torch.zeros(weight.shape)
+        loss.fused_loss_sum(hidden, weight, labels, factor).backward(torch.tensor(0.25))
+        found.append((hidden.grad, weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_an_evaluation_adds_nothing_to_a_gradient():
+    hidden, weight, labels = make_inputs()
+    weight.grad = torch.zeros(weight.shape)
+    with torch.no_grad():
+        loss.fused_loss_sum(hidden, weight, labels, loss_factor=0.5)
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("implementation", [loss.chunked_loss_sum, loss.fused_loss_sum])
+def test_a_second_backward_is_refused(implementation):
+    total = implementation(*make_inputs())
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="already differentiated"):
         total.backward()
@@ -134,3 +177,33 @@ def test_memory_is_one_chunk_of_logits_and_the_gradients(implementation, dtype, 
     # Chunk logits in the projection's dtype, in fp32, and their gradient: three, and a quarter of room.
     assert peak_bytes < gradients + 3.25 * 64 * 4 * vocab
     assert peak_bytes < tokens * vocab * 4 / 3, "a third of what all logits would take"
+
+
+def test_the_accelerators_scratch_is_one_chunk_of_logits(monkeypatch, tools):
+    tokens, width, vocab = 1024, 16, 2048
+    monkeypatch.setattr(loss, "ACCELERATOR_CHUNK_BYTES", 64 * 4 * vocab)
+    monkeypatch.setattr(loss, "BLOCK_ROWS", 256)
+    for module in (loss, softmax_loss):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 4 * 4 * vocab)
+    # float32, because the CPU's products of bf16 matrices take scratch of their own.
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.randn(vocab, width, requires_grad=True)
+    weight.grad = torch.zeros(weight.shape)
+    labels = torch.randint(0, vocab, (tokens,))
+    peak_bytes = tools.measure_peak_bytes(
+        lambda: loss.fused_loss_sum(hidden, weight, labels, 0.5).backward(torch.tensor(0.5))
+    )
+    counted = loss.loss_workspace_bytes(tokens, vocab, width, 4, trained=True, device="cuda")
+    assert counted == 64 * 4 * vocab + 4 * 4 * vocab
+    # Besides: the gradient for the hidden states, and a few numbers per token.
+    assert counted < peak_bytes < counted + hidden.nbytes + 64 * tokens
+    # A whole gradient of the weight beside its sum would not fit into that.
+    assert weight.nbytes > 64 * tokens
+
+
+def test_a_chunk_depends_on_vocabulary_and_dtype_alone_and_fits_its_bound(monkeypatch):
+    monkeypatch.undo()
+    for vocab, tokens in ((151936, 4352), (128256, 5120), (201088, 3328)):
+        assert loss.accelerator_chunk_tokens(vocab, 2) == tokens
+        assert tokens * 2 * vocab <= loss.ACCELERATOR_CHUNK_BYTES < (tokens + 256) * 2 * vocab
+        assert loss.accelerator_chunk_tokens(vocab, 4) == tokens // 512 * 256

@@ -1,5 +1,7 @@
 """Mixture of experts: routing, products, and the balance penalty, against direct computation."""
 
+import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -14,11 +16,13 @@ from torchround.models.common.experts import (
     GatedExperts,
     combine,
     dispatch,
-    grouped_product,
     make_routes,
     sort_pairs,
 )
 from torchround.models.common.feed_forward import MoE, MoEShape, balance_penalty, expert_load
+from torchround.models.common.lora import LoraShape, add_adapters
+from torchround.models.kernels import grouped
+from torchround.models.kernels.grouped import RowGroups, grouped_product
 
 D, EXPERTS, F_EXPERT = 6, 5, 4
 
@@ -67,6 +71,90 @@ def test_output_and_gradients_equal_token_by_token_computation(num_chosen, norma
         assert_close_in_sums(one, other, 4 * terms)
 
 
+@pytest.fixture(params=["loop", "kernels"])
+def on_an_accelerator(request, monkeypatch):
+    """Experts take the accelerators' way here, with the loop over experts or with the reference of the kernels."""
+    monkeypatch.setattr(grouped, "uses_fused", lambda tensor: True)
+    monkeypatch.setattr(grouped, "uses_triton", lambda tensor: request.param == "kernels")
+    kernels = types.ModuleType("grouped_triton")
+    kernels.launch_rows, kernels.launch_gradient = grouped.reference_rows, grouped.reference_gradient_
+    monkeypatch.setitem(sys.modules, "torchround.models.kernels.grouped_triton", kernels)
+    return request.param
+
+
+@pytest.mark.parametrize("has_sums", [False, True], ids=["no sums", "sums"])
+def test_an_accelerators_way_gives_the_output_and_gradients_of_token_by_token_computation(
+    on_an_accelerator, has_sums
+):
+    moe, x = make_moe(num_chosen=1), torch.randn(2, 9, D, requires_grad=True)
+    upstream = torch.randn(2, 9, D)
+    expected = torch.autograd.grad(token_by_token(moe, x), [x, *moe.parameters()], upstream)
+    for parameter in moe.parameters():
+        parameter.grad = torch.ones_like(parameter) if has_sums else None
+    output = moe(x)
+    output.backward(upstream)
+    terms = 2 * D + F_EXPERT + EXPERTS + 18
+    assert_close_in_sums(output, token_by_token(moe, x), terms)
+    for parameter, gradient in zip([x, *moe.parameters()], expected, strict=True):
+        before = 1.0 if has_sums and parameter is not x else 0.0
+        scale = 1.0 + gradient.abs().max().item()
+        assert_close_in_sums(parameter.grad - before, gradient, 4 * terms, scale=scale)
+
+
+def adapted_block(family, flavor):
+    """A block with random adapters of a rank that 8 does not divide on all its experts' matrices, and an input."""
+    config = FAMILIES[family].config_from_flavor(flavor, num_layers=1, vocab_size=50)
+    model = FAMILIES[family].build(config)
+    targets = {"qwen3": ("gate_proj", "up_proj", "down_proj"), "gpt_oss": ("gate_up_proj", "down_proj")}
+    add_adapters(model, FAMILIES[family].hf_names(config), LoraShape(3, 6.0, 0.25, targets[family]))
+    moe = model.layers[1].mlp
+    generator = torch.Generator().manual_seed(0)
+    for module in moe.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                numbers = 0.1 * torch.randn(parameter.shape, generator=generator)
+                module._parameters[name] = torch.nn.Parameter(numbers, parameter.requires_grad)
+    moe.experts.seed = 7
+    return moe, torch.randn(2, 9, config.hidden_size, generator=generator)
+
+
+@pytest.mark.parametrize(("family", "flavor"), [("qwen3", "debug_moe"), ("gpt_oss", "debug")])
+def test_adapters_on_an_accelerators_way_get_the_gradients_of_the_plain_one(
+    family, flavor, on_an_accelerator, monkeypatch
+):
+    moe, x = adapted_block(family, flavor)
+    found = []
+    for fused in (False, True):
+        monkeypatch.setattr(grouped, "uses_fused", lambda tensor, fused=fused: fused)
+        for parameter in moe.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        leaf = x.clone().requires_grad_()
+        output = moe(leaf)
+        output.sum().backward()
+        trained = [parameter.grad for parameter in moe.parameters() if parameter.requires_grad]
+        found.append([output.detach(), leaf.grad, *trained])
+    assert len(found[0]) > 5
+    for one, other in zip(*found, strict=True):
+        assert_close_in_sums(one, other, 4 * (x.shape[-1] + moe.shape.ffn_size + 18))
+
+
+@pytest.mark.parametrize(("family", "flavor"), [("qwen3", "debug_moe"), ("gpt_oss", "debug")])
+def test_the_loop_brings_the_offsets_to_the_host_once_for_all_products_of_a_block(
+    family, flavor, monkeypatch
+):
+    moe, x = adapted_block(family, flavor)
+    plain, calls = torch.Tensor.tolist, []
+
+    def counted(tensor):
+        calls.append(tensor.shape)
+        return plain(tensor)
+
+    monkeypatch.setattr(grouped, "uses_fused", lambda tensor: True)
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    moe(x.requires_grad_()).sum().backward()
+    assert calls == [(moe.shape.num_experts,)]
+
+
 def test_experts_without_tokens_get_a_zero_gradient():
     moe, x = make_moe(num_chosen=1), torch.randn(1, 3, D)
     chosen = {int((moe.router.weight @ token).argmax()) for token in x[0]}
@@ -102,7 +190,10 @@ def test_the_loop_equals_torchs_grouped_product():
     rows, weights = torch.randn(20, 8, requires_grad=True), torch.randn(4, 8, 16, requires_grad=True)
     ends = torch.tensor([5, 5, 12, 20], dtype=torch.int32)
     upstream = torch.randn(20, 16)
-    found, expected = grouped_product(rows, weights, ends), F.grouped_mm(rows, weights, offs=ends)
+    found, expected = (
+        grouped_product(rows, weights, RowGroups(ends)),
+        F.grouped_mm(rows, weights, offs=ends),
+    )
     assert_close_in_sums(found, expected, 8)
     pairs = zip(
         torch.autograd.grad(found, (rows, weights), upstream),

@@ -1,6 +1,7 @@
 """The computation of a stage for one micro-batch: forward, and recomputation with backward. No device, no threads."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -165,6 +166,8 @@ class FusedStage:
         layerwise: bool,
         loss_factor: float,
     ) -> None:
+        # The backward follows the forward, so the loss may make its gradients in the forward.
+        micro_batch = replace(micro_batch, loss_factor=loss_factor)
         self._forward = partial(ForwardWithGraph, layers, hidden, micro_batch, layerwise)
         self._loss_factor = loss_factor
         self._graph: ForwardWithGraph | None = None

@@ -182,6 +182,8 @@ class Head(nn.Module):
     Divided by the step's labels like the rest of the loss, that is `balance_coefficient` times the mean penalty.
     """
 
+    fused_on_accelerators = True
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -199,7 +201,7 @@ class Head(nn.Module):
     def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Tensor:
         stream, *loads = (hidden,) if isinstance(hidden, Tensor) else hidden
         flat = self.norm(stream).flatten(0, 1)  # [B, T, D] -> [B T, D]
-        loss = token_loss_sum(flat, self.weight, micro_batch.labels.flatten())
+        loss = token_loss_sum(flat, self.weight, micro_batch.labels.flatten(), micro_batch.loss_factor)
         if not loads or not torch.is_grad_enabled():  # an evaluation measures the model alone
             return loss
         labels = micro_batch.labels
@@ -225,7 +227,7 @@ class Head(nn.Module):
             # The gradient that the loss computes in its forward and keeps for its input.
             activation_bytes=num_tokens * width * element_bytes,
             boundary_bytes=4,
-            workspace_bytes=loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained),
+            workspace_bytes=loss_workspace_bytes(num_tokens, vocab, width, element_bytes, trained, device),
             frozen_flops=0.0 if trained else flops,
         )
         return self.norm.work(num_tokens, element_bytes) + projection

@@ -12,34 +12,30 @@ F expert width; of an adapter A inputs, Z outputs, r rank.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from torchround.accelerators import has_grouped_products
 from torchround.layer import LayerWork
 from torchround.models.common.lora import Adaptable, LoraShape
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
+from torchround.models.kernels.grouped import RowGroups, stack_product
 
 
 @dataclass(frozen=True)
-class Routes:
+class Routes(RowGroups):
     """The rows' order: sorted by expert. All tensors are int64 except `ends`.
 
+    - `ends [E]` int32: one past each expert's last row. An expert without rows has its predecessor's end.
     - `pairs [R]`: the (token, choice) pair `token * k + choice` in each row.
     - `rows [R]`: the row of each pair, the inverse permutation.
     - `experts [R]`: the expert of each row.
-    - `ends [E]` int32: one past each expert's last row, as `torch.nn.functional.grouped_mm` takes its offsets. An
-      expert without rows has its predecessor's end.
     """
 
     pairs: Tensor
     rows: Tensor
     experts: Tensor
-    ends: Tensor
     choices: int
 
 
@@ -49,7 +45,7 @@ def make_routes(chosen: Tensor, num_experts: int) -> Routes:
     rows = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
     every = torch.arange(num_experts, device=chosen.device)
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)
-    return Routes(pairs, rows, experts, ends, chosen.shape[1])
+    return Routes(ends, pairs, rows, experts, chosen.shape[1])
 
 
 def dispatch(tokens: Tensor, routes: Routes) -> Tensor:
@@ -85,23 +81,27 @@ class ExpertStack(Adaptable, ABC):
         """Fill the stacks as `init_linear_` does; the projection back to the stream is scaled by `output_scale`."""
 
     @abstractmethod
-    def matrix(self, name: str) -> Tensor:
-        """Return the stack `name` as `[E, A, Z]`."""
+    def matrix(self, stack: Tensor) -> Tensor:
+        """View a stack, or the gradient of one, as `[E, A, Z]`."""
 
     @abstractmethod
-    def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return the adapters of `name` as `[E, A, r]` and `[E, r, Z]`."""
+    def inward(self, a: Tensor) -> Tensor:
+        """View the adapters `<name>_lora_a`, or their gradient, as `[E, A, r]`."""
+
+    @abstractmethod
+    def outward(self, b: Tensor) -> Tensor:
+        """View the adapters `<name>_lora_b`, or their gradient, as `[E, r, Z]`."""
 
     def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
         """Multiply each row with its expert's matrix `name`, and add the adapter's product if there is one."""
-        plain = grouped_product(rows, self.matrix(name), routes.ends)
+        plain = stack_product(rows, getattr(self, name), self.matrix, routes)
         if self.lora is None or name not in self.adapted:
             return plain
-        inward, outward = self.factors(name)
+        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
         # Each of the module's adapters draws another mask, counted from 1.
         dropped = self.drop(rows, use=1 + self.adapted.index(name))
-        low = grouped_product(dropped, inward, routes.ends)  # [R, r]
-        return plain + grouped_product(low, outward, routes.ends) * self.lora.scale
+        low = stack_product(dropped, a, self.inward, routes)  # [R, r]
+        return plain + stack_product(low, b, self.outward, routes) * self.lora.scale
 
     def work(self, num_rows: int, element_bytes: int) -> LayerWork:
         """Count the products of `num_rows` rows, and what the backward needs besides the rows themselves.
@@ -115,7 +115,8 @@ class ExpertStack(Adaptable, ABC):
         row_elements = 3 * self.ffn_size
         for name in self.adapted:
             assert self.lora is not None, "an adapted stack knows its adapters' shape"
-            inward, outward = self.factors(name)
+            inward = self.inward(getattr(self, f"{name}_lora_a"))
+            outward = self.outward(getattr(self, f"{name}_lora_b"))
             row_flops += 2.0 * (inward[0].numel() + outward[0].numel())
             row_elements += self.lora.rank + (inward.shape[1] + 1 if self.lora.dropout else 0)
         kept_bytes = num_rows * row_elements * element_bytes
@@ -147,80 +148,18 @@ class GatedExperts(ExpertStack):
         init_linear_(self.up, generator)
         init_linear_(self.down, generator, output_scale)
 
-    def matrix(self, name: str) -> Tensor:
-        return getattr(self, name).transpose(1, 2)  # [E, Z, A] -> [E, A, Z]
+    def matrix(self, stack: Tensor) -> Tensor:
+        return stack.transpose(1, 2)  # [E, Z, A] -> [E, A, Z]
 
-    def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
-        return a.transpose(1, 2), b.transpose(1, 2)
+    def inward(self, a: Tensor) -> Tensor:
+        return a.transpose(1, 2)
+
+    def outward(self, b: Tensor) -> Tensor:
+        return b.transpose(1, 2)
 
     def adapter_shapes(self, name: str, lora: LoraShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         num_experts, outputs, inputs = getattr(self, name).shape
         return (num_experts, lora.rank, inputs), (num_experts, outputs, lora.rank)
-
-
-def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows with its matrix, `[R, A] x [E, A, Z] -> [R, Z]`; experts may have no rows."""
-    if _has_grouped_kernel(rows, weights):
-        return F.grouped_mm(rows, weights, offs=ends)
-    if torch.compiler.is_compiling():
-        return _OpaqueLoop.apply(rows, weights, ends)
-    return _multiply_rows(rows, weights, ends)
-
-
-def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
-    # Rows of 16 bytes or multiples (torch's documentation).
-    aligned = all(size % 8 == 0 for size in weights.shape[1:])
-    return aligned and hasattr(F, "grouped_mm") and has_grouped_products(rows.device.type, rows.dtype)
-
-
-def _multiply_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    bounds = [0, *ends.tolist()]  # on an accelerator this waits for it
-    # unbind, not indexing: its backward writes the matrices' gradients once instead of E times.
-    parts = zip(pairwise(bounds), weights.unbind(0), strict=True)
-    return torch.cat([rows[start:stop] @ weight for (start, stop), weight in parts])
-
-
-class _OpaqueLoop(torch.autograd.Function):
-    """The loop over experts for a compiler, as operations that it does not look into.
-
-    A compiler cannot know how many rows an expert has.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, ends)
-        return _loop_over_rows(rows, weights, ends)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows, weights, ends = ctx.saved_tensors
-        wants_rows, wants_weights, _ = ctx.needs_input_grad
-        grad_rows = _loop_over_rows(grads[0], weights.transpose(1, 2), ends) if wants_rows else None
-        grad_weights = _loop_over_matrices(rows, grads[0], ends) if wants_weights else None
-        return grad_rows, grad_weights, None
-
-
-@torch.library.custom_op("torchround::loop_over_rows", mutates_args=())
-def _loop_over_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return _multiply_rows(rows, weights, ends)
-
-
-@_loop_over_rows.register_fake
-def _loop_over_rows_shape(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty((rows.shape[0], weights.shape[2]))
-
-
-@torch.library.custom_op("torchround::loop_over_matrices", mutates_args=())
-def _loop_over_matrices(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    """Compute each matrix's gradient, `[R, A] x [R, Z] -> [E, A, Z]`; zero for an expert without rows."""
-    bounds = pairwise([0, *ends.tolist()])
-    return torch.stack([rows[start:stop].T @ grad[start:stop] for start, stop in bounds])
-
-
-@_loop_over_matrices.register_fake
-def _loop_over_matrices_shape(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty((ends.shape[0], rows.shape[1], grad.shape[1]))
 
 
 def _spread(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:

@@ -101,14 +101,16 @@ class GptOssExperts(ExpertStack):
             self.gate_up_bias.zero_()
             self.down_bias.zero_()
 
-    def matrix(self, name: str) -> Tensor:
-        return getattr(self, name)
+    def matrix(self, stack: Tensor) -> Tensor:
+        return stack
 
-    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+    def inward(self, a: Tensor) -> Tensor:
         assert self.lora is not None, "only an adapted stack has factors"
-        a = getattr(self, f"{name}_lora_a").unflatten(0, (-1, self.lora.rank))  # [E r, A] -> [E, r, A]
-        b = getattr(self, f"{name}_lora_b").unflatten(1, (self.lora.rank, -1))  # [Z, r E] -> [Z, r, E]
-        return a.transpose(1, 2), b.permute(2, 1, 0).contiguous()  # [E, A, r], [E, r, Z]
+        return a.unflatten(0, (-1, self.lora.rank)).transpose(1, 2)  # [E r, A] -> [E, r, A] -> [E, A, r]
+
+    def outward(self, b: Tensor) -> Tensor:
+        assert self.lora is not None, "only an adapted stack has factors"
+        return b.unflatten(1, (self.lora.rank, -1)).permute(2, 1, 0)  # [Z, r E] -> [Z, r, E] -> [E, r, Z]
 
     def adapter_shapes(self, name: str, lora: LoraShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         num_experts, inputs, outputs = getattr(self, name).shape

@@ -1,0 +1,73 @@
+"""Weights in files reach a device by page-locked memory alone, and bit for bit."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train
+from torchround.engine import passes
+from torchround.engine.device import AcceleratorDevice
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker import device_worker, file_reader
+from torchround.hf.tensor_folder import map_file, read_header, view_of
+
+FROZEN = (0, 1, 2, 4)
+BATCHES = toy_batches(3, micro_batches=4)
+
+
+@pytest.fixture(autouse=True)
+def small_ring(monkeypatch):
+    """Let each upload go through the ring several times, in chunks that end inside parameters."""
+    for module in (file_reader, passes):
+        monkeypatch.setattr(module, "READER_CHUNK_BYTES", 1000)
+        monkeypatch.setattr(module, "READER_CHUNKS", 3)
+
+
+def frozen_model():
+    model = toy_model()
+    for layer in FROZEN:
+        model.layers[layer].requires_grad_(False)
+    return model
+
+
+def trained(kind, partition, base=None):
+    """Train with the frozen weights in the file `base`, or in memory. Returns losses and trained weights."""
+    model, copied = frozen_model(), toy_store(frozen_model()).weights()
+    mapped = {}
+    if base is not None:
+        frozen = toy_store(model)
+        names = {parameter.name for bundle in frozen.trained for parameter in bundle.parameters}
+        save_file({name: view for name, view in copied.items() if name not in names}, base)
+        whole = map_file(base)
+        mapped = {name: (view_of(whole, stored),) for name, stored in read_header(base).items()}
+    store = HostStore(model, pinned=True, mapped=mapped)
+    store.initialize(model, 0, lambda views: [view.copy_(copied[name]) for name, view in views.items()])
+    workers = iter(range(2))
+    with toy_engine(
+        model, store, partition, 2, wrap=lambda _: AcceleratorDevice(f"{kind}:0", next(workers))
+    ) as engine:
+        losses = train(engine, BATCHES)
+    weights = {
+        parameter.name: parameter.view(b.weight).clone() for b in store.trained for parameter in b.parameters
+    }
+    store.close()
+    return losses, weights
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("partition", ["one stage", "one layer a stage", "forward coarser"])
+def test_they_are_uploaded_bit_for_bit_and_never_from_pageable_memory(simulator, tmp_path, partition, seed):
+    losses, weights = trained("simulated", PARTITIONS["one stage"])
+    before = simulator.pageable_copies()
+    simulator.run_adversarially(seed)
+    found = trained("simulated", PARTITIONS[partition], tmp_path / "base.safetensors")
+    assert found[0] == losses and all(torch.equal(found[1][name], weights[name]) for name in weights)
+    assert simulator.pageable_copies() == before
+
+
+def test_from_their_map_each_copy_is_a_pageable_one(simulator, tmp_path, monkeypatch):
+    """What the reader is there to avoid, and what the count above would show."""
+    monkeypatch.setattr(device_worker, "FileReader", lambda *_: None)
+    trained("simulated", PARTITIONS["one stage"], tmp_path / "base.safetensors")
+    # Two workers bring parts of the four frozen layers in each of three steps.
+    assert simulator.pageable_copies() >= len(FROZEN) * len(BATCHES)

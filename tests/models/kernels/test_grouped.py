@@ -1,0 +1,73 @@
+"""Grouped products: the Triton kernels in the interpreter, and what experts run on cards of each generation."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support import grouped_cases
+from tests.support.interpreted import case_names, outcomes
+from torchround.accelerators import CudaKind, as_if_on
+from torchround.models import FAMILIES
+
+BEFORE_HOPPER, HOPPER, GEFORCE_BLACKWELL = (8, 9), (9, 0), (12, 0)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return outcomes(grouped_cases)
+
+
+@pytest.mark.parametrize("name", case_names(grouped_cases))
+def test_the_triton_kernels_give_what_float64_gives(name, found):
+    assert found[name] == ""
+
+
+class Names(TorchDispatchMode):
+    """Notes the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def experts_operations(family, flavor, capability, has_sums):
+    """Operations of the forward and backward of one block's experts on a card of this capability."""
+    config = FAMILIES[family].config_from_flavor(flavor, num_layers=1)
+    moe = FAMILIES[family].build(config).layers[1].mlp.bfloat16()
+    for parameter in moe.parameters():
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.empty(parameter.shape, device="meta") if has_sums else None
+    x = torch.empty(2, 16, config.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with as_if_on(CudaKind(capability)), Names() as names:
+        moe(x).backward(torch.empty_like(x))
+    return names.seen
+
+
+@pytest.mark.parametrize("capability", [BEFORE_HOPPER, GEFORCE_BLACKWELL])
+@pytest.mark.parametrize("has_sums", [True, False])
+@pytest.mark.parametrize(
+    ("family", "flavor", "products"), [("qwen3", "debug_moe", 3), ("gpt_oss", "debug", 2)]
+)
+def test_cards_without_pytorchs_kernel_run_triton_and_never_wait(
+    family, flavor, products, has_sums, capability
+):
+    seen = experts_operations(family, flavor, capability, has_sums)
+    assert seen.count("torchround::grouped_rows") == 2 * products
+    assert seen.count("torchround::grouped_gradient_") == products
+    assert "aten::_grouped_mm" not in seen and "aten::_local_scalar_dense" not in seen
+
+
+def test_hopper_runs_pytorchs_kernel_and_adds_gradients_with_triton():
+    seen = experts_operations("qwen3", "debug_moe", HOPPER, has_sums=True)
+    assert seen.count("aten::_grouped_mm") == 6
+    assert seen.count("torchround::grouped_gradient_") == 3
+
+
+def test_without_a_sum_to_add_to_hopper_runs_pytorchs_kernel_alone():
+    seen = experts_operations("qwen3", "debug_moe", HOPPER, has_sums=False)
+    assert seen.count("aten::_grouped_mm") == 9
+    assert not any(name.startswith("torchround::grouped") for name in seen)

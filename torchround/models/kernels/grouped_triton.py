@@ -1,0 +1,185 @@
+"""The kernels of grouped products in Triton. Sums are fp32, and each result is computed by one program in a fixed order.
+
+`grouped_rows` launches as many row tiles as there can be, because the host does not know how many rows an expert has.
+Each program finds its expert and rows from the offsets; programs without rows end at once.
+
+Tile sizes are constants: sizes chosen by measured time would make the last bits of a run depend on that measurement.
+The kernels have been run in Triton's interpreter, not on a card.
+
+Shapes: R rows sorted by expert, E experts, A inputs, Z outputs.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_ROWS = 128  # of a tile; an expert's last tile is partly empty
+MOST_COLUMNS = 128
+MOST_DEPTH = 32  # terms of a sum that one step adds
+LEAST = 16  # the smallest side of a product that tensor cores take
+WARPS, STAGES = 8, 3
+
+
+def launch_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return `[R, Z]` in the dtype of the rows."""
+    num_experts, inputs, outputs = weights.shape
+    found = rows.new_empty((len(rows), outputs))
+    if found.numel() == 0:
+        return found  # a grid without programs is refused
+    height, width = _side(len(rows), MOST_ROWS), _side(outputs, MOST_COLUMNS)
+    # Each expert has at most one partly empty tile.
+    tiles = len(rows) // height + min(num_experts, len(rows))
+    _rows[(triton.cdiv(outputs, width), tiles)](
+        *(rows, weights, ends, found, num_experts, inputs, outputs),
+        *(*rows.stride(), *weights.stride()),
+        EXPERTS=triton.next_power_of_2(num_experts),
+        HEIGHT=height,
+        WIDTH=width,
+        DEPTH=_side(inputs, MOST_DEPTH),
+        PRECISION=_precision(rows),
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    return found
+
+
+def launch_gradient(rows: Tensor, grad: Tensor, ends: Tensor, total: Tensor) -> None:
+    """Add to `total [E, A, Z]` of any strides and floating-point dtype."""
+    num_experts, inputs, outputs = total.shape
+    if total.numel() == 0:
+        return
+    height, width = _side(inputs, MOST_ROWS), _side(outputs, MOST_COLUMNS)
+    _gradient[(triton.cdiv(inputs, height) * triton.cdiv(outputs, width), num_experts)](
+        *(rows, grad, ends, total, inputs, outputs),
+        *(*rows.stride(), *grad.stride(), *total.stride()),
+        HEIGHT=height,
+        WIDTH=width,
+        DEPTH=MOST_DEPTH,
+        PRECISION=_precision(rows),
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+
+
+def _side(size: int, most: int) -> int:
+    """Return the side of a tile: a power of two, no larger than needed."""
+    side: int = triton.next_power_of_2(size)
+    return max(LEAST, min(most, side))
+
+
+def _precision(rows: Tensor) -> str:
+    # Tensor cores would cut float32 to 10 bits, which PyTorch's products do not do by default either.
+    return "ieee" if rows.dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def _rows(
+    rows: Any,
+    weights: Any,
+    ends: Any,
+    found: Any,
+    num_experts: Any,
+    inputs: Any,
+    outputs: Any,
+    row_stride: Any,
+    row_input_stride: Any,
+    expert_stride: Any,
+    input_stride: Any,
+    output_stride: Any,
+    EXPERTS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    tile = tl.program_id(1)
+    every = tl.arange(0, EXPERTS)
+    stops = tl.load(ends + every, mask=every < num_experts, other=0)
+    starts = tl.load(ends + every - 1, mask=(every > 0) & (every < num_experts), other=0)
+    tiles = tl.where(every < num_experts, (stops - starts + HEIGHT - 1) // HEIGHT, 0)
+    after = tl.cumsum(tiles, axis=0)  # tiles of this expert and of those before it
+    expert = tl.sum((after <= tile).to(tl.int32), axis=0)
+    if expert < num_experts:
+        mine = every == expert
+        first = tl.sum(tl.where(mine, after - tiles, 0), axis=0)
+        start = tl.sum(tl.where(mine, starts, 0), axis=0) + (tile - first) * HEIGHT
+        stop = tl.sum(tl.where(mine, stops, 0), axis=0)
+        row = start + tl.arange(0, HEIGHT)
+        column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+        step = tl.arange(0, DEPTH)
+        # 64 bits: a stack of 128 experts may have more than 2^31 elements.
+        row_place = row.to(tl.int64)[:, None] * row_stride
+        matrix = weights + expert.to(tl.int64) * expert_stride
+        sums = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        for done in range(0, inputs, DEPTH):
+            depth = done + step
+            x = tl.load(
+                rows + row_place + depth[None, :] * row_input_stride,
+                mask=(row < stop)[:, None] & (depth < inputs)[None, :],
+                other=0.0,
+            )
+            w = tl.load(
+                matrix + depth[:, None] * input_stride + column[None, :] * output_stride,
+                mask=(depth < inputs)[:, None] & (column < outputs)[None, :],
+                other=0.0,
+            )
+            sums = tl.dot(x, w, sums, input_precision=PRECISION)
+        place = row.to(tl.int64)[:, None] * outputs + column[None, :]
+        inside = (row < stop)[:, None] & (column < outputs)[None, :]
+        tl.store(found + place, sums.to(found.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gradient(
+    rows: Any,
+    grad: Any,
+    ends: Any,
+    total: Any,
+    inputs: Any,
+    outputs: Any,
+    row_stride: Any,
+    row_input_stride: Any,
+    grad_stride: Any,
+    grad_output_stride: Any,
+    expert_stride: Any,
+    input_stride: Any,
+    output_stride: Any,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    expert = tl.program_id(1)
+    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    stop = tl.load(ends + expert)
+    if start < stop:
+        across = tl.cdiv(outputs, WIDTH)
+        line = tl.program_id(0) // across * HEIGHT + tl.arange(0, HEIGHT)
+        column = tl.program_id(0) % across * WIDTH + tl.arange(0, WIDTH)
+        sums = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        for done in range(start, stop, DEPTH):
+            row = done + tl.arange(0, DEPTH)
+            wide_row = row.to(tl.int64)
+            x = tl.load(
+                rows + wide_row[None, :] * row_stride + line[:, None] * row_input_stride,
+                mask=(line < inputs)[:, None] & (row < stop)[None, :],
+                other=0.0,
+            )
+            g = tl.load(
+                grad + wide_row[:, None] * grad_stride + column[None, :] * grad_output_stride,
+                mask=(row < stop)[:, None] & (column < outputs)[None, :],
+                other=0.0,
+            )
+            sums = tl.dot(x, g, sums, input_precision=PRECISION)
+        place = (
+            total
+            + expert.to(tl.int64) * expert_stride
+            + line[:, None] * input_stride
+            + column[None, :] * output_stride
+        )
+        inside = (line < inputs)[:, None] & (column < outputs)[None, :]
+        sums += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, sums.to(total.dtype.element_ty), mask=inside)

@@ -1,0 +1,58 @@
+"""Token losses from a chunk of logits, and the logits' gradient written over them.
+
+`torch.ops.torchround.softmax_loss_` is one operation. A kind with Triton runs it as one kernel, which reads the logits
+from memory once and writes them once. Every other kind runs the reference below, block by block in fp32.
+
+Shapes: n tokens of the chunk, V vocabulary.
+"""
+
+from torch import Tensor
+
+from torchround.layer import IGNORED_LABEL
+from torchround.models.kernels.operation import no_result, operation, uses_triton
+
+# fp32 scratch of the reference.
+BLOCK_BYTES = 1 << 26
+
+
+@operation(
+    "softmax_loss_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, float factor, bool differentiate) -> ()",
+    no_result,
+)
+def softmax_loss_(logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool) -> None:
+    """Write `losses [n]` fp32 of `logits [n, V]`, 0 for an ignored label.
+
+    With `differentiate` the logits are replaced by their gradient times `factor`, rounded to their dtype once.
+    """
+    if uses_triton(logits):
+        from torchround.models.kernels.softmax_loss_triton import launch_softmax_loss
+
+        launch_softmax_loss(logits, labels, losses, factor, differentiate)
+    else:
+        reference_softmax_loss_(logits, labels, losses, factor, differentiate)
+
+
+def reference_softmax_loss_(
+    logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool
+) -> None:
+    """Compute `softmax_loss_` by PyTorch's own operations, in blocks of `BLOCK_BYTES`."""
+    rows = max(1, BLOCK_BYTES // (4 * logits.shape[1]))
+    for part, index, found in zip(logits.split(rows), labels.split(rows), losses.split(rows), strict=True):
+        _block_loss_(part, index, found, factor, differentiate)
+
+
+def _block_loss_(logits: Tensor, labels: Tensor, losses: Tensor, factor: float, differentiate: bool) -> None:
+    counted = labels != IGNORED_LABEL
+    index = labels.where(counted, 0)[:, None]
+    wide = logits.float()
+    if wide is logits:
+        wide = logits.clone()  # fp32 logits of an evaluation stay as they are
+    wide -= wide.amax(dim=-1, keepdim=True)  # so that no exponential overflows
+    chosen = wide.gather(1, index)
+    sums = wide.exp_().sum(dim=-1, keepdim=True)
+    losses.copy_((sums.log() - chosen)[:, 0].where(counted, 0.0))
+    if differentiate:
+        wide /= sums
+        # softmax - onehot(label). Each row gets one entry, so the scatter has no order that could vary.
+        wide.scatter_(1, index, wide.gather(1, index) - 1.0)
+        logits.copy_(wide.mul_(counted[:, None] * factor))
