@@ -1,7 +1,6 @@
 """Sinks that join a flash kernel's result: their Triton kernels in the interpreter, and their plain references."""
 
 import pytest
-import torch
 
 from tests.support import sink_cases
 from tests.support.interpreted import assert_rounded, case_names, outcomes, random
