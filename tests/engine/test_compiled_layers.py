@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from benchmarks.kernel_counts import CountingMode
 from tests.support.rounding import FP32, assert_states_close
 from tests.support.toy import (
     PARTITIONS,
@@ -28,6 +29,7 @@ from torchround.accelerators import as_if_on
 from torchround.engine.board import Board
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import PipelineError
+from torchround.engine.store.bundles import owner_of
 from torchround.layer import with_dropout_seeds
 from torchround.models import FAMILIES
 from torchround.models.common.lora import LoraShape, add_adapters
@@ -118,6 +120,36 @@ def test_layerwise_recomputation_gives_the_same_bits(traced):
 
 def test_compiled_layers_agree_with_uncompiled_ones(traced):
     assert_close(traced[1], trained(None))
+
+
+def test_gradients_of_16_bits_are_added_to_their_fp32_sums_in_one_pass():
+    """Autograd's cast in between would read and write each gradient once more; the sums have the same bits."""
+    torch.manual_seed(0)
+    model = toy_model()
+    block = model.layers[1].to_empty(device="cpu")
+    for path, parameter in list(block.named_parameters()):
+        leaf = torch.nn.Parameter(torch.randn(parameter.shape).bfloat16())
+        leaf.grad_dtype, leaf.grad = torch.float32, torch.randn(parameter.shape)
+        owner, name = owner_of(block, path)
+        setattr(owner, name, leaf)
+    micro_batch = BATCHES[0][0]
+    shape = (*micro_batch.tokens.shape, len(block.norm))
+    compiled = LayerCompiler(model, "aot_eager").compiled(1, block, Board())
+    expected = {}
+    for layer in (block, compiled):
+        hidden = torch.ones(shape, dtype=torch.bfloat16, requires_grad=True)
+        sums = {path: leaf.grad.clone() for path, leaf in block.named_parameters()}
+        output = layer(hidden, micro_batch)
+        with CountingMode() as mode:
+            output.backward(torch.ones_like(output))
+        names = [operation.name for operation in mode.counted.operations]
+        for path, leaf in block.named_parameters():
+            if layer is block:
+                expected[path] = leaf.grad.clone()
+            else:
+                torch.testing.assert_close(leaf.grad, expected[path], rtol=0, atol=0)
+            leaf.grad.copy_(sums[path])
+    assert "_to_copy" not in names
 
 
 @pytest.mark.slow

@@ -1,6 +1,11 @@
 """`engine.compile = "auto"`: layers are compiled on accelerators that Inductor writes code for, and nowhere else."""
 
 import pytest
+import torch
+from functorch.compile import aot_function, min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 
 from tests.support.small_run import small_runs
 from tests.support.toy import toy_model
@@ -8,6 +13,7 @@ from torchround import accelerators
 from torchround.accelerators import AcceleratorKind
 from torchround.config import EngineTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
+from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.run import engine_parts
 from torchround.run.numbers import RunNumbers, layer_works
@@ -49,6 +55,52 @@ def test_a_plan_counts_the_gradients_of_a_compiled_layer_where_layers_are_compil
     for kind, compiled in (("cuda", setting in (True, "auto")), ("cpu", setting is True)):
         counted = layer_works(model, numbers, kind, 64, 2)[1].workspace_bytes
         assert counted - block.work(2, 64, 2, kind).workspace_bytes == compiled * gradients
+
+
+@pytest.mark.parametrize(("family", "flavor"), [("llama3", "3.1-8B"), ("qwen3", "1.7B"), ("qwen3", "4B")])
+def test_a_compiled_block_keeps_no_more_for_its_backward_than_the_plan_counts(family, flavor):
+    """By the compiler's own cut between forward and backward, of shapes that need no memory."""
+    model = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor))
+    block, (batch, tokens) = model.layers[1], (4, 2048)
+    names = [name for name, _ in block.named_parameters()]
+    kept = []
+
+    def forward_graph(graph, inputs):
+        nodes = list(graph.graph.nodes)
+        given = {storage(node) for node in nodes if node.op == "placeholder"}
+        output, *saved = nodes[-1].args[0]
+        tensors = [node for node in saved if isinstance(node.meta.get("val"), torch.Tensor)]
+        found = {storage(node) for node in tensors} - given - {storage(output)}
+        kept.append(sum(nbytes for _, nbytes in found))
+        return graph
+
+    def storage(node):
+        memory = node.meta["val"].untyped_storage()
+        return memory._cdata, memory.nbytes()
+
+    def run(hidden, integers, *parameters):
+        micro_batch = MicroBatch(integers, integers, integers, integers, max_documents=1)
+        return functional_call(block, dict(zip(names, parameters, strict=True)), (hidden, micro_batch))
+
+    with FakeTensorMode():
+        hidden = torch.empty(batch, tokens, block.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        integers = torch.zeros(batch, tokens, dtype=torch.int64)
+        parameters = [
+            torch.empty(parameter.shape, dtype=torch.bfloat16, requires_grad=True)
+            for parameter in block.parameters()
+        ]
+        compiled = aot_function(
+            run,
+            fw_compiler=forward_graph,
+            bw_compiler=lambda graph, inputs: graph,
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table(),
+        )
+        compiled(hidden, integers, *parameters)
+    planned = block.work(batch, tokens, 2, "cuda").activation_bytes
+    [found] = kept
+    # The plan counts the block's input, which another layer made.
+    assert 0.97 * planned < found + hidden.nbytes <= planned
 
 
 @pytest.mark.parametrize(

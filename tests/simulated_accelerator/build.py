@@ -27,9 +27,10 @@ def build() -> Path:
     """Return the path of the built module. Raises `NotBuilt` without a compiler, or if it refuses the sources."""
     if sys.platform != "linux":
         raise NotBuilt(f"the simulated accelerator needs Linux, this is {sys.platform}")
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    wanted = os.environ.get("CXX", "g++")
+    compiler = shutil.which(wanted)
     if compiler is None:
-        raise NotBuilt("the simulated accelerator needs the C++ compiler g++, which is not installed")
+        raise NotBuilt(f"the simulated accelerator needs the C++ compiler {wanted}, which is not installed")
     folder = cache_folder() / NAME / _key(compiler)
     built = folder / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not built.exists():

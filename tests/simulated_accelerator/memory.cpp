@@ -238,6 +238,7 @@ char* open_address(const void* address) {
 namespace {
 
 void release_anywhere(void* address) {
+  if (Scheduler::get().is_forked()) return;
   for (c10::DeviceIndex device = 0; device < kDevices; device++)
     if (memory(device).owns(address)) memory(device).release(static_cast<char*>(address));
 }

@@ -41,7 +41,7 @@ Scheduler& Scheduler::get() {
   return *scheduler;
 }
 
-Scheduler::Scheduler() {
+Scheduler::Scheduler() : process_(getpid()) {
   std::thread([this] { run_tasks(); }).detach();
 }
 
@@ -64,6 +64,7 @@ TaskPtr Scheduler::push(StreamKey stream, std::string name, std::function<void()
 }
 
 TaskPtr Scheduler::enqueue(StreamKey stream, std::string name, std::function<void()> work, TaskPtr after) {
+  TORCH_CHECK(!is_forked(), "a forked process cannot use the simulated devices");
   raise_fault(stream.device);
   WithoutGil released;
   std::unique_lock lock(mutex_);
@@ -292,11 +293,12 @@ void Scheduler::unregister_thread(int64_t number) {
   work_there_.notify_one();
 }
 
+// A thread that wakes up again and again to look around is no movement, so these two do not call `moved`.
+
 void Scheduler::host_blocks(int64_t number) {
   std::lock_guard lock(mutex_);
   auto found = threads_.find(number);
   if (found != threads_.end()) found->second->blocked = true;
-  moved();
   work_there_.notify_one();
 }
 
@@ -304,7 +306,6 @@ void Scheduler::host_unblocks(int64_t number) {
   std::lock_guard lock(mutex_);
   auto found = threads_.find(number);
   if (found != threads_.end()) found->second->blocked = false;
-  moved();
 }
 
 void Scheduler::inject_fault(c10::DeviceIndex device, int64_t after_kernels) {
@@ -335,7 +336,10 @@ void Scheduler::keep_journal(size_t tasks) {
   journal_.clear();
 }
 
+bool Scheduler::is_forked() const { return getpid() != process_; }
+
 void Scheduler::settle() {
+  if (is_forked()) return;  // the thread that runs tasks is in the parent
   WithoutGil released;
   std::unique_lock lock(mutex_);
   settling_ = true;
@@ -355,7 +359,7 @@ void Scheduler::reset() {
   threads_.clear();
   journal_.clear();
   fallbacks_ = 0;
-  fallback_after_s_ = 2.0;
+  fallback_after_s_ = kFallbackAfterS;
   adversarial_ = false;
   target_.reset();
 }

@@ -20,6 +20,8 @@
 namespace simulated {
 
 constexpr c10::DeviceIndex kDevices = 4;
+// Long enough for a busy machine: a thread that is served too early may hide a missing wait.
+constexpr double kFallbackAfterS = 10.0;
 
 struct StreamKey {
   c10::DeviceIndex device;
@@ -83,6 +85,7 @@ class Scheduler {
   void raise_fault(c10::DeviceIndex device);
   std::vector<std::string> journal();
   void keep_journal(size_t tasks);
+  bool is_forked() const;
   void settle();  // waits until every stream is idle, whatever the mode
   void reset();   // settles, and forgets faults, roles, threads, journal and counts
 
@@ -121,6 +124,7 @@ class Scheduler {
   void wait_for_all(const std::vector<TaskPtr>& tasks);
   std::string words(StreamKey stream, const Queue& queue) const;
 
+  const int process_;
   std::mutex mutex_;
   std::condition_variable work_there_, changed_;
   std::map<StreamKey, Queue> queues_;
@@ -142,7 +146,7 @@ class Scheduler {
   std::map<int64_t, std::unique_ptr<HostThread>> threads_;
   std::vector<std::unique_ptr<HostThread>> gone_;  // their threads may still point to them
   int64_t next_thread_ = 1;
-  double fallback_after_s_ = 2.0;
+  double fallback_after_s_ = kFallbackAfterS;
   int64_t fallbacks_ = 0, moved_ns_ = 0;
 
   std::string faults_[kDevices];

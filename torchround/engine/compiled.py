@@ -288,15 +288,28 @@ class _Run(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         inner, outputs = shape.forward(micro_batch, tensors)
         ctx.shape, ctx.inner, ctx.outputs = shape, inner, outputs
+        ctx.totals = [tensor.grad if tensor.is_leaf else None for tensor in tensors]
         found = tuple(output.detach() for output in outputs)
         ctx.mark_non_differentiable(*(output for output in found if not output.is_floating_point()))
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inner, outputs = ctx.inner, ctx.outputs
-        ctx.inner = ctx.outputs = None  # the activations that they keep are of no more use
-        return None, None, *ctx.shape.backward(inner, outputs, grads)
+        inner, outputs, totals = ctx.inner, ctx.outputs, ctx.totals
+        ctx.inner = ctx.outputs = ctx.totals = None  # the activations that they keep are of no more use
+        found = ctx.shape.backward(inner, outputs, grads)
+        return None, None, *(_added(grad, total) for grad, total in zip(found, totals, strict=True))
+
+
+def _added(grad: Tensor | None, total: Tensor | None) -> Tensor | None:
+    """Add a gradient to the sum of another number format that its leaf holds, and return what is left for autograd.
+
+    Autograd would cast the gradient in a pass of its own. The sum has the same bits: the cast is exact.
+    """
+    if grad is None or total is None or total.dtype == grad.dtype or total.dtype != torch.float32:
+        return grad
+    total.add_(grad)
+    return None
 
 
 def _setting(is_required: bool) -> str:
