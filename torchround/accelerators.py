@@ -122,6 +122,13 @@ class AcceleratorKind:
         """Return whether `mm` and `addmm` of matrices of this 16-bit type can give float32 (`out_dtype`)."""
         return False
 
+    def fp16_accumulation(self) -> bool | None:
+        """Return whether products of float16 matrices add up in float16, None if the kind has no switch for that."""
+        return None
+
+    def set_fp16_accumulation(self, wanted: bool) -> None:
+        """Set the switch for all devices and threads of the process, if there is one."""
+
     def has_triton(self) -> bool:
         """Return whether kernels written in Triton run."""
         return False
@@ -177,8 +184,20 @@ class CudaKind(AcceleratorKind):
         return dtype == torch.bfloat16 and self._lowest_capability()[0] in (9, 10)
 
     def has_float32_products(self, dtype: torch.dtype) -> bool:
-        # AMD's libraries are called in another way, which has not been looked at.
-        return dtype in HALVES and torch.version.hip is None
+        # AMD's libraries are called in another way, which has not been looked at. NVIDIA's refuse results in float32 of
+        # sums in float16.
+        in_float16 = dtype == torch.float16 and self.fp16_accumulation()
+        if dtype not in HALVES or torch.version.hip is not None or in_float16:
+            return False
+        return not self._is_here() or _adds_to_float32(self.name, dtype)
+
+    def fp16_accumulation(self) -> bool | None:
+        # AMD's libraries have no such sums.
+        return None if torch.version.hip else torch.backends.cuda.matmul.allow_fp16_accumulation
+
+    def set_fp16_accumulation(self, wanted: bool) -> None:
+        if torch.version.hip is None:
+            torch.backends.cuda.matmul.allow_fp16_accumulation = wanted
 
     def has_triton(self) -> bool:
         return _has_triton() or not self._is_here()
@@ -281,6 +300,19 @@ def as_if_on(kind: AcceleratorKind | str) -> Iterator[None]:
         _on_meta().reset(token)
 
 
+@contextmanager
+def accumulating_in_fp16(device: str) -> Iterator[None]:
+    """Let products of float16 matrices add up in float16 on devices of this type, and restore the switch afterwards."""
+    kind = kind_of(device)
+    before = kind.fp16_accumulation()
+    assert before is not None, f"{device} devices have no switch for sums in float16"
+    kind.set_fp16_accumulation(True)
+    try:
+        yield
+    finally:
+        kind.set_fp16_accumulation(before)
+
+
 # What models ask.
 
 
@@ -332,6 +364,20 @@ def shares_kv_heads_under_mask(device: str) -> bool:
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _adds_to_float32(device: str, dtype: torch.dtype) -> bool:
+    """Try whether a product is added to a float32 matrix here. Some versions of PyTorch refuse the matrix's type."""
+    total = torch.zeros((16, 16), device=device)
+    matrix = total.to(dtype)
+    try:
+        torch.addmm(total, matrix, matrix, out_dtype=torch.float32, out=total)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return False
+    return True
 
 
 def _has_kernel(operator: str, backend: str) -> bool:

@@ -6,9 +6,10 @@ A step is dispatched before the one before it is reported, so that reporting nev
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
+from torchround.accelerators import accumulating_in_fp16
 from torchround.checkpoint import CheckpointError
 from torchround.config import Config
 from torchround.data import DataError, cut
@@ -117,7 +118,8 @@ class Trainer:
         # Signals are caught up to the last line: closing may take seconds, and a saved run must not end as a killed one.
         with StopRequest() as stop:
             try:
-                ended_by, exit_code = self._measure_and_train(stop)
+                with self._accumulation():
+                    ended_by, exit_code = self._measure_and_train(stop)
             finally:
                 self._metrics.close()
                 self._loader.close()
@@ -168,6 +170,12 @@ class Trainer:
             self._folder.describe(self.config, planning.settled)
         with self._running_engine(planning.settled) as engine:
             return self._train(engine, stop, total_steps) or COMPLETE
+
+    def _accumulation(self) -> AbstractContextManager[None]:
+        """Return the context in which products add up as the config asks."""
+        if not self.config.training.fp16_accumulation:
+            return nullcontext()
+        return accumulating_in_fp16(self._parts.hardware.kind)
 
     def _train_measured(self, planning: PlanByMeasuring, stop: StopRequest) -> tuple[str, int] | None:
         """Run the steps that measure, on an engine of their own. Returns as `_train` does."""
@@ -247,7 +255,7 @@ class Trainer:
         return StepMeter(
             self._devices,
             flops_per_token(parts.model, training.seq_len, parts.numbers.dtype.itemsize),
-            None if spec is None else spec.peak_flops.get(training.dtype),
+            None if spec is None else spec.known_flops_per_s(training.dtype, training.fp16_accumulation),
             self._checkpoints.skipped_steps,
         )
 

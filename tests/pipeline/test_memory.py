@@ -1,9 +1,14 @@
 """The memory model by hand-made figures."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.support.random_costs import costs, partitions
 from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import (
     MemoryLimits,
@@ -13,8 +18,10 @@ from torchround.pipeline.memory import (
     host_state,
     rounding,
     rounds_in_flight,
+    stage_gradient_bytes,
+    stage_weight_bytes,
 )
-from torchround.pipeline.partition import Partition
+from torchround.pipeline.partition import Partition, StageKind, StageTask, evaluation_tasks, step_tasks
 
 # weights, gradients, activations, boundary, workspace
 LAYERS = Costs(
@@ -28,28 +35,87 @@ LAYERS = Costs(
 PARTITION = Partition((3,), 1, (2, 1))
 
 
-def test_a_device_holds_two_slots_of_the_largest_stage_and_the_peak_of_one() -> None:
-    memory = device_memory(PARTITION, LAYERS, 4, MemoryLimits(integer_bytes=7))
-    assert memory.weights_bytes == 2 * 70  # the forward stage
-    assert memory.gradients_bytes == 2 * 120  # the head; forward stages have none
+def test_a_device_holds_the_slots_of_two_consecutive_stages_and_the_peak_of_one() -> None:
+    memory = device_memory(PARTITION, LAYERS, 1, 4, MemoryLimits(integer_bytes=7))
+    assert memory.weights_bytes == 70 + 60  # the forward stage and the head
+    assert memory.gradients_bytes == 120 + 100  # the next step's head, after this one's embedding
     assert memory.staging_bytes == 6 * 8
     assert memory.integers_bytes == 4 * 7
     assert memory.compute_bytes == 30 + 90  # the head; both blocks together need 85
-    assert memory.total_bytes == 140 + 240 + 48 + 28 + 120
+    assert memory.total_bytes == 130 + 220 + 48 + 28 + 120
+
+
+def test_more_devices_than_stages_may_run_the_largest_stage_twice_in_a_row() -> None:
+    memory = device_memory(PARTITION, LAYERS, 4, 4, MemoryLimits())
+    assert memory.weights_bytes == 2 * 70 and memory.gradients_bytes == 2 * 120
+
+
+def jobs_of_devices(
+    partition: Partition, num_devices: int, passes: Sequence[tuple[bool, int]]
+) -> list[list[StageTask]]:
+    """List the stage jobs of each device in these passes, each an evaluation or a step of so many rounds."""
+    tasks: list[StageTask] = []
+    for evaluates, rounds in passes:
+        tasks += (
+            evaluation_tasks(partition, 3, num_devices, len(tasks))
+            if evaluates
+            else step_tasks(partition, 3, rounds, num_devices, len(tasks))
+        )
+    return [[task for task in tasks if task.device == device] for device in range(num_devices)]
+
+
+PASSES = st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), costs=costs(), num_devices=st.integers(1, 9), passes=PASSES)
+def test_any_two_consecutive_jobs_of_a_device_fit_side_by_side(
+    data: st.DataObject, costs: Costs, num_devices: int, passes: Sequence[tuple[bool, int]]
+) -> None:
+    partition = data.draw(partitions(costs.num_layers))
+    memory = device_memory(partition, costs, num_devices, 1, MemoryLimits())
+    for jobs in jobs_of_devices(partition, num_devices, passes):
+        stages = [job.stage for job in jobs]
+        for one, other in pairwise(stages):
+            assert stage_weight_bytes(one, costs) + stage_weight_bytes(other, costs) <= memory.weights_bytes
+        trained = [stage for stage in stages if stage.kind is not StageKind.FORWARD]
+        for one, other in pairwise(trained):
+            together = stage_gradient_bytes(one, costs) + stage_gradient_bytes(other, costs)
+            assert together <= memory.gradients_bytes
+    even = 2 * max(stage_weight_bytes(stage, costs) for stage in partition.stages())
+    assert memory.weights_bytes <= even, "never more than two slots of the largest stage"
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), costs=costs())
+def test_one_device_reserves_no_byte_that_two_consecutive_jobs_do_not_use(
+    data: st.DataObject, costs: Costs
+) -> None:
+    partition = data.draw(partitions(costs.num_layers))
+    memory = device_memory(partition, costs, 1, 1, MemoryLimits())
+    # Every order of a step, a second round and an evaluation.
+    [jobs] = jobs_of_devices(partition, 1, [(False, 2), (True, 1), (True, 1), (False, 1), (False, 1)])
+    stages = [job.stage for job in jobs]
+    weights = [stage_weight_bytes(stage, costs) for stage in stages]
+    assert memory.weights_bytes == max(one + other for one, other in pairwise(weights))
+    gradients = [
+        stage_gradient_bytes(stage, costs) for stage in stages if stage.kind is not StageKind.FORWARD
+    ]
+    assert memory.gradients_bytes == max(one + other for one, other in pairwise(gradients))
 
 
 def test_gradients_that_travel_in_another_format_need_a_buffer_of_at_most_four_mebi_elements() -> None:
     limits = MemoryLimits(**rounding(accumulate_bytes=4, gradient_bytes=2))
-    assert device_memory(PARTITION, LAYERS, 4, limits).gradients_bytes == 2 * 120 + 60
+    assert device_memory(PARTITION, LAYERS, 1, 4, limits).gradients_bytes == 220 + 60
     large = Costs(tuple(replace(layer, gradient_bytes=2**26) for layer in LAYERS.layers))
-    assert device_memory(PARTITION, large, 4, limits).gradients_bytes == 2 * 2**27 + 2**23
+    assert device_memory(PARTITION, large, 1, 4, limits).gradients_bytes == 2**26 + 2**27 + 2**23
 
 
 def test_a_stage_keeps_all_its_activations_or_one_layer_and_the_outputs() -> None:
     whole = Partition((), 4, ())
-    stage = device_memory(whole, LAYERS, 1, MemoryLimits(recompute="stage"))
+    stage = device_memory(whole, LAYERS, 1, 1, MemoryLimits(recompute="stage"))
     assert stage.compute_bytes == 40 + 40 + 30 + 90
-    layer = device_memory(whole, LAYERS, 1, MemoryLimits(recompute="layer"))
+    layer = device_memory(whole, LAYERS, 1, 1, MemoryLimits(recompute="layer"))
     assert layer.compute_bytes == (30 + 90) + (8 + 8 + 8 + 1)
 
 

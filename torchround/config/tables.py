@@ -186,6 +186,11 @@ class TrainingTable(Table):
     scales the loss. The scale begins at 65536. It halves after each gradient that is not finite, whose update is
     skipped, and doubles after 2000 good steps."""
 
+    fp16_accumulation: bool = False
+    """Whether matrix products of `float16` add up in float16 instead of float32. GeForce cards are up to twice as fast that
+    way; others gain nothing. Sums lose bits and overflow earlier, which costs skipped updates or accuracy. Needs `dtype =
+    "float16"` and an NVIDIA GPU. Throughput that RoundPipe's authors published is of this setting."""
+
     max_norm: NonNegativeFloat = 1.0
     """Largest global gradient norm. A larger gradient is scaled down to it. 0 switches clipping off; the norm is still
     measured."""

@@ -136,6 +136,7 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
         _model,
         _tokenizer,
         _batch,
+        _accumulation,
         _rounds,
         _lr_schedule,
         _validation,
@@ -175,6 +176,13 @@ def _batch(config: Config) -> Iterator[Conflict]:
     if micro > whole:
         message = f"given {micro} and {whole}; legal: a micro-batch of at most global_batch_size sequences"
         yield ("training.micro_batch_size", "training.global_batch_size"), message
+
+
+def _accumulation(config: Config) -> Iterator[Conflict]:
+    dtype = config.training.dtype
+    if config.training.fp16_accumulation and dtype != "float16":
+        message = f'given true and "{dtype}"; legal: true with "float16"'
+        yield ("training.fp16_accumulation", "training.dtype"), message
 
 
 def _rounds(config: Config) -> Iterator[Conflict]:

@@ -343,7 +343,7 @@ class Engine:
             ordering=self._ordering,
             pool=self.pool,
             layer_names=model.names,
-            stages=self.partition.stages(),
+            partition=self.partition,
             num_devices=len(self.devices),
             turns=LinkTurns(self.settings.turns),
             layerwise_recompute=self.settings.layerwise_recompute,

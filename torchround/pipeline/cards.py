@@ -31,13 +31,18 @@ class DeviceSpec:
 
     def flops_per_s(self, dtype: str, fp16_accumulation: bool = False) -> float:
         """Return the dense peak in FLOP/s. `fp16_accumulation` counts for float16 alone. Raises `UnknownPeakError`."""
-        if fp16_accumulation and dtype == "float16" and self.fp16_accumulation_flops is not None:
-            return self.fp16_accumulation_flops
-        if dtype not in self.peak_flops:
+        peak = self.known_flops_per_s(dtype, fp16_accumulation)
+        if peak is None:
             raise UnknownPeakError(
                 f"no {dtype} peak is known for {self.name}; known: {sorted(self.peak_flops)}"
             )
-        return self.peak_flops[dtype]
+        return peak
+
+    def known_flops_per_s(self, dtype: str, fp16_accumulation: bool = False) -> float | None:
+        """Return `flops_per_s`, or None if no peak is known for this dtype."""
+        if fp16_accumulation and dtype == "float16" and self.fp16_accumulation_flops is not None:
+            return self.fp16_accumulation_flops
+        return self.peak_flops.get(dtype)
 
 
 def _card(

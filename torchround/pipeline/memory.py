@@ -1,10 +1,11 @@
 """Memory that a plan needs on each device and on the host, and the limits that it must keep.
 
-The counts of a device follow what the engine allocates: two weight slots and two gradient slots of the
-largest stage, a buffer to round gradients in, fixed staging buffers of the largest boundary, the round's
-integers, and the peak of one stage's compute.
+The counts of a device follow what the engine allocates: space for the weights of any two stages that it runs
+one after the other, and for their gradients, a buffer to round gradients in, fixed staging buffers of the
+largest boundary, the round's integers, and the peak of one stage's compute.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,19 +84,51 @@ class DeviceMemory:
 
 
 def device_memory(
-    partition: Partition, costs: Costs, micro_batches_per_round: int, limits: MemoryLimits
+    partition: Partition, costs: Costs, num_devices: int, micro_batches_per_round: int, limits: MemoryLimits
 ) -> DeviceMemory:
-    """Count what each device allocates to run `partition`."""
+    """Count what each of `num_devices` devices allocates to run `partition`."""
     stages = partition.stages()
     gradients = max(stage_gradient_bytes(stage, costs) for stage in stages)
     rounded = min(int(limits.rounding_share * gradients), limits.rounding_bytes)
+    weights_bytes = weight_space(partition, num_devices, lambda stage: stage_weight_bytes(stage, costs))
+    in_slots = gradient_space(partition, num_devices, lambda stage: stage_gradient_bytes(stage, costs))
     return DeviceMemory(
-        weights_bytes=2 * max(stage_weight_bytes(stage, costs) for stage in stages),
-        gradients_bytes=2 * gradients + rounded,
+        weights_bytes=weights_bytes,
+        gradients_bytes=in_slots + rounded,
         staging_bytes=STAGING_BUFFERS * max(layer.boundary_bytes for layer in costs.layers),
         integers_bytes=limits.integer_bytes * micro_batches_per_round,
         compute_bytes=max(stage_compute_bytes(stage, costs, limits.recompute) for stage in stages),
     )
+
+
+def weight_space(partition: Partition, num_devices: int, bytes_of: Callable[[Stage], int]) -> int:
+    """Compute the space in which the weights of any two consecutive stage jobs of a device fit side by side.
+
+    One of them computes while the other one's weights arrive. A device takes every N-th slot of the dispatch
+    sequence, so inside a round its next stage is N stages later. Otherwise it is one of the first N stages of
+    a later round or pass, and this one is among the last N of its own. An evaluation has the forward stages and
+    the fused one. It can come between any two steps, so that each of its last N stages can meet each first one.
+    """
+    sizes = [bytes_of(stage) for stage in partition.stages()]
+    evaluation = sizes[: len(partition.forward) + 1]
+    last = [*sizes[-num_devices:], *evaluation[-num_devices:]]
+    return _most_of_two(sizes, last, num_devices)
+
+
+def gradient_space(partition: Partition, num_devices: int, bytes_of: Callable[[Stage], int]) -> int:
+    """Compute the space in which the gradients of any two consecutive stage jobs of a device fit that have gradients.
+
+    One of them accumulates while the other one's gradients leave. As `weight_space`, but jobs without gradients
+    between the two do not count.
+    """
+    sizes = [bytes_of(stage) for stage in partition.stages()[len(partition.forward) :]]
+    return _most_of_two(sizes, sizes[-num_devices:], num_devices)
+
+
+def _most_of_two(sizes: Sequence[int], last: Sequence[int], num_devices: int) -> int:
+    """Return the largest sum of two sizes that can follow each other; `last` are those at the end of a pass."""
+    inside = [one + other for one, other in zip(sizes, sizes[num_devices:], strict=False)]
+    return max(max(last) + max(sizes[:num_devices]), *inside, 0)
 
 
 def stage_weight_bytes(stage: Stage, costs: Costs) -> int:

@@ -210,7 +210,7 @@ def _device(question: RunQuestion, costs: Costs, plan: Plan | None) -> DeviceMem
     if plan is None:
         return None
     size = -(-question.num_micro_batches // plan.rounds)
-    return device_memory(plan.partition, costs, size, question.limits())
+    return device_memory(plan.partition, costs, question.num_devices, size, question.limits())
 
 
 def _transfers(question: RunQuestion, costs: Costs, plan: Plan | None) -> Transfers | None:

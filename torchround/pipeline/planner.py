@@ -149,7 +149,9 @@ def _plan(problem: PlanningProblem, candidate: Candidate, bound_s: float) -> Pla
         step_s=step_s,
         bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
         lower_bound_s=bound_s,
-        device_bytes=device_memory(partition, costs, -(-micro_batches // rounds), limits).total_bytes,
+        device_bytes=device_memory(
+            partition, costs, devices, -(-micro_batches // rounds), limits
+        ).total_bytes,
         host_activation_bytes=boundary_pool_bytes(
             partition, costs, devices, micro_batches, rounds, problem.update
         ),
@@ -166,7 +168,7 @@ def why_infeasible(
     chosen = partition or finest
     # The most rounds have the fewest micro-batches each, and so need the least memory for integers.
     size = -(-problem.num_micro_batches // max(rounds_choices))
-    needed = device_memory(chosen, problem.costs, size, problem.limits)
+    needed = device_memory(chosen, problem.costs, problem.num_devices, size, problem.limits)
     limit = problem.limits.device_bytes
     if limit is not None and needed.total_bytes > limit:
         return _device_error(problem.costs, needed, limit, given=partition is not None)
@@ -185,8 +187,8 @@ def _device_error(costs: Costs, needed: DeviceMemory, limit: int, given: bool) -
         ),
     )
     parts = {
-        "weights_bytes": f"{needed.weights_bytes / GIB:.3g} for two slots of weights",
-        "gradients_bytes": f"{needed.gradients_bytes / GIB:.3g} for two of gradients",
+        "weights_bytes": f"{needed.weights_bytes / GIB:.3g} for the weights of two stages",
+        "gradients_bytes": f"{needed.gradients_bytes / GIB:.3g} for their gradients",
         "staging_bytes": f"{needed.staging_bytes / GIB:.3g} for activations on their way",
         "integers_bytes": f"{needed.integers_bytes / GIB:.3g} for tokens and labels",
         "compute_bytes": f"{needed.compute_bytes / GIB:.3g} for activations and workspace",

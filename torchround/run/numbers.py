@@ -11,9 +11,8 @@ import torch
 
 from torchround.accelerators import kind_of
 from torchround.config import EngineTable, TrainingTable
-from torchround.engine.compiled import runs_fused
 from torchround.engine.errors import EngineUsageError
-from torchround.layer import LayeredModel, LayerWork
+from torchround.layer import LayeredModel, LayerWork, runs_fused
 from torchround.pipeline.cards import ASSUMED_DEVICE
 from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import READER_CHUNK_BYTES, READER_CHUNKS, HostMemory, size_text
@@ -59,9 +58,14 @@ def run_question(
     """Return what the planner has to know of the run of `model`, adapters included, on `hardware`.
 
     `mapped` are names of frozen weights that stay in their files. Raises `EngineUsageError` if `engine.plan` is a file
-    without a plan, or a plan for another number of layers.
+    without a plan, or a plan for another number of layers, or if the devices lack a switch that the run asks for.
     """
     training, engine = numbers.training, numbers.engine
+    if training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
+        raise EngineUsageError(
+            f"training.fp16_accumulation = true: {hardware.kind} devices cannot be told to add up in float16; "
+            "legal: false"
+        )
     given = None if engine.plan is None else given_plan(engine)
     if given is not None and given[0].num_layers != len(model.layers):
         raise EngineUsageError(
@@ -80,6 +84,7 @@ def run_question(
             # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
             hardware.spec or ASSUMED_DEVICE,
             dtype=training.dtype,
+            fp16_accumulation=training.fp16_accumulation,
             element_bytes=numbers.dtype.itemsize,
             accumulate_bytes=accumulate_bytes,
         )

@@ -27,6 +27,7 @@ from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.watch.race_checker import AccessLog, Entry, Region, find_races
 from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.bundle_transfers import GradientDownload
+from torchround.engine.worker.slots import StageSlots
 from torchround.layer import LayeredModel
 
 ONE_STAGE = PARTITIONS["one stage"]
@@ -140,6 +141,20 @@ def test_a_ring_slot_is_released_after_its_content_is_sent_on(monkeypatch, parti
 
         monkeypatch.setattr(ActivationTransfers, "send", release_and_send)
     assert bool(record(PARTITIONS[partition], 1, model=passing_model())) is released_early
+
+
+@pytest.mark.parametrize("what", ["for_weights", "for_gradients"])
+@pytest.mark.parametrize("partition", ["one layer a stage", "backward coarser"])
+def test_a_stage_slot_is_written_only_after_the_one_before_the_last_is_released(monkeypatch, partition, what):
+    take = getattr(StageSlots, what)
+
+    def taken_at_once(slots, stage):
+        found = take(slots, stage)
+        (found if what == "for_gradients" else found[1]).released = None
+        return found
+
+    monkeypatch.setattr(StageSlots, what, taken_at_once)
+    assert record(PARTITIONS[partition], 1) != []
 
 
 @pytest.mark.parametrize("too_early", [False, True])

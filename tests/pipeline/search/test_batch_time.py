@@ -67,7 +67,7 @@ def test_rows_fit_exactly_if_the_memory_model_says_so(
     rounds = data.draw(st.integers(1, micro_batches))
     expected = []
     for partition in chosen:
-        device = device_memory(partition, costs, -(-micro_batches // rounds), limits).total_bytes
+        device = device_memory(partition, costs, devices, -(-micro_batches // rounds), limits).total_bytes
         host = host_activation_bytes(partition, costs, devices, micro_batches, rounds, update)
         fits_device = limits.device_bytes is None or device <= limits.device_bytes
         expected.append(fits_device and (limits.host_bytes is None or host <= limits.host_bytes))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchround.engine.board import Board, HandOverKey
 from torchround.engine.compiled import LayerCompiler
@@ -28,10 +28,9 @@ from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUp
 from torchround.engine.worker.compute import LayerCall, bind, unbind, with_own_seed
 from torchround.engine.worker.file_reader import FileReader
 from torchround.engine.worker.link_turns import LinkTurns
-from torchround.engine.worker.slots import DeviceSlot, SlotRing, StageLayout
+from torchround.engine.worker.slots import DeviceSlot, StageLayout, StageSlots
 from torchround.engine.worker.stage_run import StageRun
-from torchround.pipeline.memory import ROUNDING_ELEMENTS
-from torchround.pipeline.partition import Stage, StageKind
+from torchround.pipeline.partition import Partition, StageKind
 
 T = TypeVar("T")
 # Stage job and micro-batch under way: None between stage jobs, and between micro-batches.
@@ -47,7 +46,7 @@ class WorkerSetup:
     ordering: Ordering
     pool: HostPool
     layer_names: tuple[str, ...]
-    stages: tuple[Stage, ...]
+    partition: Partition
     num_devices: int
     turns: LinkTurns
     layerwise_recompute: bool
@@ -67,10 +66,7 @@ class DeviceWorker:
         self._index = self._next_slot = index
         self._micro_batch: int | None = None
         self._job: StageJob | None = None
-        self._layouts: dict[range, StageLayout] = {}
-        self._weights = SlotRing(device, self._store.dtype)
-        self._gradients = SlotRing(device, setup.accumulate_dtype)
-        self._rounding: Tensor | None = None
+        self._slots = StageSlots(device, setup.store, setup.accumulate_dtype)
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
@@ -83,31 +79,19 @@ class DeviceWorker:
         self.thread = threading.Thread(target=self._main, name=f"torchround {device.name}", daemon=True)
 
     def allocate(self) -> None:
-        """Allocate slots for the largest stage, so that no step allocates and a plan that does not fit fails here."""
-        layouts = [self._layout(range(stage.start, stage.stop)) for stage in self._setup.stages]
-        self._weight_numel = max(layout.weight_numel for layout in layouts)
-        self._gradient_numel = max(
-            layout.gradient_numel
-            for layout, stage in zip(layouts, self._setup.stages, strict=True)
-            if stage.kind is not StageKind.FORWARD
-        )
-        self._weights.reserve(self._weight_numel)
-        self._gradients.reserve(self._gradient_numel)
-        if self._setup.accumulate_dtype != self._store.gradient_dtype:
-            numel = min(self._gradient_numel, ROUNDING_ELEMENTS)
-            self._rounding = self._device.allocate(numel * self._store.gradient_dtype.itemsize).view(
-                self._store.gradient_dtype
-            )
+        """Allocate the slots of all stages, so that no step allocates and a plan that does not fit fails here."""
+        self._slots.allocate(self._setup.partition, self._setup.num_devices)
 
     def let_go(self) -> None:
         """Drop all device memory. The thread must have ended, and the device must be idle.
 
         Empties the slots themselves: other objects that refer to them, or to this worker, then hold no memory.
         """
-        self._weights.clear()
-        self._gradients.clear()
+        self._slots.clear()
         self._activations.clear()
-        self._rounding = self._upload = self._download = None
+        self._upload = self._download = None
+        if self.reader is not None:
+            self.reader.let_go()
         unbind(self._skeletons)
 
     def _main(self) -> None:
@@ -145,8 +129,9 @@ class DeviceWorker:
             filled = upload.finish()
         self._device.wait(Stream.COMPUTE, filled)
         weights_ready = self._device.mark(Stream.WEIGHT_UPLOAD)
-        gradients = None if job.task.stage.kind is StageKind.FORWARD else self._clear_gradients()
-        # Bound anew for each job: the two slots alternate, and the next stage has other layers.
+        has_gradients = job.task.stage.kind is not StageKind.FORWARD
+        gradients = self._clear_gradients(upload.layout) if has_gradients else None
+        # Bound anew for each job: each has its own place in the buffer, and the next stage has other layers.
         modules = bind(self._store, self._skeletons, upload.layout, upload.slot, gradients)
         layers = self._layer_calls(upload.layout.layers, modules)
         stage_run = StageRun(
@@ -224,7 +209,7 @@ class DeviceWorker:
                 self._store,
                 self._setup.ordering,
                 self._setup.pool,
-                self._rounding,
+                self._slots.rounding,
                 gradients,
                 layout,
                 job.pass_.step,
@@ -253,8 +238,7 @@ class DeviceWorker:
     # Weights in, gradients out.
 
     def _start_upload(self, job: StageJob) -> WeightUpload:
-        layout = self._layout(range(job.task.stage.start, job.task.stage.stop))
-        slot = self._weights.next(self._weight_numel)
+        layout, slot = self._slots.for_weights(job.task.stage)
         self._begin_step(job, Stream.WEIGHT_UPLOAD)
         return WeightUpload(
             self._device,
@@ -291,8 +275,8 @@ class DeviceWorker:
         """Return the context in which this device's weights go up, in its turn on a shared link."""
         return nullcontext() if nothing_to_do else self._setup.turns.turn(self._index, self._device, window)
 
-    def _clear_gradients(self) -> DeviceSlot:
-        slot = self._gradients.next(self._gradient_numel)
+    def _clear_gradients(self, layout: StageLayout) -> DeviceSlot:
+        slot = self._slots.for_gradients(layout)
         if slot.released is not None:
             self._device.wait(Stream.COMPUTE, slot.released)  # its last gradients have left
         self._device.run(Stream.COMPUTE, slot.memory.zero_, writes=[slot.memory])
@@ -319,11 +303,6 @@ class DeviceWorker:
                 compiler.compiled(index, layer, board) for index, layer in zip(indices, layers, strict=True)
             ]
         return [with_own_seed(index, call) for index, call in zip(indices, calls, strict=True)]
-
-    def _layout(self, layers: range) -> StageLayout:
-        if layers not in self._layouts:
-            self._layouts[layers] = StageLayout(self._store, layers)
-        return self._layouts[layers]
 
     # What the watchdog and error messages ask for, from any thread.
 

@@ -46,7 +46,7 @@ class FileReader:
         self._index = index
         self._location = FaultLocation(f"reader of device {device_name}")
         self._board = board
-        self._chunks = [pool.take(READER_CHUNK_BYTES).memory for _ in range(READER_CHUNKS)]
+        self._chunks = [pool.take(READER_CHUNK_BYTES) for _ in range(READER_CHUNKS)]
         self._on_failure = on_failure
         self._requests = itertools.count()
         self._taken = 0
@@ -76,6 +76,11 @@ class FileReader:
         self._board.post(CHUNK_UPLOADED(self._taken, self._index), event)
         self._taken += 1
 
+    def let_go(self) -> None:
+        """Drop the chunks that were read and not taken. Both threads must have ended."""
+        for number in range(self._taken, self._taken + READER_CHUNKS):
+            self._board.forget(FILE_CHUNK(number, self._index))
+
     # In the reader's own thread.
 
     def _main(self) -> None:
@@ -85,9 +90,12 @@ class FileReader:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
-            failure = PipelineError(self._location, f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._on_failure(failure)
+            self._on_failure(self._failure(error))
+
+    def _failure(self, error: BaseException) -> PipelineError:
+        failure = PipelineError(self._location, f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
 
     def _requested(self) -> Iterator[MappedRange]:
         for request in itertools.count():
@@ -100,7 +108,7 @@ class FileReader:
         """Read a range into the chunk whose turn it is."""
         if number >= READER_CHUNKS:
             self._await_upload(number - READER_CHUNKS)
-        content = self._chunks[number % READER_CHUNKS][: file_range.memory.nbytes]
+        content = self._chunks[number % READER_CHUNKS].memory[: file_range.memory.nbytes]
         self._board.observer.touched(reads=(), writes=[content])
         read_range(file_range, content)
         return content

@@ -1,9 +1,9 @@
 """Device buffers of a worker, and what is where in them.
 
-Each device owns two weight slots and two gradient slots, allocated once for the plan's largest stage. While
-one pair computes, the next stage's weights fill the other weight slot and the previous stage's gradients
-leave the other gradient slot. Activations pass through slots of their own. All slots are fixed buffers:
-memory that was freed and allocated again could be written by one stream while another still uses it.
+Each device owns space for the weights of two stages and space for the gradients of two stages, allocated once.
+While one stage computes, the next one's weights arrive beside its weights, and the previous one's gradients
+leave beside its gradients. Activations pass through slots of their own. All slots are in fixed buffers: memory
+that was freed and allocated again could be written by one stream while another still uses it.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ from torch import Tensor
 from torchround.engine.device import Device, Event
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import Hidden
+from torchround.pipeline.memory import ROUNDING_ELEMENTS, gradient_space, weight_space
+from torchround.pipeline.partition import Partition, Stage, StageKind
 
 ALIGNMENT_BYTES = 256
 
@@ -66,11 +68,64 @@ class SlotRing:
         return slot
 
 
-class DeviceSlot:
-    """A flat device buffer, and the event after which its next writer may overwrite it."""
+class TwoSlots:
+    """One device buffer with room for two consecutive slots, which are taken from its two ends in turn.
 
-    def __init__(self, memory: Tensor) -> None:
+    Slots differ in size. The buffer is as large as the two largest consecutive ones together, which is less
+    than two slots of the largest size.
+    """
+
+    def __init__(self, device: Device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._memory: Tensor | None = None
+        # The slots that are in use at the low end and at the high end.
+        self._ends: list[DeviceSlot | None] = [None, None]
+        self._newest = 0
+
+    def allocate(self, nbytes: int) -> None:
+        """Allocate the buffer."""
+        self._memory = self._device.allocate(nbytes).view(self._dtype)
+
+    def next(self, numel: int) -> "DeviceSlot":
+        """Return a slot of `numel` elements beside the newest one. Its writer must wait for `released`.
+
+        `released` is the event of the slot before the newest one, at the same end. This slot may also lie over
+        older ones of the other end. Those need no event of their own: slots are released in their order, by one
+        stream.
+        """
+        assert self._memory is not None, "slots are taken before their buffer is allocated"
+        beside, self._newest = self._ends[self._newest], 1 - self._newest
+        taken = aligned(numel * self._dtype.itemsize) // self._dtype.itemsize
+        room = self._memory.numel() - (0 if beside is None else beside.taken)
+        assert taken <= room, f"a slot of {taken} elements beside the newest one, which leaves {room}"
+        start = 0 if self._newest == 0 else self._memory.numel() - taken
+        slot = DeviceSlot(self._memory[start : start + numel], taken)
+        before = self._ends[self._newest]
+        if before is not None:
+            assert before.released is not None, "a slot is taken before the last one at its end is released"
+            slot.released = before.released
+        self._ends[self._newest] = slot
+        return slot
+
+    def clear(self) -> None:
+        """Drop the memory, whatever refers to the slots themselves."""
+        self._memory = None
+        for slot in self._ends:
+            if slot is not None:
+                slot.clear()
+        self._ends = [None, None]
+
+
+class DeviceSlot:
+    """A flat device buffer, and the event after which its next writer may overwrite it.
+
+    `taken` are the elements of the larger buffer that it takes, if it is a part of one.
+    """
+
+    def __init__(self, memory: Tensor, taken: int = 0) -> None:
         self.memory = memory
+        self.taken = taken
         self.released: Event | None = None
         self._packing: Packing | None = None
         self._views: tuple[Tensor, ...] = ()
@@ -165,6 +220,62 @@ class StageLayout:
                     ranges.append(SlotRange(layer, bundle.index, start, bundle.numel))
                     start += bundle.numel
         return ranges
+
+
+class StageSlots:
+    """The device memory for the weights and gradients of a device's stages, and for rounding gradients."""
+
+    def __init__(self, device: Device, store: HostStore, accumulate_dtype: torch.dtype) -> None:
+        self.rounding: Tensor | None = None
+        self._device = device
+        self._store = store
+        self._accumulate_dtype = accumulate_dtype
+        self._weights = TwoSlots(device, store.dtype)
+        self._gradients = TwoSlots(device, accumulate_dtype)
+        self._layouts: dict[tuple[int, int], StageLayout] = {}
+
+    def allocate(self, partition: Partition, num_devices: int) -> None:
+        """Allocate what training and evaluating with `partition` needs: the same as `device_memory` counts."""
+        weight_bytes = self._store.dtype.itemsize
+        gradient_bytes = self._accumulate_dtype.itemsize
+        self._weights.allocate(
+            weight_space(
+                partition, num_devices, lambda stage: aligned(self._layout(stage).weight_numel * weight_bytes)
+            )
+        )
+        self._gradients.allocate(
+            gradient_space(
+                partition,
+                num_devices,
+                lambda stage: aligned(self._layout(stage).gradient_numel * gradient_bytes),
+            )
+        )
+        if self._accumulate_dtype != self._store.gradient_dtype:
+            stages = [stage for stage in partition.stages() if stage.kind is not StageKind.FORWARD]
+            numel = min(max(self._layout(stage).gradient_numel for stage in stages), ROUNDING_ELEMENTS)
+            dtype = self._store.gradient_dtype
+            self.rounding = self._device.allocate(numel * dtype.itemsize).view(dtype)
+
+    def for_weights(self, stage: Stage) -> tuple["StageLayout", DeviceSlot]:
+        """Return the layout of a stage, and the slot for its weights. Called once for each stage job, in order."""
+        layout = self._layout(stage)
+        return layout, self._weights.next(layout.weight_numel)
+
+    def for_gradients(self, layout: "StageLayout") -> DeviceSlot:
+        """Return the slot for a stage's gradients. Called once for each job with gradients, in order."""
+        return self._gradients.next(layout.gradient_numel)
+
+    def clear(self) -> None:
+        """Drop the memory, whatever refers to the slots themselves."""
+        self._weights.clear()
+        self._gradients.clear()
+        self.rounding = None
+
+    def _layout(self, stage: Stage) -> "StageLayout":
+        key = stage.start, stage.stop
+        if key not in self._layouts:
+            self._layouts[key] = StageLayout(self._store, range(stage.start, stage.stop))
+        return self._layouts[key]
 
 
 def fill(views: tuple[Tensor, ...], hidden: Hidden) -> None:

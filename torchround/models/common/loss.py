@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torchround.accelerators import has_float32_products, kind_of
 from torchround.layer import IGNORED_LABEL
 from torchround.models.kernels.operation import uses_fused
+from torchround.models.kernels.projections import add_product_
 from torchround.models.kernels.softmax_loss import BLOCK_BYTES
 
 # fp32 logits of a chunk on the CPU. Larger chunks read and write the weight's gradient less often.
@@ -267,7 +268,7 @@ def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
         total.addmm_(grad_logits.T, hidden)
         return
     if total.dtype == torch.float32 and has_float32_products(total.device.type, grad_logits.dtype):
-        torch.addmm(total, grad_logits.T, hidden, out_dtype=torch.float32, out=total)
+        add_product_(total, grad_logits.T, hidden)
         return
     for start in range(0, len(total), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)

@@ -33,7 +33,7 @@ def lower_bound_s(problem: PlanningProblem, rounds_choices: Sequence[int], found
 
 def largest_fused(problem: PlanningProblem) -> int:
     """Return the most layers that memory allows in the fused stage."""
-    return problem.num_layers - problem.first_layers[problem.num_layers]
+    return problem.num_layers - problem.widest.first_layers[problem.num_layers]
 
 
 def least_work_s(problem: PlanningProblem, largest: int) -> float:
@@ -64,11 +64,11 @@ def _fewest_stages(problem: PlanningProblem, split: int) -> tuple[int, int]:
     """Count the forward and backward stages over layers `0 .. split` that memory asks for at least."""
     forward, start = 0, 0
     while start < split:
-        start = problem.last_ends[start]
+        start = problem.widest.last_ends[start]
         forward += 1
     backward, stop = 0, split
     while stop > 0:
-        stop = problem.first_layers[stop]
+        stop = problem.widest.first_layers[stop]
         backward += 1
     return forward, backward
 

@@ -4,6 +4,7 @@ Shapes: K partitions, S stages, L layers.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ class PlanningProblem:
         self.updated_s = np.array(self.sums.updated_s)
         self.both_s: list[float] = (self.forward_s + self.backward_s).tolist()
         self.memory = MemoryTable(costs, limits)
-        self.first_layers, self.last_ends = self.memory.first_layers(), self.memory.last_ends()
+        self.widest, self.even = self.memory.stage_limits(even=False), self.memory.stage_limits(even=True)
         self.idle_weight = 0.0
         self._exact: dict[Candidate, float] = {}
 
@@ -101,7 +102,7 @@ class PlanningProblem:
     def fits_device(self, partition: Partition, rounds: int) -> bool:
         """Check a partition against the device limit alone."""
         limit, size = self.limits.device_bytes, -(-self.num_micro_batches // rounds)
-        needed = device_memory(partition, self.costs, size, self.limits).total_bytes
+        needed = device_memory(partition, self.costs, self.num_devices, size, self.limits).total_bytes
         return limit is None or needed <= limit
 
     def fits(self, rows: PartitionBatch, rounds: int) -> Booleans:
@@ -148,6 +149,18 @@ class PlanningProblem:
         )
 
 
+@dataclass(frozen=True)
+class StageLimits:
+    """How far a stage may reach within the device limit. A stage of one layer is always allowed here.
+
+    - `first_layers`: the earliest first layer of a fused or backward stage by its end (1 to L; entry 0 is unused).
+    - `last_ends`: the latest end of a forward stage by its first layer.
+    """
+
+    first_layers: list[int]
+    last_ends: list[int]
+
+
 class MemoryTable:
     """The counts of `memory.py` as arrays, to check many partitions at once.
 
@@ -172,6 +185,10 @@ class MemoryTable:
                 max(layer.gradient_bytes for layer in layers),
                 int(self.compute[single, single + 1].max()),
             )
+            self.least = (
+                min(layer.weight_bytes for layer in layers),
+                min(layer.gradient_bytes for layer in layers),
+            )
 
     def fits(
         self, rows: PartitionBatch, num_devices: int, num_micro_batches: int, rounds: int, update: str
@@ -183,7 +200,7 @@ class MemoryTable:
         starts, stops = rows.ranges(self.num_layers)
         size = -(-num_micro_batches // rounds)
         if self.limits.device_bytes is not None:
-            needed = self._device_bytes(rows, starts, stops) + self.limits.integer_bytes * size
+            needed = self._device_bytes(rows, starts, stops, num_devices) + self.limits.integer_bytes * size
             fits &= needed <= self.limits.device_bytes
         if self.limits.host_bytes is not None:
             in_flight = [
@@ -193,63 +210,77 @@ class MemoryTable:
             fits &= self._host_bytes(starts) * alive <= self.limits.host_bytes
         return fits
 
-    def first_layers(self) -> list[int]:
-        """Return the earliest first layer of a fused or backward stage by its end (1 to L; entry 0 is unused).
+    def stage_limits(self, even: bool) -> StageLimits:
+        """Compute how far stages may reach: if `even`, next to stages as large; otherwise next to the smallest layer.
 
-        Earliest means: if all other stages hold one layer each. A stage of one layer is always allowed here.
+        Even stages of that reach fit together. A wider stage than the other limit fits with nothing.
         """
-        first = np.zeros(self.num_layers + 1, dtype=np.int64)
-        if self.limits.device_bytes is not None:
-            start, stop = np.arange(self.num_layers)[:, None], np.arange(self.num_layers + 1)
-            needed = self._needed(
-                self.weights[stop] - self.weights[start],
-                self.gradients[stop] - self.gradients[start],
-                self.compute,
-            )
-            first = np.argmax((needed <= self.limits.device_bytes) | (start >= stop - 1), axis=0)
-        return [int(layer) for layer in first]
+        if self.limits.device_bytes is None:
+            return StageLimits([0] * (self.num_layers + 1), [self.num_layers] * self.num_layers)
+        start, stop = np.arange(self.num_layers)[:, None], np.arange(self.num_layers + 1)
+        needed = self._needed(
+            self.weights[stop] - self.weights[start],
+            self.gradients[stop] - self.gradients[start],
+            self.compute,
+            even,
+        )
+        first = np.argmax((needed <= self.limits.device_bytes) | (start >= stop - 1), axis=0)
+        zero = np.zeros(1, dtype=np.int64)
+        room = self.limits.device_bytes - int(self._needed(zero, zero, zero, even)[0])
+        room = (room // 2 if even else room) + self.largest[0]
+        ends = np.searchsorted(self.weights, self.weights[:-1] + room, side="right") - 1
+        return StageLimits(first.tolist(), np.maximum(ends, np.arange(self.num_layers) + 1).tolist())
 
-    def last_ends(self) -> list[int]:
-        """Return the latest end of a forward stage by its first layer."""
-        ends = np.full(self.num_layers, self.num_layers)
-        if self.limits.device_bytes is not None:
-            zero = np.zeros(1, dtype=np.int64)
-            room = (self.limits.device_bytes - int(self._needed(zero, zero, zero)[0])) // 2 + self.largest[0]
-            ends = np.searchsorted(self.weights, self.weights[:-1] + room, side="right") - 1
-            ends = np.maximum(ends, np.arange(self.num_layers) + 1)
-        return [int(end) for end in ends]
-
-    def _needed(self, weights: Integers, gradients: Integers, compute: Integers) -> Integers:
-        """Compute the bytes of a device that runs this stage and otherwise stages of one layer."""
+    def _needed(self, weights: Integers, gradients: Integers, compute: Integers, even: bool) -> Integers:
+        """Compute the bytes of a device that runs this stage; of the others it runs at least the largest layer."""
         weights = np.maximum(weights, self.largest[0])
         gradients = np.maximum(gradients, self.largest[1])
+        neighbours = weights + gradients if even else sum(self.least)
         return np.asarray(
-            2 * weights
-            + self._gradient_bytes(gradients)
+            weights
+            + gradients
+            + neighbours
+            + self._rounding_bytes(gradients)
             + np.maximum(compute, self.largest[2])
             + self.staging_bytes
         )
 
-    def _gradient_bytes(self, slots: Integers) -> Integers:
-        """Add up two gradient slots and the buffer to round them in."""
-        rounded = (self.limits.rounding_share * slots).astype(np.int64)
-        return np.asarray(2 * slots + np.minimum(rounded, self.limits.rounding_bytes))
+    def _rounding_bytes(self, largest: Integers) -> Integers:
+        """Compute the buffer to round gradients in, by the gradients of the largest stage."""
+        rounded = (self.limits.rounding_share * largest).astype(np.int64)
+        return np.asarray(np.minimum(rounded, self.limits.rounding_bytes))
 
-    def _device_bytes(self, rows: PartitionBatch, starts: Integers, stops: Integers) -> Integers:
+    def _device_bytes(
+        self, rows: PartitionBatch, starts: Integers, stops: Integers, num_devices: int
+    ) -> Integers:
         """Compute what each device allocates [K], as `memory.device_memory`, without the round's integers."""
-        weights = (self.weights[stops] - self.weights[starts]).max(axis=1)
-        has_gradients = rows.has_gradients()
-        gradients = np.where(has_gradients, self.gradients[stops] - self.gradients[starts], 0).max(axis=1)
+        has_gradients, position = rows.has_gradients(), np.arange(rows.counts.shape[1])
+        weights = self.weights[stops] - self.weights[starts]
+        gradients = np.where(has_gradients, self.gradients[stops] - self.gradients[starts], 0)
+        # Sizes are 0 after a partition's last stage, so no sum below is too large because of those columns.
+        is_last = position >= rows.num_stages[:, None] - num_devices
+        ends_evaluation = ~rows.is_backward() & (position > rows.fused_at[:, None] - num_devices)
+        is_first_gradient = has_gradients & (position < rows.fused_at[:, None] + num_devices)
+        slots = _most_of_two(weights, is_last | ends_evaluation, position < num_devices, num_devices)
+        slots += _most_of_two(gradients, is_last, is_first_gradient, num_devices)
         # Each layer is in a fused or backward stage too, which
         # needs at least what a forward stage with it needs.
         compute = np.where(has_gradients, self.compute[starts, stops], 0).max(axis=1)
-        return np.asarray(2 * weights + self._gradient_bytes(gradients) + compute + self.staging_bytes)
+        return np.asarray(slots + self._rounding_bytes(gradients.max(axis=1)) + compute + self.staging_bytes)
 
     def _host_bytes(self, starts: Integers) -> Integers:
         """Compute a micro-batch's boundary bytes [K], as `memory.host_activation_bytes`: each stage's first layer once."""
         cut = np.zeros((len(starts), self.num_layers), dtype=np.bool_)
         cut[np.arange(len(starts))[:, None], starts] = True
         return np.asarray(cut @ self.inputs + int(self.outputs.max()))
+
+
+def _most_of_two(sizes: Integers, is_last: Booleans, is_first: Booleans, num_devices: int) -> Integers:
+    """Compute the largest sum of two sizes [K, S] that can follow each other on a device, as `memory.py` does [K]."""
+    most = np.where(is_last, sizes, 0).max(axis=1) + np.where(is_first, sizes, 0).max(axis=1)
+    if sizes.shape[1] > num_devices:
+        most = np.maximum(most, (sizes[:, :-num_devices] + sizes[:, num_devices:]).max(axis=1))
+    return np.asarray(most)
 
 
 def _running(values: list[int]) -> Integers:

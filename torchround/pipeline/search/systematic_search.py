@@ -22,7 +22,7 @@ from torchround.pipeline.search.partition_batch import (
     batch_of,
     joined,
 )
-from torchround.pipeline.search.planning_problem import SAME_STEP, PlanningProblem
+from torchround.pipeline.search.planning_problem import SAME_STEP, PlanningProblem, StageLimits
 
 # Longest stages tried as starts of the random search. Equal layers have far fewer different sums than this.
 MOST_LONGEST_STAGES = 20
@@ -137,24 +137,28 @@ def _range_sums(sums_s: Floats) -> Floats:
     return np.asarray(sums_s[last] - sums_s[first])
 
 
-def greedy_partition(problem: PlanningProblem, longest_s: float) -> Partition:
+def greedy_partition(
+    problem: PlanningProblem, longest_s: float, limits: StageLimits | None = None
+) -> Partition:
     """Fill the fused and the backward stages from the last layer, then the forward stages from the first.
 
-    A stage takes layers up to `longest_s` seconds per micro-batch, and no more than memory allows.
+    A stage takes layers up to `longest_s` seconds per micro-batch, and no more than `limits` allow: those of
+    even stages, which fit together, if none are given.
     """
+    limits = limits or problem.even
     longest_s *= 1 + 1e-9  # running sums of equal layers differ by rounding
     both_s, forward_s = problem.both_s, problem.sums.forward_s
     backward, stop = [], problem.num_layers
     while stop > 0:
         start = bisect_left(both_s, both_s[stop] - longest_s, 0, stop - 1)
-        start = max(start, problem.first_layers[stop])
+        start = max(start, limits.first_layers[stop])
         backward.append(stop - start)
         stop = start
     # The first stage packed is the fused one; the forward stages cover what lies before it.
     forward, start, split = [], 0, problem.num_layers - backward[0]
     while start < split:
         stop = bisect_right(forward_s, forward_s[start] + longest_s, start + 2, split + 1) - 1
-        stop = min(stop, problem.last_ends[start])
+        stop = min(stop, limits.last_ends[start])
         forward.append(stop - start)
         start = stop
     return Partition(tuple(forward), backward[0], tuple(backward[1:]))

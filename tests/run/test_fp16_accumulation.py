@@ -1,0 +1,111 @@
+"""`training.fp16_accumulation`: switched on for the run alone, refused where it cannot be, counted by plan and MFU."""
+
+import pytest
+import torch
+
+from tests.support.small_run import small_runs
+from torchround import accelerators
+from torchround.accelerators import AcceleratorKind, CudaKind, accumulating_in_fp16
+from torchround.config import EngineTable, TrainingTable
+from torchround.engine.engine import Engine
+from torchround.models import FAMILIES
+from torchround.pipeline.cards import find_device
+from torchround.run.hardware import Hardware
+from torchround.run.numbers import RunNumbers, run_question
+
+__all__ = ["small_runs"]  # the fixture
+
+ON = ("--training.dtype=float16", "--training.fp16_accumulation=true")
+
+
+class WithSwitch(AcceleratorKind):
+    """The host as a kind with a switch, which notes how it was set."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.settings = [False]
+
+    def fp16_accumulation(self):
+        return self.settings[-1]
+
+    def set_fp16_accumulation(self, wanted):
+        self.settings.append(wanted)
+
+
+@pytest.fixture
+def switch(monkeypatch):
+    kind = WithSwitch()
+    monkeypatch.setitem(accelerators._registered(), "cpu", kind)
+    return kind
+
+
+@pytest.fixture
+def seen(switch, monkeypatch):
+    """The state of the switch at each step."""
+    states, forward_backward = [], Engine.forward_backward
+
+    def noting(self, micro_batches):
+        states.append(switch.fp16_accumulation())
+        return forward_backward(self, micro_batches)
+
+    monkeypatch.setattr(Engine, "forward_backward", noting)
+    return states
+
+
+def test_a_run_switches_it_on_for_its_steps_and_restores_it(small_runs, switch, seen):
+    assert small_runs("on", *ON, "--training.steps=2") == 0
+    assert seen == [True, True] and switch.settings == [False, True, False]
+
+
+def test_a_run_that_does_not_ask_for_it_leaves_it_alone(small_runs, switch, seen):
+    switch.settings = [True]  # as a program set it that calls the library
+    assert small_runs("off", "--training.dtype=float16", "--training.steps=2") == 0
+    assert seen == [True, True] and switch.settings == [True]
+
+
+def test_it_is_restored_after_a_failure_too(switch):
+    with pytest.raises(KeyError), accumulating_in_fp16("cpu"):
+        raise KeyError
+    assert switch.settings == [False, True, False]
+
+
+def test_devices_without_the_switch_are_refused_before_anything_is_made(small_runs, capfd):
+    assert small_runs("refused", *ON) == 2
+    message = (
+        "training.fp16_accumulation = true: cpu devices cannot be told to add up in float16; legal: false"
+    )
+    assert capfd.readouterr().err.count(message) == 1
+    assert not small_runs.path("refused").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_another_dtype_is_refused_with_both_keys(small_runs, capfd, dtype):
+    given = (f"--training.dtype={dtype}", "--training.fp16_accumulation=true")
+    assert small_runs("refused", *given) != 0
+    error = capfd.readouterr().err
+    assert "training.fp16_accumulation, training.dtype" in error
+    assert f'given true and "{dtype}"; legal: true with "float16"' in error
+
+
+@pytest.mark.parametrize(("card", "ratio"), [("rtx4090", 2.0), ("h100", 1.0)])
+def test_a_plan_counts_the_rate_of_the_setting(card, ratio):
+    model = FAMILIES["llama3"].build(FAMILIES["llama3"].config_from_flavor("debug", vocab_size=50))
+    hardware = Hardware("cuda", 1, 2**34, spec=find_device(card))
+
+    def block_s(is_on):
+        training = TrainingTable(dtype="float16", fp16_accumulation=is_on)
+        costs = run_question(model, RunNumbers(training, EngineTable()), hardware).costs_for(64, 2, 4)
+        return costs.layers[1].forward_s
+
+    assert block_s(False) == pytest.approx(ratio * block_s(True))
+
+
+def test_a_card_with_sums_in_float16_gives_no_products_in_float32():
+    """Its libraries refuse that combination, so gradients are added block by block then."""
+    kind, before = CudaKind((8, 9)), torch.backends.cuda.matmul.allow_fp16_accumulation
+    assert before is False and kind.has_float32_products(torch.float16)
+    with accumulating_in_fp16("cuda"):
+        assert torch.backends.cuda.matmul.allow_fp16_accumulation is True
+        assert not kind.has_float32_products(torch.float16)
+        assert kind.has_float32_products(torch.bfloat16)
+    assert torch.backends.cuda.matmul.allow_fp16_accumulation is False
