@@ -108,3 +108,15 @@ def test_a_registered_kind_is_known_and_the_machines_accelerator_is_found(monkey
 def test_a_kind_without_a_driver_refuses_to_lock_pages():
     kind = AcceleratorKind("npu")
     assert not kind.locks_pages and kind.lock_pages(4096, 4096) != 0 and kind.unlock_pages(4096) != 0
+
+
+def test_threads_that_wait_for_an_event_of_a_cuda_device_sleep(monkeypatch):
+    """`torch.Event` takes `blocking` and ignores it, so that kind makes events of its own."""
+    made = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **flags: made.append(flags))
+    for timed in (False, True):
+        accelerators.CudaKind().event(torch.device("cuda", 0), timed)
+    assert made == [
+        {"enable_timing": False, "blocking": True},
+        {"enable_timing": True, "blocking": False},
+    ]

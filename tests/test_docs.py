@@ -227,8 +227,12 @@ def test_every_link_to_a_section_leads_to_its_heading() -> None:
 
 def test_every_dependency_is_pinned_and_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = [re.split(r"[^\w-]", line)[0].lower() for line in project["dependencies"]]
-    extras = [package for extra in project["optional-dependencies"].values() for package in extra]
+
+    def names(requirements: list[str]) -> list[str]:
+        return [re.split(r"[^\w-]", line)[0].lower() for line in requirements]
+
+    named = names(project["dependencies"])
+    extras = [package for extra in project["optional-dependencies"].values() for package in names(extra)]
     pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert {*named, *extras} <= pinned
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

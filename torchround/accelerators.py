@@ -187,7 +187,9 @@ class CudaKind(AcceleratorKind):
         # AMD's libraries are called in another way, which has not been looked at. NVIDIA's refuse results in float32 of
         # sums in float16.
         in_float16 = dtype == torch.float16 and self.fp16_accumulation()
-        return dtype in HALVES and torch.version.hip is None and not in_float16
+        if dtype not in HALVES or torch.version.hip is not None or in_float16:
+            return False
+        return not self._is_here() or _adds_to_float32(self.name, dtype)
 
     def fp16_accumulation(self) -> bool | None:
         # AMD's libraries have no such sums.
@@ -362,6 +364,20 @@ def shares_kv_heads_under_mask(device: str) -> bool:
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _adds_to_float32(device: str, dtype: torch.dtype) -> bool:
+    """Try whether a product is added to a float32 matrix here. Some versions of PyTorch refuse the matrix's type."""
+    total = torch.zeros((16, 16), device=device)
+    matrix = total.to(dtype)
+    try:
+        torch.addmm(total, matrix, matrix, out_dtype=torch.float32, out=total)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return False
+    return True
 
 
 def _has_kernel(operator: str, backend: str) -> bool:

@@ -44,8 +44,22 @@ def simulator(kind: str) -> Iterator[Any]:
     controls.reset()
 
 
+@pytest.fixture
+def two_devices(kind: str) -> None:
+    """Skip the test on a machine with one card."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+
+
+@pytest.fixture
+def card(kind: str) -> None:
+    """Skip the test on a machine without a card: it is of CUDA's own."""
+    if kind != "cuda":
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(autouse=True)
-def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set PyTorch's deterministic algorithms, with the cuBLAS workspace that they demand, and switch TF32 off."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     tf32 = torch.backends.cuda.matmul.allow_tf32
@@ -54,3 +68,5 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.matmul.allow_tf32 = tf32
+    if kind == simulation.KIND:
+        simulation.load().reset()  # a test that failed may have left a device that refuses everything

@@ -4,9 +4,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.planting import empty_event_at
+from tests.support.scheduled_run import scheduled, starved
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train
 from torchround.engine import passes
-from torchround.engine.device import AcceleratorDevice
+from torchround.engine.device import AcceleratorDevice, Stream
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker import device_worker, file_reader
 from torchround.hf.tensor_folder import map_file, read_header, view_of
@@ -30,7 +32,7 @@ def frozen_model():
     return model
 
 
-def trained(kind, partition, base=None):
+def trained(kind, partition, base=None, make=AcceleratorDevice):
     """Train with the frozen weights in the file `base`, or in memory. Returns losses and trained weights."""
     model, copied = frozen_model(), toy_store(frozen_model()).weights()
     mapped = {}
@@ -44,7 +46,7 @@ def trained(kind, partition, base=None):
     store.initialize(model, 0, lambda views: [view.copy_(copied[name]) for name, view in views.items()])
     workers = iter(range(2))
     with toy_engine(
-        model, store, partition, 2, wrap=lambda _: AcceleratorDevice(f"{kind}:0", next(workers))
+        model, store, partition, 2, wrap=lambda _: make(torch.device(kind, 0), next(workers))
     ) as engine:
         losses = train(engine, BATCHES)
     weights = {
@@ -71,3 +73,18 @@ def test_from_their_map_each_copy_is_a_pageable_one(simulator, tmp_path, monkeyp
     trained("simulated", PARTITIONS["one stage"], tmp_path / "base.safetensors")
     # Two workers bring parts of the four frozen layers in each of three steps.
     assert simulator.pageable_copies() >= len(FROZEN) * len(BATCHES)
+
+
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_a_chunk_that_is_read_into_before_it_is_uploaded_is_found(
+    simulator, tmp_path, monkeypatch, is_planted
+):
+    losses, weights = trained("simulated", PARTITIONS["one stage"])
+    if is_planted:
+        site = "bundle_transfers._enqueue_piece: self._device.record(Stream.WEIGHT_UPLOAD)"
+        planted = empty_event_at(site)(monkeypatch)
+    with scheduled(simulator, starved(Stream.WEIGHT_UPLOAD)) as make:
+        found = trained("simulated", PARTITIONS["forward coarser"], tmp_path / "base.safetensors", make)
+    same = found[0] == losses and all(torch.equal(found[1][name], weights[name]) for name in weights)
+    assert same is not is_planted
+    assert not is_planted or planted.times > 0

@@ -1,9 +1,9 @@
-"""The reference that CUDA is compared with equals the engine on the CPU too, in fp32 and in bf16."""
+"""The reference that accelerators are compared with equals the engine on the CPU too, in fp32 and in bf16."""
 
 import pytest
 import torch
 
-from tests.support.cuda_toy import DeviceLoop
+from tests.support.device_toy import DeviceLoop
 from tests.support.toy import (
     PARTITIONS,
     assert_same_state,
@@ -17,13 +17,13 @@ from tests.support.toy import (
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_training_is_bitwise_that_of_the_loop_with_compute_on_a_device(num_devices, dtype, tied):
-    model, batches = toy_model(tied), toy_batches(10, micro_batches=4)
+@pytest.mark.parametrize(("num_devices", "rounds"), [(1, 1), (3, 1), (2, 2)])
+def test_training_is_bitwise_that_of_the_loop_with_compute_on_a_device(num_devices, rounds, dtype, tied):
+    model, batches = toy_model(tied), toy_batches(10, micro_batches=5)
     store = toy_store(model, dtype)
     weights = {name: view.clone() for name, view in store.weights().items()}
-    loop = DeviceLoop(model, weights, tied, "cpu", dtype)
-    with toy_engine(model, store, PARTITIONS["forward coarser"], num_devices) as engine:
+    loop = DeviceLoop(model, weights, tied, "cpu", dtype, rounds)
+    with toy_engine(model, store, PARTITIONS["forward coarser"], num_devices, rounds=rounds) as engine:
         losses = train(engine, batches)
     assert losses == loop.train(batches)
     assert_same_state(store.named_views(), loop.state())

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -110,6 +111,10 @@ def load() -> Simulator:
     torch._register_device_module(KIND, _device_module(module))
     # Its thread must not run kernels while the process takes PyTorch down.
     atexit.register(module.settle)
+    # PyTorch takes no memory for page-locked before it has initialised the device. Asking for its own page-locked memory
+    # does that, and then fails: there is none.
+    with suppress(RuntimeError):
+        torch.empty(1).pin_memory()
     simulator = Simulator(module)
     accelerators.register(SimulatedKind(simulator))
     return simulator

@@ -23,6 +23,8 @@ from torchround.engine.errors import Stopped
 
 T = TypeVar("T")
 
+LOCK_POLL_S = 0.1  # between looks whether the engine stopped, while a thread waits for a lock
+
 
 class HandOver(Generic[T]):
     """A kind of hand-over, whose values have type `T`.
@@ -173,6 +175,16 @@ class Board:
         """Let the watchdog see movement although nothing is posted."""
         with self._lock:
             self.posts += 1
+
+    @contextmanager
+    def held(self, lock: threading.Lock) -> Iterator[None]:
+        """Hold a lock for the block. Raises `Stopped` if the engine stops while this thread waits for it."""
+        while not lock.acquire(timeout=LOCK_POLL_S):
+            self.raise_if_stopped()
+        try:
+            yield
+        finally:
+            lock.release()
 
     def raise_if_stopped(self) -> None:
         """Raise `Stopped` if the engine stopped."""

@@ -28,7 +28,7 @@ from torchround.accelerators import kind_of
 from torchround.engine.board import Board
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import as_hidden, as_tuple
-from torchround.layer import Hidden, LayeredModel, MicroBatch
+from torchround.layer import Hidden, LayeredModel, MicroBatch, runs_fused
 from torchround.optim.kernel import cxx_compiler
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class LayerCompiler:
     def _compiles_for(self, device: str, board: Board) -> bool:
         """Return whether there is a compiler for this type of device. Warns once if not."""
         if device not in self._compiles:
-            with _held(self._compiling, board):
+            with board.held(self._compiling):
                 if device not in self._compiles:
                     missing = _missing_compiler(device) if self._backend == "inductor" else None
                     if missing is not None:
@@ -96,14 +96,6 @@ class LayerCompiler:
         return self._compiles[device]
 
 
-def runs_fused(layer: nn.Module, device: str) -> bool:
-    """Return whether a layer runs uncompiled on this type of device, because its operations are fused there already.
-
-    The head is one: its loss adds to the weight's gradient by itself, which compiled code cannot.
-    """
-    return getattr(layer, "fused_on_accelerators", False) and kind_of(device).name != "cpu"
-
-
 class LayerKind:
     """Layers of the same code, and one `CompiledShape` for each shape, device and kind of call that has occurred."""
 
@@ -114,7 +106,7 @@ class LayerKind:
         is_last: bool,
         backend: str,
         is_required: bool,
-        compiling: threading.Lock,
+        lock: threading.Lock,
     ) -> None:
         self.code = code
         self.layer_names: list[str] = []
@@ -128,7 +120,7 @@ class LayerKind:
         self._is_last = is_last
         self._is_required = is_required
         self._backend = backend
-        self._compiling = compiling
+        self._compiling = lock
         self._given_up = False
 
     def run(
@@ -160,7 +152,7 @@ class LayerKind:
         tensors = [*parameters, *inputs]
         shape = self.shapes.get(key)
         if shape is None and not self._given_up:
-            with _held(self._compiling, board):
+            with board.held(self._compiling):
                 # Looked up again: another worker may have compiled it while this one waited for the lock.
                 if key not in self.shapes and not self._given_up:
                     function = self._function(isinstance(hidden, Tensor))
@@ -361,17 +353,6 @@ def _structure(layer: nn.Module) -> object:
 
 def _compares(value: object) -> bool:
     return not isinstance(value, Tensor) and type(value).__hash__ is not None
-
-
-@contextmanager
-def _held(lock: threading.Lock, board: Board) -> Iterator[None]:
-    """Hold the lock for the block. Raises `Stopped` if the engine stops while this thread waits for it."""
-    while not lock.acquire(timeout=POLL_S):
-        board.raise_if_stopped()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager

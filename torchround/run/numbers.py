@@ -11,9 +11,8 @@ import torch
 
 from torchround.accelerators import kind_of
 from torchround.config import EngineTable, TrainingTable
-from torchround.engine.compiled import runs_fused
 from torchround.engine.errors import EngineUsageError
-from torchround.layer import LayeredModel, LayerWork
+from torchround.layer import LayeredModel, LayerWork, runs_fused
 from torchround.pipeline.cards import ASSUMED_DEVICE
 from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
+from tests.support.plain_flash import plain_backward_kernel, plain_forward_kernel
 from tests.support.rounding import assert_close_in_sums
 from torchround.layer import most_documents
 from torchround.models.common import packed_attention
@@ -140,42 +141,6 @@ def test_offsets_are_the_beginnings_of_documents_however_many_fit(rows, spare):
     expected = begins + [begins[-1]] * (len(rows) * room + 1 - len(begins))
     found = document_offsets(ids(*rows), room)
     assert found.dtype == torch.int32 and found.tolist() == expected
-
-
-def plain_scores(query, key, offsets, window):
-    """Return scores `[H, N, N]`, minus infinity for pairs that may not attend, and keys for each query head."""
-    numbers = torch.searchsorted(offsets, torch.arange(len(query)), right=True)
-    distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
-    seen = (numbers[:, None] == numbers) & (distance >= 0)
-    if window is not None:
-        seen &= distance < window
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = torch.einsum("nhc,mhc->hnm", query, key) / query.shape[2] ** 0.5
-    return scores.masked_fill(~seen, -torch.inf), key
-
-
-def plain_forward_kernel(query, key, value, offsets, longest, window):
-    """Compute what the flash kernel's documentation promises, with all scores in memory."""
-    scores, _ = plain_scores(query, key, offsets, window)
-    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    output = torch.einsum("hnm,mhc->nhc", scores.softmax(-1), value)
-    return output, scores.logsumexp(-1), torch.zeros(2)
-
-
-def plain_backward_kernel(grad, query, key, value, output, log_sums, offsets, longest, window, random_state):
-    """Compute the gradients from output and log-sum-exp alone (FlashAttention-2, algorithm 2)."""
-    scores, keys = plain_scores(query, key, offsets, window)
-    groups = query.shape[1] // key.shape[1]
-    shares = (scores - log_sums[..., None]).exp()
-    grad_shares = torch.einsum("nhc,mhc->hnm", grad, value.repeat_interleave(groups, dim=1))
-    moved = (grad * output).sum(-1).T[..., None]
-    grad_scores = shares * (grad_shares - moved) / query.shape[2] ** 0.5
-    gradients = (
-        torch.einsum("hnm,mhc->nhc", grad_scores, keys),
-        torch.einsum("hnm,nhc->mhc", grad_scores, query).unflatten(1, (-1, groups)).sum(2),
-        torch.einsum("hnm,nhc->mhc", shares, grad).unflatten(1, (-1, groups)).sum(2),
-    )
-    return gradients
 
 
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchround.accelerators import has_triton, kind_of
+from torchround.accelerators import has_triton, is_accelerator
 
 LIBRARY = torch.library.Library("torchround", "FRAGMENT")
 
@@ -40,7 +40,7 @@ def operation(schema: str, shapes: Callable[..., Any]) -> Callable[[Function], F
 
 def uses_fused(tensor: Tensor) -> bool:
     """Return whether a layer calls fused operations for this tensor. It does not under a compiler."""
-    return not torch.compiler.is_compiling() and kind_of(tensor.device.type).name != "cpu"
+    return not torch.compiler.is_compiling() and is_accelerator(tensor.device.type)
 
 
 def uses_triton(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("card")
 
 SCRIPT = Path(__file__).parents[1] / "support" / "sanitized_run.py"
 

@@ -1,0 +1,93 @@
+"""Whatever a device runs first, losses and weights are a plain loop's bit for bit, and nothing hangs.
+
+Each seed draws a run and an adversarial schedule for it: which streams hurry, which are starved, and when that changes.
+A seed that fails fails again: `python -m pytest tests/accelerator/test_schedules.py -k "seed-17"`.
+"""
+
+import functools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.scheduled_run import Outcome, Schedule, ShortRun, execute, reference, scheduled
+from tests.support.toy import PARTITIONS
+from torchround.engine.store.bundles import ASYNC, SYNC
+
+SEEDS, ALL_SEEDS = 25, 500
+MODELS = ("llama3-debug", "qwen3-debug", "qwen3-debug_moe", "gpt_oss-debug")
+WORKERS = ((1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (4, 4))
+
+
+def draw(seed: int) -> ShortRun:
+    """Draw a run. One in five is of a family; models and arithmetic are few, so that references are shared."""
+    drawn = random.Random(seed)
+    arithmetic = drawn.choice(
+        [
+            {},
+            {"tied": True, "dtype": torch.bfloat16},
+            {"policy": ASYNC},
+            {"policy": ASYNC, "tied": True, "rounds": 2, "evaluates": True},
+            {"rounds": 2, "dtype": torch.bfloat16, "evaluates": True},
+        ]
+    )
+    run = ShortRun(**arithmetic)
+    if seed % 5 == 4:
+        run = ShortRun(model=drawn.choice(MODELS), dtype=torch.bfloat16, micro_batches=2)
+    workers, devices = drawn.choice(WORKERS)
+    settings = {
+        "layerwise_recompute": drawn.random() < 0.25,
+        "turns": (tuple(range(workers)),) if drawn.random() < 0.25 else (),
+    }
+    return replace(
+        run,
+        partition=drawn.choice(list(PARTITIONS)),
+        workers=workers,
+        devices=devices,
+        tight_pool=drawn.random() < 0.5,
+        settings=tuple(settings.items()),
+    )
+
+
+@functools.cache
+def expected(arithmetic: ShortRun) -> Outcome:
+    return reference(arithmetic)
+
+
+def assert_exact(simulator, seed):
+    run = draw(seed)
+    simulator.run_freely(0)
+    same = {"partition": "one stage", "workers": 1, "devices": 1, "tight_pool": False, "settings": ()}
+    wanted = expected(replace(run, **same))
+    with scheduled(simulator, Schedule(allocating=None, seed=seed)) as make:
+        outcome = execute(run, make)
+    assert outcome.equals(wanted), f"seed {seed}: {run}: {outcome} is not {wanted}"
+    assert simulator.fallbacks() == 0, "a thread waited that the scheduler did not know of"
+
+
+@pytest.mark.parametrize("seed", range(SEEDS), ids="seed-{}".format)
+def test_any_schedule_gives_the_bits_of_a_plain_loop(simulator, seed):
+    assert_exact(simulator, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(SEEDS, ALL_SEEDS), ids="seed-{}".format)
+def test_any_other_schedule_gives_the_bits_of_a_plain_loop_too(simulator, seed):
+    assert_exact(simulator, seed)
+
+
+def test_the_runs_that_seeds_draw_cover_every_mode_and_family():
+    runs = [draw(seed) for seed in range(ALL_SEEDS)]
+    for name, values in (
+        ("partition", set(PARTITIONS)),
+        ("policy", {SYNC, ASYNC}),
+        ("model", {"toy", *MODELS}),
+        ("dtype", {torch.float32, torch.bfloat16}),
+        ("rounds", {1, 2}),
+        ("tied", {False, True}),
+        ("evaluates", {False, True}),
+        ("tight_pool", {False, True}),
+    ):
+        assert {getattr(run, name) for run in runs} == values
+    assert {(run.workers, run.devices) for run in runs} == set(WORKERS)

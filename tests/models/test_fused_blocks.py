@@ -1,0 +1,154 @@
+"""Whole models by the fused operations' plain references: on the CPU, which is made to take them, and through the engine."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support import plain_flash
+from tests.support.interpreted import random
+from tests.support.rounding import assert_close_in_sums
+from tests.support.toy import PlainLoop, assert_same_state, toy_engine, toy_store, train
+from torchround.models import FAMILIES
+from torchround.models.common import attention, packed_attention, primitives
+from torchround.models.common.primitives import RMSNorm, add_and_norm
+from torchround.models.gpt_oss import layers as gpt_oss_layers
+from torchround.models.kernels import operation
+from torchround.pipeline.partition import Partition
+
+CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
+PARTITION = Partition((1, 2), 1, (1, 1, 1))  # embedding; two blocks; head, and back one by one
+# Other documents at the same place of a round, so that offsets of an earlier micro-batch would be seen.
+CUTS = [[[[12, 20], [32]], [[32]], [[7, 25]]], [[[3, 29], [9, 23]], [[16, 16]], [[32]]]]
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Let layers call fused operations on the CPU."""
+    for module in (primitives, attention, gpt_oss_layers):
+        monkeypatch.setattr(module, "uses_fused", lambda tensor: not torch.compiler.is_compiling())
+
+
+@pytest.fixture
+def offsets_kernel(monkeypatch):
+    """Let the CPU have attention by document offsets."""
+    monkeypatch.setattr(attention, "has_offset_attention", lambda device, dtype, head_dim: True)
+    monkeypatch.setattr(packed_attention, "_forward_kernel", plain_flash.plain_forward_kernel)
+    monkeypatch.setattr(packed_attention, "_backward_kernel", plain_flash.plain_backward_kernel)
+
+
+def small(name, flavor, tied=False):
+    config = FAMILIES[name].config_from_flavor(flavor, vocab_size=50, num_layers=2, tied_embeddings=tied)
+    return FAMILIES[name].build(config), config
+
+
+def loss_and_gradients(model, batch, tools):
+    for parameter in tools.stored_parameters(model).values():
+        parameter.grad = None
+    loss = tools.loss_sum(model, batch)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in tools.stored_parameters(model).items()}
+
+
+@pytest.mark.parametrize("name, flavor", CASES, ids=map("-".join, CASES))
+def test_a_model_by_fused_operations_computes_what_the_plain_one_does(name, flavor, tools, request):
+    model, _ = small(name, flavor)
+    tools.materialise(model)
+    for parameter in tools.stored_parameters(model).values():
+        with torch.no_grad():
+            parameter += 0.1 * random(
+                *parameter.shape
+            )  # norms that are not 1, biases and sinks that are not 0
+    batch = tools.micro_batch([[12, 20], [32]], 50)
+    plain = loss_and_gradients(model, batch, tools)
+    request.getfixturevalue("fused")
+    found = loss_and_gradients(model, batch, tools)
+    # Terms of the sums on the path: each product adds up over its inputs forward and over its outputs backward, each
+    # gradient of a weight over 64 tokens, and attention over 32.
+    weights = [parameter for layer in model.layers for parameter in layer.parameters() if parameter.ndim > 1]
+    terms = sum(sum(weight.shape[-2:]) for weight in weights) + 2 * len(model.layers) * (64 + 2 * 32)
+    assert_close_in_sums(found[0], plain[0], terms)
+    for path, expected in plain[1].items():
+        assert_close_in_sums(found[1][path], expected, terms, path)
+
+
+@pytest.mark.parametrize("name, flavor", CASES, ids=map("-".join, CASES))
+def test_training_is_bitwise_that_of_a_plain_loop(name, flavor, tools, fused, offsets_kernel):
+    """Recomputation, two workers and later rounds see each micro-batch's own offsets."""
+    model, _ = small(name, flavor)
+    batches = [
+        [
+            replace(tools.micro_batch(documents, 50, seed=10 * step + index), max_documents=2)
+            for index, documents in enumerate(CUTS[step % 2])
+        ]
+        for step in range(4)
+    ]
+    store = toy_store(model)
+    loop = PlainLoop(model, {name: view.clone() for name, view in store.weights().items()}, False)
+    with toy_engine(model, store, PARTITION, num_devices=2) as engine:
+        losses = train(engine, batches)
+    assert losses == loop.train(batches)
+    assert_same_state(store.named_views(), loop.state())
+
+
+def test_offsets_and_frequencies_are_computed_once_for_all_layers_of_a_micro_batch(
+    tools, fused, offsets_kernel, monkeypatch
+):
+    made = []
+    for module, name in ((packed_attention, "document_offsets"), (attention, "inverse_frequencies")):
+        function = getattr(module, name)
+
+        def count(*arguments, function=function, name=name):
+            made.append((name, function(*arguments)))
+            return made[-1][1]
+
+        monkeypatch.setattr(module, name, count)
+    model, _ = small("llama3", "debug")
+    tools.materialise(model)
+    first, second = (replace(tools.micro_batch([[12, 20]], 50, seed), max_documents=2) for seed in (0, 1))
+    first = replace(first, dropout_seed=3)  # each layer gets a copy of such a micro-batch
+    for batch in (first, first, second):
+        hidden = None
+        for index, layer in enumerate(model.layers):
+            hidden = layer(hidden, batch.for_layer(index))
+        hidden.backward()
+    assert sorted(name for name, _ in made) == ["document_offsets"] * 2 + ["inverse_frequencies"] * 2
+    alive = [weakref.ref(tensor) for _, tensor in made]
+    made.clear()
+    del hidden, first, batch
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) == 2, "the first micro-batch's tensors go with it"
+    # Other tensors, for example of another device, are another micro-batch.
+    assert not second.with_tensors(second.tensors())._derived
+
+
+def test_another_class_of_norm_is_not_replaced_by_the_fused_one(fused):
+    class HalvedNorm(RMSNorm):
+        def forward(self, x):
+            return x / 2
+
+    norm = HalvedNorm(8, 1e-5)
+    norm.weight = torch.nn.Parameter(torch.ones(8))
+    stream, update = random(2, 3, 8).unbind()
+    total, normed = add_and_norm(stream, update, norm)
+    assert torch.equal(total, stream + update) and torch.equal(normed, total / 2)
+
+
+def test_a_compiler_sees_plain_operations(monkeypatch):
+    """It fuses by itself, and cannot look into ours."""
+    monkeypatch.setattr(operation, "is_accelerator", lambda device: True)
+    norm = RMSNorm(8, 1e-5)
+    norm.weight = torch.nn.Parameter(torch.ones(8))
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    with torch.no_grad():
+        torch.compile(lambda x: add_and_norm(x, x, norm), backend=backend, fullgraph=True)(random(2, 8))
+        eager = [*seen]
+        add_and_norm(random(2, 8), random(2, 8), norm)
+    assert eager == seen and seen and not any("torchround" in target for target in seen)

@@ -1,0 +1,208 @@
+"""Short runs of the toy model on the simulated accelerator under an adversarial schedule, and their outcome."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.simulated_accelerator.host_threads import Controls, HostThreads
+from tests.support.device_toy import DeviceLoop, device_engine
+from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, toy_batches, toy_model, toy_store
+from torchround.engine.device import AcceleratorDevice, Stream
+from torchround.engine.store.bundles import SYNC, UpdatePolicy
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.watch.watchdog import QueueWatch, Watchdog
+from torchround.layer import LayeredModel, MicroBatch
+from torchround.models import FAMILIES
+
+LR = 1e-2
+STATE_OF_A_LOOP = ("weights", "exp_avg", "exp_avg_sq")
+MakeDevice = Callable[[torch.device, int], AcceleratorDevice]
+
+
+class Scheduler(Controls, Protocol):
+    """The part of the simulator that chooses what runs next."""
+
+    def run_adversarially(self, seed: int) -> None: ...
+
+    def run_freely(self, seed: int) -> None: ...
+
+    def set_role(self, stream: torch.Stream, role: str) -> None: ...
+
+    def name_stream(self, stream: torch.Stream, name: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The roles of a device's streams: early ones run as soon as they may, late ones only if a waiting thread needs it.
+
+    `allocating` is the role of the stream on which memory is allocated and poisoned once it is freed. Without `roles`,
+    the simulator draws roles by `seed` and draws them anew now and then.
+    """
+
+    roles: Mapping[Stream, str] | None = None
+    allocating: str | None = "early"
+    seed: int = 0
+
+
+def starved(*late: Stream, **options: Any) -> Schedule:
+    """Run these streams as late as they may, and all others as early as they may."""
+    return Schedule({stream: "late" if stream in late else "early" for stream in Stream}, **options)
+
+
+def hurried(*early: Stream, **options: Any) -> Schedule:
+    """Run these streams as early as they may, and all others as late as they may."""
+    return Schedule({stream: "early" if stream in early else "late" for stream in Stream}, **options)
+
+
+@contextmanager
+def scheduled(scheduler: Scheduler, schedule: Schedule) -> Iterator[MakeDevice]:
+    """Run what follows under a schedule. Yields the function that makes the devices that it is for."""
+
+    def make(torch_device: torch.device, worker: int) -> AcceleratorDevice:
+        device = AcceleratorDevice(torch_device, worker)
+        if schedule.allocating is not None:
+            scheduler.set_role(torch.accelerator.current_stream(torch_device), schedule.allocating)
+        for kind, stream in device._streams.items():
+            scheduler.name_stream(stream, f"worker {worker} {kind.value}")
+            if schedule.roles is not None:
+                scheduler.set_role(stream, schedule.roles[kind])
+        return device
+
+    threads = HostThreads(scheduler)
+    with pytest.MonkeyPatch.context() as patched:
+        # The watchdog polls events in naps. A question makes nothing run here, and the length of a nap is chance.
+        patched.setattr(Watchdog, "synchronize", lambda watchdog, event: event.synchronize())
+        patched.setattr(QueueWatch, "_forget_passed", lambda watch, events: None)
+        scheduler.run_adversarially(schedule.seed)
+        threads.install(patched)
+        try:
+            yield make
+        finally:
+            threads.uninstall()
+            scheduler.run_freely(schedule.seed)
+
+
+@dataclass(frozen=True)
+class ShortRun:
+    """A short run: of the toy model, or of a small model of a family.
+
+    With `evaluates`, an evaluation runs beside each step. With `tight_pool` nothing is reserved in the pool of host
+    buffers, so that each buffer is used again as soon as it comes back. With `growing`, later micro-batches have more
+    tokens. `settings` are the engine's.
+    """
+
+    partition: str = "forward coarser"
+    workers: int = 1
+    devices: int = 1
+    policy: UpdatePolicy = SYNC
+    tied: bool = False
+    dtype: torch.dtype = torch.float32
+    steps: int = 2
+    micro_batches: int = 3
+    rounds: int = 1
+    evaluates: bool = False
+    tight_pool: bool = False
+    growing: bool = False
+    model: str = "toy"
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def batches(self) -> list[list[MicroBatch]]:
+        """Make the micro-batches of each step."""
+        batches = toy_batches(self.steps, self.micro_batches)
+        if not self.growing:
+            return batches
+        return [
+            [
+                micro_batch.with_tensors(
+                    tensor.repeat(1 + step + index, 1) for tensor in micro_batch.tensors()
+                )
+                for index, micro_batch in enumerate(batch)
+            ]
+            for step, batch in enumerate(batches)
+        ]
+
+    def build(self) -> LayeredModel:
+        """Make the model, of seven layers."""
+        if self.model == "toy":
+            return toy_model(self.tied)
+        family, flavor = self.model.split("-")
+        sizes = {"vocab_size": VOCABULARY, "num_layers": BLOCKS, "tied_embeddings": self.tied}
+        model: LayeredModel = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor, **sizes))
+        return model
+
+
+@dataclass
+class Outcome:
+    """The losses of a run in the order in which its passes began, and the state of its store."""
+
+    losses: list[float]
+    state: dict[str, Tensor] = field(repr=False)
+
+    def equals(self, other: "Outcome") -> bool:
+        """Tell whether both are the same bit for bit. NaN equals nothing."""
+        return (
+            self.losses == other.losses
+            and self.state.keys() == other.state.keys()
+            and all(torch.equal(self.state[name], other.state[name]) for name in self.state)
+        )
+
+
+def execute(run: ShortRun, make: MakeDevice = AcceleratorDevice) -> Outcome:
+    """Train on the simulated accelerator. Only weights and moments count as state."""
+    model = run.build()
+    store = toy_store(model, run.dtype, policy=run.policy, pinned=True)
+    [held_out] = toy_batches(1, run.micro_batches, seed=1)
+    partition, results = PARTITIONS[run.partition], []
+    with pytest.MonkeyPatch.context() as patched:
+        if run.tight_pool:
+            patched.setattr(HostPool, "reserve", lambda pool, counts: None)
+        with device_engine(
+            *("simulated", model, store, partition, run.workers, run.devices, make),
+            **{"rounds": run.rounds, **dict(run.settings)},
+        ) as engine:
+            for micro_batches in run.batches():
+                if run.evaluates:
+                    results.append(engine.evaluate(held_out))
+                results.append(engine.forward_backward(micro_batches))
+                engine.step(LR)
+            engine.drain()
+            losses = [result.loss() for result in results]
+    state = {
+        name: view.clone()
+        for name, view in store.named_views().items()
+        if name.split("/")[0] in STATE_OF_A_LOOP
+    }
+    store.close()
+    return Outcome(losses, state)
+
+
+def reference(run: ShortRun) -> Outcome:
+    """Train by a plain loop on the first simulated device: one stream, one thread, no engine."""
+    model = run.build()
+    store = toy_store(model, run.dtype)
+    weights = {name: view.float().clone() for name, view in store.weights().items()}
+    loop = DeviceLoop(model, weights, run.tied, "simulated", run.dtype, run.rounds)
+    [held_out] = toy_batches(1, run.micro_batches, seed=1)
+    losses, waiting = [], None
+    for micro_batches in run.batches():
+        if run.policy is SYNC and run.evaluates:
+            losses.append(loop.evaluate(held_out))
+        loss, gradients = loop.gradients(micro_batches)
+        if run.policy is SYNC:
+            loop.update(gradients, LR)
+        else:
+            # This step's gradient was computed before the last step's update, which an evaluation waits for.
+            if waiting is not None:
+                loop.update(waiting, LR)
+            waiting = gradients
+            if run.evaluates:
+                losses.append(loop.evaluate(held_out))
+        losses.append(loss)
+    if waiting is not None:
+        loop.update(waiting, LR)
+    return Outcome(losses, loop.state())
