@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchround.accelerators import PLANNED_KIND
+from torchround.accelerators import PLANNED_KIND, is_accelerator
 
 IGNORED_LABEL = -100
 
@@ -200,6 +200,14 @@ class Layer(Protocol):
         kernels there.
         """
         ...
+
+
+def runs_fused(layer: nn.Module, device: str) -> bool:
+    """Return whether a layer runs uncompiled on this type of device, because its operations are fused there already.
+
+    The head is one: its loss adds to the weight's gradient by itself, which compiled code cannot.
+    """
+    return getattr(layer, "fused_on_accelerators", False) and is_accelerator(device)
 
 
 @dataclass(frozen=True)

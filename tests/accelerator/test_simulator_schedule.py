@@ -209,6 +209,43 @@ def test_a_thread_that_is_woken_counts_as_running_at_once(simulator):
     assert len(simulator.journal()) == 1 and simulator.fallbacks() == 0
 
 
+def two_threads(simulator, seed):
+    """Let one thread wait for stream a and then for c, another for b. Returns the order of the three streams."""
+    a, b, c = streams(3, simulator)
+    x, y, z = (torch.zeros(3, device=DEVICE) for _ in range(3))
+    torch.accelerator.synchronize()
+    simulator.run_adversarially(seed, dict.fromkeys((a, b, c), "late"))
+    simulator.set_fallback_after(600)
+    simulator.keep_journal(10)
+    begin, mine = threading.Event(), simulator.register_thread()
+
+    def twice():
+        begin.wait()
+        on(a, lambda: x.add_(1))
+        a.synchronize()
+        on(c, lambda: z.add_(1))
+        c.synchronize()
+
+    def once():
+        begin.wait()
+        on(b, lambda: y.add_(1))
+        b.synchronize()
+
+    threads = [HostThread(simulator, twice), HostThread(simulator, once)]
+    begin.set()
+    simulator.unregister_thread(mine)
+    for one in threads:
+        one.thread.join()
+    assert simulator.fallbacks() == 0
+    return "".join(line.split()[1] for line in simulator.journal())
+
+
+def test_a_thread_that_was_served_runs_up_to_its_next_wait_before_another_is_served(simulator):
+    orders = [two_threads(simulator, seed) for seed in SEEDS]
+    assert set(orders) == {"acb", "abc", "bac"}
+    assert orders == [two_threads(simulator, seed) for seed in SEEDS]
+
+
 def test_a_thread_that_the_simulator_does_not_know_to_wait_hangs_nothing(simulator):
     (late,) = streams(1, simulator)
     x = torch.zeros(3, device=DEVICE)

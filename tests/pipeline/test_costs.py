@@ -110,7 +110,7 @@ def test_a_hop_takes_what_was_measured(model: str) -> None:
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_a_block_counted_from_flops_is_within_a_factor_of_what_was_measured(model: str) -> None:
-    """The published runs accumulated in fp16: dense blocks reached 0.64 of that peak, experts 0.30. Hence 1.75."""
+    """The published runs accumulated in fp16: dense blocks reached 0.64 of that peak, experts 0.30. Hence 2.1."""
     shape, card = model_shape(*model.split("/")), find_device("rtx4090")
     assert shape is not None and card is not None
     work = Work(shape.block_forward_flops(4, 2048))
@@ -118,7 +118,7 @@ def test_a_block_counted_from_flops_is_within_a_factor_of_what_was_measured(mode
         ["block"], [work], [ParameterCounts(1)], card, "float16", fp16_accumulation=True
     )
     block = counted.layers[0]
-    assert 1 / 1.75 < block.forward_s * 1e3 / PUBLISHED[model][0] < 1.75
+    assert 1 / 2.1 < block.forward_s * 1e3 / PUBLISHED[model][0] < 2.1
 
 
 @pytest.mark.parametrize("model", ["llama3/3.1-8B", "qwen3/32B"])

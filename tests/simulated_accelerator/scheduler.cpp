@@ -81,7 +81,7 @@ TaskPtr Scheduler::enqueue_always(StreamKey stream, std::string name, std::funct
   return task;
 }
 
-// The enqueuing thread waits for early tasks: what it does next comes after them each time, not by chance.
+// A host thread waits for early tasks, so that what it does next comes after them each time, not by chance.
 void Scheduler::run_early_tasks(std::unique_lock<std::mutex>& lock) {
   if (adversarial_) changed_.wait(lock, [this] { return !adversarial_ || !early_stream(); });
 }
@@ -123,6 +123,7 @@ void Scheduler::wait_for_all(const std::vector<TaskPtr>& tasks) {
     work_there_.notify_one();
     changed_.wait(lock, [&] { return task->done; });
   }
+  run_early_tasks(lock);  // those that could run because of what was awaited
 }
 
 bool Scheduler::is_done(const TaskPtr& task) {

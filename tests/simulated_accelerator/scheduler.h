@@ -129,7 +129,7 @@ class Scheduler {
   std::condition_variable work_there_, changed_;
   std::map<StreamKey, Queue> queues_;
   std::set<StreamKey> busy_;  // streams with tasks
-  bool executing_ = false, settling_ = false;
+  bool settling_ = false;
   int64_t last_ns_ = 0;
 
   bool adversarial_ = false;

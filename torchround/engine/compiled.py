@@ -28,7 +28,7 @@ from torchround.accelerators import kind_of
 from torchround.engine.board import Board
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import as_hidden, as_tuple
-from torchround.layer import Hidden, LayeredModel, MicroBatch
+from torchround.layer import Hidden, LayeredModel, MicroBatch, runs_fused
 from torchround.optim.kernel import cxx_compiler
 
 logger = logging.getLogger(__name__)
@@ -94,14 +94,6 @@ class LayerCompiler:
                         )
                     self._compiles[device] = missing is None
         return self._compiles[device]
-
-
-def runs_fused(layer: nn.Module, device: str) -> bool:
-    """Return whether a layer runs uncompiled on this type of device, because its operations are fused there already.
-
-    The head is one: its loss adds to the weight's gradient by itself, which compiled code cannot.
-    """
-    return getattr(layer, "fused_on_accelerators", False) and kind_of(device).name != "cpu"
 
 
 class LayerKind:

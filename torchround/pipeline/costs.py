@@ -15,10 +15,11 @@ from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.partition import Stage, StageKind
 from torchround.untrusted.strict_json import parse_json
 
-# Share of the dense peak that a layer reaches, products and all. Blocks on an RTX 4090 with fp32 accumulation: 0.48 to
-# 0.73 by counted bytes and FLOPs (`python -m benchmarks kernels`, before fused operations). RoundPipe's authors measured
-# 97 to 210 TFLOP/s in float16 on that card: above its 165 with fp32 accumulation, 0.30 to 0.64 of its 330 with fp16.
-COMPUTE_EFFICIENCY = 0.5
+# Share of the dense peak that a layer reaches, products and all. By counted bytes and FLOPs (`python -m benchmarks kernels`)
+# dense blocks reach 0.59 to 0.63 of it on an H100 and 0.85 to 0.88 on an RTX 4090 with fp32 accumulation, experts less.
+# Gaps between kernels are not counted. RoundPipe's authors measured 97 to 210 TFLOP/s in float16 on the RTX 4090: above
+# its 165 with fp32 accumulation, so their times are of fp16 accumulation, and 0.30 to 0.64 of its 330.
+COMPUTE_EFFICIENCY = 0.6
 
 # Share of the nominal PCIe rate that one hop reaches: a boundary activation goes
 # down to the host and up again, and the two directions overlap. RoundPipe's five
