@@ -90,20 +90,6 @@ def records(monkeypatch, small_card):
     return made
 
 
-@pytest.fixture
-def locked(monkeypatch):
-    """Weak references to all page-locked memory."""
-    references, allocate = [], HostAllocator.allocate
-
-    def allocating(self, nbytes, for_devices):
-        tensor = allocate(self, nbytes, for_devices)
-        references.append(weakref.ref(tensor))
-        return tensor
-
-    monkeypatch.setattr(HostAllocator, "allocate", allocating)
-    return references
-
-
 def wide_family():
     """A Llama 3 family whose state is several times as large as the card."""
     family = FAMILIES["llama3"]
