@@ -26,8 +26,8 @@ fi
 code=0
 start=$SECONDS
 if "$python" -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; then
-    timeout 240 "$python" -m pytest -q -m '(accelerator or gpu) and not slow' -p no:cacheprovider \
-        --junitxml "$work/tests.xml" tests/accelerator tests/engine
+    timeout 240 "$python" -m pytest -q -m 'accelerator and not slow' -p no:cacheprovider \
+        --junitxml "$work/tests.xml" tests/accelerator
     tests=$?
     if [ $tests -ne 0 ]; then
         echo "the accelerator's tests ended with code $tests (124: their time was up)" >&2

@@ -1,4 +1,4 @@
-"""Settings of all tests: threads, signals, tiers, and no test that needs a GPU on a machine without one.
+"""Settings of all tests: threads, signals and tiers.
 
 docs/testing.md says which command runs which tier.
 """
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by their tier, and deselect tests marked `gpu` on a machine without a GPU."""
+    """Mark tests by their tier."""
     for item in items:
         if item.nodeid.startswith(ACCELERATOR_PLACE):
             item.add_marker("accelerator")
@@ -49,17 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("thorough")
         if not any(item.get_closest_marker(tier) for tier in OTHER_TIERS):
             item.add_marker("fast")
-    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if needs_gpu and not _has_gpu():
-        config.hook.pytest_deselected(items=needs_gpu)
-        items[:] = [item for item in items if item not in needs_gpu]
 
 
 def _fixtures(item: pytest.Item) -> list[str]:
     return getattr(item, "fixturenames", [])
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
