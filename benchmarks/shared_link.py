@@ -70,7 +70,7 @@ class Replay:
                 self._uploading[actor] = sum(region.stop - region.start for region in entry.reads)
                 break
             elif entry.action == "access" and actor.endswith(Stream.COMPUTE.value) and entry.reads:
-                self._computing[actor] = self._now + 1.0
+                self._computing[actor] = self._now + _operations(entry)
                 break
         return woken
 
@@ -94,6 +94,12 @@ class Replay:
     def _rate_of(self, actor: str) -> float:
         beside = sum(self._link_of[other] == self._link_of[actor] for other in self._uploading)
         return self._rate * (self._carries / beside if beside > 1 else 1.0)
+
+
+def _operations(entry: Entry) -> float:
+    """Return the time of a computation: one operation, and half of one for one of the two layers of a stage's backward."""
+    written = sum(region.stop - region.start for region in entry.writes)
+    return min(written / STAGE_BYTES, 1.0) if written else 1.0
 
 
 def record(options: argparse.Namespace, update: str, turns: Sequence[Sequence[int]]) -> list[Entry]:

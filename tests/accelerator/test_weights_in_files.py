@@ -19,10 +19,10 @@ BATCHES = toy_batches(3, micro_batches=4)
 
 @pytest.fixture(autouse=True)
 def small_ring(monkeypatch):
-    """Let each upload go through the ring several times, in chunks that end inside parameters."""
+    """Let each upload go through the ring several times, in buffers that end inside parameters."""
     for module in (file_reader, passes):
-        monkeypatch.setattr(module, "READER_CHUNK_BYTES", 1000)
-        monkeypatch.setattr(module, "READER_CHUNKS", 3)
+        monkeypatch.setattr(module, "READER_BUFFER_BYTES", 1000)
+        monkeypatch.setattr(module, "READER_BUFFERS", 3)
 
 
 def frozen_model():

@@ -15,7 +15,7 @@ from torchround.models import FAMILIES
 from torchround.models.common import attention, packed_attention, primitives
 from torchround.models.common.primitives import RMSNorm, add_and_norm
 from torchround.models.gpt_oss import layers as gpt_oss_layers
-from torchround.models.kernels import operation
+from torchround.models.kernels import operation, projections
 from torchround.pipeline.partition import Partition
 
 CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
@@ -27,7 +27,7 @@ CUTS = [[[[12, 20], [32]], [[32]], [[7, 25]]], [[[3, 29], [9, 23]], [[16, 16]], 
 @pytest.fixture
 def fused(monkeypatch):
     """Let layers call fused operations on the CPU."""
-    for module in (primitives, attention, gpt_oss_layers):
+    for module in (primitives, attention, packed_attention, projections, gpt_oss_layers):
         monkeypatch.setattr(module, "uses_fused", lambda tensor: not torch.compiler.is_compiling())
 
 

@@ -10,7 +10,7 @@ import torchround.run.hardware
 from torchround.config import EngineTable, TrainingTable
 from torchround.layer import FileTensor, LayeredModel
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.memory import READER_CHUNK_BYTES, READER_CHUNKS, HostMemory
+from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.engine_parts import build_store
@@ -112,7 +112,7 @@ def test_the_rings_through_which_files_are_read_count_for_devices_that_lock_page
         if not parameter.requires_grad
     ]
     with_files = run_question(built, numbers, machine, names).state()
-    assert with_files.reader_bytes == rings * READER_CHUNKS * READER_CHUNK_BYTES
+    assert with_files.reader_bytes == rings * READER_BUFFERS * READER_BUFFER_BYTES
     assert run_question(built, numbers, machine).state().reader_bytes == 0
     state = with_files.weight_bytes + with_files.gradient_bytes + with_files.optimizer_bytes
     assert with_files.state_bytes == state + with_files.reader_bytes

@@ -25,8 +25,8 @@ files; S the saver.)
 | `BOUNDARY_GRADIENT` | `worker/activation_transfers.py` | pass, layer, micro-batch | `HostTensors`: its gradient | D | D |
 | `LOSS` | `worker/activation_transfers.py` | pass, micro-batch | `HostTensors`: sum of token losses | D | C, O |
 | `FILE_RANGES` | `worker/file_reader.py` | upload, device | ranges of weights in files, to be read | D | R |
-| `FILE_CHUNK` | `worker/file_reader.py` | chunk, device | content of the next range | R | D |
-| `CHUNK_UPLOADED` | `worker/file_reader.py` | chunk, device | `Event` of its upload | D | R |
+| `FILE_BUFFER` | `worker/file_reader.py` | buffer, device | content of the next range | R | D |
+| `FILE_BUFFER_UPLOADED` | `worker/file_reader.py` | buffer, device | `Event` of its upload | D | R |
 | `STAGE_ENQUEUED` | `results.py` | slot | report of the stage slot | D | C |
 | `LEARNING_RATE` | `optimizer_worker.py` | step | `float` | C | O |
 | `UPDATED` | `optimizer_worker.py` | step | `UpdateReport` | O | C |

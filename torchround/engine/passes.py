@@ -20,7 +20,7 @@ from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, most_buffers
-from torchround.pipeline.memory import READER_CHUNK_BYTES, READER_CHUNKS
+from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask
 
 
@@ -221,7 +221,7 @@ class BufferReservation:
         )
         # The rings through which weights in files go up to devices that need page-locked memory.
         if any(bundle.mapped for bundle in store.bundles):
-            self._always[READER_CHUNK_BYTES] += READER_CHUNKS * sum(dev.pins_host_memory for dev in devices)
+            self._always[READER_BUFFER_BYTES] += READER_BUFFERS * sum(dev.pins_host_memory for dev in devices)
         self._reserved: dict[tuple[PassShape, PassShape, bool], StagingSizes] = {}
         pool.reserve(self._always)
 

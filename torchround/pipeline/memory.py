@@ -20,9 +20,9 @@ STAGING_BUFFERS = 6
 # A device rounds gradients to the dtype they travel in, if that is not the one they were accumulated in. It
 # does so piece by piece, in one buffer of this many elements.
 ROUNDING_ELEMENTS = 4 * 2**20
-# Frozen weights that stay in files go up through a ring of page-locked chunks, one ring for each device.
-READER_CHUNK_BYTES = 4 * MIB
-READER_CHUNKS = 8
+# Frozen weights that stay in files go up through a ring of page-locked buffers, one ring for each device.
+READER_BUFFER_BYTES = 4 * MIB
+READER_BUFFERS = 8
 # Optimizer state per trained parameter: an fp32 weight and two fp32 moments.
 OPTIMIZER_BYTES = 12
 

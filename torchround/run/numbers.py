@@ -15,7 +15,7 @@ from torchround.engine.errors import EngineUsageError
 from torchround.layer import LayeredModel, LayerWork, runs_fused
 from torchround.pipeline.cards import ASSUMED_DEVICE
 from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
-from torchround.pipeline.memory import READER_CHUNK_BYTES, READER_CHUNKS, HostMemory, size_text
+from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
 from torchround.pipeline.plan_report import RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.run_plan import given_plan
@@ -106,7 +106,7 @@ def run_question(
         gradient_bytes=numbers.gradient_dtype.itemsize,
         accumulate_bytes=numbers.accumulate_dtype.itemsize,
         float16_gradients=numbers.gradient_dtype is torch.float16,
-        reader_bytes=READER_CHUNKS * READER_CHUNK_BYTES * hardware.num_devices if reads_files else 0,
+        reader_bytes=READER_BUFFERS * READER_BUFFER_BYTES * hardware.num_devices if reads_files else 0,
         given=given,
     )
 

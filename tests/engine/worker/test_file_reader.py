@@ -61,11 +61,11 @@ class AcceptingLocker:
 
 @pytest.fixture(autouse=True)
 def small_ring(monkeypatch):
-    """Let each upload go through the ring several times, in chunks that end inside parameters."""
+    """Let each upload go through the ring several times, in buffers that end inside parameters."""
     monkeypatch.setattr(host_memory, "PageLocker", AcceptingLocker)
     for module in (file_reader, passes):
-        monkeypatch.setattr(module, "READER_CHUNK_BYTES", 1000)
-        monkeypatch.setattr(module, "READER_CHUNKS", 3)
+        monkeypatch.setattr(module, "READER_BUFFER_BYTES", 1000)
+        monkeypatch.setattr(module, "READER_BUFFERS", 3)
 
 
 def frozen_model():
@@ -209,7 +209,7 @@ def test_a_disk_error_names_the_file(base, monkeypatch):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_chunk_is_filled_again_only_after_its_upload(base, monkeypatch, waits):
+def test_a_buffer_is_filled_again_only_after_its_upload(base, monkeypatch, waits):
     if not waits:
         monkeypatch.setattr(FileReader, "_await_upload", lambda *_: None)
     log = AccessLog()
@@ -218,7 +218,7 @@ def test_a_chunk_is_filled_again_only_after_its_upload(base, monkeypatch, waits)
     assert bool(find_races(log.entries)) is not waits
 
 
-def test_pieces_cover_every_element_once_and_fit_into_a_chunk(base):
+def test_pieces_cover_every_element_once_and_fit_into_a_buffer(base):
     store = mapped_store(frozen_model(), base)
     for bundle in store.bundles:
         for mapped in bundle.mapped:

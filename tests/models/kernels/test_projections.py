@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from tests.support.interpreted import random
-from tests.support.rounding import FP32, assert_close_in_sums
+from tests.support.rounding import BF16, FP32, assert_close_in_sums
 from torchround.models.kernels import projections
-from torchround.models.kernels.projections import Projection, project
+from torchround.models.kernels.projections import Projection, project, project_all
 
 BATCH, TOKENS, INPUTS, OUTPUTS = 2, 6, 5, 7
 
@@ -93,6 +93,42 @@ def test_a_gradient_that_is_gone_by_the_backward_is_made_by_autograd(products):
     weight.grad = None
     result.sum().backward()
     assert weight.grad.any() and products == []
+
+
+@pytest.mark.parametrize("wants", ["everything", "no input", "one weight frozen"])
+def test_projections_of_one_input_give_the_gradients_of_separate_ones(wants, products, monkeypatch):
+    monkeypatch.setattr(projections, "uses_fused", lambda tensor: True)
+    layers = [Projection(INPUTS, OUTPUTS, bias=True), Projection(INPUTS, 3)]
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            setattr(layer, name, leaf(parameter.shape))
+    layers[0].weight.requires_grad_(wants != "one weight frozen")
+    x = micro_batch(0).requires_grad_(wants != "no input")
+    exact = [
+        tensor.detach().double().requires_grad_() for tensor in (x, *layers[0].parameters(), layers[1].weight)
+    ]
+    upstream = [random(BATCH, TOKENS, size, dtype=torch.bfloat16) for size in (OUTPUTS, 3)]
+    results = project_all(x, layers)
+    assert all(
+        torch.equal(one, F.linear(x, layer.weight, layer.bias))
+        for one, layer in zip(results, layers, strict=True)
+    )
+    torch.autograd.backward(results, upstream)
+    expected = torch.autograd.grad(
+        (F.linear(exact[0], *exact[1:3]), F.linear(exact[0], exact[3])),
+        exact,
+        [one.double() for one in upstream],
+    )
+    if wants == "no input":
+        assert x.grad is None
+    else:
+        # Each of the two products rounds its result to bf16.
+        assert_close_in_sums(x.grad.double(), expected[0], 2, unit=BF16)
+    assert len(products) == (1 if wants == "one weight frozen" else 2)
+    if wants != "one weight frozen":
+        assert_close_in_sums(layers[0].weight.grad.double(), expected[1], BATCH * TOKENS, scale=20.0)
+    assert_close_in_sums(layers[0].bias.grad.double(), expected[2], BATCH * TOKENS, scale=20.0)
+    assert_close_in_sums(layers[1].weight.grad.double(), expected[3], BATCH * TOKENS, scale=20.0)
 
 
 def test_pytorch_describes_the_product_that_a_card_runs():

@@ -60,9 +60,9 @@ class WeightUpload:
             device.wait(Stream.WEIGHT_UPLOAD, slot.released)
 
     def advance(self, numel: int) -> None:
-        """Enqueue up to `numel` elements, weights in files by whole chunks.
+        """Enqueue up to `numel` elements, weights in files by whole buffers.
 
-        Stops at a bundle whose version is not complete yet, and at a chunk that is not read yet.
+        Stops at a bundle whose version is not complete yet, and at a buffer that is not full yet.
         """
         while numel > 0 and self.may_advance:
             numel -= self._enqueue(numel)
@@ -110,7 +110,7 @@ class WeightUpload:
         reader.request([piece for pieces in self._pieces.values() for piece in pieces])
 
     def _enqueue_piece(self, reader: FileReader, slot_range: SlotRange, pieces: deque[MappedRange]) -> int:
-        """Enqueue the next chunk that the reader brings, waiting for it if needed. Returns the number of elements."""
+        """Enqueue the next buffer that the reader fills, waiting for it if needed. Returns the number of elements."""
         piece, start = pieces.popleft(), self._done_elements
         content = reader.take().view(piece.memory.dtype)
         target = self.slot.memory[slot_range.start + piece.start :][: content.numel()]

@@ -20,7 +20,7 @@ from torchround.models.common.primitives import RMSNorm, init_linear_
 from torchround.models.common.rope import Rope, inverse_frequencies, rotate, rotation
 from torchround.models.common.sinks import attend_with_sinks
 from torchround.models.kernels.operation import uses_fused
-from torchround.models.kernels.projections import Projection
+from torchround.models.kernels.projections import Projection, project_all
 from torchround.models.kernels.rotary import rotate_heads
 
 
@@ -58,9 +58,10 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(num_heads, device="meta")) if sinks else None
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
-        query = self.query(x).unflatten(-1, (self.num_heads, self.head_dim))  # [B, T, H C] -> [B, T, H, C]
-        key = self.key(x).unflatten(-1, (self.num_kv_heads, self.head_dim))  # [B, T, K, C]
-        value = self.value(x).unflatten(-1, (self.num_kv_heads, self.head_dim))  # [B, T, K, C]
+        query, key, value = (
+            flat.unflatten(-1, (-1, self.head_dim))  # [B, T, H C] -> [B, T, H, C], or K heads
+            for flat in project_all(x, (self.query, self.key, self.value))
+        )
         query, key = self._rotate(query, key, micro_batch)
         documents = (micro_batch.document_ids, micro_batch.max_documents)
         mixed = attend(

@@ -18,7 +18,7 @@ from torchround.models.common.config import ModelConfigError
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.lora import linear_work
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
-from torchround.models.kernels.projections import Projection
+from torchround.models.kernels.projections import Projection, project_all
 
 # Kept per row: the choice, two permutations and the expert in int64; probability, sums and weight in fp32.
 ROW_SCALARS_BYTES = 4 * 8 + 4 * 4
@@ -35,7 +35,8 @@ class GatedMLP(nn.Module):
         self.down = Projection(ffn_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(gated_product(self.gate(x), self.up(x), activation=self.activation))
+        gate, up = project_all(x, (self.gate, self.up))
+        return self.down(gated_product(gate, up, activation=self.activation))
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
         """Fill the linear layers; the one that writes to the residual stream is scaled by `output_scale`."""

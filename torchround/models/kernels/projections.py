@@ -1,4 +1,4 @@
-"""Linear layers whose weight's gradient is added to its fp32 sum by the product itself.
+"""Linear layers whose gradients are added up by the products themselves: each weight's, and that of a shared input.
 
 Autograd writes a 16-bit gradient of the whole weight, casts it and adds it: 18 bytes for each parameter and micro-batch.
 A product with fp32 output adds in its last step, which reads and writes the sum once (8 bytes), needs no scratch, and
@@ -7,6 +7,7 @@ does not round the gradient to 16 bits before.
 Shapes: N tokens, A inputs, Z outputs.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchround.accelerators import has_float32_products
+from torchround.models.kernels.operation import uses_fused
 
 
 class Projection(nn.Linear):
@@ -33,8 +35,20 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     compiler, autograd gets a gradient, as for any linear layer.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and takes_products(weight):
-        return _Project.apply(x, weight, bias)
+        return _Project.apply(x, weight, bias)[0]
     return F.linear(x, weight, bias)
+
+
+def project_all(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Return what each of the linear layers makes of `x [..., A]`.
+
+    On an accelerator their backwards add up the gradient of `x` in their products. Autograd would add the gradients of
+    two projections in a pass of its own.
+    """
+    plain = all(type(layer) is Projection for layer in layers)  # an adapter adds products of its own
+    if not (plain and torch.is_grad_enabled() and uses_fused(x)):
+        return tuple(layer(x) for layer in layers)
+    return _Project.apply(x, *(part for layer in layers for part in (layer.weight, layer.bias)))
 
 
 def takes_products(weight: Tensor) -> bool:
@@ -50,24 +64,35 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _Project(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+    """Projections of one input. `parameters` are weight and bias of each; a bias may be None."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        # Autograd hands out the leaf itself, with the gradient that the engine gave it.
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        grad_x = grads[0] @ weight if wants_x else None
-        grad, inputs = grads[0].flatten(0, -2), x.flatten(0, -2)  # [N, Z], [N, A]
-        grad_weight = None
-        if wants_weight and takes_products(weight):
-            assert weight.grad is not None, "there is a gradient to add to"
-            add_product_(weight.grad, grad.T, inputs)
-        elif wants_weight:
-            grad_weight = grad.T @ inputs
-        # Left in fp32: autograd casts to the dtype of the leaf's gradient.
-        grad_bias = grad.sum(dim=0, dtype=torch.float32) if wants_bias else None
-        return grad_x, grad_weight, grad_bias
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = parameters[::2], parameters[1::2]
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Autograd hands out the leaves themselves, with the gradients that the engine gave them.
+        x, *weights = ctx.saved_tensors
+        wants_x, *wants = ctx.needs_input_grad
+        inputs, grad_x, found = x.flatten(0, -2), None, []  # inputs [N, A]
+        for number, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
+            rows = grad.flatten(0, -2)  # [N, Z]
+            if wants_x:
+                # The later products add to the first one's result in their last step.
+                grad_x = rows @ weight if grad_x is None else grad_x.addmm_(rows, weight)
+            found.append(_gradient(weight, rows, inputs) if wants[2 * number] else None)
+            # Left in fp32: autograd casts to the dtype of the leaf's gradient.
+            found.append(rows.sum(dim=0, dtype=torch.float32) if wants[2 * number + 1] else None)
+        return None if grad_x is None else grad_x.view(x.shape), *found
+
+
+def _gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
+    """Add the weight's gradient to its sum, or return it if there is no sum to add to."""
+    if not takes_products(weight):
+        return grad.T @ inputs
+    assert weight.grad is not None, "there is a gradient to add to"
+    add_product_(weight.grad, grad.T, inputs)
+    return None
