@@ -5,6 +5,7 @@ Importable without an accelerator. The loop runs on any device, so that its arit
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,7 +68,9 @@ class DeviceLoop(PlainLoop):
         for part in split_evenly(len(micro_batches), self._rounds):
             leaves = {name: self._leaf(parameter) for name, parameter in self._name.items()}
             for index in part:
-                loss = self._loss(self._on_device(micro_batches[index]), leaves)
+                # As the engine does: a fused loss makes its gradients in the forward.
+                micro_batch = replace(micro_batches[index], loss_factor=scale / labels)
+                loss = self._loss(self._on_device(micro_batch), leaves)
                 loss.backward(torch.full_like(loss, scale / labels))
                 losses.append(loss.item())
             # The head before the embedding: the order in which a backward pass makes the parts of a tied weight.

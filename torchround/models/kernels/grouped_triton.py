@@ -35,7 +35,7 @@ def launch_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     _rows[(triton.cdiv(outputs, width), tiles)](
         *(rows, weights, ends, found, num_experts, inputs, outputs),
         *(*rows.stride(), *weights.stride()),
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=max(LEAST, triton.next_power_of_2(num_experts)),
         HEIGHT=height,
         WIDTH=width,
         DEPTH=_side(inputs, MOST_DEPTH),
