@@ -104,7 +104,7 @@ class HostAllocator:
         self, mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char], address: int, nbytes: int
     ) -> None:
         """Page-lock the whole buffer, or none of it."""
-        unlocks = []
+        unlocks: list[weakref.finalize[..., ctypes.Array[ctypes.c_char]]] = []
         for start in range(0, nbytes, REGISTRATION_BYTES):
             size = min(REGISTRATION_BYTES, nbytes - start)
             status = self._locker.lock(address + start, size)
