@@ -34,6 +34,8 @@ def late_stream(simulator):
 
 
 def test_memory_without_contents_is_nan(simulator):
+    # More than anything else allocates on that device, so some of it was never used before.
+    assert torch.empty(16 * MIB, device="simulated:3").isnan().all()
     assert torch.empty(1000, device=DEVICE).isnan().all()
     assert torch.empty(1000, device=DEVICE, dtype=torch.bfloat16).isnan().all()
     assert (torch.empty(1000, device=DEVICE, dtype=torch.int64) == -1).all()

@@ -1,6 +1,5 @@
 """Faults in the engine's ordering: each removes, or does too early, one thing that keeps results exact."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -10,12 +9,10 @@ from tests.support.planting import Plant, Planted, linger
 from tests.support.toy import ToyBlock, ToyEmbedding, ToyHead
 from torchround.engine import engine as controller
 from torchround.engine import passes
-from torchround.engine.board import HandOver
 from torchround.engine.device import AcceleratorDevice, Event, PastEvent, Stream
 from torchround.engine.engine import Engine
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import GRADIENT_LANDED, Ordering
-from torchround.engine.saver import SaveSource
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.activation_transfers import ActivationTransfers, HostTensors
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
@@ -35,28 +32,6 @@ def gradient_before_it_landed(patch: pytest.MonkeyPatch) -> Planted:
         return landing
 
     patch.setattr(Ordering, "before_gradient_read", at_once)
-    return planted
-
-
-HANDED_OVER = HandOver[None]("step {0} to be updated")
-
-
-def updates_on_threads_of_their_own(patch: pytest.MonkeyPatch) -> Planted:
-    """Give each update a thread of its own, so that only rule 5 orders two of them."""
-    planted, update = Planted(), OptimizerWorker._update
-
-    def start(worker: OptimizerWorker, step: int, lr: float) -> None:
-        def run() -> None:
-            worker._board.wait(HANDED_OVER(step))
-            if step % 2 == 0:
-                linger()
-            update(worker, step, lr)
-
-        planted.happens()
-        worker._board.signal(HANDED_OVER(step))
-        threading.Thread(target=run, name=f"torchround update {step}", daemon=True).start()
-
-    patch.setattr(OptimizerWorker, "_update", start)
     return planted
 
 
@@ -130,20 +105,6 @@ class _Nowhere:
 
     def give(self, buffer: Any, busy: Any) -> None:
         """Drop the buffer."""
-
-
-def read_before_the_save(patch: pytest.MonkeyPatch) -> Planted:
-    """Rule 6: a save reports that it has read everything before it has begun to read."""
-    planted, make = Planted(), SaveSource.__init__
-
-    def making(source: SaveSource, *arguments: Any) -> None:
-        make(source, *arguments)
-        planted.happens()
-        source.finish_reading()
-        linger()
-
-    patch.setattr(SaveSource, "__init__", making)
-    return planted
 
 
 # Host memory.

@@ -163,7 +163,7 @@ class Block(nn.Module):
             self.attention_norm.work(num_tokens, element_bytes),
             self.attention.work(batch, tokens, element_bytes, device),
             self.mlp_norm.work(num_tokens, element_bytes),
-            self.mlp.work(num_tokens, element_bytes),
+            self.mlp.work(num_tokens, element_bytes, device),
         )
         load_bytes = batch * 2 * self.load_experts * 4
         work = sum(

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchround.accelerators import PLANNED_KIND
 from torchround.layer import LayerWork
 from torchround.models.common.lora import Adaptable, LoraShape
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
 from torchround.models.kernels.grouped import RowGroups, stack_product
+from torchround.models.kernels.operation import plain_bytes
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,12 @@ class ExpertStack(Adaptable, ABC):
         low = stack_product(dropped, a, self.inward, routes)  # [R, r]
         return plain + stack_product(low, b, self.outward, routes) * self.lora.scale
 
-    def work(self, num_rows: int, element_bytes: int) -> LayerWork:
+    def work(self, num_rows: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count the products of `num_rows` rows, and what the backward needs besides the rows themselves.
 
         Those are gate, up and their product (3 F elements a row), the output of each adapter's A, and with dropout the
-        adapter's input and mask. The scratch holds the gradients of all of these, so it has the same size.
+        adapter's input and mask. The scratch holds the gradients of all of these, so it has the same size. A `device`
+        without a kernel for the product needs more.
         """
         stacks = [getattr(self, name) for name in self.adaptable]
         row_flops = 2.0 * sum(stack[0].numel() for stack in stacks)
@@ -120,7 +123,8 @@ class ExpertStack(Adaptable, ABC):
             row_flops += 2.0 * (inward[0].numel() + outward[0].numel())
             row_elements += self.lora.rank + (inward.shape[1] + 1 if self.lora.dropout else 0)
         kept_bytes = num_rows * row_elements * element_bytes
-        return LayerWork(num_rows * row_flops, kept_bytes, 0, kept_bytes, num_rows * frozen_row_flops)
+        scratch_bytes = kept_bytes + plain_bytes(num_rows * self.ffn_size, device)
+        return LayerWork(num_rows * row_flops, kept_bytes, 0, scratch_bytes, num_rows * frozen_row_flops)
 
 
 class GatedExperts(ExpertStack):

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from torchround.accelerators import PLANNED_KIND
 from torchround.layer import LayerWork
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
 from torchround.models.common.lora import linear_work
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
+from torchround.models.kernels.operation import plain_bytes
 from torchround.models.kernels.projections import Projection, project_all
 
 # Kept per row: the choice, two permutations and the expert in int64; probability, sums and weight in fp32.
@@ -44,13 +46,18 @@ class GatedMLP(nn.Module):
         init_linear_(self.up.weight, generator)
         init_linear_(self.down.weight, generator, output_scale)
 
-    def work(self, num_tokens: int, element_bytes: int) -> LayerWork:
-        """Count three products. The backward needs gate, up and their product; the scratch is their gradients."""
-        inner_bytes = 3 * num_tokens * self.gate.out_features * element_bytes
+    def work(self, num_tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
+        """Count three products. The backward needs gate, up and their product; the scratch is their gradients.
+
+        A `device` without a kernel for the product needs more scratch.
+        """
+        inner = num_tokens * self.gate.out_features
+        inner_bytes = 3 * inner * element_bytes
         products = (
             linear_work(linear, num_tokens, element_bytes) for linear in (self.gate, self.up, self.down)
         )
-        return sum(products, start=LayerWork(activation_bytes=inner_bytes, workspace_bytes=inner_bytes))
+        scratch_bytes = inner_bytes + plain_bytes(inner, device)
+        return sum(products, start=LayerWork(activation_bytes=inner_bytes, workspace_bytes=scratch_bytes))
 
 
 @dataclass(frozen=True)
@@ -129,14 +136,14 @@ class MoE(nn.Module):
                 self.router.bias.zero_()
         self.experts.init_weights(generator, output_scale)
 
-    def work(self, num_tokens: int, element_bytes: int) -> LayerWork:
+    def work(self, num_tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count the router's product and the experts' work on R rows.
 
         The backward also needs the probabilities of all experts (fp32), the dispatched rows and each row's numbers.
         The scratch is the rows in and out of the experts and their gradients, beside the scratch of the experts.
         """
         width, num_rows = self.router.in_features, num_tokens * self.shape.num_chosen
-        experts = self.experts.work(num_rows, element_bytes)
+        experts = self.experts.work(num_rows, element_bytes, device)
         routing_bytes = num_tokens * 4 * self.shape.num_experts
         kept_bytes = routing_bytes + num_rows * (width * element_bytes + ROW_SCALARS_BYTES)
         work = linear_work(self.router, num_tokens, element_bytes) + experts

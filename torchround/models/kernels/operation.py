@@ -21,6 +21,11 @@ LIBRARY = torch.library.Library("torchround", "FRAGMENT")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+# fp32 tensors of its result's size that a gated product's backward holds at once if plain PyTorch computes it, measured
+# on the simulated accelerator (tests/accelerator/test_planned_scratch.py).
+PLAIN_BUFFERS = 9
+
+
 def operation(schema: str, shapes: Callable[..., Any]) -> Callable[[Function], Function]:
     """Define `torch.ops.torchround.NAME`, which the decorated function computes on every kind of device.
 
@@ -46,6 +51,14 @@ def uses_fused(tensor: Tensor) -> bool:
 def uses_triton(tensor: Tensor) -> bool:
     """Return whether an operation runs its Triton kernel for this tensor."""
     return has_triton(tensor.device.type)
+
+
+def plain_bytes(numel: int, device: str) -> int:
+    """Count the scratch of a gated product of `numel` elements on a type of device that has no kernel for it.
+
+    Without Triton an accelerator runs the fused operations as several of PyTorch's, in fp32. The CPU does not call them.
+    """
+    return 4 * PLAIN_BUFFERS * numel if is_accelerator(device) and not has_triton(device) else 0
 
 
 def no_result(*_: object) -> None:

@@ -1,0 +1,64 @@
+"""A block's forward and backward on an accelerator need no more memory than the block counts for such a device."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from torchround.layer import LayeredModel, MicroBatch
+from torchround.models import FAMILIES
+from torchround.models.common.feed_forward import MoEShape
+
+WIDTH, TOKENS = 128, 256
+SHAPE = {"num_layers": 2, "hidden_size": WIDTH, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+# What the counts leave out: tensors of a few numbers per token.
+MARGIN = 1.02
+
+
+def model_of(family: str, ffn_size: int) -> LayeredModel:
+    shape: dict[str, Any] = dict(SHAPE)
+    if family == "experts":
+        shape["moe"] = MoEShape(
+            num_experts=4, num_chosen=2, ffn_size=ffn_size, normalised=True, balance_coefficient=0.0
+        )
+        family = "qwen3"
+    elif family == "gpt_oss":
+        shape["moe"] = MoEShape(
+            num_experts=4, num_chosen=2, ffn_size=ffn_size, normalised=True, balance_coefficient=0.0
+        )
+    else:
+        shape["ffn_size"] = ffn_size
+    made = FAMILIES[family]
+    return made.build(made.config_from_flavor("debug", **shape))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("ffn_size", [128, 512])
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "experts", "gpt_oss"])
+def test_a_block_needs_no_more_than_it_counts(simulator: Any, kind: str, family: str, ffn_size: int) -> None:
+    model = model_of(family, ffn_size)
+    block = copy.deepcopy(model.layers[1]).to_empty(device=kind).to(torch.bfloat16)
+    for parameter in block.parameters():
+        torch.nn.init.constant_(parameter, 0.02)
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+    integers = torch.zeros(1, TOKENS, dtype=torch.int64)
+    positions = torch.arange(TOKENS)[None]
+    batch = MicroBatch(
+        *(part.to(kind) for part in (integers, integers, positions, integers)), max_documents=1
+    )
+    hidden = torch.randn(1, TOKENS, WIDTH).to(kind, torch.bfloat16).requires_grad_()
+    for _ in range(2):  # the first pass also makes what is kept for later ones
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        output = block(hidden, batch)
+        output.backward(torch.ones_like(output))
+        torch.accelerator.synchronize()
+        peak = torch.accelerator.max_memory_allocated() - before
+        del output
+        hidden.grad = None
+    work = block.work(1, TOKENS, 2, kind)
+    counted = work.activation_bytes + work.workspace_bytes
+    assert peak <= MARGIN * counted, f"{peak / counted:.3f} of what is counted"
+    assert work.workspace_bytes >= block.work(1, TOKENS, 2, "cuda").workspace_bytes

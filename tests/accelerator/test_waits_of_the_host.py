@@ -1,0 +1,35 @@
+"""No operation of a step makes the host wait for a device, and no copy is from or to memory that is not page-locked."""
+
+import pytest
+import torch
+
+from tests.support.device_toy import device_engine
+from tests.support.scheduled_run import ShortRun
+from tests.support.toy import PARTITIONS, toy_batches, toy_store, train
+from torchround.engine.store.bundles import ASYNC
+
+RUNS = {
+    "toy": ShortRun(tied=True),
+    "toy, bfloat16": ShortRun(dtype=torch.bfloat16, rounds=2),
+    "toy, async": ShortRun(policy=ASYNC),
+    "llama3": ShortRun(model="llama3-debug", dtype=torch.bfloat16),
+    "qwen3": ShortRun(model="qwen3-debug", dtype=torch.bfloat16),
+    "qwen3, experts": ShortRun(model="qwen3-debug_moe", dtype=torch.bfloat16),
+    "gpt_oss": ShortRun(model="gpt_oss-debug", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_step_waits_for_a_device_by_an_operation_or_by_a_pageable_copy(simulator, name):
+    run = RUNS[name]
+    model = run.build()
+    store = toy_store(model, run.dtype, policy=run.policy, pinned=True)
+    with device_engine(
+        "simulated", model, store, PARTITIONS["forward coarser"], 2, rounds=run.rounds
+    ) as engine:
+        train(engine, toy_batches(2, run.micro_batches))
+        evaluation = engine.evaluate(toy_batches(1, 2)[0])
+        assert evaluation.loss() > 0
+    assert simulator.synchronous_operations() == {}
+    assert simulator.pageable_copies() == 0 == simulator.copies_from_unlocked_memory()
+    store.close()
