@@ -75,20 +75,33 @@ def test_a_card_has_the_kernels_of_its_generation(capability, attention, grouped
     kind = CudaKind(capability)
     assert kind.has_offset_attention(BF16, 128) is attention
     assert kind.has_grouped_products(BF16) is grouped
+    assert kind.has_triton() is (capability >= (8, 0)), "bfloat16 does not compile for older cards"
     assert not kind.has_offset_attention(torch.float32, 128) and not kind.has_grouped_products(torch.float32)
     assert kind.has_float32_products(torch.float16) and not kind.has_float32_products(torch.float32)
 
 
 def test_the_least_of_several_cards_decides(monkeypatch):
     """Every worker must choose alike, so that results do not depend on which card computes."""
-    kind = CudaKind()
     cards = [(9, 0), (7, 5)]
-    monkeypatch.setattr(kind, "count", lambda: len(cards))
+    monkeypatch.setattr(CudaKind, "count", lambda kind: len(cards))
     monkeypatch.setattr(torch.cuda, "get_device_capability", cards.__getitem__)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    assert not kind.has_offset_attention(BF16, 64)
+    assert not CudaKind().has_offset_attention(BF16, 64)
     cards.pop()
-    assert kind.has_offset_attention(BF16, 64)
+    assert CudaKind().has_offset_attention(BF16, 64)
+
+
+def test_layers_that_ask_again_cost_no_question_to_the_driver(monkeypatch):
+    """Layers ask in every micro-batch, in the threads that launch kernels."""
+    asked = []
+    monkeypatch.setattr(CudaKind, "count", lambda kind: asked.append("count") or 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: asked.append(index) or (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    kind = CudaKind()
+    for _ in range(10):
+        assert kind.has_offset_attention(BF16, 64) and kind.has_grouped_products(BF16)
+        assert kind.has_triton() is (kind.missing_compiler() is None)
+    assert asked == ["count", 0, 1]
 
 
 def test_a_registered_kind_is_known_and_the_machines_accelerator_is_found(monkeypatch):

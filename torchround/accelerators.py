@@ -156,6 +156,7 @@ class CudaKind(AcceleratorKind):
     def __init__(self, capability: tuple[int, int] | None = None) -> None:
         super().__init__("cuda")
         self._capability = capability
+        self._found: tuple[int, int] | None = None
 
     def event(self, device: torch.device, timed: bool) -> torch.Event:
         # torch.Event takes `blocking` and ignores it, so threads that wait would poll.
@@ -200,19 +201,25 @@ class CudaKind(AcceleratorKind):
             torch.backends.cuda.matmul.allow_fp16_accumulation = wanted
 
     def has_triton(self) -> bool:
-        return _has_triton() or not self._is_here()
+        # Older cards have no instructions for bfloat16, which Triton then cannot compile.
+        return self._lowest_capability() >= (8, 0) and (_has_triton() or not self._is_here())
 
     def missing_compiler(self) -> str | None:
         return None if _has_triton() else "the package triton is not installed"
 
     def _is_here(self) -> bool:
-        return self._capability is None and self.count() > 0
+        return self._capability is None and self._capability_here() is not None
 
     def _lowest_capability(self) -> tuple[int, int]:
-        if self._capability is not None:
-            return self._capability
-        cards = [torch.cuda.get_device_capability(index) for index in range(self.count())]
-        return min(cards, default=self.ASSUMED_CAPABILITY)
+        return self._capability or self._capability_here() or self.ASSUMED_CAPABILITY
+
+    def _capability_here(self) -> tuple[int, int] | None:
+        """Return the lowest capability of the cards here, None if there are none."""
+        # Kept, because every layer asks in every micro-batch, and PyTorch takes as long for the answer of a few cards as
+        # for the launch of a kernel.
+        if self._found is None and (number := self.count()):
+            self._found = min(torch.cuda.get_device_capability(index) for index in range(number))
+        return self._found
 
     def _checked(self, status: object) -> int:
         code = int(status)  # type: ignore[call-overload]

@@ -57,6 +57,8 @@ def test_every_device_gets_the_share_of_the_fullest_card(monkeypatch: pytest.Mon
     assert one_each.device_bytes == int(USABLE_DEVICE_FRACTION * 12 * GIB)
     shared = found(monkeypatch, Cards([23.5, 12.0, 20.0]), num_devices=4)
     assert shared.num_devices == 4 and shared.device_bytes == one_each.device_bytes // 2
+    some = found(monkeypatch, Cards([23.5, 20.0, 1.0]), num_devices=2)
+    assert some.device_bytes == int(USABLE_DEVICE_FRACTION * 20 * GIB), "the third card is not used"
     given = found(monkeypatch, Cards([23.5]), device_memory_gib=3.0)
     assert given.device_bytes == 3 * GIB
 

@@ -65,8 +65,9 @@ def find_hardware(table: EngineTable) -> Hardware:
         return Hardware("cpu", count, _limit(table, share), host_bytes)
     present = kind.count()
     count = table.num_devices or present
-    # All devices get one limit: a share of the fullest GPU, by the largest number of devices on one GPU.
-    smallest = min(available_device_bytes(kind, index) for index in range(present))
+    # All devices get one limit: a share of the fullest GPU that the run uses, by the largest number of devices on one GPU.
+    used = range(min(count, present))
+    smallest = min(available_device_bytes(kind, index) for index in used)
     share = int(smallest * USABLE_DEVICE_FRACTION) // -(-count // present)
     return Hardware(kind.name, count, _limit(table, share), host_bytes, find_device(kind.card_name(0)))
 

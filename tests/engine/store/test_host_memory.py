@@ -105,13 +105,15 @@ def test_memory_that_only_the_host_uses_is_not_locked():
     assert locker.locked == {}
 
 
-def test_a_failed_lock_costs_one_warning_and_only_locked_memory_is_unlocked(small_chunks):
-    locker = RecordingLocker(capacity=2)
+def test_a_failed_lock_costs_one_warning_and_leaves_no_buffer_locked_in_part(small_chunks):
+    """A copy that begins in locked memory and ends in other memory is an error of CUDA's."""
+    locker = RecordingLocker(capacity=3)
     memory = HostAllocator(True, locker)
+    locked = memory.allocate(CHUNK, for_devices=True)
     with pytest.warns(PinningWarning, match=r"could not page-lock .* \(error 2 of the driver\)") as caught:
         buffers = [memory.allocate(4 * CHUNK, for_devices=True) for _ in range(3)]
     assert len(caught) == 1 and locker.refused == 1
-    assert len(locker.locked) == 2
+    assert list(locker.locked) == [locked.data_ptr()] and memory.locked_buffers() == 1
     assert not any(buffer.any() for buffer in buffers)
     memory.close()
     assert locker.locked == {}

@@ -27,6 +27,7 @@ from torchround.engine.board import Board
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.worker.activation_transfers import BOUNDARY_GRADIENT
+from torchround.engine.worker.compute import ForwardWithGraph
 from torchround.engine.worker.device_worker import DeviceWorker
 from torchround.engine.worker.stage_run import StageRun
 from torchround.pipeline.partition import Partition
@@ -296,3 +297,23 @@ def test_recompute_layer_holds_the_activations_of_one_layer_instead_of_a_stage(p
         peaks[recompute] = device.live.peak
     # Stages have 7 and 4 layers. Beside one layer's activations, inputs of the others and gradients are held.
     assert peaks["layer"] < 0.6 * peaks["stage"], peaks
+
+
+def test_a_layer_that_runs_again_finds_the_input_and_output_of_the_layer_above_gone():
+    """Both are of the size of a boundary activation, which a plan counts once for each layer below."""
+    inputs, outputs, alive = [], [], []
+
+    def layer(hidden, micro_batch):
+        if len(inputs) < 4:  # the first run of each layer; the last one's is its only one
+            inputs.append(StorageWeakRef(hidden.untyped_storage()))
+        if torch.is_grad_enabled():
+            alive.append([sum(not ref.expired() for ref in refs) for refs in (inputs, outputs)])
+        output = hidden.sin()
+        if torch.is_grad_enabled():
+            outputs.append(StorageWeakRef(output.untyped_storage()))
+        return output
+
+    [micro_batch] = toy_batches(1, micro_batches=1)[0]
+    graph = ForwardWithGraph([layer] * 4, torch.ones(8), micro_batch, layerwise=True)
+    graph.backward([torch.ones(8)])
+    assert alive == [[4, 0], [3, 0], [2, 0], [1, 0]], alive

@@ -86,10 +86,7 @@ class HostAllocator:
         buffer = torch.frombuffer(view, dtype=torch.uint8)
         # Registration pins pages that exist. It would create missing ones itself, but with one thread.
         _fill(buffer)
-        for start in range(0, nbytes, REGISTRATION_BYTES):
-            if self._pinned:  # a refusal in the loop switches page-locking off
-                size = min(REGISTRATION_BYTES, nbytes - start)
-                self._page_lock(mapping, view, buffer.data_ptr() + start, size)
+        self._page_lock(mapping, view, buffer.data_ptr(), nbytes)
         return buffer
 
     def locked_buffers(self) -> int:
@@ -106,23 +103,33 @@ class HostAllocator:
     def _page_lock(
         self, mapping: mmap.mmap, view: ctypes.Array[ctypes.c_char], address: int, nbytes: int
     ) -> None:
-        status = self._locker.lock(address, nbytes)
-        if status != 0:
-            self._pinned = False
-            warnings.warn(
-                f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (error {status} of the driver). This "
-                "buffer and all later ones stay pageable, so copies are slower and do not overlap with compute. Raise "
-                "the memlock limit (ulimit -l) or use a smaller model.",
-                PinningWarning,
-                stacklevel=3,
-            )
-            return
-        # Runs when the last tensor drops the view. Until then it holds the mapping, so the memory is still there.
-        unlock = weakref.finalize(view, _unlock, self._locker, address, os.getpid(), mapping)
-        unlock.atexit = False
+        """Page-lock the whole buffer, or none of it."""
+        unlocks: list[weakref.finalize[..., ctypes.Array[ctypes.c_char]]] = []
+        for start in range(0, nbytes, REGISTRATION_BYTES):
+            size = min(REGISTRATION_BYTES, nbytes - start)
+            status = self._locker.lock(address + start, size)
+            if status != 0:
+                # The driver refuses a copy that begins in locked memory and ends in other memory.
+                for unlock in unlocks:
+                    unlock()
+                self._refuse(nbytes, status)
+                return
+            # Runs when the last tensor drops the view. Until then it holds the mapping, so the memory is still there.
+            unlock = weakref.finalize(view, _unlock, self._locker, address + start, os.getpid(), mapping)
+            unlock.atexit = False
+            unlocks.append(unlock)
         with self._lock:
-            self._unlocks = [earlier for earlier in self._unlocks if earlier.alive]
-            self._unlocks.append(unlock)
+            self._unlocks = [earlier for earlier in self._unlocks if earlier.alive] + unlocks
+
+    def _refuse(self, nbytes: int, status: int) -> None:
+        self._pinned = False
+        warnings.warn(
+            f"could not page-lock {nbytes / GIB:.2f} GiB of host memory (error {status} of the driver). This "
+            "buffer and all later ones stay pageable, so copies are slower and do not overlap with compute. Raise "
+            "the memlock limit (ulimit -l) or use a smaller model.",
+            PinningWarning,
+            stacklevel=4,
+        )
 
 
 def _unlock(locker: PageLocker, address: int, process: int, mapping: mmap.mmap) -> None:

@@ -139,6 +139,8 @@ class ForwardWithGraph:
                 return None
             tensors = [tensor for tensor in as_tuple(leaf) if tensor.is_floating_point()]
             gradients = [tensor.grad if self._next else _gradient_of(tensor) for tensor in tensors]
+            # Otherwise these names would hold the layer's input and output while the layer below runs again.
+            del leaf, output, tensors
         return tuple(gradients)
 
     def _run(
