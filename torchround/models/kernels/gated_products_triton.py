@@ -8,8 +8,6 @@ They have been run in Triton's interpreter, not on a card.
 Shapes: R rows, F feed-forward width, E experts, Z width of a bias.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -117,7 +115,7 @@ def _columns(width: int) -> int:
 
 
 @triton.jit
-def _opening(gate: Any, GELU: tl.constexpr) -> Any:
+def _opening(gate: tl.tensor, GELU: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Return z with `activation(gate) = gate * sigmoid(z)`, and dz / d gate."""
     # GELU's tanh is a sigmoid of twice its argument: (1 + tanh(a)) / 2 = sigmoid(2 a), with 2 sqrt(2 / pi) = 1.5957...
     if GELU:
@@ -132,11 +130,11 @@ def _opening(gate: Any, GELU: tl.constexpr) -> Any:
 
 @triton.jit
 def _gated_product(
-    gate: Any,
-    up: Any,
-    weights: Any,
-    product: Any,
-    width: Any,
+    gate: tl.tensor,
+    up: tl.tensor,
+    weights: tl.tensor,
+    product: tl.tensor,
+    width: tl.tensor,
     WEIGHS: tl.constexpr,
     GELU: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -155,14 +153,14 @@ def _gated_product(
 
 @triton.jit
 def _gated_product_backward(
-    grad: Any,
-    gate: Any,
-    up: Any,
-    weights: Any,
-    grad_gate: Any,
-    grad_up: Any,
-    grad_weights: Any,
-    width: Any,
+    grad: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    weights: tl.tensor,
+    grad_gate: tl.tensor,
+    grad_up: tl.tensor,
+    grad_weights: tl.tensor,
+    width: tl.tensor,
     WEIGHS: tl.constexpr,
     GELU: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -190,14 +188,14 @@ def _gated_product_backward(
 
 @triton.jit
 def _clamped_product(
-    gate_up: Any,
-    bias: Any,
-    experts: Any,
-    weights: Any,
-    product: Any,
-    width: Any,
-    limit: Any,
-    alpha: Any,
+    gate_up: tl.tensor,
+    bias: tl.tensor,
+    experts: tl.tensor,
+    weights: tl.tensor,
+    product: tl.tensor,
+    width: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -219,16 +217,16 @@ def _clamped_product(
 
 @triton.jit
 def _clamped_product_backward(
-    grad: Any,
-    gate_up: Any,
-    bias: Any,
-    experts: Any,
-    weights: Any,
-    found: Any,
-    grad_weights: Any,
-    width: Any,
-    limit: Any,
-    alpha: Any,
+    grad: tl.tensor,
+    gate_up: tl.tensor,
+    bias: tl.tensor,
+    experts: tl.tensor,
+    weights: tl.tensor,
+    found: tl.tensor,
+    grad_weights: tl.tensor,
+    width: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -261,7 +259,13 @@ def _clamped_product_backward(
 
 @triton.jit
 def _expert_bias(
-    rows: Any, bias: Any, experts: Any, weights: Any, found: Any, width: Any, COLUMNS: tl.constexpr
+    rows: tl.tensor,
+    bias: tl.tensor,
+    experts: tl.tensor,
+    weights: tl.tensor,
+    found: tl.tensor,
+    width: tl.tensor,
+    COLUMNS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     biases, weight = bias + tl.load(experts + row) * width, tl.load(weights + row)
@@ -274,7 +278,14 @@ def _expert_bias(
 
 
 @triton.jit
-def _dot_with_bias(grad: Any, bias: Any, experts: Any, found: Any, width: Any, COLUMNS: tl.constexpr) -> None:
+def _dot_with_bias(
+    grad: tl.tensor,
+    bias: tl.tensor,
+    experts: tl.tensor,
+    found: tl.tensor,
+    width: tl.tensor,
+    COLUMNS: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     biases = bias + tl.load(experts + row) * width
     sums = tl.zeros([COLUMNS], tl.float32)
@@ -288,11 +299,11 @@ def _dot_with_bias(grad: Any, bias: Any, experts: Any, found: Any, width: Any, C
 
 @triton.jit
 def _sum_by_expert(
-    rows: Any,
-    ends: Any,
-    weights: Any,
-    found: Any,
-    width: Any,
+    rows: tl.tensor,
+    ends: tl.tensor,
+    weights: tl.tensor,
+    found: tl.tensor,
+    width: tl.tensor,
     WEIGHS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,

@@ -9,8 +9,6 @@ The kernels have been run in Triton's interpreter, not on a card.
 Shapes: R rows sorted by expert, E experts, A inputs, Z outputs.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -77,18 +75,18 @@ def _precision(rows: Tensor) -> str:
 
 @triton.jit
 def _rows(
-    rows: Any,
-    weights: Any,
-    ends: Any,
-    found: Any,
-    num_experts: Any,
-    inputs: Any,
-    outputs: Any,
-    row_stride: Any,
-    row_input_stride: Any,
-    expert_stride: Any,
-    input_stride: Any,
-    output_stride: Any,
+    rows: tl.tensor,
+    weights: tl.tensor,
+    ends: tl.tensor,
+    found: tl.tensor,
+    num_experts: tl.tensor,
+    inputs: tl.tensor,
+    outputs: tl.tensor,
+    row_stride: tl.tensor,
+    row_input_stride: tl.tensor,
+    expert_stride: tl.tensor,
+    input_stride: tl.tensor,
+    output_stride: tl.tensor,
     EXPERTS: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -134,19 +132,19 @@ def _rows(
 
 @triton.jit
 def _gradient(
-    rows: Any,
-    grad: Any,
-    ends: Any,
-    total: Any,
-    inputs: Any,
-    outputs: Any,
-    row_stride: Any,
-    row_input_stride: Any,
-    grad_stride: Any,
-    grad_output_stride: Any,
-    expert_stride: Any,
-    input_stride: Any,
-    output_stride: Any,
+    rows: tl.tensor,
+    grad: tl.tensor,
+    ends: tl.tensor,
+    total: tl.tensor,
+    inputs: tl.tensor,
+    outputs: tl.tensor,
+    row_stride: tl.tensor,
+    row_input_stride: tl.tensor,
+    grad_stride: tl.tensor,
+    grad_output_stride: tl.tensor,
+    expert_stride: tl.tensor,
+    input_stride: tl.tensor,
+    output_stride: tl.tensor,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,

@@ -10,8 +10,6 @@ Shapes: B sequences, T tokens, N = B T, D model width, H heads, C channels of a 
 gradient.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -65,14 +63,14 @@ def warps_for(elements: int) -> int:
 
 @triton.jit
 def _norm(
-    stream: Any,
-    update: Any,
-    weight: Any,
-    total: Any,
-    normed: Any,
-    scales: Any,
-    width: Any,
-    eps: Any,
+    stream: tl.tensor,
+    update: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    normed: tl.tensor,
+    scales: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -94,16 +92,16 @@ def _norm(
 
 @triton.jit
 def _norm_backward(
-    grad: Any,
-    grad_total: Any,
-    total: Any,
-    weight: Any,
-    scales: Any,
-    found: Any,
-    partials: Any,
-    tokens: Any,
-    each: Any,
-    width: Any,
+    grad: tl.tensor,
+    grad_total: tl.tensor,
+    total: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    found: tl.tensor,
+    partials: tl.tensor,
+    tokens: tl.tensor,
+    each: tl.tensor,
+    width: tl.tensor,
     ADDS: tl.constexpr,
     TRAINS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -185,17 +183,17 @@ def _blocks(heads: Tensor) -> dict[str, int]:
 
 @triton.jit
 def _rotate(
-    heads: Any,
-    positions: Any,
-    frequencies: Any,
-    weight: Any,
-    rotated: Any,
-    scales: Any,
-    eps: Any,
-    magnitude: Any,
-    sine_magnitude: Any,
-    num_heads: Any,
-    half: Any,
+    heads: tl.tensor,
+    positions: tl.tensor,
+    frequencies: tl.tensor,
+    weight: tl.tensor,
+    rotated: tl.tensor,
+    scales: tl.tensor,
+    eps: tl.tensor,
+    magnitude: tl.tensor,
+    sine_magnitude: tl.tensor,
+    num_heads: tl.tensor,
+    half: tl.tensor,
     NORMS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -225,19 +223,19 @@ def _rotate(
 
 @triton.jit
 def _rotate_backward(
-    grad: Any,
-    positions: Any,
-    frequencies: Any,
-    heads: Any,
-    weight: Any,
-    scales: Any,
-    found: Any,
-    partials: Any,
-    magnitude: Any,
-    tokens: Any,
-    each: Any,
-    num_heads: Any,
-    half: Any,
+    grad: tl.tensor,
+    positions: tl.tensor,
+    frequencies: tl.tensor,
+    heads: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    found: tl.tensor,
+    partials: tl.tensor,
+    magnitude: tl.tensor,
+    tokens: tl.tensor,
+    each: tl.tensor,
+    num_heads: tl.tensor,
+    half: tl.tensor,
     TRAINS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,

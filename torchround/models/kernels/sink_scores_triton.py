@@ -5,8 +5,6 @@ They have been run in Triton's interpreter, not on a card.
 Shapes: N tokens, H heads, C channels of a head, P partial sums of the sinks' gradient.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -45,14 +43,14 @@ def _blocks(output: Tensor) -> dict[str, int]:
 
 @triton.jit
 def _join_sinks(
-    output: Any,
-    log_sums: Any,
-    sinks: Any,
-    found: Any,
-    found_sums: Any,
-    tokens: Any,
-    num_heads: Any,
-    channels: Any,
+    output: tl.tensor,
+    log_sums: tl.tensor,
+    sinks: tl.tensor,
+    found: tl.tensor,
+    found_sums: tl.tensor,
+    tokens: tl.tensor,
+    num_heads: tl.tensor,
+    channels: tl.tensor,
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
@@ -73,15 +71,15 @@ def _join_sinks(
 
 @triton.jit
 def _join_sinks_backward(
-    grad: Any,
-    output: Any,
-    log_sums: Any,
-    sinks: Any,
-    partials: Any,
-    tokens: Any,
-    num_heads: Any,
-    channels: Any,
-    each: Any,
+    grad: tl.tensor,
+    output: tl.tensor,
+    log_sums: tl.tensor,
+    sinks: tl.tensor,
+    partials: tl.tensor,
+    tokens: tl.tensor,
+    num_heads: tl.tensor,
+    channels: tl.tensor,
+    each: tl.tensor,
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:

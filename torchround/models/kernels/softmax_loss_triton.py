@@ -8,8 +8,6 @@ second-level cache. It has been run in Triton's interpreter, not on a card.
 Shapes: n tokens of the chunk, V vocabulary.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,12 +39,12 @@ def launch_softmax_loss(
 
 @triton.jit
 def _softmax_loss(
-    logits: Any,
-    labels: Any,
-    losses: Any,
-    factor: Any,
-    stride: Any,
-    vocab: Any,
+    logits: tl.tensor,
+    labels: tl.tensor,
+    losses: tl.tensor,
+    factor: tl.tensor,
+    stride: tl.tensor,
+    vocab: tl.tensor,
     IGNORED: tl.constexpr,
     DIFFERENTIATE: tl.constexpr,
     COLUMNS: tl.constexpr,
