@@ -205,7 +205,7 @@ class Layer(Protocol):
 def runs_fused(layer: nn.Module, device: str) -> bool:
     """Return whether a layer runs uncompiled on this type of device, because its operations are fused there already.
 
-    The head is one: its loss adds to the weight's gradient by itself, which compiled code cannot.
+    The head and blocks of experts are: they add to their weights' gradients by themselves, which compiled code cannot.
     """
     return getattr(layer, "fused_on_accelerators", False) and is_accelerator(device)
 

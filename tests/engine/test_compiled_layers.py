@@ -342,11 +342,14 @@ def test_threads_that_wait_for_a_compiler_end_with_the_engine():
     assert not engine_threads()
 
 
-def test_a_head_that_is_fused_on_accelerators_is_not_compiled_there():
+@pytest.mark.parametrize(("flavor", "has_experts"), [("debug", False), ("debug_moe", True)])
+def test_layers_that_are_fused_on_accelerators_are_not_compiled_there(flavor, has_experts):
     family = FAMILIES["qwen3"]
-    model = family.build(family.config_from_flavor("debug", vocab_size=50))
+    model = family.build(family.config_from_flavor(flavor, vocab_size=50))
     compiler = LayerCompiler(model, "eager")
-    for kind, uncompiled in (("cpu", []), ("cuda", ["head"])):
+    blocks = [name for name in model.names if name.startswith("block.")]
+    fused = [*(blocks if has_experts else []), "head"]
+    for kind, uncompiled in (("cpu", []), ("cuda", fused)):
         with as_if_on(kind):
             calls = [
                 (name, compiler.compiled(index, layer, Board()), layer)

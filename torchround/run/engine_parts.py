@@ -31,9 +31,8 @@ def build_store(
         model,
         numbers.dtype,
         policy=POLICIES[numbers.engine.update],
-        pinned=kind_of(
-            hardware.kind
-        ).locks_pages,  # devices copy asynchronously only from and to locked memory
+        # Devices copy asynchronously only from and to locked memory.
+        pinned=kind_of(hardware.kind).locks_pages,
         gradient_dtype=numbers.gradient_dtype,
         spikes=SpikeBounds(numbers.spike_factor, numbers.training.spike_window),
         mapped=mapped,

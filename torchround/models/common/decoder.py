@@ -127,6 +127,8 @@ class Block(nn.Module):
         self.mlp_norm = settings.norm(hidden_size)
         self.mlp = settings.feed_forward(hidden_size)
         self.load_experts = 0
+        # Compiled code would keep the gradients of all experts in 16 bits before it adds them to their sums.
+        self.fused_on_accelerators = isinstance(self.mlp, MoE)
 
     def forward(self, hidden: Hidden, micro_batch: MicroBatch) -> Hidden:
         stream, *loads = (hidden,) if isinstance(hidden, Tensor) else hidden

@@ -187,6 +187,12 @@ def _gated_product_backward(
 
 
 @triton.jit
+def _at_most(x: tl.tensor, limit: tl.tensor) -> tl.tensor:
+    # By default a card takes the limit for NaN, which would hide a run that has gone wrong.
+    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _clamped_product(
     gate_up: tl.tensor,
     bias: tl.tensor,
@@ -209,8 +215,7 @@ def _clamped_product(
         gate += tl.load(biases + pair, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(rows + pair + 1, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(biases + pair + 1, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.minimum(gate, limit)
-        up = tl.maximum(tl.minimum(up, limit), -limit)
+        gate, up = _at_most(gate, limit), -_at_most(-_at_most(up, limit), limit)
         result = gate * tl.sigmoid(alpha * gate) * (up + 1.0) * weight
         tl.store(product + row * width + column, result.to(product.dtype.element_ty), mask=inside)
 
@@ -240,8 +245,7 @@ def _clamped_product_backward(
         raw_gate += tl.load(biases + pair, mask=inside, other=0.0).to(tl.float32)
         raw_up = tl.load(rows + pair + 1, mask=inside, other=0.0).to(tl.float32)
         raw_up += tl.load(biases + pair + 1, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.minimum(raw_gate, limit)
-        up = tl.maximum(tl.minimum(raw_up, limit), -limit) + 1.0
+        gate, up = _at_most(raw_gate, limit), 1.0 - _at_most(-_at_most(raw_up, limit), limit)
         share = tl.sigmoid(alpha * gate)
         active = gate * share
         outer = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)

@@ -1,0 +1,34 @@
+"""Whole runs of the real command on an accelerator: resumed ones, float16 with loss scaling, and other cuts."""
+
+import pytest
+
+from tests.support.small_run import ASYNC, TIED, SmallRuns, before_step, interrupt, small_runs
+
+__all__ = ["small_runs"]
+
+MODES = {
+    "sync": [],
+    "async, tied, bfloat16": [ASYNC, TIED, "--training.dtype=bfloat16"],
+    "float16 with loss scaling": ["--training.dtype=float16"],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_is_interrupted_and_resumed_is_bitwise_the_uninterrupted_one(
+    kind, small_runs: SmallRuns, monkeypatch, mode
+):
+    keys = [*MODES[mode], f"--engine.devices={kind}", "--engine.share_links=false"]
+    assert small_runs("whole", *keys) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        before_step(patch, 3, interrupt)
+        assert small_runs("run", *keys) == 143
+    assert small_runs("run", *keys) == 0
+    small_runs.assert_same("run", "whole")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_another_plan_and_number_of_devices_give_the_same_run(kind, small_runs: SmallRuns, mode):
+    keys = [*MODES[mode], f"--engine.devices={kind}", "--engine.share_links=false"]
+    assert small_runs("run", *keys) == 0
+    assert small_runs("whole", *keys, "--engine.plan=none", "--engine.num_devices=1") == 0
+    small_runs.assert_same("run", "whole")

@@ -1,0 +1,133 @@
+"""Triton kernels compiled for cards that are not here, down to machine code, which is not run.
+
+Triton's interpreter runs a kernel as Python and accepts much that its compiler refuses. The compiler needs the name of
+a card, not the card. It works in a process of its own, because a process has one target.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.source_files import ROOT
+
+MODULES = ("gated_products", "grouped", "norms", "sink_scores", "softmax_loss")
+MOST_PROGRAMS = 65535  # that CUDA allows in the second and third direction of a grid
+
+PROGRAM = """
+import json, sys
+from tests.support.compiled_kernels import compile_all
+print(json.dumps(compile_all(sys.argv[1])))
+"""
+
+
+def compiled(card: str, cache: str) -> dict[str, str]:
+    """Compile all kernels for a card, such as `cuda-90`. Return the compiler's first form of each, by name."""
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, card],
+        cwd=ROOT,
+        env={**plain, "TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class NamedCard:
+    """What Triton asks its driver when it compiles. Nothing can be launched."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_all(card: str) -> dict[str, str]:
+    """Do what `compiled` promises, in this process. The text of a kernel that is not launched is empty."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    backend, _, model = card.partition("-")
+    driver.set_active(
+        NamedCard(GPUTarget(backend, int(model), 32) if backend == "cuda" else GPUTarget(backend, model, 64))
+    )
+    modules = [importlib.import_module(f"torchround.models.kernels.{name}_triton") for name in MODULES]
+    found = {
+        name: ""
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and value.fn.__annotations__["return"] is None
+    }
+
+    def launcher(kernel: JITFunction, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **settings: Any) -> None:
+            assert all(0 < size <= MOST_PROGRAMS for size in grid[1:]), (kernel.__name__, grid)
+            found[kernel.__name__] += kernel.run(*arguments, grid=grid, warmup=True, **settings).asm["ttir"]
+
+        return launch
+
+    JITFunction.__getitem__ = launcher
+    for dtype in (torch.bfloat16, torch.float32):
+        launch_all(*modules, dtype)
+    return found
+
+
+def launch_all(gated: Any, grouped: Any, norms: Any, sinks: Any, losses: Any, dtype: torch.dtype) -> None:
+    """Launch each kernel in each of its forms on `meta`, with sizes of models that users train."""
+
+    def make(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    def numbers(*shape: int) -> Tensor:
+        return make(*shape, kind=torch.float32)
+
+    def integers(*shape: int) -> Tensor:
+        return make(*shape, kind=torch.int64)
+
+    tokens, width, experts, inner = 8192, 2880, 128, 768
+    x, gain, scales = make(tokens, width), make(width), numbers(tokens)
+    for other in (None, x):
+        norms.launch_norm(x, other, gain, 1e-6)
+        norms.launch_norm_backward(x, other, x, gain, scales, trains=other is None)
+    heads, turn = make(4, 2048, 16, 128), (integers(4, 2048), numbers(64), 1.0)
+    norms.launch_rotation(heads, *turn, None, 0.0, back=True)
+    norms.launch_rotation(heads, *turn, make(128), 1e-6)
+    for trains in (False, True):
+        norms.launch_rotation_backward(heads, *turn, heads, make(128), numbers(4, 2048, 16), trains)
+    for weights, activation in ((None, "silu"), (scales, "silu"), (None, "gelu_tanh")):
+        gated.launch_gated_product(x, x, weights, activation)
+        gated.launch_gated_product_backward(x, x, x, weights, activation)
+    routed = (make(experts, 2 * width), integers(tokens), scales, 7.0, 1.702)
+    gated.launch_clamped_product(make(tokens, 2 * width), *routed)
+    gated.launch_clamped_product_backward(x, make(tokens, 2 * width), *routed)
+    ends = make(experts, kind=torch.int32)
+    gated.launch_expert_bias(x, make(experts, width), integers(tokens), scales)
+    gated.launch_dot_with_bias(x, make(experts, width), integers(tokens))
+    for weights in (None, scales):
+        gated.launch_sum_by_expert(x, ends, weights)
+    stack, rows = make(experts, inner, width), 8 * tokens
+    grouped.launch_rows(make(rows, width), stack.transpose(1, 2), ends)
+    grouped.launch_rows(make(rows, inner), stack, ends)
+    for kind in (torch.float32, dtype):
+        total = make(experts, inner, width, kind=kind).transpose(1, 2)
+        grouped.launch_gradient(make(rows, width), make(rows, inner), ends, total)
+    sinks.launch_join_sinks(heads.flatten(0, 1), numbers(16, tokens), make(16))
+    sinks.launch_join_sinks_backward(heads.flatten(0, 1), heads.flatten(0, 1), numbers(16, tokens), make(16))
+    for differentiate in (False, True):
+        losses.launch_softmax_loss(make(4352, 151936), integers(4352), numbers(4352), 0.1, differentiate)
