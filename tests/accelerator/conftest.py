@@ -4,6 +4,7 @@
 that chooses a schedule, takes `simulator`; it is skipped on a machine with a card, because one process has one kind.
 """
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ def simulator(kind: str) -> Iterator[Any]:
     if kind != simulation.KIND:
         pytest.skip("this process tests a card, and one process has one kind of accelerator")
     controls = simulation.load()
+    gc.collect()  # device memory of earlier tests that only a circle of objects holds
     controls.reset()
     yield controls
     controls.reset()
