@@ -79,7 +79,7 @@ def planned_kind(table: EngineTable) -> str:
     if table.devices in ("auto", "cpu"):
         return PLANNED_KIND  # the kind of the cards in the table
     if table.devices not in known_kinds():
-        raise EngineUsageError(_not_legal(table, ["auto", "cpu", *known_kinds()]))
+        raise EngineUsageError(_not_legal(table.devices, known_kinds()))
     return table.devices
 
 
@@ -112,17 +112,18 @@ def _asked_for(table: EngineTable) -> AcceleratorKind | None:
     if table.devices == "cpu":
         return None
     if here is None or here.name != table.devices:
-        raise EngineUsageError(_not_legal(table.devices, None if here is None else here.name))
+        raise EngineUsageError(_not_legal(table.devices, [] if here is None else [here.name]))
     return here
 
 
-def _not_legal(asked: str, here: str | None) -> str:
-    names = ", ".join(f'"{name}"' for name in ("auto", "cpu", here) if name is not None)
+def _not_legal(asked: str, kinds: list[str]) -> str:
+    """Say why `asked` is refused where these kinds are legal besides the two words."""
     reason = "PyTorch sees none here"
     if asked not in known_kinds():
         reason = f"no such kind is known{nearest(asked, known_kinds())}"
-    elif here is None:
+    elif not kinds:
         reason += f" (this is torch {torch.__version__})"  # a build for the CPU is the usual cause
+    names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *kinds))
     return f'engine.devices = "{asked}": {reason}; legal: {names}'
 
 
