@@ -121,6 +121,26 @@ def test_seeds_that_draw_the_roles_find_a_missing_wait_and_repeat_it(simulator):
     assert all(race(simulator, seed, waits=True) for seed in SEEDS)
 
 
+def drawn_roles(simulator, seed):
+    """Enqueue a task on each of six streams. Returns which of the streams are early: those whose task has run."""
+    made = streams(6, simulator)
+    tensors = [torch.zeros(3, device=DEVICE) for _ in made]
+    torch.accelerator.synchronize()
+    simulator.run_adversarially(seed)
+    simulator.keep_journal(10)
+    for stream, x in zip(made, tensors, strict=True):
+        on(stream, lambda x=x: x.add_(1))
+    early = "".join(line.split()[1] for line in simulator.journal())
+    torch.accelerator.synchronize()
+    return early
+
+
+def test_streams_without_a_role_draw_it_by_the_seed(simulator):
+    roles = [drawn_roles(simulator, seed) for seed in SEEDS]
+    assert len(set(roles)) > len(SEEDS) // 2
+    assert roles == [drawn_roles(simulator, seed) for seed in SEEDS]
+
+
 def tangle(simulator, seed):
     """Do work on four streams that wait for each other, from one thread. Returns the journal."""
     made = streams(4, simulator)
