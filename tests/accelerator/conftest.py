@@ -13,6 +13,7 @@ import torch
 
 from tests.simulated_accelerator import simulator as simulation
 from tests.simulated_accelerator.build import NotBuilt
+from torchround.accelerators import present_kind
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,8 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def kind() -> str:
     """Return the kind of device that this process tests: a card's if there is one, otherwise the simulated one."""
-    if torch.cuda.is_available():
-        return "cuda"
+    card = present_kind()
+    if card is not None:
+        return card.name
     try:
         simulation.load()
     except NotBuilt as error:

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from torchround.accelerators import PLANNED_KIND, AcceleratorKind
 from torchround.config import EngineTable
@@ -73,9 +74,13 @@ def test_auto_takes_the_accelerators_and_the_cpu_if_there_are_none(monkeypatch: 
 @pytest.mark.parametrize(
     ("cards", "asked", "message"),
     [
-        (None, PLANNED_KIND, 'PyTorch sees none here; legal: "auto", "cpu"'),
+        (
+            None,
+            PLANNED_KIND,
+            f'PyTorch sees none here (this is torch {torch.__version__}); legal: "auto", "cpu"',
+        ),
         (Cards([23.5]), PLANNED_KIND, 'PyTorch sees none here; legal: "auto", "cpu", "xpu"'),
-        (Cards([23.5]), "gpu", 'no such kind is known; legal: "auto", "cpu", "xpu"'),
+        (Cards([23.5]), "cdua", 'no such kind is known; nearest: cuda; legal: "auto", "cpu", "xpu"'),
     ],
 )
 def test_a_kind_that_is_not_here_is_refused_with_the_kinds_that_are(

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 
 from torchround.accelerators import PLANNED_KIND, AcceleratorKind, kind_of, known_kinds, present_kind
 from torchround.config import EngineTable
+from torchround.config.errors import nearest
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Device
 from torchround.engine.errors import EngineUsageError
 from torchround.pipeline.cards import DeviceSpec, find_device
@@ -77,7 +79,7 @@ def planned_kind(table: EngineTable) -> str:
     if table.devices in ("auto", "cpu"):
         return PLANNED_KIND  # the kind of the cards in the table
     if table.devices not in known_kinds():
-        raise EngineUsageError(_not_legal(table, ["auto", "cpu", *known_kinds()]))
+        raise EngineUsageError(_not_legal(table.devices, known_kinds()))
     return table.devices
 
 
@@ -110,14 +112,19 @@ def _asked_for(table: EngineTable) -> AcceleratorKind | None:
     if table.devices == "cpu":
         return None
     if here is None or here.name != table.devices:
-        raise EngineUsageError(_not_legal(table, ["auto", "cpu", *([] if here is None else [here.name])]))
+        raise EngineUsageError(_not_legal(table.devices, [] if here is None else [here.name]))
     return here
 
 
-def _not_legal(table: EngineTable, legal: list[str]) -> str:
-    names = ", ".join(f'"{name}"' for name in legal)
-    reason = "PyTorch sees none here" if table.devices in known_kinds() else "no such kind is known"
-    return f'engine.devices = "{table.devices}": {reason}; legal: {names}'
+def _not_legal(asked: str, kinds: list[str]) -> str:
+    """Say why `asked` is refused where these kinds are legal besides the two words."""
+    reason = "PyTorch sees none here"
+    if asked not in known_kinds():
+        reason = f"no such kind is known{nearest(asked, known_kinds())}"
+    elif not kinds:
+        reason += f" (this is torch {torch.__version__})"  # a build for the CPU is the usual cause
+    names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *kinds))
+    return f'engine.devices = "{asked}": {reason}; legal: {names}'
 
 
 def _limit(table: EngineTable, default_bytes: int) -> int:
