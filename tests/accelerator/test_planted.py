@@ -182,7 +182,10 @@ OTHERS = {
         replaced(ActivationTransfers, "send", given_back_at_once), REUSED, starved(UP)
     ),
     "integers are written under an upload": Mutant(
-        integers_written_at_once, replace(LATE, tight_pool=True), starved(UP), newest_buffers_first
+        integers_written_at_once,
+        replace(LATE, workers=1, tight_pool=True),
+        starved(UP),
+        newest_buffers_first,
     ),
     "a loss is read before it has landed": Mutant(loss_read_before_it_landed, ONE, starved(DOWN)),
     # Memory of devices.

@@ -229,6 +229,27 @@ def test_a_thread_that_is_woken_counts_as_running_at_once(simulator):
     assert len(simulator.journal()) == 1 and simulator.fallbacks() == 0
 
 
+def test_a_thread_can_wait_until_it_alone_runs_and_serves_none_of_the_others(simulator):
+    (late,) = streams(1, simulator)
+    x = torch.zeros(3, device=DEVICE)
+    torch.accelerator.synchronize()
+    simulator.run_adversarially(0, {late: "late"})
+    simulator.set_fallback_after(600)
+    simulator.keep_journal(10)
+    mine = simulator.register_thread()
+
+    def work():
+        on(late, lambda: x.add_(1))
+        late.synchronize()
+
+    other = HostThread(simulator, work)
+    simulator.wait_for_other_threads()
+    assert simulator.journal() == [] and not late.query(), "the other thread has enqueued, and waits"
+    simulator.unregister_thread(mine)
+    other.thread.join()
+    assert len(simulator.journal()) == 1
+
+
 def two_threads(simulator, seed):
     """Let one thread wait for stream a and then for c, another for b. Returns the order of the three streams."""
     a, b, c = streams(3, simulator)

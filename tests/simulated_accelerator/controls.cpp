@@ -72,6 +72,7 @@ PYBIND11_MODULE(simulated_accelerator, module) {
   module.def("unregister_thread", [=](int64_t number) { scheduler().unregister_thread(number); }, no_gil);
   module.def("host_blocks", [=](int64_t number) { scheduler().host_blocks(number); }, no_gil);
   module.def("host_unblocks", [=](int64_t number) { scheduler().host_unblocks(number); }, no_gil);
+  module.def("wait_for_other_threads", [=] { scheduler().wait_for_other_threads(); }, no_gil);
   module.def("set_fallback_after", [=](double seconds) { scheduler().set_fallback_after(seconds); }, no_gil);
   module.def("fallbacks", [=] { return scheduler().fallbacks(); }, no_gil);
   module.def("inject_fault", [=](int device, int64_t after) { scheduler().inject_fault(device, after); }, no_gil);

@@ -117,7 +117,10 @@ void Scheduler::wait_for_all(const std::vector<TaskPtr>& tasks) {
   std::unique_lock lock(mutex_);
   for (auto& task : tasks) {
     if (task->done) continue;
-    if (this_thread) this_thread->blocked = true;
+    if (this_thread) {
+      this_thread->blocked = true;
+      changed_.notify_all();
+    }
     demands_.push_back(std::make_unique<Demand>(Demand{task, this_thread, this_thread == nullptr}));
     moved();
     work_there_.notify_one();
@@ -290,6 +293,7 @@ void Scheduler::unregister_thread(int64_t number) {
   if (found == threads_.end()) return;
   gone_.push_back(std::move(found->second));
   threads_.erase(found);
+  changed_.notify_all();
   moved();
   work_there_.notify_one();
 }
@@ -301,12 +305,22 @@ void Scheduler::host_blocks(int64_t number) {
   auto found = threads_.find(number);
   if (found != threads_.end()) found->second->blocked = true;
   work_there_.notify_one();
+  changed_.notify_all();
 }
 
 void Scheduler::host_unblocks(int64_t number) {
   std::lock_guard lock(mutex_);
   auto found = threads_.find(number);
   if (found != threads_.end()) found->second->blocked = false;
+}
+
+void Scheduler::wait_for_other_threads() {
+  WithoutGil released;
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] {
+    return std::all_of(threads_.begin(), threads_.end(),
+                       [](auto& entry) { return entry.second.get() == this_thread || entry.second->blocked; });
+  });
 }
 
 void Scheduler::inject_fault(c10::DeviceIndex device, int64_t after_kernels) {

@@ -79,6 +79,7 @@ class Scheduler {
   void unregister_thread(int64_t number);
   void host_blocks(int64_t number);
   void host_unblocks(int64_t number);
+  void wait_for_other_threads();  // until all other registered ones wait; serves none of them
   void set_fallback_after(double seconds);
   int64_t fallbacks();
   void inject_fault(c10::DeviceIndex device, int64_t after_kernels);

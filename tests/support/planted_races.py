@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.simulated_accelerator.simulator import load
 from tests.support.planting import Plant, Planted, linger
 from tests.support.toy import ToyBlock, ToyEmbedding, ToyHead
 from torchround.engine import engine as controller
@@ -141,13 +142,17 @@ def forgets_who_is_busy(original: Any, planted: Planted) -> Any:
 
 
 def integers_written_at_once(patch: pytest.MonkeyPatch) -> Planted:
-    """The caller overwrites a buffer of integers that a device still reads."""
-    planted, copy = Planted(), passes.host_micro_batch
+    """The caller overwrites a buffer of integers that a device still reads.
+
+    The engine's other threads wait meanwhile. Otherwise it would be chance which buffers they have given back.
+    """
+    planted, copy, simulator = Planted(), passes.host_micro_batch, load()
 
     def at_once(micro_batch: Any, pool: HostPool, observer: Any, readers: int, synchronize: Any) -> Any:
         def count(event: Event) -> None:
             planted.happens()
 
+        simulator.wait_for_other_threads()
         return copy(micro_batch, pool, observer, readers, count)
 
     patch.setattr(controller, "host_micro_batch", at_once)
