@@ -335,7 +335,7 @@ def _constant(function: Callable[P, T]) -> Callable[P, T]:
 @_constant
 def is_accelerator(device: str) -> bool:
     """Return whether devices of this type are accelerators. On `meta`: the ones that `as_if_on` names."""
-    return kind_of(device) is not _host()
+    return kind_of(device).name != _host().name
 
 
 @_constant
