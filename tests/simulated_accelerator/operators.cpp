@@ -93,7 +93,7 @@ bool find_shapes(const c10::OperatorHandle& op, const std::vector<IValue>& argum
   try {
     op.callBoxed(&shapes);
   } catch (const c10::NotImplementedError&) {
-    return false;
+    return false;  // no meta kernel: the operation runs at once, and is counted as synchronous
   } catch (const c10::Error&) {
     throw;  // the operation's own complaint
   } catch (const std::exception&) {
