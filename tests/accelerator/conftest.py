@@ -16,13 +16,6 @@ from tests.simulated_accelerator.build import NotBuilt
 from torchround.accelerators import present_kind
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder: its process has one kind of accelerator."""
-    for item in items:
-        if item.nodeid.startswith("tests/accelerator/"):
-            item.add_marker("accelerator")
-
-
 @pytest.fixture(scope="session")
 def kind() -> str:
     """Return the kind of device that this process tests: a card's if there is one, otherwise the simulated one."""
