@@ -2,48 +2,26 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from tests.support.frozen_base import FROZEN, frozen_model, mapped_store, shrink_ring, write_base
 from tests.support.planting import empty_event_at
 from tests.support.scheduled_run import scheduled, starved
-from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store, train
-from torchround.engine import passes
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, train
 from torchround.engine.device import AcceleratorDevice, Stream
-from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker import device_worker, file_reader
-from torchround.hf.tensor_folder import map_file, read_header, view_of
+from torchround.engine.worker import device_worker
 
-FROZEN = (0, 1, 2, 4)
 BATCHES = toy_batches(3, micro_batches=4)
 
 
 @pytest.fixture(autouse=True)
 def small_ring(monkeypatch):
-    """Let each upload go through the ring several times, in buffers that end inside parameters."""
-    for module in (file_reader, passes):
-        monkeypatch.setattr(module, "READER_BUFFER_BYTES", 1000)
-        monkeypatch.setattr(module, "READER_BUFFERS", 3)
-
-
-def frozen_model():
-    model = toy_model()
-    for layer in FROZEN:
-        model.layers[layer].requires_grad_(False)
-    return model
+    shrink_ring(monkeypatch)
 
 
 def trained(kind, partition, base=None, make=AcceleratorDevice):
     """Train with the frozen weights in the file `base`, or in memory. Returns losses and trained weights."""
-    model, copied = frozen_model(), toy_store(frozen_model()).weights()
-    mapped = {}
-    if base is not None:
-        frozen = toy_store(model)
-        names = {parameter.name for bundle in frozen.trained for parameter in bundle.parameters}
-        save_file({name: view for name, view in copied.items() if name not in names}, base)
-        whole = map_file(base)
-        mapped = {name: (view_of(whole, stored),) for name, stored in read_header(base).items()}
-    store = HostStore(model, pinned=True, mapped=mapped)
-    store.initialize(model, 0, lambda views: [view.copy_(copied[name]) for name, view in views.items()])
+    model = frozen_model()
+    store = mapped_store(model, None if base is None else write_base(base), pinned=True)
     workers = iter(range(2))
     with toy_engine(
         model, store, partition, 2, wrap=lambda _: make(torch.device(kind, 0), next(workers))

@@ -7,30 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from tests.support.frozen_base import frozen_model, mapped_store, shrink_ring, write_base
 from tests.support.toy import (
     PARTITIONS,
     assert_same_state,
     toy_batches,
     toy_engine,
-    toy_model,
     toy_store,
     train,
     watched,
 )
-from torchround.engine import passes
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.store import host_memory
 from torchround.engine.store.bundles import ASYNC, SYNC
-from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.race_checker import AccessLog, find_races
 from torchround.engine.worker import file_reader
 from torchround.engine.worker.file_reader import FileReader
-from torchround.hf.tensor_folder import map_file, read_header, view_of
 
-FROZEN = (0, 1, 2, 4)
 BATCHES = toy_batches(3, micro_batches=4)
 
 
@@ -61,42 +56,14 @@ class AcceptingLocker:
 
 @pytest.fixture(autouse=True)
 def small_ring(monkeypatch):
-    """Let each upload go through the ring several times, in buffers that end inside parameters."""
     monkeypatch.setattr(host_memory, "PageLocker", AcceptingLocker)
-    for module in (file_reader, passes):
-        monkeypatch.setattr(module, "READER_BUFFER_BYTES", 1000)
-        monkeypatch.setattr(module, "READER_BUFFERS", 3)
-
-
-def frozen_model():
-    model = toy_model()
-    for layer in FROZEN:
-        model.layers[layer].requires_grad_(False)
-    return model
+    shrink_ring(monkeypatch)
 
 
 @pytest.fixture
 def base(tmp_path):
     """A file with the frozen weights of the toy model."""
-    store = toy_store(frozen_model())
-    trained = {parameter.name for bundle in store.trained for parameter in bundle.parameters}
-    frozen = {name: view.clone() for name, view in store.weights().items() if name not in trained}
-    save_file(frozen, tmp_path / "base.safetensors")
-    return tmp_path / "base.safetensors"
-
-
-def mapped_store(model, base, policy=SYNC):
-    whole = map_file(base)
-    mapped = {name: (view_of(whole, stored),) for name, stored in read_header(base).items()}
-    store = HostStore(model, policy=policy, mapped=mapped)
-
-    def read(weights):
-        source = toy_store(frozen_model()).weights()
-        for name, view in weights.items():
-            view.copy_(source[name])
-
-    store.initialize(model, 0, read)
-    return store
+    return write_base(tmp_path / "base.safetensors")
 
 
 def mapped_engine(base, num_devices=2, partition="forward coarser", policy=SYNC, log=None, **settings):
@@ -106,7 +73,7 @@ def mapped_engine(base, num_devices=2, partition="forward coarser", policy=SYNC,
         devices.append(LockingDevice(len(devices)))
         return watched(devices[-1], log) if log else devices[-1]
 
-    store = mapped_store(model, base, policy)
+    store = mapped_store(model, base, policy=policy)
     partition = PARTITIONS[partition]
     return toy_engine(model, store, partition, num_devices, observer=log, wrap=locking, **settings)
 

@@ -1,0 +1,48 @@
+"""The toy model with frozen layers whose weights stay in a file, and a ring of readers that is small for it."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from tests.support.toy import toy_model, toy_store
+from torchround.engine import passes
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker import file_reader
+from torchround.hf.tensor_folder import map_file, read_header, view_of
+from torchround.layer import LayeredModel
+
+FROZEN = (0, 1, 2, 4)
+
+
+def shrink_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each upload go through the ring several times, in buffers that end inside parameters."""
+    for module in (file_reader, passes):
+        monkeypatch.setattr(module, "READER_BUFFER_BYTES", 1000)
+        monkeypatch.setattr(module, "READER_BUFFERS", 3)
+
+
+def frozen_model() -> LayeredModel:
+    model = toy_model()
+    for layer in FROZEN:
+        model.layers[layer].requires_grad_(False)
+    return model
+
+
+def write_base(path: Path) -> Path:
+    """Write the frozen weights to a file, and return its path."""
+    store = toy_store(frozen_model())
+    trained = {parameter.name for bundle in store.trained for parameter in bundle.parameters}
+    save_file({name: view.clone() for name, view in store.weights().items() if name not in trained}, path)
+    return path
+
+
+def mapped_store(model: LayeredModel, base: Path | None, **options) -> HostStore:
+    """Make a store of the weights of `toy_store`, with the frozen ones in the file `base`, or in memory without one."""
+    mapped = {}
+    if base is not None:
+        whole = map_file(base)
+        mapped = {name: (view_of(whole, stored),) for name, stored in read_header(base).items()}
+    store, source = HostStore(model, mapped=mapped, **options), toy_store(frozen_model()).weights()
+    store.initialize(model, 0, lambda views: [view.copy_(source[name]) for name, view in views.items()])
+    return store
