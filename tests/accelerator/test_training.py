@@ -10,8 +10,9 @@ import torch
 from tests.support.device_toy import DeviceLoop, device_engine
 from tests.support.toy import PARTITIONS, assert_same_state, toy_batches, toy_model, toy_store, train
 from torchround.engine.store.bundles import ASYNC
-from torchround.layer import MicroBatch
+from torchround.layer import MicroBatch, with_dropout_seeds
 from torchround.models import FAMILIES
+from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
 
 STEPS = 3
@@ -177,6 +178,34 @@ def test_a_real_model_gives_the_bits_of_a_plain_loop_however_it_is_cut(kind, fam
             losses = train(engine, batches, 1e-3)
         assert losses == loop.train(batches, 1e-3)
         assert_same_state(store.named_views(), loop.state())
+        store.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("family", "flavor"), MODELS, ids=map("-".join, MODELS))
+def test_adapters_with_dropout_get_the_bits_of_a_plain_loop_however_it_is_cut(kind, family, flavor, dtype):
+    """Frozen products take other branches than trained ones, and masks must not depend on the cut."""
+    config = FAMILIES[family].config_from_flavor(flavor, vocab_size=50, num_layers=2)
+    targets = ("q_proj", "v_proj", "down_proj")
+    batches = [
+        with_dropout_seeds(
+            [packed([[12, 20], [16, 16]], seed=step), packed([[32, 0]], seed=10 + step)], 0, step
+        )
+        for step in range(3)
+    ]
+    for workers, partition in ((1, Partition((), 4, ())), (3, Partition((1, 2), 1, (2, 1)))):
+        model = FAMILIES[family].build(config)
+        add_adapters(model, FAMILIES[family].hf_names(config), LoraShape(8, 16.0, 0.25, targets))
+        store = toy_store(model, DTYPES[dtype], pinned=True)
+        before = {name: view.clone() for name, view in store.named_views().items()}
+        loop = device_loop(model, store, config.tied_embeddings, kind, DTYPES[dtype])
+        with device_engine(kind, model, store, partition, workers) as engine:
+            losses = train(engine, batches, 1e-2)
+        assert losses == loop.train(batches, 1e-2)
+        after, trained = store.named_views(), loop.state()
+        assert any("lora" in name for name in trained) and all("lora" in name for name in trained)
+        assert_same_state(after, before | trained)
+        assert any(not torch.equal(after[name], before[name]) for name in trained)
         store.close()
 
 

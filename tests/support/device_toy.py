@@ -74,7 +74,7 @@ class DeviceLoop(PlainLoop):
                 loss.backward(torch.full_like(loss, scale / labels))
                 losses.append(loss.item())
             # The head before the embedding: the order in which a backward pass makes the parts of a tied weight.
-            for name in reversed(list(leaves)):
+            for name in reversed([name for name, leaf in leaves.items() if leaf.requires_grad]):
                 owner = "embedding.weight" if self.tied and name == "head.weight" else name
                 gradient = leaves[name].grad.to(self._dtype).cpu()
                 sums[owner] = sums[owner].float() + gradient.float() if owner in sums else gradient
@@ -94,9 +94,11 @@ class DeviceLoop(PlainLoop):
         return sum(losses) / labels
 
     def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
-        leaf = nn.Parameter(parameter.data.to(self._device, self._dtype, copy=True))
-        leaf.grad_dtype = torch.float32
-        leaf.grad = torch.zeros_like(leaf, dtype=torch.float32)
+        data = parameter.data.to(self._device, self._dtype, copy=True)
+        leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        if leaf.requires_grad:
+            leaf.grad_dtype = torch.float32
+            leaf.grad = torch.zeros_like(leaf, dtype=torch.float32)
         return leaf
 
     def _loss(self, micro_batch: MicroBatch, leaves: dict[str, nn.Parameter]) -> Tensor:

@@ -171,7 +171,8 @@ class PlainLoop:
             weights = {**weights, "head.weight": weights["embedding.weight"]}
         for name, parameter in self._name.items():
             parameter.data.copy_(weights[name])
-        self.owned = {name: p for name, p in self._name.items() if not (tied and name == "head.weight")}
+        trained = {name: p for name, p in self._name.items() if p.requires_grad}
+        self.owned = {name: p for name, p in trained.items() if not (tied and name == "head.weight")}
         self.moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.owned.items()}
         self.updates = 0
         self.norms: list[float] = []
