@@ -28,11 +28,18 @@ def event_on(stream):
     return event
 
 
-def test_nothing_of_a_late_stream_runs_before_a_thread_waits_for_it(simulator):
+def late_stream_and_tensor(simulator):
+    """Make a stream that is late, and a tensor that is there already. No thread is served by the fallback."""
     (late,) = streams(1, simulator)
     x = torch.zeros(3, device=DEVICE)
     torch.accelerator.synchronize()
     simulator.run_adversarially(0, {late: "late"})
+    simulator.set_fallback_after(600)
+    return late, x
+
+
+def test_nothing_of_a_late_stream_runs_before_a_thread_waits_for_it(simulator):
+    late, x = late_stream_and_tensor(simulator)
     simulator.keep_journal(10)
     on(late, lambda: x.add_(1))
     assert simulator.journal() == []
@@ -184,11 +191,7 @@ class HostThread:
 
 
 def test_a_waiting_thread_is_served_only_when_all_registered_threads_wait(simulator):
-    (late,) = streams(1, simulator)
-    x = torch.zeros(3, device=DEVICE)
-    torch.accelerator.synchronize()
-    simulator.run_adversarially(0, {late: "late"})
-    simulator.set_fallback_after(600)
+    late, x = late_stream_and_tensor(simulator)
     on(late, lambda: x.add_(1))
     simulator.keep_journal(10)
     mine = simulator.register_thread()
@@ -206,11 +209,7 @@ def test_a_waiting_thread_is_served_only_when_all_registered_threads_wait(simula
 
 def test_a_thread_that_is_woken_counts_as_running_at_once(simulator):
     """Its waker reports it. Otherwise another thread would be served before the woken one has enqueued."""
-    (late,) = streams(1, simulator)
-    x = torch.zeros(3, device=DEVICE)
-    torch.accelerator.synchronize()
-    simulator.run_adversarially(0, {late: "late"})
-    simulator.set_fallback_after(600)
+    late, x = late_stream_and_tensor(simulator)
     on(late, lambda: x.add_(1))
     simulator.keep_journal(10)
     end, mine = threading.Event(), simulator.register_thread()
@@ -230,11 +229,7 @@ def test_a_thread_that_is_woken_counts_as_running_at_once(simulator):
 
 
 def test_a_thread_can_wait_until_it_alone_runs_and_serves_none_of_the_others(simulator):
-    (late,) = streams(1, simulator)
-    x = torch.zeros(3, device=DEVICE)
-    torch.accelerator.synchronize()
-    simulator.run_adversarially(0, {late: "late"})
-    simulator.set_fallback_after(600)
+    late, x = late_stream_and_tensor(simulator)
     simulator.keep_journal(10)
     mine = simulator.register_thread()
 
@@ -288,9 +283,7 @@ def test_a_thread_that_was_served_runs_up_to_its_next_wait_before_another_is_ser
 
 
 def test_a_thread_that_the_simulator_does_not_know_to_wait_hangs_nothing(simulator):
-    (late,) = streams(1, simulator)
-    x = torch.zeros(3, device=DEVICE)
-    simulator.run_adversarially(0, {late: "late"})
+    late, x = late_stream_and_tensor(simulator)
     simulator.set_fallback_after(0.05)
     on(late, lambda: x.add_(1))
     mine = simulator.register_thread()
@@ -301,9 +294,7 @@ def test_a_thread_that_the_simulator_does_not_know_to_wait_hangs_nothing(simulat
 
 
 def test_an_event_that_is_polled_happens(simulator):
-    (late,) = streams(1, simulator)
-    x = torch.zeros(3, device=DEVICE)
-    simulator.run_adversarially(0, {late: "late"})
+    late, x = late_stream_and_tensor(simulator)
     on(late, lambda: x.add_(1))
     event = event_on(late)
     for _ in range(10_000):
