@@ -1,25 +1,13 @@
-"""Grouped products: the Triton kernels in the interpreter, and what experts run on cards of each generation."""
+"""What experts run on cards of each generation."""
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support import grouped_cases
-from tests.support.interpreted import case_names, outcomes
 from torchround.accelerators import CudaKind, as_if_on
 from torchround.models import FAMILIES
 
 BEFORE_HOPPER, HOPPER, GEFORCE_BLACKWELL = (8, 9), (9, 0), (12, 0)
-
-
-@pytest.fixture(scope="module")
-def found():
-    return outcomes(grouped_cases)
-
-
-@pytest.mark.parametrize("name", case_names(grouped_cases))
-def test_the_triton_kernels_give_what_float64_gives(name, found):
-    assert found[name] == ""
 
 
 class Names(TorchDispatchMode):

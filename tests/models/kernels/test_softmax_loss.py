@@ -1,26 +1,14 @@
-"""The kernel of the loss in Triton's interpreter, and what an accelerator's head moves and compiles."""
+"""What an accelerator's head moves and compiles."""
 
 import pytest
 import torch
 
 from benchmarks.kernel_counts import CountingMode
-from tests.support import loss_cases
-from tests.support.interpreted import case_names, outcomes
 from torchround.accelerators import as_if_on
 from torchround.models.common import loss
 from torchround.models.kernels import softmax_loss
 
 VOCAB, WIDTH, TOKENS = 151936, 2048, 8192  # Qwen3-1.7B, a micro-batch of four sequences
-
-
-@pytest.fixture(scope="module")
-def found():
-    return outcomes(loss_cases)
-
-
-@pytest.mark.parametrize("name", case_names(loss_cases))
-def test_the_triton_kernel_equals_its_reference(name, found):
-    assert found[name] == ""
 
 
 @pytest.fixture

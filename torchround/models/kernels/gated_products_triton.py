@@ -193,6 +193,19 @@ def _at_most(x: tl.tensor, limit: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _biased_pairs(
+    rows: tl.tensor, biases: tl.tensor, column: tl.tensor, inside: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    # Gates and values alternate. Both loads of a pair are of the same lines of memory.
+    pair = 2 * column
+    gate = tl.load(rows + pair, mask=inside, other=0.0).to(tl.float32)
+    gate += tl.load(biases + pair, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(rows + pair + 1, mask=inside, other=0.0).to(tl.float32)
+    up += tl.load(biases + pair + 1, mask=inside, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
 def _clamped_product(
     gate_up: tl.tensor,
     bias: tl.tensor,
@@ -209,12 +222,8 @@ def _clamped_product(
     weight = tl.load(weights + row)
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        inside, pair = column < width, 2 * column
-        # Gates and values alternate. Both loads of a pair are of the same lines of memory.
-        gate = tl.load(rows + pair, mask=inside, other=0.0).to(tl.float32)
-        gate += tl.load(biases + pair, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(rows + pair + 1, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(biases + pair + 1, mask=inside, other=0.0).to(tl.float32)
+        inside = column < width
+        gate, up = _biased_pairs(rows, biases, column, inside)
         gate, up = _at_most(gate, limit), -_at_most(-_at_most(up, limit), limit)
         result = gate * tl.sigmoid(alpha * gate) * (up + 1.0) * weight
         tl.store(product + row * width + column, result.to(product.dtype.element_ty), mask=inside)
@@ -241,10 +250,7 @@ def _clamped_product_backward(
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside, pair = column < width, 2 * column
-        raw_gate = tl.load(rows + pair, mask=inside, other=0.0).to(tl.float32)
-        raw_gate += tl.load(biases + pair, mask=inside, other=0.0).to(tl.float32)
-        raw_up = tl.load(rows + pair + 1, mask=inside, other=0.0).to(tl.float32)
-        raw_up += tl.load(biases + pair + 1, mask=inside, other=0.0).to(tl.float32)
+        raw_gate, raw_up = _biased_pairs(rows, biases, column, inside)
         gate, up = _at_most(raw_gate, limit), 1.0 - _at_most(-_at_most(raw_up, limit), limit)
         share = tl.sigmoid(alpha * gate)
         active = gate * share
