@@ -29,6 +29,7 @@ PUBLISHED = {
     "qwen3/32B": (40.5611, 4.0),
     "qwen3/235B-A22B": (43.016, 3.2),
 }
+LARGE_AND_DENSE = ("llama3/3.1-8B", "qwen3/32B")
 
 
 @dataclass(frozen=True)
@@ -109,19 +110,22 @@ def test_a_hop_takes_what_was_measured(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_a_block_counted_from_flops_is_within_a_factor_of_what_was_measured(model: str) -> None:
-    """The published runs accumulated in fp16: dense blocks reached 0.64 of that peak, experts 0.30. Hence 2.1."""
+def test_a_block_counted_from_flops_agrees_with_what_was_measured(model: str) -> None:
+    """The published runs accumulated in fp16. Large dense blocks reached 0.64 of that peak, small ones and experts less."""
     shape, card = model_shape(*model.split("/")), find_device("rtx4090")
     assert shape is not None and card is not None
     work = Work(shape.block_forward_flops(4, 2048))
     counted = costs_from_work(
         ["block"], [work], [ParameterCounts(1)], card, "float16", fp16_accumulation=True
     )
-    block = counted.layers[0]
-    assert 1 / 2.1 < block.forward_s * 1e3 / PUBLISHED[model][0] < 2.1
+    share = counted.layers[0].forward_s * 1e3 / PUBLISHED[model][0]
+    if model in LARGE_AND_DENSE:
+        assert share == pytest.approx(1.0, rel=0.1)
+    else:
+        assert 1 / 2.1 < share < 1.0
 
 
-@pytest.mark.parametrize("model", ["llama3/3.1-8B", "qwen3/32B"])
+@pytest.mark.parametrize("model", LARGE_AND_DENSE)
 def test_published_dense_blocks_ran_faster_than_any_card_of_their_kind_with_fp32_accumulation(
     model: str,
 ) -> None:
