@@ -180,7 +180,7 @@ def test_a_console_that_is_closed_does_not_end_the_run(
     ("overrides", "expected"),
     [
         (["--engine.device_memory_gib=1e-6"], "GiB"),
-        (["--engine.devices=cuda"], "PyTorch sees none here; legal: "),
+        (["--engine.devices=cuda"], "PyTorch sees none here"),
         (['--data.sources=[{ path = "nowhere.txt" }]'], "command line: data.sources: "),
         (["--run.folder=text.jsonl"], "run.folder: text.jsonl/run cannot be used"),
         (
