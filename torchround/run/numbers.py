@@ -71,23 +71,14 @@ def run_question(
     without a plan, or a plan for another number of layers, or if the devices lack a switch that the run asks for.
     """
     training, engine = numbers.training, numbers.engine
-    if training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
-        raise EngineUsageError(
-            f"training.fp16_accumulation = true: {hardware.kind} devices cannot be told to add up in float16; "
-            "legal: false"
-        )
     given = None if engine.plan is None else given_plan(engine)
-    if given is not None and given[0].num_layers != len(model.layers):
-        raise EngineUsageError(
-            f"engine.plan covers {given[0].num_layers} layers, the model has {len(model.layers)} "
-            "(embedding and head included)"
-        )
+    _check(model, numbers, hardware, None if given is None else given[0].num_layers)
     parameters = layer_parameters(model)
     # Virtual devices copy weights in files straight from their map.
     reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-        costs = costs_from_work(
+        return costs_from_work(
             model.names,
             layer_works(model, numbers, hardware.kind, tokens, sequences),
             parameters,
@@ -98,8 +89,6 @@ def run_question(
             element_bytes=numbers.dtype.itemsize,
             accumulate_bytes=accumulate_bytes,
         )
-        layers = (replace(layer, boundary_bytes=aligned(layer.boundary_bytes)) for layer in costs.layers)
-        return replace(costs, layers=tuple(layers))
 
     return RunQuestion(
         costs_for=costs_for,
@@ -126,6 +115,20 @@ def run_question(
     )
 
 
+def _check(model: LayeredModel, numbers: RunNumbers, hardware: Hardware, planned_layers: int | None) -> None:
+    """Raise `EngineUsageError` for a switch that the devices lack, or a given plan of another number of layers."""
+    if numbers.training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
+        raise EngineUsageError(
+            f"training.fp16_accumulation = true: {hardware.kind} devices cannot be told to add up in float16; "
+            "legal: false"
+        )
+    if planned_layers is not None and planned_layers != len(model.layers):
+        raise EngineUsageError(
+            f"engine.plan covers {planned_layers} layers, the model has {len(model.layers)} "
+            "(embedding and head included)"
+        )
+
+
 def layer_works(
     model: LayeredModel, numbers: RunNumbers, kind: str, tokens: int, sequences: int
 ) -> list[LayerWork]:
@@ -138,7 +141,8 @@ def layer_works(
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             work = replace(work, workspace_bytes=work.workspace_bytes + trained * element_bytes)
-        works.append(work)
+        # As it is packed on its way.
+        works.append(replace(work, boundary_bytes=aligned(work.boundary_bytes)))
     return works
 
 
