@@ -38,13 +38,16 @@ class RecordReader:
     vocab_size: int | None = None
     render_pair: RenderPair | None = None
 
-    def fields(self) -> tuple[str, ...] | None:
-        """Return the fields that are read, or None for all, as conversations have various fields."""
-        if self.table.content == "alpaca":
-            return ALPACA_FIELDS
+    def columns(self, names: list[str]) -> list[str]:
+        """Return those of a table's columns that have to be read: all of them, if a field is missing or fields vary."""
         if self.table.content in ("messages", "prompt_completion"):
-            return None
-        return (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
+            return names
+        if self.table.content == "alpaca":
+            # If one is missing, the error lists the fields that there are.
+            is_whole = {"instruction", "output"} <= set(names)
+            return [name for name in names if name in ALPACA_FIELDS] if is_whole else names
+        wanted = (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
+        return [name for name in names if name in wanted] or names
 
     def read(self, document: Document, record: Record) -> Content:
         """Return the content of a document's record; a blank line gives an empty text. Raises `DataError`."""

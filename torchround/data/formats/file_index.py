@@ -80,7 +80,7 @@ class FileIndex:
                 raise
             raise DataError(f"{self.path}: the line at byte {start} is {error}") from error
         if self.kind == "json":
-            return data.rstrip(SPACE_AND_COMMA)
+            return data.rstrip(SPACE_AND_COMMA) or data
         return self._row(data, str(self.document(index))) if data.strip() else b""
 
     def _row(self, data: bytes, where: str) -> Record:

@@ -22,10 +22,13 @@ def json_array_starts(file: BinaryIO) -> TokenIds:
     """
     scan, starts = _ArrayScan(file), array("q")
     scan.skip_to("[")
+    separator = scan.byte - 1
     if scan.visible() == "]":
         return _as_offsets(starts, scan)
     while True:
-        scan.visible()
+        if not scan.visible():
+            starts.append(separator)  # the file ends here: its last comma or bracket is the damaged record
+            break
         starts.append(scan.byte)
         if not scan.skip_value():
             break
@@ -42,6 +45,7 @@ def json_array_starts(file: BinaryIO) -> TokenIds:
             return np.frombuffer(starts, dtype=np.int64)
         if after != ",":
             break
+        separator = scan.byte
         scan.skip()
     return _as_offsets(starts, scan)
 

@@ -84,7 +84,7 @@ def _refuse_packed_tables(table: SourceTable, kinds: dict[Path, str]) -> None:
 
 def _file_parts(path: Path, kinds: dict[Path, str], records: RecordReader) -> list[StreamPart]:
     if kinds[path] == "parquet":
-        return _parquet_parts(path, records.fields())
+        return _parquet_parts(path, records)
     file_bytes = size_bytes(path)
     if kinds[path] == "text":
         refuse_packed(path)
@@ -173,7 +173,7 @@ def _zstd_error() -> type[Exception]:
 # Rows of parquet files.
 
 
-def _parquet_parts(path: Path, fields: tuple[str, ...] | None) -> list[StreamPart]:
+def _parquet_parts(path: Path, records: RecordReader) -> list[StreamPart]:
     """Return one part per row group, so that the records of a large file come in another order than its own."""
     parquet = _optional("pyarrow.parquet", "parquet", path)
     unreadable = (*UNREADABLE, _optional("pyarrow", "parquet", path).ArrowException)
@@ -186,14 +186,11 @@ def _parquet_parts(path: Path, fields: tuple[str, ...] | None) -> list[StreamPar
         _refuse_lost(path, file_bytes, error)
         broken = Document(path, record=DataError(f"{path}: not a readable parquet file: {error}"), number=1)
         return [StreamPart(partial(_only, broken), lambda: 1, file_bytes)]
-    columns = names if fields is None else [name for name in names if name in fields]
+    columns = records.columns(names)
     rows_before = [sum(counts[:index]) for index in range(len(counts))]
     return [
         StreamPart(
-            # If none of the wanted columns exists, all are read: the error then lists the fields there are.
-            partial(
-                _rows, parquet, unreadable, path, file_bytes, group, rows_before[group], columns or names
-            ),
+            partial(_rows, parquet, unreadable, path, file_bytes, group, rows_before[group], columns),
             partial(int, count),
             count,
         )
