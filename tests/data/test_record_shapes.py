@@ -187,6 +187,13 @@ def test_messages_as_prompt_and_completion_are_written_with_the_template(
     ]
 
 
+def test_answers_in_a_prompt_are_not_learnt(tmp_path: Path, chat_tokenizer: Tokenizer) -> None:
+    prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
+    records = [{"prompt": prompt, "completion": [turn("assistant", "d")]}]
+    ((text, learnt),) = trained_on(tmp_path / "x.json", records, chat_tokenizer, "prompt_completion")
+    assert text.count("<|eos|>") == 4 and learnt == "d<|eos|>"
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [

@@ -46,6 +46,7 @@ def open_sources(data: DataTable, tokenizer: Tokenizer, vocab_size: int | None =
             render,
             vocab_size or tokenizer.vocab_size,
             PairFormat(tokenizer, data.loss_on == "all", table.special_tokens),
+            data.loss_on == "all",
         )
         for table in data.sources
     ]

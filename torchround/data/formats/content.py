@@ -6,7 +6,7 @@ instruction and output. Each fault of a record is a `DataError` that says where 
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torchround.config import SourceTable, nearest
 from torchround.data.document_types import Content, Conversation, Document, Record, TextSpan, TokenIds
 from torchround.data.errors import DataError
 from torchround.data.formats.source_files import BYTE_ORDER_MARK
+from torchround.data.text.messages import REASONING
 
 Spans = tuple[TextSpan, ...]
 Render = Callable[[Conversation], Spans]
@@ -28,7 +29,7 @@ PAIR_FIELDS = ("prompt", "completion")
 
 @dataclass(frozen=True)
 class RecordReader:
-    """Reader of the records of one source. Token ids must be below `vocab_size`.
+    """Reader of the records of one source. Token ids must be below `vocab_size`. `learns_all`: prompts are learnt too.
 
     `render` writes conversations, and `render_pair` a prompt and its completion that are plain text.
     """
@@ -37,6 +38,7 @@ class RecordReader:
     render: Render | None = None
     vocab_size: int | None = None
     render_pair: RenderPair | None = None
+    learns_all: bool = False
 
     def columns(self, names: list[str]) -> list[str]:
         """Return those of a table's columns that have to be read: all of them, if a field is missing or fields vary."""
@@ -84,7 +86,7 @@ class RecordReader:
             if not completion:
                 raise DataError("field 'completion' is an empty string")
             return self.render_pair(prompt, completion)
-        return self._rendered(_from_pair(prompt, completion, record.get("tools")))
+        return self._rendered(_from_pair(prompt, completion, record.get("tools"), self.learns_all))
 
     def _value(self, record: dict[str, Any]) -> Any:
         names = (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
@@ -162,10 +164,13 @@ def _from_messages(value: Any, record: dict[str, Any]) -> Conversation:
     system = _optional_text(record, "system")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return _conversation(messages, record.get("tools"))
+    settings = record.get("chat_template_kwargs") or {}
+    if not isinstance(settings, dict):
+        raise DataError(f"field 'chat_template_kwargs' is a {type(settings).__name__}, not an object")
+    return replace(_conversation(messages, record.get("tools")), settings=settings)
 
 
-def _from_pair(prompt: Any, completion: Any, tools: Any) -> Conversation:
+def _from_pair(prompt: Any, completion: Any, tools: Any, learns_all: bool) -> Conversation:
     """Return the conversation of a prompt and its completion. A plain text is a message of the user or the assistant."""
     turns = []
     for name, value, role in (("prompt", prompt, "user"), ("completion", completion, "assistant")):
@@ -176,11 +181,10 @@ def _from_pair(prompt: Any, completion: Any, tools: Any) -> Conversation:
         turns.append([_message(message, index) for index, message in enumerate(value)])
     if not any(message["role"] == "assistant" for message in turns[1]):
         raise DataError("field 'completion' has no message of the assistant")
-    # Answers in the prompt are examples for the model to read.
-    asked = [
-        message | {"train": False} if message["role"] == "assistant" else message for message in turns[0]
-    ]
-    return _conversation([*asked, *turns[1]], tools)
+    for message in turns[0]:
+        if message["role"] == "assistant" and not learns_all:
+            message["train"] = False  # answers in the prompt are examples for the model to read
+    return _conversation([*turns[0], *turns[1]], tools)
 
 
 def _joined_parts(parts: list[Any], where: str) -> str:
@@ -210,7 +214,7 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     if isinstance(content, list):
         content = fields["content"] = _joined_parts(content, f"message {index} ({fields['role']})")
     # Calls and thoughts may come without any answer.
-    if content is None and (fields.get("tool_calls") or fields.get("thinking")):
+    if content is None and any(fields.get(name) for name in ("tool_calls", *REASONING)):
         fields["content"] = ""
     elif not isinstance(content, str):
         raise DataError(f"message {index} ({fields['role']}): the content is {_kind(content)}, not a string")
