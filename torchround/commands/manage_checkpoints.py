@@ -26,6 +26,7 @@ from torchround.commands import CommandError
 from torchround.config import CheckpointTable, ConfigError, RunTable, load_config
 from torchround.pipeline.memory import size_text
 from torchround.run.run_folder import RunError, RunFolder
+from torchround.untrusted.terminal import terminal_safe
 
 CHECKPOINTS = "checkpoints"
 AGE_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -69,14 +70,18 @@ def list_all(options: argparse.Namespace) -> int:
     """
     from rich.console import Console  # importing rich draws random numbers, which an import must not
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("folder", "size", "age", "condition", "run", box=None)
     any_damaged = False
     for path, condition, run_name in conditions(Checkpointer(checkpoints_of(options.folder))):
         with suppress(FileNotFoundError):  # a running process has deleted it meanwhile
-            size_bytes = sum(file.lstat().st_size for file in path.iterdir())
-            age_s = time.time() - path.stat().st_mtime
-            table.add_row(path.name, size_text(size_bytes), age(age_s), condition, run_name)
+            if path.is_symlink():
+                condition += f", a link to {terminal_safe(path.readlink())}"
+            is_there = path.is_dir()  # not so for a link to a disk that is not there
+            size_bytes = sum(file.lstat().st_size for file in path.iterdir()) if is_there else 0
+            age_s = time.time() - (path.stat() if is_there else path.lstat()).st_mtime
+            table.add_row(path.name, size_text(size_bytes), age(age_s), Text(condition), run_name)
             any_damaged |= condition.startswith("damaged")
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     return int(any_damaged)
@@ -199,6 +204,8 @@ def reason(error: CheckpointError, path: Path) -> str:
 
 
 def age(seconds: float) -> str:
-    """Format an age in the largest unit of which it has at least one."""
+    """Format an age in the largest unit of which it has at least one. A clock may be behind the folder's."""
+    if seconds < 0:
+        return "in the future"
     unit_s, unit = next((pair for pair in AGE_UNITS if seconds >= pair[0]), AGE_UNITS[-1])
     return f"{seconds / unit_s:.0f} {unit}"

@@ -36,11 +36,11 @@ class Progress:
         self._clock = clock
         self._next_s = clock() + EVERY_S
 
-    def advance(self, amount: int = 1) -> None:
-        """Count more as done, and print the line if it is due."""
+    def advance(self, amount: int = 1, *, silent: bool = False) -> None:
+        """Count more as done. Print the line if it is due, unless `silent`."""
         self.done += amount
         now_s = self._clock()
-        if now_s < self._next_s:
+        if silent or now_s < self._next_s:
             return
         self._next_s = now_s + EVERY_S
         # A closed console must not end the work.
