@@ -22,7 +22,7 @@ from torchround.engine.worker.link_turns import find_link_use
 from torchround.hf import PretrainedWeights
 from torchround.layer import FileTensor, LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
-from torchround.observe.loss_curve import draw_run
+from torchround.observe.run_page import draw_pictures
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import RunQuestion
@@ -127,7 +127,7 @@ class Trainer:
                 self._metrics.close()
                 self._loader.close()
                 self.store.close()
-            draw_run(self._folder.path)
+            draw_pictures(self._folder.path)
             self._say_what_was_left_out()
             saved, steps = self._checkpoints.saved_step, self.config.training.steps
             say(f"{self._folder.path}: saved after step {saved} of {steps}; {ended_by}")
@@ -183,7 +183,7 @@ class Trainer:
     def _train_measured(self, planning: PlanByMeasuring, stop: StopRequest) -> tuple[str, int] | None:
         """Run the steps that measure, on an engine of their own. Returns as `_train` does."""
         # A function of its own, so that no name refers to this engine while the next one runs.
-        with self._running_engine(planning.measuring) as engine:
+        with self._running_engine(planning.settled, times_layers=True) as engine:
             return self._train(engine, stop, planning.until, measured_by=planning)
 
     def _train(
@@ -328,7 +328,7 @@ class Trainer:
         return metrics
 
     @contextmanager
-    def _running_engine(self, plan: Plan) -> Iterator[Engine]:
+    def _running_engine(self, plan: Plan, times_layers: bool = False) -> Iterator[Engine]:
         """Run an engine for the block. After a fault, save the state that it left."""
         parts = self._parts
         with self._meter.excluded():
@@ -341,6 +341,7 @@ class Trainer:
                 self.config.optimizer,
                 self._compiler,
                 self._links.turns,
+                times_layers,
             )
         try:
             with engine:

@@ -3,11 +3,12 @@
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from torchround.accelerators import PLANNED_KIND, maker_of_build
+from torchround.accelerators import PLANNED_KIND
 from torchround.config import EngineTable
 from torchround.engine.errors import EngineUsageError
 from torchround.run import hardware, missing_cards
@@ -80,9 +81,14 @@ def test_a_machine_without_a_card_has_nothing_to_mend(tmp_path: Path, devices: l
     assert not absence.has_card and f"torch {torch.__version__} sees none" in absence.reason
 
 
-@pytest.mark.skipif(maker_of_build() is not None, reason="this build of PyTorch is for GPUs")
-def test_a_build_without_gpus_says_so_itself() -> None:
-    assert "Torch not compiled with" in missing_cards._refusal()
+def test_what_pytorch_says_of_a_card_that_it_refuses_is_quoted_without_its_other_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("The driver on your system is too old\n(found version 11040)")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(init=refuse))
+    assert missing_cards._refusal() == "The driver on your system is too old"
 
 
 @pytest.mark.parametrize("has_card", [False, True])

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchround.checkpoint import Checkpointer, CheckpointError, open_checkpoint
 from torchround.checkpoint.fsync import free_bytes_at
 from torchround.config import CheckpointTable, Config
-from torchround.pipeline.memory import size_text
+from torchround.pipeline.memory import OPTIMIZER_BYTES, size_text
 from torchround.pipeline.plan_report import RunQuestion
 from torchround.run.resume import given_folder, require_steps_left
 from torchround.run.run_folder import RunError, RunFolder
@@ -75,9 +75,9 @@ def checkpoint_bytes(question: RunQuestion) -> int:
 
     The device weights of trained parameters are the float32 weights, rounded, so they are not saved.
     """
-    state = question.state()
-    rounded = question.element_bytes * question.parameters.trained
-    return state.optimizer_bytes + state.weight_bytes - rounded
+    count, older_versions = question.parameters, int(question.update == "async")
+    per_trained = OPTIMIZER_BYTES + older_versions * question.element_bytes
+    return per_trained * count.trained + question.element_bytes * count.frozen
 
 
 def num_at_once(table: CheckpointTable, total_steps: int) -> int:
