@@ -20,7 +20,8 @@ import torch
 from torchround.config import Config, ConfigError, DataTable, load_config
 from torchround.data import DataError, Tokenizer, build_loader, build_tokenizer, num_tokens
 from torchround.data.document_types import Document
-from torchround.data.loader import mix_settings, open_sources, packs_whole_documents
+from torchround.data.loader import mix_settings, open_sources
+from torchround.data.order_rules import packs_whole_documents
 from torchround.data.reading_order import Reader
 from torchround.data.tokenising import tokenise
 from torchround.layer import IGNORED_LABEL, MicroBatch

@@ -17,7 +17,14 @@ from torchround.data.errors import DataError
 from torchround.data.formats.content import RecordReader
 from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
-from torchround.data.order_rules import LATEST, OrderRules, rules_for, rules_of
+from torchround.data.order_rules import (
+    CONVERSATIONS,
+    LATEST,
+    OrderRules,
+    packs_whole_documents,
+    rules_for,
+    rules_of,
+)
 from torchround.data.packing.batches import (
     Batches,
     num_tokens,
@@ -39,7 +46,6 @@ from torchround.untrusted.terminal import terminal_safe
 logger = logging.getLogger(__name__)
 PREFETCHED_BATCHES = 2
 REPAIRED = "if a record was repaired, --data.on_changed_files go_on keeps the place"
-CONVERSATIONS = ("messages", "alpaca")
 
 
 def build_loader(
@@ -122,7 +128,7 @@ class Loader(Iterator[MicroBatch]):
         self._sources = open_sources(data, tokenizer)
         self._mix = mix_settings(data, self._sources, seed, validation)
         self._packs_whole = packs_whole_documents(data)
-        self._rules = rules or rules_for(data, seq_len, self._packs_whole)
+        self._rules = rules or rules_for(data, seq_len)
         self._tokenising: Tokenising | None = None
         self._batches: BaseNode[MicroBatch | DataError] | None = None
         self._position: dict[str, Any] | None = None
@@ -308,12 +314,6 @@ def what_a_change_costs(position: dict[str, Any] | None, were: Sequence[str], ar
             "as many of its new sequences are left out"
         )
     return text
-
-
-def packs_whole_documents(data: DataTable) -> bool:
-    """Say whether `data.packing` means best-fit packing for these sources."""
-    chats = any(table.content in CONVERSATIONS for table in data.sources)
-    return data.packing == "best_fit" or (data.packing == "auto" and chats)
 
 
 def open_sources(data: DataTable, tokenizer: Tokenizer) -> list[Source]:

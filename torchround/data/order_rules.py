@@ -10,6 +10,8 @@ from typing import Any
 from torchround.config import DataTable
 from torchround.data.packing.window_shuffle import auto_window
 
+CONVERSATIONS = ("messages", "alpaca")
+
 LATEST = 2
 """Rules by number. 1: the epochs of a source have independent orders, and windows reach across their ends. 2: copies of
 a document are kept apart. A position without a number is of rules 1."""
@@ -37,12 +39,18 @@ class OrderRules:
         return entries
 
 
-def rules_for(data: DataTable, seq_len: int, packs_whole: bool) -> OrderRules:
-    """Return the rules of a run that begins now. `packs_whole`: its documents stay whole."""
+def packs_whole_documents(data: DataTable) -> bool:
+    """Say whether `data.packing` means best-fit packing for these sources."""
+    chats = any(table.content in CONVERSATIONS for table in data.sources)
+    return data.packing == "best_fit" or (data.packing == "auto" and chats)
+
+
+def rules_for(data: DataTable, seq_len: int) -> OrderRules:
+    """Return the rules of a run that begins now."""
     window = data.shuffle_sequences
     if window == "auto":
         # Whole documents leave in a mixed order already.
-        window = auto_window(seq_len) if data.shuffle and not packs_whole else 0
+        window = auto_window(seq_len) if data.shuffle and not packs_whole_documents(data) else 0
     return OrderRules(LATEST, window)
 
 

@@ -24,6 +24,7 @@ from torchround.data.shuffling import shuffled
 AUTO_SEQUENCES = 4096
 AUTO_TOKENS = 1 << 24
 LEAST_AUTO_SEQUENCES = 128
+WAITING_TOKEN_BYTES = 9  # of a token in `WaitingSequence`
 
 
 def auto_window(seq_len: int) -> int:
