@@ -189,7 +189,8 @@ class TrainingTable(Table):
     """Optimizer steps of the whole run, resumed parts included. At least 1."""
 
     seq_len: PositiveInt = 2048
-    """Tokens per packed sequence, at least 1. Activation memory grows linearly with it, attention time quadratically."""
+    """Tokens per packed sequence, at least 1. Activation memory grows linearly with it, attention time quadratically. More
+    than the model's positions (`max_position_embeddings`, RoPE's scaling counted) is a warning."""
 
     global_batch_size: PositiveInt = 8
     """Sequences per optimizer step, at least `micro_batch_size`. Step time grows linearly with it."""
