@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchround.config import DataTable
+from torchround.data.opening import packs_whole_documents
 from torchround.data.packing.window_shuffle import auto_window
-
-CONVERSATIONS = ("messages", "alpaca")
 
 LATEST = 2
 """Rules by number. 1: the epochs of a source have independent orders, and windows reach across their ends. 2: copies of
@@ -37,12 +36,6 @@ class OrderRules:
         if self.window:
             entries |= {"seq_len": seq_len, "shuffle_sequences": self.window}
         return entries
-
-
-def packs_whole_documents(data: DataTable) -> bool:
-    """Say whether `data.packing` means best-fit packing for these sources."""
-    chats = any(table.content in CONVERSATIONS for table in data.sources)
-    return data.packing == "best_fit" or (data.packing == "auto" and chats)
 
 
 def rules_for(data: DataTable, seq_len: int) -> OrderRules:
