@@ -20,7 +20,7 @@ from torchround.data.document_types import Content, Cursor, Document
 from torchround.data.errors import DataError
 from torchround.data.formats.content import RecordReader
 from torchround.data.formats.file_index import index_file
-from torchround.data.formats.source_files import PIECE_SIZE, kind_of, piece_end, read_file_piece
+from torchround.data.formats.source_files import PIECE_SIZE, piece_end, read_file_piece
 
 BLOCK_RECORDS = 8192
 BLOCK_BYTES = 1 << 25
@@ -101,7 +101,7 @@ class IndexedFiles(Source):
 
     def __init__(self, table: SourceTable, records: RecordReader, paths: list[Path]) -> None:
         super().__init__(table, records)
-        self._files = [index_file(path, kind_of(path, table.format)) for path in paths]
+        self._files = [index_file(path, table.format) for path in paths]
         self._sizes = [file.file_bytes for file in self._files]
         if not any(self._sizes):
             raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")
