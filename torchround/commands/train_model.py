@@ -19,7 +19,7 @@ import torch
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.commands.configured_model import build_model, find_weights, mapped_text
 from torchround.commands.export_hf import Export, export
-from torchround.commands.plan_run import configured_question, show_plan
+from torchround.commands.plan_run import configured_question, question_of, show_plan
 from torchround.config import ConfigError, Options, parse_command_line, to_toml
 from torchround.data import (
     DataError,
@@ -41,7 +41,7 @@ from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.early_end import BadStepsError
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
-from torchround.run.numbers import RunNumbers, host_memory_text, run_question
+from torchround.run.numbers import RunNumbers, host_memory_text
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.run.validation import best_of, kept_losses
 from torchround.trainer import RunParts, Trainer
@@ -107,7 +107,7 @@ def build(options: Options) -> RunParts:
     pretrained, mapped = find_weights(options, model)
     numbers, hardware = RunNumbers(config.training, config.engine), find_hardware(config.engine)
     folder = RunFolder(config.run)
-    question = with_kept_rounds(run_question(model, numbers, hardware, mapped), folder)
+    question = with_kept_rounds(question_of(config, model, hardware, mapped), folder)
     plan = plan_for(question)  # raises if the run does not fit this machine
     loader, validation = build_loaders(options, tokenizer)
     config, epoch_steps = settle_steps(options, loader, folder)

@@ -326,5 +326,5 @@ def test_a_layer_that_runs_again_finds_the_input_and_output_of_the_layer_above_g
 
     [micro_batch] = toy_batches(1, micro_batches=1)[0]
     graph = ForwardWithGraph([layer] * 4, torch.ones(8), micro_batch, layerwise=True)
-    graph.backward([torch.ones(8)])
+    graph.run_to(4).backward([torch.ones(8)])
     assert alive == [[4, 0], [3, 0], [2, 0], [1, 0]], alive

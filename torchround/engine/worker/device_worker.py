@@ -50,6 +50,7 @@ class WorkerSetup:
     num_devices: int
     turns: LinkTurns
     layerwise_recompute: bool
+    times_layers: bool
     accumulate_dtype: torch.dtype
     compiler: LayerCompiler | None
     on_failure: Callable[[PipelineError], None]
@@ -142,6 +143,7 @@ class DeviceWorker:
             gradients,
             num_layers=len(self._skeletons),
             layerwise_recompute=self._setup.layerwise_recompute,
+            times_layers=self._setup.times_layers,
             device=self._device,
             activations=self._activations,
             wait=self._await,
