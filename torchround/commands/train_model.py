@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from torchround.checkpoint import Checkpointer, CheckpointError
-from torchround.commands.configured_model import build_model, find_weights, mapped_text
+from torchround.commands.configured_model import build_model, find_weights, mapped_text, model_config
 from torchround.commands.export_hf import Export, export
 from torchround.commands.plan_run import configured_question, question_of, show_plan
 from torchround.config import ConfigError, Options, parse_command_line, to_toml
@@ -204,14 +204,17 @@ def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Itera
     """Build the training data, and the validation batches, which are empty when validation is off."""
     config, training = options.config, options.config.training
     sizes = training.seq_len, training.global_batch_size
+    # The model's vocabulary, which data that is token ids may use; the tokenizer's may be smaller.
+    vocab_size = model_config(options, tokenizer.vocab_size)[1].vocab_size
     try:
-        loader = build_loader(config.data, tokenizer, *sizes, config.run.seed)
+        loader = build_loader(config.data, tokenizer, *sizes, config.run.seed, vocab_size=vocab_size)
+        loader.check_first_records()
     except DataError as error:
         raise options.error("data.sources", str(error)) from error
     if not config.validation.interval_steps:
         return loader, ()
     try:
-        return loader, build_validation_loader(config.validation, tokenizer, *sizes, config.data)
+        return loader, build_validation_loader(config.validation, tokenizer, *sizes, config.data, vocab_size)
     except DataError as error:
         raise options.error("validation.sources", str(error)) from error
 
