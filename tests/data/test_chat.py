@@ -14,19 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.conversations import SAME_DAY
 from tests.support.vocabularies import FAMILIES, write
 from torchround.config import TokenizerTable
 from torchround.data import DataError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation, Document
 from torchround.data.reading_order import DocumentPiece
 from torchround.data.text.chat import ChatTemplate
+from torchround.data.text.template_files import TemplateSources
 from torchround.data.tokenising import tokenise
 
 TEMPLATES = Path(__file__).parent / "templates"
 VOCABULARIES = {"llama3": "llama3", "qwen3": "qwen3", "qwen3_thinking": "qwen3", "gpt_oss": "gpt_oss"}
-SAME_DAY = (
-    "{%- macro strftime_now(form) -%}{{ '26 Jul 2024' if 'b' in form else '2024-07-26' }}{%- endmacro -%}"
-)
 Messages = Sequence[dict[str, Any]]
 Written = list[tuple[str, bool]]
 """Text that a template writes, in order, and whether it is learnt."""
@@ -230,7 +229,7 @@ def test_loss_on_all_learns_everything_of_the_same_tokens(ours: dict[str, Tokeni
 
 
 def with_template(tokenizer: Tokenizer, template: str) -> ChatTemplate:
-    return ChatTemplate(replace(tokenizer, chat_template=template))
+    return ChatTemplate(replace(tokenizer, templates=TemplateSources(template, file=Path("chat.jinja"))))
 
 
 LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -257,7 +256,7 @@ def test_a_template_that_tells_no_turns_apart_is_refused(
     ours: dict[str, Tokenizer], template: str, message: str
 ) -> None:
     with pytest.raises(TokenizerError, match=message):
-        with_template(replace(ours["qwen3"], template_file=Path("chat.jinja")), template)
+        with_template(ours["qwen3"], template)
 
 
 def test_no_template_at_all_says_which_key_gives_one(tokenizer: Tokenizer) -> None:

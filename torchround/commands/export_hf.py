@@ -24,6 +24,8 @@ import torch
 from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import read_manifest, read_state
+from torchround.data import TokenizerError
+from torchround.data.text.template_files import export_tokenizer
 from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
@@ -41,11 +43,7 @@ from torchround.models import (
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# The files of a tokenizer and of generation. Each is copied if it exists.
-COPIED = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
-)
+GENERATION_FILE = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def main(arguments: list[str]) -> int:
     request = Export(**vars(parser().parse_args(arguments)))
     try:
         print(export(request))
-    except (HFError, CheckpointError, ModelConfigError, OSError) as error:
+    except (HFError, CheckpointError, ModelConfigError, TokenizerError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -95,17 +93,19 @@ def parser() -> argparse.ArgumentParser:
 def export(request: Export) -> str:
     """Write the folder. Returns a line that lists its files.
 
-    Raises `HFError`, `CheckpointError`, `ModelConfigError` or `OSError`; no folder of that name is left then.
+    Raises `HFError`, `CheckpointError`, `ModelConfigError`, `TokenizerError` or `OSError`; no folder of that name is
+    left then.
     """
     if request.output.exists():
         raise HFError(f"{request.output} is there already; legal: a new folder")
     verify_checkpoint(request.checkpoint)
-    run = read_state(request.checkpoint, read_manifest(request.checkpoint))["config"]
+    state = read_state(request.checkpoint, read_manifest(request.checkpoint))
+    run = state["config"]
     trained = Trained(request, run)
     if request.adapters:
         if not trained.adapters:
             raise HFError(f"{request.checkpoint} has no adapters: its run had lora.rank = 0")
-        return write_adapters(request.output, trained)
+        return write_adapters(request, trained, state)
     content = trained.content
     # Releases write `dtype`, older ones `torch_dtype`; one of them in the export leaves no doubt.
     content["dtype"] = request.dtype or content.get(
@@ -113,10 +113,13 @@ def export(request: Export) -> str:
     )
     content.pop("torch_dtype", None)
     with new_folder(request.output) as folder:
+        # First, because it fails at once if the run's template is gone.
+        copied = export_tokenizer(folder, state, trained.base, request.tokenizer)
         files = write_tensors(folder, trained.tensors(), int(request.max_shard_gb * 1e9))
         write_json(folder / "config.json", content)
-        tokenizer = request.tokenizer or run["tokenizer"]["path"] or trained.base
-        copied = copy_files(Path(tokenizer).expanduser(), folder) if tokenizer else []
+        if trained.base is not None and (trained.base / GENERATION_FILE).is_file():
+            shutil.copyfile(trained.base / GENERATION_FILE, folder / GENERATION_FILE)
+            copied.append(GENERATION_FILE)
     return f"{request.output}: {', '.join(['config.json', *files, *copied])}"
 
 
@@ -195,16 +198,18 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_adapters(output: Path, trained: Trained) -> str:
-    """Write a PEFT folder. Returns a line that lists its files."""
+def write_adapters(request: Export, trained: Trained, state: dict[str, Any]) -> str:
+    """Write a PEFT folder, with the tokenizer. Returns a line that lists its files."""
+    output = request.output
     base = None if trained.base is None else str(trained.base)
     with new_folder(output) as folder:
+        copied = export_tokenizer(folder, state, trained.base, request.tokenizer)
         # PEFT reads one file, so there are no shards.
         write_tensors(folder, trained.adapter_tensors(), sys.maxsize, ADAPTER_TENSOR_FILE)
         write_json(
             folder / ADAPTER_CONFIG_FILE, peft_config(trained.lora, trained.adapters, trained.names, base)
         )
-    return f"{output}: {ADAPTER_CONFIG_FILE}, {ADAPTER_TENSOR_FILE}"
+    return f"{output}: {', '.join([ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE, *copied])}"
 
 
 def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
@@ -232,12 +237,3 @@ def config_content(
         ) from error
     content.pop("quantization_config", None)
     return content
-
-
-def copy_files(source: Path, target: Path) -> list[str]:
-    """Copy the tokenizer's files. Returns their names."""
-    folder = source if source.is_dir() else source.parent  # `tokenizer.path` may name a file
-    names = [name for name in COPIED if (folder / name).is_file()]
-    for name in names:
-        shutil.copyfile(folder / name, target / name)
-    return names
