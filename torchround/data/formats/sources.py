@@ -55,6 +55,14 @@ class Source(ABC):
         """Count the documents of one pass, blank ones included. May read all of them. Raises `DataError`."""
 
     @abstractmethod
+    def share_read(self, cursor: Cursor) -> float:
+        """Return about which fraction of a pass lies before `cursor`, 0 to 1."""
+
+    def total_bytes(self) -> int | None:
+        """Return the bytes that a pass reads, None if the files do not say it."""
+        return None
+
+    @abstractmethod
     def layout(self) -> str:
         """Describe the number and sizes of the files. Folders and file names do not matter."""
 
@@ -135,6 +143,14 @@ class IndexedFiles(Source):
         """Count documents. Blank lines and empty files are included: the reader passes over them."""
         return int(self._ends[-1])
 
+    def share_read(self, cursor: Cursor) -> float:
+        """Return the fraction of the documents before `cursor`."""
+        return cursor[0] / max(self.count(), 1)
+
+    def total_bytes(self) -> int:
+        """Return the size of all files."""
+        return sum(self._sizes)
+
     def layout(self) -> str:
         """Describe the number of documents and the sizes of the files."""
         digest = hashlib.sha256(repr(self._sizes).encode()).hexdigest()
@@ -202,6 +218,10 @@ class RecordStream(Source):
     def count(self) -> int:
         """Count the documents of all parts."""
         return sum(part.count() for part in self._parts)
+
+    def share_read(self, cursor: Cursor) -> float:
+        """Return the fraction of the parts before `cursor`: records in a part are not counted before they are read."""
+        return cursor[0] / max(len(self._parts), 1)
 
     def layout(self) -> str:
         """Describe the number and sizes of the parts."""
