@@ -19,7 +19,7 @@ from torchround.data.document_types import Content, Cursor, Document
 from torchround.data.errors import DataError
 from torchround.data.formats.content import RecordReader
 from torchround.data.formats.file_index import index_file
-from torchround.data.formats.source_files import PIECE_SIZE, kind_of, piece_end, read_file_piece
+from torchround.data.formats.source_files import PIECE_SIZE, piece_end, read_file_piece
 from torchround.data.shuffling import EpochKey, Order, epoch_order
 
 BLOCK_RECORDS = 8192
@@ -58,6 +58,14 @@ class Source(ABC):
     @abstractmethod
     def quick_count(self) -> int | None:
         """Count the documents of one pass like `count()`, or return None if that would take long."""
+
+    @abstractmethod
+    def share_read(self, cursor: Cursor) -> float:
+        """Return about which fraction of a pass lies before `cursor`, 0 to 1."""
+
+    def total_bytes(self) -> int | None:
+        """Return the bytes that a pass reads, None if the files do not say it."""
+        return None
 
     @abstractmethod
     def layout(self) -> str:
@@ -106,7 +114,7 @@ class IndexedFiles(Source):
 
     def __init__(self, table: SourceTable, records: RecordReader, paths: list[Path]) -> None:
         super().__init__(table, records)
-        self._files = [index_file(path, kind_of(path, table.format)) for path in paths]
+        self._files = [index_file(path, table.format) for path in paths]
         self._sizes = [file.file_bytes for file in self._files]
         if not any(self._sizes):
             raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")
@@ -143,6 +151,14 @@ class IndexedFiles(Source):
     def quick_count(self) -> int:
         """Count documents: the index has their number."""
         return self.count()
+
+    def share_read(self, cursor: Cursor) -> float:
+        """Return the fraction of the documents before `cursor`."""
+        return cursor[0] / max(self.count(), 1)
+
+    def total_bytes(self) -> int:
+        """Return the size of all files."""
+        return sum(self._sizes)
 
     def layout(self) -> str:
         """Describe the number of documents and the sizes of the files."""
@@ -222,6 +238,10 @@ class RecordStream(Source):
         if not all(isinstance(size, int) for size in sizes) or sum(map(int, sizes)) > QUICK_COUNT_SIZE:
             return None
         return self.count()
+
+    def share_read(self, cursor: Cursor) -> float:
+        """Return the fraction of the parts before `cursor`: records in a part are not counted before they are read."""
+        return cursor[0] / max(len(self._parts), 1)
 
     def layout(self) -> str:
         """Describe the number and sizes of the parts."""
