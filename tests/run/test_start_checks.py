@@ -1,6 +1,7 @@
 """Room for checkpoints, known at the start and awaited at the end, and a fault before the first update."""
 
 import errno
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ import torchround.trainer
 from tests.support.small_run import ASYNC, STEPS, TIED, SmallRuns, before_forward, small_runs
 from torchround.checkpoint import Checkpointer, CheckpointError, NoSpaceError
 from torchround.config import CheckpointTable
+from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.run import start_checks
 from torchround.run.last_save import (
     MOST_WAIT_AFTER_SIGNAL_S,
@@ -45,7 +47,10 @@ def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(
 
     monkeypatch.setattr(torchround.trainer, "disk_need", watched)
     assert small_runs("run", "--training.steps=1", *mode) == 0
-    assert needs[0].checkpoint_bytes == sum(view.nbytes for view in small_runs.state("run", 1).values())
+    saved = small_runs.state("run", 1).values()
+    # A plan counts the padding between parameters, which is not saved.
+    padding = sum(ALIGNMENT_ELEMENTS * view.element_size() for view in saved)
+    assert 0 <= needs[0].checkpoint_bytes - sum(view.nbytes for view in saved) < padding
 
 
 @pytest.mark.parametrize(
@@ -75,10 +80,9 @@ def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_at_the_start_and_by_t
         capsys.readouterr()
         assert small_runs("run", *more) == 2
         printed = capsys.readouterr()
-        assert "run.folder: outputs/run: a checkpoint takes 0.18 MiB; 0.14 MiB are free" in printed.err
-        assert (
-            "a checkpoint takes 0.18 MiB; 0.14 MiB are free" in printed.out and "new run" not in printed.out
-        )
+        said = r"a checkpoint takes 0\.2\d MiB; 0\.14 MiB are free"
+        assert re.search(f"run.folder: outputs/run: {said}", printed.err), printed.err
+        assert re.search(said, printed.out) and "new run" not in printed.out
         assert not (small_runs.path("run") / "config.toml").exists()
     # A complete run saves nothing more.
     assert small_runs("complete") == 0
@@ -90,7 +94,7 @@ def test_a_disk_that_holds_fewer_checkpoints_than_the_run_keeps_is_a_warning(
     often = "--checkpoint.interval_steps=1"
     disk_of(monkeypatch, 500_000)
     assert small_runs("run", often) == 0
-    assert "takes 0.18 MiB, up to 3 at once; 0.48 MiB are free, so the disk will be full" in caplog.text
+    assert re.search("takes [^;]+, up to 3 at once; 0.48 MiB are free, so the disk will be full", caplog.text)
     caplog.clear()
     # Two are there already, so one more is needed.
     assert small_runs("run", often, "--training.steps=6") == 0

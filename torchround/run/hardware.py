@@ -15,7 +15,7 @@ from torchround.accelerators import (
     present_kind,
 )
 from torchround.config import EngineTable
-from torchround.config.errors import nearest
+from torchround.config.usual_names import nearest_value
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Device
 from torchround.engine.errors import EngineUsageError
 from torchround.pipeline.cards import DeviceSpec, find_device
@@ -169,7 +169,7 @@ def _not_legal(asked: str, kinds: list[str]) -> str:
     """Say why `asked` is refused where these kinds are legal besides the two words."""
     reason = "PyTorch sees none here"
     if asked not in known_kinds():
-        reason = f"no such kind is known{nearest(asked, known_kinds())}"
+        reason = f"no such kind is known{nearest_value(asked, ['auto', 'cpu', *known_kinds()])}"
     elif not kinds:
         absence = why_no_accelerator()
         # A build for the CPU is the usual cause.

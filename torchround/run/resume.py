@@ -132,10 +132,10 @@ def require_complete_as_asked(path: Path, step: int, config: Config, loader: Loa
 
 def require_steps_left(config: Config, path: Path, step: int) -> None:
     """Raise `RunError` if a checkpoint after `step` steps leaves nothing to train."""
-    if step >= config.training.steps:
+    if step >= config.training.num_steps:
         raise RunError(
             f"checkpoint.load_path: {path} is after step {step}, and training.steps is "
-            f'{config.training.steps}; legal: more steps, or checkpoint.load = "weights" to begin at step 0 with its '
+            f'{config.training.num_steps}; legal: more steps, or checkpoint.load = "weights" to begin at step 0 with its '
             "weights"
         )
 
@@ -179,8 +179,8 @@ def _given_checkpoint(
     except CheckpointError as error:
         raise RunError(f"checkpoint.load_path: {error}") from error
     require_steps_left(config, path, loaded.step)
-    # The page in Weights & Biases stays the other run's.
-    return replace(loaded, state={**loaded.state, "wandb_run_id": None})
+    # The page in Weights & Biases stays the other run's, and so do its best checkpoint and the validations since.
+    return replace(loaded, state={**loaded.state, "wandb_run_id": None, "validation": None})
 
 
 def _check_state(loaded: Loaded) -> None:

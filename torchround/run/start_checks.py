@@ -64,7 +64,7 @@ def disk_need(config: Config, folder: RunFolder, question: RunQuestion) -> DiskN
     return DiskNeed(
         folder=folder.path,
         checkpoint_bytes=checkpoint_bytes(question),
-        num_at_once=num_at_once(config.checkpoint, config.training.steps),
+        num_at_once=num_at_once(config.checkpoint, config.training.num_steps),
         num_present=len(checkpointer.complete_steps()),
         free_bytes=None if free_bytes is None else free_bytes + leftovers,
     )
@@ -104,7 +104,8 @@ def require_load_path(config: Config, folder: RunFolder) -> None:
         step = open_checkpoint(path).step
     except CheckpointError as error:
         raise RunError(f"checkpoint.load_path: {error}") from error
-    if config.checkpoint.load == "all":
+    steps_are_known = config.training.steps is not None or config.data.epochs is None
+    if config.checkpoint.load == "all" and steps_are_known:
         require_steps_left(config, path, step)
 
 
