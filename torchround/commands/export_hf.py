@@ -1,4 +1,6 @@
-"""Export a checkpoint as a Hugging Face folder that `transformers` loads: config, safetensors with index, tokenizer files.
+"""Export a checkpoint as a Hugging Face folder that `transformers` loads and generates from.
+
+It holds the config, safetensors with an index, the tokenizer's files, the settings of generation and a model card.
 
     python scripts/export_hf.py outputs/my-run/checkpoints/step-1000 my-model
 
@@ -24,8 +26,10 @@ import torch
 from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import read_manifest, read_state
+from torchround.commands.generation_files import write_generation, write_json
 from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
+from torchround.hf.model_card import CARD_FILE, CardFacts, model_card, read_records
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
 from torchround.hf.tensor_folder import StoredTensor, read_header
 from torchround.layer import HFNames
@@ -39,12 +43,13 @@ from torchround.models import (
     add_adapters,
     peft_config,
 )
+from torchround.observe.loss_curve import METRICS_FILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# The files of a tokenizer and of generation. Each is copied if it exists.
+# The files of a tokenizer. Each is copied if it exists.
 COPIED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
 )
 
 
@@ -100,13 +105,13 @@ def export(request: Export) -> str:
     if request.output.exists():
         raise HFError(f"{request.output} is there already; legal: a new folder")
     verify_checkpoint(request.checkpoint)
-    run = read_state(request.checkpoint, read_manifest(request.checkpoint))["config"]
-    trained = Trained(request, run)
+    state = read_state(request.checkpoint, read_manifest(request.checkpoint))
+    trained = Trained(request, state)
     if request.adapters:
         if not trained.adapters:
             raise HFError(f"{request.checkpoint} has no adapters: its run had lora.rank = 0")
         return write_adapters(request.output, trained)
-    content = trained.content
+    run, content = trained.run, trained.content
     # Releases write `dtype`, older ones `torch_dtype`; one of them in the export leaves no doubt.
     content["dtype"] = request.dtype or content.get(
         "dtype", content.get("torch_dtype", run["training"]["dtype"])
@@ -114,10 +119,12 @@ def export(request: Export) -> str:
     content.pop("torch_dtype", None)
     with new_folder(request.output) as folder:
         files = write_tensors(folder, trained.tensors(), int(request.max_shard_gb * 1e9))
-        write_json(folder / "config.json", content)
         tokenizer = request.tokenizer or run["tokenizer"]["path"] or trained.base
         copied = copy_files(Path(tokenizer).expanduser(), folder) if tokenizer else []
-    return f"{request.output}: {', '.join(['config.json', *files, *copied])}"
+        written = write_generation(folder, content, run, trained.base, request.tokenizer)
+        write_json(folder / "config.json", content)
+        (folder / CARD_FILE).write_text(model_card(trained.facts), encoding="utf-8")
+    return f"{request.output}: {', '.join(['config.json', *files, *copied, *written, CARD_FILE])}"
 
 
 class Trained:
@@ -126,7 +133,8 @@ class Trained:
     Weights that the run left in the files of its base are not in the checkpoint. They are read from the base.
     """
 
-    def __init__(self, request: Export, run: dict[str, Any]) -> None:
+    def __init__(self, request: Export, state: dict[str, Any]) -> None:
+        self.run = run = state["config"]
         base = request.base or run["model"]["hf_path"]
         self.base = None if base is None else Path(base).expanduser()
         self.lora = run["lora"]
@@ -143,6 +151,7 @@ class Trained:
             add_adapters(model, self.names, LoraShape(rank, alpha, dropout, tuple(self.lora["targets"])))
             self.adapters = adapter_names(model, self.names)
         self._dtype = request.dtype or run["training"]["dtype"]
+        self.facts = card_facts(request, state, self.base, self.content)
         self._released: PretrainedWeights | None = None
         # The base is opened for the types of its tensors, or for weights that the checkpoint lacks.
         asks_base = request.dtype is None or not self.names.keys() <= self.stored.keys()
@@ -190,11 +199,6 @@ def new_folder(path: Path) -> Iterator[Path]:
     sync_entry(path.parent)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file as people read it: indented, with a line break at the end."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 def write_adapters(output: Path, trained: Trained) -> str:
     """Write a PEFT folder. Returns a line that lists its files."""
     base = None if trained.base is None else str(trained.base)
@@ -204,7 +208,26 @@ def write_adapters(output: Path, trained: Trained) -> str:
         write_json(
             folder / ADAPTER_CONFIG_FILE, peft_config(trained.lora, trained.adapters, trained.names, base)
         )
-    return f"{output}: {ADAPTER_CONFIG_FILE}, {ADAPTER_TENSOR_FILE}"
+        (folder / CARD_FILE).write_text(model_card(trained.facts), encoding="utf-8")
+    return f"{output}: {ADAPTER_CONFIG_FILE}, {ADAPTER_TENSOR_FILE}, {CARD_FILE}"
+
+
+def card_facts(
+    request: Export, state: dict[str, Any], base: Path | None, content: dict[str, Any]
+) -> CardFacts:
+    """Collect what the model card says. The losses are in the run's folder, if the checkpoint still is."""
+    step = read_manifest(request.checkpoint).step
+    metrics = request.checkpoint.resolve().parents[1] / METRICS_FILE
+    name = content.get("_name_or_path")
+    return CardFacts(
+        run=state["config"],
+        step=step,
+        tokens=state.get("tokens"),
+        base=base,
+        base_name=name if isinstance(name, str) else None,
+        records=read_records(metrics, step),
+        adapters=request.adapters,
+    )
 
 
 def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
@@ -220,10 +243,12 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
 def config_content(
     family: Family[Any], table: dict[str, Any], base: Path | None, stored: dict[str, StoredTensor]
 ) -> dict[str, Any]:
-    """Make the content of `config.json`: the base's without its quantisation, or the flavor's."""
+    """Make the content of `config.json`: the base's without its quantisation, or the trained shape's."""
     if base is None:
-        vocab_size = stored["embedding.weight"].shape[0]
-        return family.config_to_hf(family.config_from_flavor(table["flavor"], vocab_size=vocab_size))
+        # The embedding's rows, because the tokenizer may have decided their number.
+        shape = {key: value for key, value in (table.get("shape") or {}).items() if value is not None}
+        shape["vocab_size"] = stored["embedding.weight"].shape[0]
+        return family.config_to_hf(family.config_from_shape(shape, table["flavor"]))
     try:
         content: dict[str, Any] = json.loads((base / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
