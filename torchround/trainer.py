@@ -22,7 +22,7 @@ from torchround.engine.worker.link_turns import find_link_use
 from torchround.hf import PretrainedWeights
 from torchround.layer import FileTensor, LayeredModel, MicroBatch, with_dropout_seeds
 from torchround.observe import MetricsLogger, open_metrics
-from torchround.observe.loss_curve import draw_run
+from torchround.observe.run_page import draw_pictures
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import RunQuestion
@@ -124,7 +124,7 @@ class Trainer:
                 self._metrics.close()
                 self._loader.close()
                 self.store.close()
-            draw_run(self._folder.path)
+            draw_pictures(self._folder.path)
             self._say_what_was_left_out()
             saved, steps = self._checkpoints.saved_step, self.config.training.steps
             say(f"{self._folder.path}: saved after step {saved} of {steps}; {ended_by}")

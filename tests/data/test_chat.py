@@ -20,6 +20,7 @@ from torchround.data import DataError, Tokenizer, TokenizerError, build_tokenize
 from torchround.data.document_types import Conversation, Document
 from torchround.data.reading_order import DocumentPiece
 from torchround.data.text.chat import ChatTemplate
+from torchround.data.text.template_files import TemplateSources
 from torchround.data.tokenising import tokenise
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -230,7 +231,7 @@ def test_loss_on_all_learns_everything_of_the_same_tokens(ours: dict[str, Tokeni
 
 
 def with_template(tokenizer: Tokenizer, template: str) -> ChatTemplate:
-    return ChatTemplate(replace(tokenizer, chat_template=template))
+    return ChatTemplate(replace(tokenizer, templates=TemplateSources(template, file=Path("chat.jinja"))))
 
 
 LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -257,7 +258,7 @@ def test_a_template_that_tells_no_turns_apart_is_refused(
     ours: dict[str, Tokenizer], template: str, message: str
 ) -> None:
     with pytest.raises(TokenizerError, match=message):
-        with_template(replace(ours["qwen3"], template_file=Path("chat.jinja")), template)
+        with_template(ours["qwen3"], template)
 
 
 def test_no_template_at_all_says_which_key_gives_one(tokenizer: Tokenizer) -> None:

@@ -139,7 +139,15 @@ Change = Callable[[dict[str, Any]], Any]
             "its model is 'Unigram'; supported: a byte-level BPE",
         ),
         (lambda file: file["model"].update(dropout=0.1), "its model has dropout 0.1"),
-        (lambda file: file["model"]["vocab"].pop("Ā"), "1 of the 256 bytes are no tokens"),
+        (lambda file: file["model"]["vocab"].pop("a"), "no token for 'a': it is not byte-level"),
+        (
+            lambda file: file["model"].update(unk_token="?!") or file["model"]["vocab"].pop("Ā"),
+            "unk_token '\\?!' is not in the vocabulary",
+        ),
+        (
+            lambda file: file["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Digits"}),
+            r"has steps \['Digits', 'Split', 'ByteLevel'\]; supported: one Split, or none or Digits before",
+        ),
         (lambda file: file["model"]["merges"].reverse(), "ids have to rise"),
         (lambda file: file.update(normalizer={"type": "Lowercase"}), r"normalizer has steps \['Lowercase'\]"),
         (lambda file: file.update(pre_tokenizer={"type": "Whitespace"}), "does not end in ByteLevel"),

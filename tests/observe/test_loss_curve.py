@@ -8,19 +8,10 @@ from pathlib import Path
 import pytest
 
 from scripts import plot_loss
-from tests.support.step_records import record
+from tests.support.step_records import write_run
 from torchround.observe.loss_curve import draw_curves, draw_run, read_losses
-from torchround.observe.reporters import MetricsFile
 
 PNG = b"\x89PNG"
-
-
-def write_run(folder: Path, steps: range, **changes: float) -> Path:
-    metrics = MetricsFile(folder / "metrics.jsonl", after_step=steps.start - 1)
-    for step in steps:
-        metrics.log(record(step, loss=10.0 / step, **changes))
-    metrics.close()
-    return folder
 
 
 def test_the_curve_of_a_resumed_run_has_all_its_parts_and_no_step_twice(tmp_path: Path) -> None:

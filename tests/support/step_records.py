@@ -1,8 +1,10 @@
 """A step's record, for tests of reports and the programs that they start."""
 
+from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
-from torchround.observe import StepRecord
+from torchround.observe import MetricsFile, StepRecord
 
 RECORD = StepRecord(
     step=1,
@@ -39,3 +41,13 @@ ENGINE = {
 def record(step: int, **changes: object) -> StepRecord:
     """Make the record of `step`, with `changes`."""
     return replace(RECORD, step=step, **changes)  # type: ignore[arg-type]
+
+
+def write_run(folder: Path, steps: range, validated: Collection[int] = (), **changes: object) -> Path:
+    """Write the metrics of a run whose loss at step n is 10 / n, and its validation loss a tenth more. Returns `folder`."""
+    metrics = MetricsFile(folder / "metrics.jsonl", after_step=steps.start - 1)
+    for step in steps:
+        validation = {"validation_loss": 11.0 / step} if step in validated else {}
+        metrics.log(record(step, **{"loss": 10.0 / step, **validation, **changes}))
+    metrics.close()
+    return folder

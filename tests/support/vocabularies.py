@@ -44,6 +44,13 @@ class Family:
     ignore_merges: bool = False
     bos: str | None = None
     eos: str = ""
+    digits: str | None = None
+    """`single` or `runs`: the splitter `Digits` comes before GPT-2's pattern."""
+
+    unknown: str | None = None
+    """The special token that stands for bytes without a token."""
+
+    all_bytes: bool = True
 
 
 FAMILIES = {
@@ -73,6 +80,17 @@ FAMILIES = {
         eos="<|return|>",
     ),
     "gpt2": Family(None, ("<|endoftext|>",), eos="<|endoftext|>"),
+    # SmolLM2's kind: 13 bytes and more have no token, and digits are apart.
+    "smollm2": Family(
+        None,
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        eos="<|im_end|>",
+        digits="single",
+        all_bytes=False,
+    ),
+    "runs of digits": Family(
+        None, ("<|endoftext|>",), eos="<|endoftext|>", digits="runs", unknown="<|endoftext|>", all_bytes=False
+    ),
 }
 
 
@@ -105,7 +123,8 @@ def random_text(generator: random.Random) -> str:
 def train(name: str, vocab_size: int = 3000, text: Sequence[str] | None = None) -> tokenizers.Tokenizer:
     """Train the family's tokenizer on a vocabulary of its own."""
     family = FAMILIES[name]
-    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=family.ignore_merges))
+    model = models.BPE(ignore_merges=family.ignore_merges, unk_token=family.unknown)
+    tokenizer = tokenizers.Tokenizer(model)
     if family.nfc:
         tokenizer.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=family.pattern is None)
@@ -113,9 +132,17 @@ def train(name: str, vocab_size: int = 3000, text: Sequence[str] | None = None) 
     if family.pattern is not None:
         split = pre_tokenizers.Split(tokenizers.Regex(family.pattern), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    elif family.digits is not None:
+        digits = pre_tokenizers.Digits(individual_digits=family.digits == "single")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if family.all_bytes else []
+    # A trained vocabulary has the token for unknown bytes from its beginning.
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size,
+        initial_alphabet=alphabet,
+        special_tokens=[family.unknown] if family.unknown else [],
+        show_progress=False,
     )
     tokenizer.train_from_iterator(real_text() if text is None else text, trainer)
     tokenizer.add_special_tokens(list(family.special))

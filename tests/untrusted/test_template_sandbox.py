@@ -4,7 +4,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchround.data.errors import DataError
-from torchround.data.text.chat import compile_template
+from torchround.data.text.jinja_template import compile_template
 
 HARMLESS = [
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{% if loop.last %}!{% endif %}{{ m.a ~ '-' ~ 1 }}{% endfor %}",

@@ -20,6 +20,7 @@ COMMANDS = {
     "checkpoint": "manage_checkpoints",
     "export_hf": "export_hf",
     "plot_loss": "plot_loss",
+    "page": "draw_page",
 }
 
 

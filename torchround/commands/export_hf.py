@@ -27,6 +27,8 @@ from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands.generation_files import write_generation, write_json
+from torchround.data import TokenizerError
+from torchround.data.text.exported_tokenizer import export_tokenizer
 from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
 from torchround.hf.model_card import CARD_FILE, CardFacts, model_card, read_records
@@ -46,11 +48,6 @@ from torchround.models import (
 from torchround.observe.loss_curve import METRICS_FILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# The files of a tokenizer. Each is copied if it exists.
-COPIED = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def main(arguments: list[str]) -> int:
     request = Export(**vars(parser().parse_args(arguments)))
     try:
         print(export(request))
-    except (HFError, CheckpointError, ModelConfigError, OSError) as error:
+    except (HFError, CheckpointError, ModelConfigError, TokenizerError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -100,7 +97,8 @@ def parser() -> argparse.ArgumentParser:
 def export(request: Export) -> str:
     """Write the folder. Returns a line that lists its files.
 
-    Raises `HFError`, `CheckpointError`, `ModelConfigError` or `OSError`; no folder of that name is left then.
+    Raises `HFError`, `CheckpointError`, `ModelConfigError`, `TokenizerError` or `OSError`; no folder of that name is
+    left then.
     """
     if request.output.exists():
         raise HFError(f"{request.output} is there already; legal: a new folder")
@@ -110,7 +108,7 @@ def export(request: Export) -> str:
     if request.adapters:
         if not trained.adapters:
             raise HFError(f"{request.checkpoint} has no adapters: its run had lora.rank = 0")
-        return write_adapters(request.output, trained)
+        return write_adapters(request, trained, state)
     run, content = trained.run, trained.content
     # Releases write `dtype`, older ones `torch_dtype`; one of them in the export leaves no doubt.
     content["dtype"] = request.dtype or content.get(
@@ -118,9 +116,9 @@ def export(request: Export) -> str:
     )
     content.pop("torch_dtype", None)
     with new_folder(request.output) as folder:
+        # First, because it fails at once if the run's template is gone.
+        copied = export_tokenizer(folder, state, trained.base, request.tokenizer)
         files = write_tensors(folder, trained.tensors(), int(request.max_shard_gb * 1e9))
-        tokenizer = request.tokenizer or run["tokenizer"]["path"] or trained.base
-        copied = copy_files(Path(tokenizer).expanduser(), folder) if tokenizer else []
         written = write_generation(folder, content, run, trained.base, request.tokenizer)
         write_json(folder / "config.json", content)
         (folder / CARD_FILE).write_text(model_card(trained.facts), encoding="utf-8")
@@ -199,17 +197,19 @@ def new_folder(path: Path) -> Iterator[Path]:
     sync_entry(path.parent)
 
 
-def write_adapters(output: Path, trained: Trained) -> str:
-    """Write a PEFT folder. Returns a line that lists its files."""
+def write_adapters(request: Export, trained: Trained, state: dict[str, Any]) -> str:
+    """Write a PEFT folder, with the tokenizer. Returns a line that lists its files."""
+    output = request.output
     base = None if trained.base is None else str(trained.base)
     with new_folder(output) as folder:
+        copied = export_tokenizer(folder, state, trained.base, request.tokenizer)
         # PEFT reads one file, so there are no shards.
         write_tensors(folder, trained.adapter_tensors(), sys.maxsize, ADAPTER_TENSOR_FILE)
         write_json(
             folder / ADAPTER_CONFIG_FILE, peft_config(trained.lora, trained.adapters, trained.names, base)
         )
         (folder / CARD_FILE).write_text(model_card(trained.facts), encoding="utf-8")
-    return f"{output}: {ADAPTER_CONFIG_FILE}, {ADAPTER_TENSOR_FILE}, {CARD_FILE}"
+    return f"{output}: {', '.join([ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE, *copied, CARD_FILE])}"
 
 
 def card_facts(
@@ -257,12 +257,3 @@ def config_content(
         ) from error
     content.pop("quantization_config", None)
     return content
-
-
-def copy_files(source: Path, target: Path) -> list[str]:
-    """Copy the tokenizer's files. Returns their names."""
-    folder = source if source.is_dir() else source.parent  # `tokenizer.path` may name a file
-    names = [name for name in COPIED if (folder / name).is_file()]
-    for name in names:
-        shutil.copyfile(folder / name, target / name)
-    return names

@@ -37,7 +37,7 @@ def write_generation(
     is_base = table.get("name") is None and base is not None
     keeps_tokens = is_base and (table["path"] is None or Path(table["path"]).expanduser() == base)
     try:
-        settings = TokenizerTable(path=path, name=table.get("name"), chat_template=table.get("chat_template"))
+        settings = TokenizerTable(**{**table, "path": path})
         tokenizer = build_tokenizer(settings, base)
     except (TokenizerError, MissingTokenizerError) as error:
         logger.warning("the export has no %s of its own: %s", GENERATION_FILE, error)
@@ -80,13 +80,11 @@ def token_ids(tokenizer: Tokenizer, with_chats: bool) -> dict[str, Any]:
 
 def turn_end_id(tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that ends the assistant's turn in the chat template; None without a template."""
-    if tokenizer.chat_template is None:
-        return None
     chat = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
     try:
         spans = ChatTemplate(tokenizer)(chat)
     except (TokenizerError, DataError):
-        return None  # a template that no chat of the run was written with
+        return None  # no template, or one that no chat of the run was written with
     ends = [span.text for span in spans if span.learn and span.special]
     return tokenizer.special_id(ends[-1]) if ends else None
 

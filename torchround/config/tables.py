@@ -6,7 +6,7 @@ Paths are relative to the working directory.
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, JsonValue
 
 from torchround.config.key_types import MAX_INT, Legal, Many, Pair, Table
 from torchround.config.model_shape import ShapeTable
@@ -29,6 +29,21 @@ ProjectName = Annotated[
     str,
     Field(pattern=r"^[^/\\#?%:\x00-\x1f]{1,128}$"),
     Legal("a string of 1 to 128 characters, none of them a control character or one of / \\ # ? % :"),
+]
+
+TEMPLATE_INPUTS = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+def _without_inputs(variables: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    if taken := sorted(variables.keys() & set(TEMPLATE_INPUTS)):
+        raise ValueError(f"{', '.join(taken)} come from the conversation")
+    return variables
+
+
+TemplateVariables = Annotated[
+    dict[str, JsonValue],
+    AfterValidator(_without_inputs),
+    Legal(f"a table of variables, none of them {', '.join(TEMPLATE_INPUTS)}"),
 ]
 
 
@@ -77,6 +92,10 @@ class TokenizerTable(Table):
     chat_template: Name | None = None
     """File with the Jinja template that turns a conversation into text. Only read for conversations. Default: the template
     beside the tokenizer, in `chat_template.jinja` or in `tokenizer_config.json`."""
+
+    chat_template_kwargs: TemplateVariables | None = None
+    """Further variables for chat templates, as `apply_chat_template` of transformers takes them, for example
+    `{ enable_thinking = false }`. A record's field `chat_template_kwargs` goes before them."""
 
 
 class SourceTable(Table):

@@ -28,10 +28,14 @@ class TextSpan:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as chat templates take them, each with `role` and `content`, and the tools that are offered."""
+    """Messages as chat templates take them, each with `role` and `content`, and the tools that are offered.
+
+    `settings` are further variables for the template.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Any, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 Content = str | TokenIds | tuple[TextSpan, ...]

@@ -3,7 +3,6 @@
 The nodes are: read, tokenise, pack, shuffle (if asked for), batch, and prefetch (with workers).
 """
 
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -261,8 +260,8 @@ class Loader(Iterator[MicroBatch]):
         }
         # Keys are added only if they matter, so that positions of runs without these features stay valid.
         if any(table.content in CONVERSATIONS for table in self._data.sources):
-            template = hashlib.sha256((self._tokenizer.chat_template or "").encode()).hexdigest()
-            identity |= {"chat_template": template[:12], "loss_on": self._data.loss_on}
+            template = self._tokenizer.templates.digest()
+            identity |= {"chat_template": template, "loss_on": self._data.loss_on}
         # A group or window that is half used up must be packed again into the same sequences.
         if self._packs_whole:
             identity |= {"seq_len": self._seq_len, "long_documents": self._data.long_documents}

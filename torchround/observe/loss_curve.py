@@ -6,7 +6,7 @@ matplotlib is imported only when a curve is drawn: it takes half a second, and a
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,19 +58,36 @@ def read_losses(folder: Path) -> LossCurve:
     # matplotlib would take `$` for the start of a formula, and hides a legend entry that begins with `_`.
     name = folder.resolve().name.lstrip("_").replace("$", r"\$")
     curve = LossCurve(name, [], [], [], [])
+    for step, record in read_records(folder):
+        if (loss := finite_number(record.get("loss"))) is not None:
+            curve.steps.append(step)
+            curve.losses.append(loss)
+        if (loss := finite_number(record.get("validation_loss"))) is not None:
+            curve.validated_steps.append(step)
+            curve.validation_losses.append(loss)
+    return curve
+
+
+def read_records(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the step and the record of each line of a run's metrics. Raises `OSError` if the folder has none.
+
+    A line that was cut off, or that is no record of a step, is left out.
+    """
     with open(folder / METRICS_FILE, encoding="utf-8", errors="replace") as file:
         for line in file:
             record = _parsed(line)
             step = record.get("step")
-            if type(step) is not int:
-                continue
-            if (loss := _finite(record.get("loss"))) is not None:
-                curve.steps.append(step)
-                curve.losses.append(loss)
-            if (loss := _finite(record.get("validation_loss"))) is not None:
-                curve.validated_steps.append(step)
-                curve.validation_losses.append(loss)
-    return curve
+            if type(step) is int:
+                yield step, record
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a value of a record as a float; None if it is not a number, or not a finite one."""
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:  # an integer of over 300 digits
+        return None
+    return number if math.isfinite(number) else None
 
 
 def draw_curves(curves: Sequence[LossCurve], picture: Path) -> None:
@@ -155,7 +172,3 @@ def _parsed(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def _finite(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None

@@ -1,4 +1,7 @@
-"""Parses JSON from untrusted files: distinct names in each object, bounded nesting, and one kind of error."""
+"""Parses JSON from untrusted files: distinct names in each object, bounded nesting, and one kind of error.
+
+Also writes JSON into HTML pages, so that no text in it can end its element.
+"""
 
 import json
 from typing import Any
@@ -28,6 +31,15 @@ def is_nested_deeper(content: Any, most: int) -> bool:
         if not level:
             return False
     return True
+
+
+def page_json(content: Any) -> str:
+    """Write JSON that may be placed between `<script type="application/json">` and `</script>` in an HTML page.
+
+    `<`, `>` and `&` become JSON escapes, so no name can end the element or begin another one. Numbers must be finite.
+    """
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

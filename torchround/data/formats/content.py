@@ -6,7 +6,7 @@ output. Each fault of a record is a `DataError` that says where the record is.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from torchround.config import SourceTable
 from torchround.data.document_types import Content, Conversation, Document, Record, TextSpan, TokenIds
 from torchround.data.errors import DataError
+from torchround.data.text.messages import REASONING
 
 Render = Callable[[Conversation], tuple[TextSpan, ...]]
 
@@ -110,7 +111,10 @@ def _from_messages(value: Any, record: dict[str, Any]) -> Conversation:
     system = _optional_text(record, "system")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return _conversation(messages, record.get("tools"))
+    settings = record.get("chat_template_kwargs") or {}
+    if not isinstance(settings, dict):
+        raise DataError(f"field 'chat_template_kwargs' is a {type(settings).__name__}, not an object")
+    return replace(_conversation(messages, record.get("tools")), settings=settings)
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
@@ -126,7 +130,7 @@ def _message(message: Any, index: int) -> dict[str, Any]:
         raise DataError(f"message {index} has no role; fields: {', '.join(map(str, message)) or 'none'}")
     content = fields.setdefault("content", None)
     # Calls and thoughts may come without any answer.
-    if content is None and (fields.get("tool_calls") or fields.get("thinking")):
+    if content is None and any(fields.get(name) for name in ("tool_calls", *REASONING)):
         fields["content"] = ""
     elif not isinstance(content, str):
         raise DataError(

@@ -1,176 +1,215 @@
 """Writes a conversation with a model's own chat template, and finds which parts of the text are learnt.
 
-The unchanged template is rendered in a sandbox. The learnt parts are then found in the result: each begins after the
-header that asks the model to speak (the text that `add_generation_prompt` adds), and ends with the token that ends its
-turn. Both contain special tokens. Text in a message that looks like a special token stays text, so no message can fake
-a turn.
+The unchanged template is rendered in a sandbox. `turns.py` then finds the assistant's turns in the result. Text in a
+message that looks like a special token stays text, so no message can fake a turn. Messages that are marked as not to be
+learnt (`weight`, `train`) are found by rendering once more with marks in them.
 """
 
-import datetime
-import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from os.path import commonprefix
-from typing import Any, NoReturn
-
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torchround.data.document_types import Conversation, TextSpan
 from torchround.data.errors import DataError, TokenizerError
+from torchround.data.text.messages import DroppedFields, learnt_messages, with_marks, with_reasoning
 from torchround.data.text.tokenizer import Tokenizer
-from torchround.untrusted.template_sandbox import LimitedEnvironment
+from torchround.data.text.turns import TurnSection, TurnTemplate
 
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>")
 GUARDS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 """Characters that Unicode reserves for use inside a program. One that does not occur in a conversation is inserted into
 each text that looks like a special token, and removed after the template's own special tokens have been found."""
 
-QUESTION, ANSWER, THOUGHT = "a question to probe with", "an answer to probe with", "a thought to probe with"
+
+@dataclass(frozen=True)
+class GuardedConversation:
+    """A conversation with `guard` in all text that looks like a mark of the template. `guard` is None if there is none.
+
+    `spare` is another character that does not occur in the conversation.
+    """
+
+    messages: list[Any]
+    tools: list[Any] | None
+    settings: Any
+    guard: str | None
+    spare: str
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, which renders conversations. `loss_on`: `assistant` or `all`.
+    """A tokenizer's chat templates, which render conversations. `loss_on`: `assistant` or `all`.
 
-    Raises `TokenizerError` if there is no template, or if its turns cannot be told apart.
+    Conversations that offer tools are written by the template named `tool_use`, if there is one. Raises
+    `TokenizerError` if there is no template, or if its turns cannot be told apart.
     """
 
     def __init__(self, tokenizer: Tokenizer, loss_on: str = "assistant") -> None:
-        if tokenizer.chat_template is None:
-            raise TokenizerError(
-                f"a source holds conversations, but tokenizer {tokenizer.name!r} has no chat template beside it; "
-                "give tokenizer.chat_template"
-            )
-        self._where = f"chat template {tokenizer.template_file or ''}".rstrip()
-        self._render = compile_template(tokenizer.chat_template, tokenizer.template_tokens)
-        names = sorted(tokenizer.special, key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(map(re.escape, names))})")
+        sources = tokenizer.templates
+        if sources.default is None and sources.with_tools is None:
+            raise TokenizerError(_no_template(tokenizer))
+        where = f"chat template {sources.file or ''}".rstrip()
+
+        def compiled(source: str | None, name: str) -> TurnTemplate | None:
+            return None if source is None else TurnTemplate(source, tokenizer, where + name, sources.settings)
+
+        self._plain = compiled(sources.default, "")
+        self._with_tools = compiled(sources.with_tools, " (tool_use)") or self._plain
         self._learns_all = loss_on == "all"
-        self._find_turns(tokenizer)
+        self._dropped = DroppedFields()
 
     def __call__(self, conversation: Conversation) -> tuple[TextSpan, ...]:
         """Render a conversation, with special tokens apart from text. Raises `DataError`."""
-        guard, messages, tools = self._guarded(conversation)
-        parts = self._parts(self._render(messages, tools))
-        spans, num_turns = self._marked(parts)
-        wanted = sum(message["role"] == "assistant" for message in conversation.messages)
-        if num_turns < (1 if self._joins_headers else wanted):
+        learnt = learnt_messages(conversation.messages, self._learns_all)
+        template = self._with_tools if conversation.tools else self._plain
+        if template is None:
             raise DataError(
-                f"the chat template wrote {num_turns} turns of the assistant for {wanted} messages from it"
+                "it offers no tools, and the only chat template is for conversations that do (tool_use)"
             )
-        if guard is None:
-            return tuple(spans)
-        return tuple(TextSpan(span.text.replace(guard, ""), span.learn, span.special) for span in spans)
-
-    def _marked(self, parts: Sequence[TextSpan]) -> tuple[list[TextSpan], int]:
-        """Mark which parts are learnt, and count the turns of the assistant."""
-        spans: list[TextSpan] = []
-        index, num_turns, speaking = 0, 0, False  # `speaking`: inside a turn of the assistant
-        while index < len(parts):
-            part = parts[index]
-            if not speaking and self._is_header(parts, index):
-                header, rest = self._cut_header(parts, index)
-                spans += [TextSpan(part.text, self._learns_all, part.special) for part in header]
-                spans += rest
-                index, num_turns, speaking = index + len(self._header), num_turns + 1, True
-                continue
-            spans.append(TextSpan(part.text, speaking or self._learns_all, part.special))
-            index += 1
-            if speaking and part.special and part.text in self._ends:
-                # A template that writes thoughts apart from the answer continues the turn with another header.
-                speaking = self._joins_headers and self._is_header(parts, index)
-        return spans, num_turns
-
-    def _is_header(self, parts: Sequence[TextSpan], index: int) -> bool:
-        found = parts[index : index + len(self._header)]
-        if [part.special for part in found] != [part.special for part in self._header]:
-            return False
-        *inner, last = zip(found, self._header, strict=True)
-        same = all(part.text == header.text for part, header in inner)
-        return same and (
-            last[0].text == last[1].text if last[1].special else last[0].text.startswith(last[1].text)
+        guarded = _guarded(template, conversation)
+        text = _written(template, guarded, conversation)
+        parts = template.parts(text)
+        sections = list(template.sections(parts))
+        num_turns = sum(not section.continues for section in sections)
+        if num_turns < (min(len(learnt), 1) if template.has_several_headers else len(learnt)):
+            raise DataError(
+                f"the chat template wrote {num_turns} turns of the assistant for {len(learnt)} messages from it"
+            )
+        self._dropped.look_for(
+            conversation,
+            lambda messages, tools: template.render(messages, tools, settings=conversation.settings),
         )
+        wanted = [True] * len(sections)
+        if not all(learnt):
+            wanted = _wanted_sections(template, guarded, text, learnt, len(sections))
+        spans = self._spans(template, parts, sections, wanted)
+        return tuple(spans if guarded.guard is None else _unguarded(template, spans, guarded.guard))
 
-    def _cut_header(self, parts: Sequence[TextSpan], index: int) -> tuple[list[TextSpan], list[TextSpan]]:
-        """Split off the header from the text that follows it in the same part."""
-        rest = parts[index + len(self._header) - 1].text[len(self._header[-1].text) :]
-        return list(self._header), [TextSpan(rest, True)] if rest else []
-
-    def _parts(self, text: str) -> list[TextSpan]:
-        """Split a text into special tokens and the text between them."""
-        found = enumerate(self._special.split(text))
-        return [TextSpan(part, False, special=index % 2 == 1) for index, part in found if part]
-
-    # How the template writes turns, found out by rendering probes.
-
-    def _find_turns(self, tokenizer: Tokenizer) -> None:
-        """Find the header of the assistant's turns, the tokens that end them, and whether a turn has several headers."""
-        question, answer = _message("user", QUESTION), _message("assistant", ANSWER)
-        asked = self._probe([question], add_generation_prompt=True)
-        # The text that asks the model to speak is what the prompt adds to the same conversation without it.
-        prompt = asked[len(commonprefix([asked, self._probe([question])])) :]
-        dialogue = self._probe([question, answer, question, answer])
-        begins = self._special.match(prompt)
-        if dialogue.count(ANSWER) != 2:
-            raise TokenizerError(
-                f"{self._where}: it writes the two answers of a conversation {dialogue.count(ANSWER)} times in all; "
-                "legal: each answer once"
-            )
-        if begins is None:
-            raise TokenizerError(
-                f"{self._where}: the assistant's header, which it adds for add_generation_prompt, is {prompt!r}; "
-                "legal: one that begins with a special token of the tokenizer, because that marks its turns"
-            )
-        answer_starts = [match.start() for match in re.finditer(re.escape(ANSWER), dialogue)]
-        headers = [dialogue[dialogue.rfind(begins[0], 0, place) : place] for place in answer_starts]
-        # Prompt and written headers may continue differently (GPT-OSS names a channel): only their common beginning counts.
-        self._header = tuple(self._parts(commonprefix([prompt, *headers])))
-        after = [self._special.search(dialogue, place) for place in answer_starts]
-        ends = {match[0] for match in after if match is not None}
-        if not ends or len(self._header) < 2:
-            raise TokenizerError(
-                f"{self._where}: it begins the assistant's turns with {headers} and ends them with {sorted(ends)}; "
-                "needed: the same special token and name, and a special token"
-            )
-        known = {*TURN_ENDS, tokenizer.template_tokens.get("eos_token", "")}
-        self._ends = ends | (known & tokenizer.special.keys())
-        self._joins_headers = self._has_several_headers(question)
-
-    def _has_several_headers(self, question: dict[str, Any]) -> bool:
-        """Say whether one message is written with several headers: its thoughts apart from its answer."""
-        message = _message("assistant", ANSWER) | {"thinking": THOUGHT, "reasoning_content": THOUGHT}
-        parts = self._parts(self._probe([question, message]))
-        return sum(self._is_header(parts, index) for index in range(len(parts))) > 1
-
-    def _probe(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
-        try:
-            return self._render(messages, None, add_generation_prompt)
-        except DataError as error:
-            raise TokenizerError(
-                f"{self._where}: a plain question and answer cannot be written: {error}"
-            ) from error
-
-    # Text that looks like a special token.
-
-    def _guarded(self, conversation: Conversation) -> tuple[str | None, list[Any], list[Any] | None]:
-        """Insert a guard into all text that looks like a special token; return the guard, the messages and the tools."""
-        messages, tools = list(conversation.messages), list(conversation.tools) or None
-        strings = list(_strings([messages, tools]))
-        if not any(self._special.search(string) for string in strings):
-            return None, messages, tools
-        guard = next((guard for guard in GUARDS if not any(guard in string for string in strings)), None)
-        if guard is None:
-            raise DataError("it contains all characters that Unicode reserves for use inside a program")
-
-        def put_in(text: str) -> str:
-            return self._special.sub(lambda match: match[0][:1] + guard + match[0][1:], text)
-
-        return guard, _mapped(messages, put_in), _mapped(tools, put_in)
+    def _spans(
+        self,
+        template: TurnTemplate,
+        parts: Sequence[TextSpan],
+        sections: Sequence[TurnSection],
+        wanted: Sequence[bool],
+    ) -> list[TextSpan]:
+        """Mark which parts are learnt: the sections that are `wanted`, without the header that begins a turn."""
+        spans, index, last = [], 0, False  # `last`: whether the section before is learnt
+        for section, learn in zip(sections, wanted, strict=True):
+            spans += _marked(parts[index : section.start], self._learns_all)
+            if section.continues and last == learn:
+                # The model writes this header itself, and it is tokenised with what follows.
+                spans += _marked(parts[section.start : section.stop], learn)
+            else:
+                header, inner = template.cut_header(parts, section)
+                spans += [*_marked(header, learn and self._learns_all), *_marked(inner, learn)]
+            index, last = section.stop, learn
+        return [*spans, *_marked(parts[index:], self._learns_all)]
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
+def _no_template(tokenizer: Tokenizer) -> str:
+    file = tokenizer.templates.file
+    has = "no chat template beside it" if file is None else f'no template named "default" in {file}'
+    return f"a source holds conversations, but tokenizer {tokenizer.name!r} has {has}; give tokenizer.chat_template"
+
+
+def _marked(parts: Sequence[TextSpan], learn: bool) -> list[TextSpan]:
+    return [TextSpan(part.text, learn, part.special) for part in parts]
+
+
+# Messages that are not learnt.
+
+
+def _wanted_sections(
+    template: TurnTemplate, guarded: GuardedConversation, text: str, learnt: Sequence[bool], num_sections: int
+) -> list[bool]:
+    """Say which sections are learnt, if only some of the assistant's messages are. Raises `DataError`.
+
+    `learnt` has an element for each message of the assistant. One message may be written in several sections, so the
+    text is written twice more: with a mark in the messages that are learnt, and with one in the others.
+    """
+    if not any(learnt):
+        return [False] * num_sections
+    found = [
+        _sections_with(template, guarded, text, [flag == chosen for flag in learnt])
+        for chosen in (True, False)
+    ]
+    if None not in found:
+        yes, no = (list(each or ()) for each in found)
+        if len(yes) == len(no) == num_sections and all(a != b for a, b in zip(yes, no, strict=True)):
+            return yes
+    if num_sections == len(learnt):
+        return list(learnt)
+    raise DataError(
+        "the chat template does not write each message of the assistant as a turn of its own, so those with weight 0 "
+        "or train = false cannot be told from the others"
+    )
+
+
+def _sections_with(
+    template: TurnTemplate, guarded: GuardedConversation, text: str, chosen: Sequence[bool]
+) -> list[bool] | None:
+    """Say which sections hold the chosen messages, or None if marks in them change what the template writes."""
+    flags = iter(chosen)
+    messages = [
+        with_marks(message, guarded.spare) if message["role"] == "assistant" and next(flags) else message
+        for message in guarded.messages
+    ]
+    try:
+        marked = template.render(messages, guarded.tools, settings=guarded.settings)
+    except DataError:
+        return None
+    if marked.replace(guarded.spare, "") != text:
+        return None
+    parts = template.parts(marked)
+    return [
+        any(guarded.spare in part.text for part in parts[section.start : section.stop])
+        for section in template.sections(parts)
+    ]
+
+
+# Text that looks like a special token.
+
+
+def _guarded(template: TurnTemplate, conversation: Conversation) -> GuardedConversation:
+    """Insert a guard into all text that looks like a token that only the template may write. Raises `DataError`."""
+    messages, tools = with_reasoning(conversation.messages), list(conversation.tools) or None
+    settings = conversation.settings
+    strings = list(_strings([messages, tools, settings]))
+    free = [guard for guard in GUARDS if not any(guard in string for string in strings)]
+    if len(free) < 2:
+        raise DataError("it contains all characters that Unicode reserves for use inside a program")
+    guard, spare = free[:2]
+    if not any(template.marks.search(string) for string in strings):
+        return GuardedConversation(messages, tools, settings, None, spare)
+
+    def put_in(text: str) -> str:
+        return template.marks.sub(lambda match: match[0][:1] + guard + match[0][1:], text)
+
+    inside = [_mapped(value, put_in) for value in (messages, tools, settings)]
+    return GuardedConversation(inside[0], inside[1], inside[2], guard, spare)
+
+
+def _written(template: TurnTemplate, guarded: GuardedConversation, conversation: Conversation) -> str:
+    """Write the conversation with its guards. Raises `DataError`."""
+    text = template.render(guarded.messages, guarded.tools, settings=guarded.settings)
+    if guarded.guard is None:
+        return text
+    # The guards would hide such text from a template's own checks, so the template also sees it as it is.
+    messages = with_reasoning(conversation.messages)
+    plain = template.render(messages, list(conversation.tools) or None, settings=conversation.settings)
+    if text.replace(guarded.guard, "") != plain:
+        raise DataError(
+            "a message holds text that looks like a special token, and the chat template does not write it unchanged; "
+            "take such text out of the message"
+        )
+    return text
+
+
+def _unguarded(template: TurnTemplate, spans: Sequence[TextSpan], guard: str) -> Iterator[TextSpan]:
+    for span in spans:
+        text = span.text.replace(guard, "")
+        if template.unsafe_marks and any(mark in text for mark in template.unsafe_marks):
+            # An added token that is not special is recognised in any text: only apart do its letters stay text.
+            yield from (replace(span, text=part) for part in span.text.split(guard) if part)
+        else:
+            yield replace(span, text=text)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -196,67 +235,3 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_mapped(item, change) for item in value]
     return value
-
-
-# Rendering of Jinja templates, with the functions and filters that released templates use.
-
-# `strftime_now` always gives this day, so that a run resumed tomorrow reads the same text as today. Llama 3.1's
-# template falls back to it.
-FIXED_DAY = datetime.datetime(2024, 7, 26)
-
-RenderTemplate = Callable[..., str]
-
-
-class GenerationTag(Extension):
-    """The tag `{% generation %}`, which marks assistants' turns for other trainers and changes nothing here."""
-
-    tags = {"generation"}  # noqa: RUF012 (a plain attribute of the base class)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Replace the tag by its content."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def compile_template(source: str, tokens: Mapping[str, str]) -> RenderTemplate:
-    """Compile a chat template to a function `render(messages, tools, add_generation_prompt=False) -> str`.
-
-    `tokens`: names of the special tokens that the template may ask for, such as `bos_token`. Raises `TokenizerError`
-    if the source is not Jinja; `render` raises `DataError` if the template fails or exceeds its limits.
-    """
-    environment = LimitedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals.update(raise_exception=raise_exception, strftime_now=FIXED_DAY.strftime)
-    try:
-        template = environment.from_string(environment.metered(source))
-    except (TemplateError, RecursionError, ValueError) as error:
-        raise TokenizerError(f"the chat template is not valid Jinja: {error}") from error
-
-    def render(
-        messages: Sequence[Any], tools: Sequence[Any] | None, add_generation_prompt: bool = False
-    ) -> str:
-        environment.begin()
-        try:
-            return template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **tokens,
-            )
-        except Exception as error:  # expressions in a template can raise every Python error
-            raise DataError(f"error in the chat template: {type(error).__name__}: {error}") from error
-
-    return render
-
-
-def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **further: Any) -> str:
-    """Write JSON for a model to read: no HTML escapes, and letters of all scripts unescaped."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **further)
-
-
-def raise_exception(message: str) -> NoReturn:
-    """Raise the error by which a template refuses a conversation."""
-    raise TemplateError(message)

@@ -4,7 +4,6 @@ The tokenizer `bytes` has one token per UTF-8 byte and needs no file. `tokenizer
 `tokenizer.json`, `tiktoken_file.py` the tiktoken files of Llama 3 and Qwen.
 """
 
-import json
 import logging
 import os
 import re
@@ -21,6 +20,8 @@ import tiktoken
 from torchround.config import MODEL_FOLDER, TokenizerTable, show
 from torchround.data.document_types import TokenIds
 from torchround.data.errors import DataError, MissingTokenizerError, TokenizerError
+from torchround.data.text.missing_bytes import MissingBytes
+from torchround.data.text.template_files import SETTINGS_FILE, TemplateSources, find_templates, read_settings
 from torchround.data.text.tiktoken_file import read_tiktoken_file
 from torchround.data.text.tokenizer_json import read_tokenizer_json
 
@@ -39,9 +40,9 @@ class Tokenizer:
     """A tiktoken encoding and the ids that documents are framed and padded with.
 
     `bos_id` is None if documents begin without a token of their own. `in_text` holds the added tokens that are not
-    special, so that they are recognised in any text (`<think>`). `nfc`: text is normalised first. `chat_template` is
-    Jinja source, if there is one, and `template_file` the file it came from. `template_tokens` are the names that it
-    may ask for, such as `bos_token`.
+    special, so that they are recognised in any text (`<think>`). `nfc`: text is normalised first. `missing` is about bytes
+    that have no token; it is None if all have one. `template_tokens` are the names that chat templates may ask for, such
+    as `bos_token`.
     """
 
     encoding: tiktoken.Encoding
@@ -51,8 +52,8 @@ class Tokenizer:
     special: dict[str, int] = field(default_factory=dict)
     in_text: dict[str, int] = field(default_factory=dict)
     nfc: bool = False
-    chat_template: str | None = None
-    template_file: Path | None = None
+    missing: MissingBytes | None = None
+    templates: TemplateSources = field(default_factory=TemplateSources)
     template_tokens: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -66,8 +67,8 @@ class Tokenizer:
         return self.encoding.n_vocab
 
     def special_id(self, name: str) -> int:
-        """Return the id of a special token."""
-        return self.special[name]
+        """Return the id of a special or added token."""
+        return self.special[name] if name in self.special else self.in_text[name]
 
     def encode(self, text: str) -> list[int]:
         """Encode `text` alone. Text that looks like a special token is encoded as plain text."""
@@ -95,6 +96,8 @@ class Tokenizer:
     def _encode_plain(self, text: str) -> TokenIds:
         if self.nfc:
             text = nfc(text)
+        if self.missing is not None and (found := self.missing.encode(self.encoding, text)) is not None:
+            return np.array(found, dtype=np.int64)
         try:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # a lone surrogate, legal in JSON; this replaces it with U+FFFD
@@ -129,10 +132,10 @@ def build_tokenizer(table: TokenizerTable, hf_path: str | Path | None = None) ->
         _refuse_missing(table, hf_path)
         file = _find_file(Path(os.path.expanduser(path)))
         folder = file.parent.parent if file.parent.name == "original" else file.parent
-        settings = _read_settings(folder / "tokenizer_config.json")
+        settings = read_settings(folder / SETTINGS_FILE)
         tokenizer = _from_json(file, settings) if file.suffix == ".json" else _from_tiktoken_file(file)
-    template, template_file = _chat_template(table, folder)
-    return replace(tokenizer, chat_template=template, template_file=template_file)
+    templates = find_templates(table.chat_template, folder, table.chat_template_kwargs)
+    return replace(tokenizer, templates=templates)
 
 
 def _refuse_missing(table: TokenizerTable, hf_path: str | Path | None) -> None:
@@ -195,6 +198,7 @@ def _from_json(path: Path, settings: dict[str, Any]) -> Tokenizer:
         special=bpe.special,
         in_text=bpe.in_text,
         nfc=bpe.nfc,
+        missing=bpe.missing,
         template_tokens=known,
     )
 
@@ -203,42 +207,6 @@ def _token_name(value: Any) -> str:
     """Return the name of a token, which older files give as an object with its `content`."""
     found = value.get("content") if isinstance(value, dict) else value
     return found if isinstance(found, str) else ""
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(settings, dict):
-        raise TokenizerError(f"{path}: a JSON {type(settings).__name__}, not an object")
-    return settings
-
-
-def _chat_template(table: TokenizerTable, folder: Path | None) -> tuple[str | None, Path | None]:
-    """Find the chat template, and the file that holds it."""
-    given = Path(os.path.expanduser(table.chat_template)) if table.chat_template is not None else None
-    if given is None and folder is not None and (folder / "chat_template.jinja").is_file():
-        given = folder / "chat_template.jinja"
-    if given is not None:
-        return _read_template(given), given
-    if folder is None:
-        return None, None
-    settings = folder / "tokenizer_config.json"
-    template = _read_settings(settings).get("chat_template")
-    if isinstance(template, list):  # several templates, each with a name
-        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
-        template = next(named, {}).get("template")
-    return (template, settings) if isinstance(template, str) else (None, None)
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"chat template {path}: cannot be read: {error}") from error
 
 
 def _from_tiktoken_file(path: Path) -> Tokenizer:

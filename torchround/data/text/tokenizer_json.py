@@ -14,9 +14,11 @@ from typing import Any
 import tiktoken
 
 from torchround.data.errors import TokenizerError
+from torchround.data.text.missing_bytes import NEWER_NUMERALS, MissingBytes
 from torchround.untrusted.data_limits import check_token_ids
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+PRINTABLE = range(0x20, 0x7F)
 SAMPLE = (
     "".join(map(chr, range(1, 0x0250))) + " a1 \u0301\u0915\u4e2d\u3042\uac00\u200d\ufffd\U0001f600\n\n x\t"
 )
@@ -24,13 +26,17 @@ SAMPLE = (
 
 @dataclass(frozen=True)
 class ByteLevelBPE:
-    """An encoding, its special tokens, its tokens recognised in any text, and whether text is normalised to NFC."""
+    """An encoding, its special tokens, its tokens recognised in any text, and whether text is normalised to NFC.
+
+    `missing` is None if every byte has a token.
+    """
 
     encoding: tiktoken.Encoding
     special: dict[str, int]
     in_text: dict[str, int]
     nfc: bool
     adds_bos: bool
+    missing: MissingBytes | None = None
 
 
 def read_tokenizer_json(path: Path) -> ByteLevelBPE:
@@ -57,25 +63,41 @@ def _convert(content: dict[str, Any], name: str) -> ByteLevelBPE:
         check_token_ids([*ranks.values(), *ids.values()])
     except ValueError as error:
         raise TokenizerError(error) from error
-    encoding = tiktoken.Encoding(
-        name, pat_str=_pattern(content.get("pre_tokenizer")), mergeable_ranks=ranks, special_tokens=ids
-    )
-    # A pattern that does not match some character would silently drop it from the text.
-    if encoding.decode(encoding.encode_ordinary(SAMPLE)) != SAMPLE:
-        raise TokenizerError("its pre_tokenizer's pattern leaves out characters")
+    pattern = _pattern(content.get("pre_tokenizer"))
+    _check_pattern(pattern)
+    encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=ids)
     special = {token["content"]: token["id"] for token in added if token["special"]}
     in_text = {text: number for text, number in ids.items() if text not in special}
     nfc = _is_nfc(content.get("normalizer"))
     for token in added:
         if token["content"] in in_text and nfc and token.get("normalized"):
             raise TokenizerError(f"added token {token['content']!r} is looked for in normalised text")
-    return ByteLevelBPE(encoding, special, in_text, nfc, _adds_bos(content.get("post_processor"), special))
+    adds_bos = _adds_bos(content.get("post_processor"), special)
+    return ByteLevelBPE(encoding, special, in_text, nfc, adds_bos, _missing_bytes(model, ranks, pattern))
+
+
+def _check_pattern(pattern: str) -> None:
+    """Refuse a pattern that does not match some character: it would silently drop it from the text."""
+    each_byte = {bytes([byte]): byte for byte in range(256)}
+    encoding = tiktoken.Encoding("pattern", pat_str=pattern, mergeable_ranks=each_byte, special_tokens={})
+    if encoding.decode(encoding.encode_ordinary(SAMPLE)) != SAMPLE:
+        raise TokenizerError("its pre_tokenizer's pattern leaves out characters")
+
+
+def _missing_bytes(model: dict[str, Any], ranks: dict[bytes, int], pattern: str) -> MissingBytes | None:
+    values = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
+    if not values:
+        return None
+    unknown = model.get("unk_token") or None
+    if unknown is not None and unknown not in model["vocab"]:
+        raise TokenizerError(f"its model's unk_token {unknown!r} is not in the vocabulary")
+    return MissingBytes(values, pattern, unknown and model["vocab"][unknown], bool(model.get("fuse_unk")))
 
 
 def _check_model(model: dict[str, Any]) -> None:
     if model.get("type", "BPE") != "BPE" or "merges" not in model:
         raise TokenizerError(f"its model is {model.get('type')!r}; supported: a byte-level BPE")
-    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
             raise TokenizerError(f"its model has {key} {model[key]!r}, which is not supported")
 
@@ -92,9 +114,12 @@ def _ranks(model: dict[str, Any], added: set[str]) -> dict[bytes, int]:
     """Return the id of each token that bytes and merges make; with `ignore_merges`, of every token."""
     vocab = {token: number for token, number in model["vocab"].items() if token not in added}
     characters = _byte_of_character()
-    if missing := sorted(set(characters) - set(vocab)):
-        raise TokenizerError(f"{len(missing)} of the 256 bytes are no tokens: it is not byte-level")
-    ranks = {bytes([byte]): vocab[character] for character, byte in characters.items()}
+    # Bytes that the vocabulary's text did not hold may have no token, but any text holds some printable ASCII.
+    if missing := [
+        chr(byte) for character, byte in characters.items() if character not in vocab and byte in PRINTABLE
+    ]:
+        raise TokenizerError(f"it has no token for {', '.join(map(repr, missing))}: it is not byte-level")
+    ranks = {bytes([byte]): vocab[character] for character, byte in characters.items() if character in vocab}
     newest = -1
     for merge in model["merges"]:
         left, right = merge.split(" ") if isinstance(merge, str) else merge
@@ -133,9 +158,12 @@ def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
         )
     if not splits and last.get("use_regex", True):
         return GPT2_PATTERN
+    if [split["type"] for split in splits] == ["Digits"] and last.get("use_regex", True):
+        return _gpt2_between_digits(bool(splits[0].get("individual_digits")))
     if len(splits) != 1 or last.get("use_regex", True) or splits[0]["type"] != "Split":
         raise TokenizerError(
-            f"its pre_tokenizer has steps {[step['type'] for step in steps]}; supported: one Split"
+            f"its pre_tokenizer has steps {[step['type'] for step in steps]}; supported: one Split, "
+            "or none or Digits before ByteLevel's own pattern"
         )
     split = splits[0]
     if (split["behavior"], bool(split["invert"])) not in (("Isolated", False), ("Removed", True)):
@@ -144,6 +172,18 @@ def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
         )
     pattern: str = split["pattern"]["Regex"]
     return pattern
+
+
+def _gpt2_between_digits(individual: bool) -> str:
+    """Return GPT-2's pattern for text that `Digits` has split: at each digit, or at each run of digits.
+
+    The parts between digits are split apart from each other. A digit takes no space before it, and spaces before a
+    digit are at the end of their part.
+    """
+    times = "" if individual else "+"
+    numerals = rf"\p{{N}}{times}|[{NEWER_NUMERALS}]{times}"
+    kept = rf"\s\p{{N}}{NEWER_NUMERALS}"
+    return rf"'(?:[sdmt]|ll|ve|re)| ?\p{{L}}+|{numerals}| ?[^{kept}\p{{L}}]+|\s+(?![^{kept}])|\s+"
 
 
 def _is_nfc(normalizer: dict[str, Any] | None) -> bool:

@@ -1,0 +1,247 @@
+"""What a real browser draws from the page of a run: curves, axes, values below the pointer, and nothing from a hostile name.
+
+The expected places of points are computed from the metrics and the marks on the axes, never read from the page's script.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from math import log
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import ActionChains
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.select import Select
+
+from tests.support.browser import headless_browser
+from tests.support.step_records import ENGINE, write_run
+from torchround.observe.run_page import write_page
+
+WIDTH, HEIGHT = 1300, 1400
+NARROW = 400  # pixels, the width of a telephone
+PANELS = ["loss", "lr", "grad_norm", "tokens_per_s", "bubble", "device_memory", "host_memory"]
+Point = tuple[float, float]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
+    with headless_browser(tmp_path_factory.mktemp("profile")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def wide(browser: WebDriver) -> None:
+    browser.set_window_size(WIDTH, HEIGHT)
+
+
+def show(browser: WebDriver, page: Path) -> None:
+    """Open a page. Its script must have run to its end without an error."""
+    browser.get(page.as_uri())
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def one_run(folder: Path) -> Path:
+    write_run(folder / "run", range(1, 9), validated=(4, 8), **ENGINE)
+    write_page([folder / "run"], folder / "page.html")
+    return folder / "page.html"
+
+
+def two_runs(folder: Path, first: str = "first", second: str = "second") -> Path:
+    runs = [write_run(folder / first, range(1, 9), **ENGINE)]
+    runs.append(write_run(folder / second, range(1, 13), validated=(6, 12), **ENGINE))
+    write_page(runs, folder / "page.html")
+    return folder / "page.html"
+
+
+def panel(browser: WebDriver, key: str) -> WebElement:
+    return browser.find_element(By.ID, f"panel-{key}")
+
+
+def curves(where: WebElement) -> dict[str, list[Point]]:
+    """Return the drawn curves by name: the corners of each line, in the units of the drawing."""
+    found = {}
+    for line in where.find_elements(By.CSS_SELECTOR, "path.curve"):
+        corners = (line.get_attribute("d") or "").replace("M", "").split("L")
+        points = [tuple(map(float, corner.split(","))) for corner in corners]
+        found[line.get_attribute("data-name") or ""] = [(x, y) for x, y in points]
+    return found
+
+
+def marks(where: WebElement, axis: str) -> list[Point]:
+    """Return (place, value) of the marks of an axis, lowest value first."""
+    texts = where.find_elements(By.CSS_SELECTOR, f"text.{axis}")
+    found = [(float(text.get_attribute(axis) or ""), _value(text.text)) for text in texts]
+    return sorted(found, key=lambda mark: mark[1])
+
+
+def _value(text: str) -> float:
+    for ending, factor in ((" %", 0.01), ("k", 1e3), ("M", 1e6)):
+        if text.endswith(ending):
+            return float(text.removesuffix(ending)) * factor
+    return float(text)
+
+
+def read_off(places: list[float], of_marks: list[Point]) -> list[float]:
+    """Return the values at places of an axis, from its lowest and its highest mark."""
+    (first, low), (last, high) = of_marks[0], of_marks[-1]
+    return [low + (place - first) / (last - first) * (high - low) for place in places]
+
+
+def metrics(run: Path, key: str) -> list[Point]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+
+
+def test_each_panel_draws_the_values_of_the_metrics_at_their_places(
+    browser: WebDriver, tmp_path: Path
+) -> None:
+    show(browser, one_run(tmp_path))
+    assert [one.get_attribute("id") for one in browser.find_elements(By.TAG_NAME, "figure")] == [
+        f"panel-{key}" for key in PANELS
+    ]
+    for key, name, metric in (
+        ("loss", "training", "loss"),
+        ("loss", "validation", "validation_loss"),
+        ("tokens_per_s", "Tokens per second", "tokens_per_s"),
+    ):
+        where = panel(browser, key)
+        expected, drawn = metrics(tmp_path / "run", metric), curves(where)[name]
+        across, up = marks(where, "x"), marks(where, "y")
+        up = [(place - 4, value) for place, value in up]  # a number is centred on its line
+        # Places are written to a tenth of a pixel: a value is as exact as a pixel of its axis.
+        step_error, value_error = (
+            abs((b[1] - a[1]) / (b[0] - a[0])) for a, b in ((across[0], across[-1]), (up[0], up[-1]))
+        )
+        assert read_off([x for x, _ in drawn], across) == pytest.approx(
+            [x for x, _ in expected], abs=step_error
+        )
+        assert read_off([y for _, y in drawn], up) == pytest.approx([y for _, y in expected], abs=value_error)
+
+
+def test_devices_have_a_curve_each_in_colours_of_their_own(browser: WebDriver, tmp_path: Path) -> None:
+    show(browser, one_run(tmp_path))
+    for key in ("bubble", "device_memory"):
+        assert list(curves(panel(browser, key))) == ["device 0", "device 1"]
+        lines = panel(browser, key).find_elements(By.CSS_SELECTOR, "path.curve")
+        assert len({line.value_of_css_property("stroke") for line in lines}) == 2
+        assert panel(browser, key).find_element(By.CLASS_NAME, "legend").text.split("\n") == [
+            "device 0",
+            "device 1",
+        ]
+    assert marks(panel(browser, "bubble"), "y")[0][1] == 0  # a share begins at nought
+
+
+def test_the_pointer_shows_the_values_of_the_nearest_step(browser: WebDriver, tmp_path: Path) -> None:
+    show(browser, one_run(tmp_path))
+    where = panel(browser, "loss")
+    tip = where.find_element(By.CLASS_NAME, "tip")
+    assert not tip.is_displayed()
+    drawing = where.find_element(By.TAG_NAME, "svg")
+    x = curves(where)["training"][4][0]  # step 5
+    offset = x * drawing.size["width"] / float((drawing.get_dom_attribute("viewBox") or "").split()[2])
+    ActionChains(browser).move_to_element_with_offset(
+        drawing, round(offset - drawing.size["width"] / 2), 0
+    ).perform()
+    assert tip.text.split("\n") == ["step 5", "training 2", "validation 2.75, step 4"]  # 10 / 5 and 11 / 4
+    inside, figure = tip.rect, where.rect
+    assert figure["y"] < inside["y"] and inside["y"] + inside["height"] < figure["y"] + figure["height"]
+    assert figure["x"] < inside["x"] and inside["x"] + inside["width"] < figure["x"] + figure["width"]
+    ActionChains(browser).move_to_element(browser.find_element(By.TAG_NAME, "h1")).perform()
+    assert not tip.is_displayed()
+
+
+def test_several_runs_share_each_panel_and_the_table_switches_them(
+    browser: WebDriver, tmp_path: Path
+) -> None:
+    show(browser, two_runs(tmp_path))
+    assert browser.title == "2 runs"
+    loss = panel(browser, "loss")
+    assert list(curves(loss)) == ["first: training", "second: training", "second: validation"]
+    assert loss.find_element(By.CLASS_NAME, "legend").text.split("\n") == ["first", "second", "validation"]
+    colours = [
+        line.value_of_css_property("stroke") for line in loss.find_elements(By.CSS_SELECTOR, "path.curve")
+    ]
+    assert colours[0] != colours[1] == colours[2]
+    assert len(curves(panel(browser, "bubble"))) == 4
+    assert marks(loss, "x")[-1][1] == 12
+    browser.find_elements(By.CSS_SELECTOR, "#runs input")[1].click()
+    assert list(curves(loss)) == ["first: training"]
+    assert marks(loss, "x")[-1][1] == 8  # the axis ends at the last step that is left
+    rows = [row.text for row in browser.find_elements(By.CSS_SELECTOR, "#runs tbody tr")]
+    assert rows[1].startswith("second\n12 0.83333 0.91667 (step 12)")
+
+
+def test_smoothing_and_logarithms_change_the_curves_and_not_the_values(
+    browser: WebDriver, tmp_path: Path
+) -> None:
+    show(browser, one_run(tmp_path))
+    loss = panel(browser, "loss")
+    plain = curves(loss)
+    browser.execute_script(
+        "const range = document.getElementById('smoothing'); range.value = 0.9;"
+        "range.dispatchEvent(new Event('input'));"
+    )
+    smooth = curves(loss)
+    # The loss falls, so a mean with the steps before is higher, and higher on a screen is a lower y. The first is alone.
+    assert smooth["training"][0] == plain["training"][0]
+    assert all(
+        after[1] < before[1]
+        for before, after in zip(plain["training"][1:], smooth["training"][1:], strict=True)
+    )
+    assert smooth["validation"] == plain["validation"]
+    assert len(loss.find_elements(By.CSS_SELECTOR, "path.raw")) == 1
+    browser.find_element(By.ID, "log").click()
+    up = marks(loss, "y")
+    # Marks of a logarithmic axis are as far apart as their logarithms.
+    pixels = [(below[0] - above[0]) / log(above[1] / below[1]) for below, above in pairwise(up)]
+    assert len(pixels) > 1 and pixels == pytest.approx([pixels[0]] * len(pixels))
+
+
+@pytest.mark.parametrize(
+    "name", ["<img src=x onerror=document.title=1>", "<script>document.title = 1<", "'\"&amp;"]
+)
+def test_a_hostile_name_is_shown_as_text(browser: WebDriver, tmp_path: Path, name: str) -> None:
+    show(browser, two_runs(tmp_path, first=name))
+    assert browser.title == "2 runs"
+    assert browser.find_element(By.CSS_SELECTOR, "#runs label").text == name
+    assert not browser.find_elements(By.TAG_NAME, "img")
+    assert len(browser.find_elements(By.TAG_NAME, "script")) == 2
+
+
+def test_colours_follow_the_choice(browser: WebDriver, tmp_path: Path) -> None:
+    show(browser, one_run(tmp_path))
+    seen = set()
+    for theme in ("light", "dark"):
+        Select(browser.find_element(By.ID, "theme")).select_by_value(theme)
+        body = browser.find_element(By.TAG_NAME, "body")
+        seen.add((body.value_of_css_property("background-color"), body.value_of_css_property("color")))
+    assert len(seen) == 2
+
+
+def test_a_narrow_window_shows_every_panel_in_its_width(browser: WebDriver, tmp_path: Path) -> None:
+    browser.set_window_size(NARROW, HEIGHT)
+    show(browser, two_runs(tmp_path, second="a-name-of-many-letters" * 6))
+    # Below a browser's least window width the page is told its width in another way.
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": NARROW, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": True},
+    )
+    try:
+        browser.refresh()
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= NARROW
+        for figure in browser.find_elements(By.TAG_NAME, "figure"):
+            assert figure.rect["x"] >= 0 and figure.rect["x"] + figure.rect["width"] <= NARROW
+            texts = [text.rect for text in figure.find_elements(By.CSS_SELECTOR, "text.x")]
+            assert len(texts) >= 2
+            assert all(a["x"] + a["width"] <= b["x"] for a, b in pairwise(texts)), "numbers overlap"
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_run_of_one_step_shows_points(browser: WebDriver, tmp_path: Path) -> None:
+    write_page([write_run(tmp_path / "run", range(1, 2), **ENGINE)], tmp_path / "page.html")
+    show(browser, tmp_path / "page.html")
+    assert len(panel(browser, "loss").find_elements(By.CSS_SELECTOR, "circle.dot")) == 1

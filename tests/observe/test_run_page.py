@@ -1,0 +1,239 @@
+"""The page of a run: its figures are the metrics', no name can become markup, and a failure is only a warning."""
+
+import base64
+import hashlib
+import json
+import logging
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.step_records import ENGINE, write_run
+from torchround.commands.draw_page import main
+from torchround.observe import run_page
+from torchround.observe.run_page import MOST_POINTS, CurveSamples, draw_pictures, read_run, write_page
+
+HOSTILE_NAMES = [
+    "</script><script>document.title = 'taken'</script>",
+    "<img src=x onerror=alert(1)>",
+    "a & b <i>",
+    "[[figures]] [[script]]",
+    "]]> --> <!-- <script>",
+    "' onclick='alert(1)",
+    "line\nbreak \x1b[31m \u202e",
+]
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and the text in each kind."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._ended = True
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Collect an element."""
+        self._ended = False
+        self.found.append((tag, dict(attrs)))
+        self.texts.setdefault(tag, []).append("")
+
+    def handle_data(self, data: str) -> None:
+        """Add text to the newest element, until it ends."""
+        if not self._ended:
+            self.texts[self.found[-1][0]][-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        """End the newest element."""
+        self._ended = True
+
+
+def page_of(*folders: Path) -> Elements:
+    output = folders[0].parent / "page-of-test.html"
+    write_page(folders, output)
+    return Elements(output.read_text(encoding="utf-8"))
+
+
+def figures(page: Elements) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(page.texts["script"][0])
+    return content
+
+
+def curve(run: dict[str, Any], panel: str, label: str = "") -> list[list[float]]:
+    (found,) = [one["points"] for one in run["curves"][panel] if one["label"] == label]
+    points: list[list[float]] = found
+    return points
+
+
+def test_a_page_has_the_figures_of_the_metrics(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", range(1, 7), validated=(3, 6), **ENGINE)
+    (run,) = figures(page_of(tmp_path / "run"))["runs"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for panel, label, key in (
+        ("loss", "training", "loss"),
+        ("lr", "", "lr"),
+        ("tokens_per_s", "", "tokens_per_s"),
+    ):
+        expected = [[line["step"], pytest.approx(line[key], rel=1e-5)] for line in lines]  # six digits
+        assert curve(run, panel, label) == expected
+    assert [step for step, _ in curve(run, "loss", "validation")] == [3, 6]
+    # The devices of `ENGINE` compute for 0.25 and 0.5 of a step of 0.5 s.
+    assert curve(run, "bubble", "device 0")[0] == [1, 0.5] and curve(run, "bubble", "device 1")[0] == [1, 0.0]
+    assert curve(run, "device_memory", "device 1")[0] == [1, 2.0]
+    assert curve(run, "host_memory", "resident")[0] == [1, 1.5]
+    assert (run["step"], run["best"][1]) == (6, 6)
+
+
+def test_metrics_without_devices_give_the_bubble_and_memory_of_the_whole_line(tmp_path: Path) -> None:
+    write_run(tmp_path, range(1, 3))
+    assert curve(read_run(tmp_path, "run"), "bubble") == [[1, 0.1], [2, 0.1]]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_no_name_of_a_run_becomes_a_part_of_the_page(tmp_path: Path, name: str) -> None:
+    plain, named = tmp_path / "plain", tmp_path / name.replace("/", "")
+    write_run(plain, range(1, 3))
+    named.mkdir()
+    (plain / "metrics.jsonl").rename(named / "metrics.jsonl")
+    write_run(plain, range(1, 3))
+    expected, found = page_of(plain), page_of(named)
+    assert found.found == expected.found
+    (run,) = figures(found)["runs"]
+    assert found.texts["title"][0] == run["name"] and run["name"].isprintable()
+    assert found.texts["script"][1] == expected.texts["script"][1]
+
+
+def test_a_name_with_a_slash_cannot_end_the_element_of_the_figures(tmp_path: Path) -> None:
+    run = {**read_run(write_run(tmp_path, range(1, 3)), HOSTILE_NAMES[0])}
+    found = Elements(run_page.page_text([run]))
+    assert [tag for tag, _ in found.found].count("script") == 2
+    assert figures(found)["runs"][0]["name"] == HOSTILE_NAMES[0] == found.texts["title"][0]
+
+
+def test_a_page_asks_no_network_and_runs_no_script_but_its_own(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "run", range(1, 3)))
+    (policy,) = [a["content"] for tag, a in page.found if tag == "meta" and "http-equiv" in a]
+    digest = base64.b64encode(hashlib.sha256(page.texts["script"][1].encode()).digest()).decode()
+    assert policy is not None
+    assert policy.startswith("default-src 'none';") and f"script-src 'sha256-{digest}'" in policy
+    linked = [value for _, a in page.found for key, value in a.items() if key in ("src", "href")]
+    assert linked == ["data:,"]
+    text = (tmp_path / "page-of-test.html").read_text()
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {
+        "http://www.w3.org/2000/svg"
+    }  # a name, not an address
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 3, "lo',
+        '{"step": 3, "loss": NaN}',
+        '{"step": 3, "loss": [1], "engine": 5, "lr": "high"}',
+        '{"step": 2, "loss": 9.0}',
+        '{"step": true, "loss": 9.0}',
+        '{"step": 1e400, "loss": 9.0}',
+        f'{{"step": {10**30}, "loss": 9.0}}',
+        f'{{"step": 3, "loss": {10**400}}}',
+        '{"step": 3, "engine": {"busy_s": [null, {}], "device_peak_gib": "x"}}',
+        "[" * 10_000,
+        "\udcff",
+    ],
+    ids=lambda line: line[:30],
+)
+def test_lines_that_are_cut_off_or_hold_something_else_draw_nothing(tmp_path: Path, line: str) -> None:
+    write_run(tmp_path / "run", range(1, 3))
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(line.encode("utf-8", "surrogateescape"))
+    (run,) = figures(page_of(tmp_path / "run"))["runs"]
+    assert [step for step, _ in curve(run, "loss", "training")] == [1, 2]
+
+
+@pytest.mark.parametrize("values", [1, MOST_POINTS, MOST_POINTS + 1, 25 * MOST_POINTS + 3])
+def test_a_long_curve_keeps_its_ends_its_mean_and_every_spike(values: int) -> None:
+    samples = CurveSamples()
+    for step in range(1, values + 1):
+        samples.add(step, 1000.0 if step == values // 2 else float(step % 7))
+    points = samples.points
+    assert len(points) <= MOST_POINTS and (len(points) > MOST_POINTS // 2 or values == len(points))
+    assert (points[0].first, points[-1].last) == (1, values)
+    assert all(before.last + 1 == after.first for before, after in pairwise(points))
+    given = [1000.0 if step == values // 2 else float(step % 7) for step in range(1, values + 1)]
+    assert sum(point.total for point in points) == sum(given)
+    assert max(point.high for point in points) == max(given)
+    assert min(point.low for point in points) == min(given)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / parent / "run", range(1, 3)) for parent in ("a", "b")]
+    names = [run["name"] for run in figures(page_of(*folders))["runs"]]
+    assert names == [str(folder) for folder in folders]
+
+
+def test_a_run_that_has_ended_has_a_picture_and_a_page(tmp_path: Path) -> None:
+    draw_pictures(write_run(tmp_path, range(1, 4)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl", "page.html"]
+
+
+def test_a_run_without_a_step_has_no_page_and_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    draw_pictures(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"] and not caplog.messages
+
+
+def test_a_page_that_cannot_be_written_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(run_page, "_replace", full)
+    with caplog.at_level(logging.WARNING):
+        draw_pictures(write_run(tmp_path, range(1, 4)))
+    (warning,) = caplog.messages
+    assert "page.html was not drawn: OSError: no space left" in warning
+
+
+def test_the_command_writes_the_page_of_several_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write_run(tmp_path / name, range(1, 5)) for name in ("first", "second")]
+    page = tmp_path / "both.html"
+    assert main([*map(str, runs), "--output", str(page)]) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    names = [run["name"] for run in figures(Elements(page.read_text()))["runs"]]
+    assert names == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing"], "missing/metrics.jsonl is not there; legal: folders of runs"),
+        (["run", "--output", "no/page.html"], "--output no/page.html: there is no folder no"),
+        (["empty"], "no step is logged in empty/metrics.jsonl"),
+    ],
+)
+def test_a_mistake_is_one_message_and_writes_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run", range(1, 3))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").touch()
+    before = sorted(tmp_path.rglob("*"))
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("page: ") and message in printed and printed.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before

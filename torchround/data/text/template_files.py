@@ -1,0 +1,148 @@
+"""Finds a tokenizer's chat templates, and the files that carry tokenizer and templates into an export.
+
+A folder holds templates in one of two ways. `chat_template.jinja` is the default, and each file of
+`additional_chat_templates/` has another name. Older folders have them in `tokenizer_config.json`, as one text or as a
+list with names. Files come first, as in transformers.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchround.config import show
+from torchround.data.errors import MissingTokenizerError, TokenizerError
+
+TEMPLATE_FILE, MORE_TEMPLATES, SETTINGS_FILE = (
+    "chat_template.jinja",
+    "additional_chat_templates",
+    "tokenizer_config.json",
+)
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+TOKENIZER_FILES = (
+    *("tokenizer.json", SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "qwen.tiktoken"),
+)
+
+
+@dataclass(frozen=True)
+class TemplateSources:
+    """A tokenizer's chat templates as Jinja source.
+
+    `default` writes conversations, and `with_tools`, if there is one, the conversations that offer tools. Both are None
+    if there is no template. `file` is the file that holds the templates. `settings` are further variables that templates
+    read, such as `enable_thinking`.
+    """
+
+    default: str | None = None
+    with_tools: str | None = None
+    file: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """Return a short hash of everything that decides what is written."""
+        parts = [self.default or ""]
+        # Parts are added only if they are there, so that data positions of runs without them stay valid.
+        if self.with_tools is not None:
+            parts.append(self.with_tools)
+        if self.settings:
+            parts.append(json.dumps(dict(self.settings), sort_keys=True))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def find_templates(
+    given: str | None, folder: Path | None, settings: Mapping[str, Any] | None = None
+) -> TemplateSources:
+    """Find the template that the key `tokenizer.chat_template` gives, otherwise the templates of a tokenizer's folder.
+
+    A template of the key writes all conversations. Raises `TokenizerError` if a file is missing or cannot be read.
+    """
+    settings = settings or {}
+    if given is not None:
+        path = Path(os.path.expanduser(given))
+        return TemplateSources(_read_given(given, path), file=path, settings=settings)
+    if folder is None:
+        return TemplateSources(settings=settings)
+    named, file = _named_templates(folder)
+    return TemplateSources(named.get(DEFAULT), named.get(WITH_TOOLS), file, settings)
+
+
+def exported_files(given: str | None, folder: Path | None) -> dict[str, Path]:
+    """Map the names of the files that an export needs to the files to copy.
+
+    `given` is the key `tokenizer.chat_template`; its template takes the place of the folder's. `folder` holds the
+    tokenizer; it is None for a tokenizer without files. Raises `TokenizerError` if the template of the key is gone.
+    """
+    files = {}
+    if folder is not None:
+        files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    if given is not None:
+        path = Path(os.path.expanduser(given))
+        _read_given(given, path)
+        files[TEMPLATE_FILE] = path
+    elif folder is not None:
+        more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+        files |= {
+            str(path.relative_to(folder)): path for path in (folder / TEMPLATE_FILE, *more) if path.is_file()
+        }
+    return files
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a `tokenizer_config.json`; a file that is not there has no settings. Raises `TokenizerError`."""
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise TokenizerError(f"{path}: a JSON {type(settings).__name__}, not an object")
+    return settings
+
+
+def _named_templates(folder: Path) -> tuple[dict[str, str], Path | None]:
+    default, more = folder / TEMPLATE_FILE, sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    named = {path.stem: _read(path) for path in more}
+    if default.is_file():
+        return named | {DEFAULT: _read(default)}, default
+    settings = folder / SETTINGS_FILE
+    found = read_settings(settings).get("chat_template")
+    in_settings: dict[str, str] = {}
+    if isinstance(found, str):
+        in_settings[DEFAULT] = found
+    elif isinstance(found, list):
+        entries = (entry for entry in found if isinstance(entry, dict))
+        in_settings = {
+            entry["name"]: entry["template"]
+            for entry in entries
+            if isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+        }
+    if in_settings:
+        return in_settings | named, settings
+    return named, folder / MORE_TEMPLATES if named else None
+
+
+def _read_given(given: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingTokenizerError(
+            "tokenizer.chat_template",
+            f"given {show(given)}, but there is no such file; legal: a file with a Jinja template",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise MissingTokenizerError(
+            "tokenizer.chat_template",
+            f"given {show(given)}, which cannot be read: {error}; legal: a file with a Jinja template, in UTF-8",
+        ) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"chat template {path}: cannot be read: {error}") from error

@@ -1,0 +1,216 @@
+"""Finds the assistant's turns in what a chat template writes.
+
+A turn begins after the header that asks the model to speak (the text that `add_generation_prompt` adds), and ends with
+the token that ends it. Header and end hold tokens that only the template can write. These are the special tokens, and
+added tokens that are not special if the template's headers or ends need them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+from torchround.data.document_types import TextSpan
+from torchround.data.errors import DataError, TokenizerError
+from torchround.data.text.jinja_template import RenderTemplate, compile_template
+from torchround.data.text.tokenizer import Tokenizer
+
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>")
+
+QUESTION, ANSWER, THOUGHT = "a question to probe with", "an answer to probe with", "a thought to probe with"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "A tool to probe with.",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
+
+
+@dataclass(frozen=True)
+class TurnSection:
+    """The parts from `start` to `stop` that begin with a header. `continues`: it continues the turn of the section before."""
+
+    start: int
+    stop: int
+    continues: bool
+
+
+class TurnTemplate:
+    """A compiled chat template, and how it marks the assistant's turns.
+
+    `has_several_headers`: one message may be written with several headers, its thoughts apart from its answer. `marks`
+    finds the tokens that only the template may write; `unsafe_marks` are the ones that any text would become, because
+    they are not special. Raises `TokenizerError` if the turns cannot be told apart.
+    """
+
+    def __init__(
+        self, source: str, tokenizer: Tokenizer, where: str, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        self._where = where
+        self._settings = dict(settings or {})
+        self._compiled: RenderTemplate = compile_template(source, tokenizer.template_tokens)
+        self._tools: list[Any] | None = None  # what probes offer: none, unless the template needs some
+        self.marks = _pattern(tokenizer.special)
+        self.unsafe_marks: frozenset[str] = frozenset()
+        try:
+            self._find_turns(tokenizer)
+        except TokenizerError:
+            if not self._tries_added_tokens(tokenizer):
+                raise
+        self.has_several_headers = self._has_several_headers()
+
+    def render(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool = False,
+        settings: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Write a conversation. Raises `DataError`."""
+        return self._compiled(messages, tools, add_generation_prompt, {**self._settings, **(settings or {})})
+
+    def parts(self, text: str) -> list[TextSpan]:
+        """Split a text into the marks and the text between them."""
+        found = enumerate(self.marks.split(text))
+        return [TextSpan(part, False, special=index % 2 == 1) for index, part in found if part]
+
+    def sections(self, parts: Sequence[TextSpan]) -> Iterator[TurnSection]:
+        """Find the sections of the assistant's turns, in order."""
+        index, continues = 0, False
+        while index < len(parts):
+            if not self._is_header(parts, index):
+                index += 1
+                continue
+            stop = index + len(self._header)
+            while stop < len(parts) and not (parts[stop - 1].special and parts[stop - 1].text in self._ends):
+                stop += 1
+            yield TurnSection(index, stop, continues)
+            # A template that writes thoughts apart from the answer continues the turn with another header.
+            continues = self.has_several_headers and self._is_header(parts, stop)
+            index = stop
+
+    def cut_header(
+        self, parts: Sequence[TextSpan], section: TurnSection
+    ) -> tuple[list[TextSpan], list[TextSpan]]:
+        """Split a section into its header and what follows, which may begin inside a part."""
+        first = section.start + len(self._header)
+        rest = parts[first - 1].text[len(self._header[-1].text) :]
+        inner = [TextSpan(rest, False)] if rest else []
+        return list(self._header), [*inner, *parts[first : section.stop]]
+
+    def _is_header(self, parts: Sequence[TextSpan], index: int) -> bool:
+        found = parts[index : index + len(self._header)]
+        if [part.special for part in found] != [part.special for part in self._header]:
+            return False
+        *inner, last = zip(found, self._header, strict=True)
+        same = all(part.text == header.text for part, header in inner)
+        return same and (
+            last[0].text == last[1].text if last[1].special else last[0].text.startswith(last[1].text)
+        )
+
+    # How the template writes turns, found out by rendering probes.
+
+    def _find_turns(self, tokenizer: Tokenizer) -> None:
+        """Find the header of the assistant's turns, and the tokens that end them."""
+        question, answer = _message("user", QUESTION), _message("assistant", ANSWER)
+        asked = self._probe([question], add_generation_prompt=True)
+        # The text that asks the model to speak is what the prompt adds to the same conversation without it.
+        prompt = self._rest(asked, self._probe([question]))
+        dialogue = self._probe([question, answer, question, answer])
+        if dialogue.count(ANSWER) != 2:
+            raise TokenizerError(
+                f"{self._where}: it writes the two answers of a conversation {dialogue.count(ANSWER)} times in all; "
+                "legal: each answer once"
+            )
+        begins = self.marks.match(prompt)
+        if begins is None:
+            raise TokenizerError(
+                f"{self._where}: the assistant's header, which it adds for add_generation_prompt, is {prompt!r}; "
+                "legal: one that begins with a special token of the tokenizer, or another added one, because that marks its turns"
+            )
+        answer_starts = [match.start() for match in re.finditer(re.escape(ANSWER), dialogue)]
+        headers = [dialogue[dialogue.rfind(begins[0], 0, place) : place] for place in answer_starts]
+        # Prompt and written headers may continue differently (GPT-OSS names a channel): only their common beginning counts.
+        self._header = self._common([prompt, *headers])
+        after = [self.marks.search(dialogue, place) for place in answer_starts]
+        ends = {match[0] for match in after if match is not None}
+        parts = self.parts(dialogue)
+        if not ends or sum(self._is_header(parts, index) for index in range(len(parts))) != 2:
+            raise TokenizerError(
+                f"{self._where}: it begins the assistant's turns with {headers} and ends them with {sorted(ends)}; "
+                "needed: the same token and name, which no other turn begins with, and a special or added token"
+            )
+        known = {*TURN_ENDS, tokenizer.template_tokens.get("eos_token", "")}
+        self._ends = ends | (known & tokenizer.special.keys())
+
+    def _tries_added_tokens(self, tokenizer: Tokenizer) -> bool:
+        """Look for turns that added tokens mark. Only the ones that headers and ends need are left as marks."""
+        if not tokenizer.in_text:
+            return False
+        self.marks = _pattern([*tokenizer.special, *tokenizer.in_text])
+        try:
+            self._find_turns(tokenizer)
+        except TokenizerError:
+            return False  # the first error says more: it is about the tokens that usually mark turns
+        needed = {part.text for part in self._header if part.special} | self._ends
+        self.unsafe_marks = frozenset(needed & tokenizer.in_text.keys())
+        self.marks = _pattern([*tokenizer.special, *self.unsafe_marks])
+        return True
+
+    def _has_several_headers(self) -> bool:
+        """Say whether one message is written with several headers: its thoughts apart from its answer."""
+        message = _message("assistant", ANSWER) | {"thinking": THOUGHT, "reasoning_content": THOUGHT}
+        parts = self.parts(self._probe([_message("user", QUESTION), message]))
+        return sum(self._is_header(parts, index) for index in range(len(parts))) > 1
+
+    def _rest(self, text: str, shorter: str) -> str:
+        """Return what is left of `text` after the beginning that it shares with another text."""
+        # By parts first: two tokens may begin with the same letters.
+        parts, others = self.parts(text), self.parts(shorter)
+        shared = 0
+        while shared < min(len(parts), len(others)) and parts[shared] == others[shared]:
+            shared += 1
+        rest = "".join(part.text for part in parts[shared:])
+        if shared < min(len(parts), len(others)) and not (parts[shared].special or others[shared].special):
+            rest = rest[len(commonprefix([parts[shared].text, others[shared].text])) :]
+        return rest
+
+    def _common(self, texts: Sequence[str]) -> tuple[TextSpan, ...]:
+        """Return the parts that all texts begin with; the last one may be the beginning of a part."""
+        found = []
+        for parts in zip(*map(self.parts, texts), strict=False):
+            if len(set(parts)) == 1:
+                found.append(parts[0])
+                continue
+            start = commonprefix([part.text for part in parts])
+            if start and not any(part.special for part in parts):
+                found.append(TextSpan(start, False))
+            break
+        return tuple(found)
+
+    def _probe(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+        try:
+            return self.render(messages, self._tools, add_generation_prompt)
+        except DataError as error:
+            if self._tools is None:
+                self._tools = [TOOL]  # some templates write only conversations that offer tools
+                try:
+                    return self.render(messages, self._tools, add_generation_prompt)
+                except DataError:
+                    self._tools = None
+            raise TokenizerError(
+                f"{self._where}: a plain question and answer cannot be written: {error}"
+            ) from error
+
+
+def _pattern(names: Sequence[str] | Mapping[str, int]) -> re.Pattern[str]:
+    """Return the pattern of some tokens, the longest first, so that the longest one at a place is found."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}

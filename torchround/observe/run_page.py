@@ -1,0 +1,238 @@
+"""Draws the metrics of one or several runs as one HTML file that needs no network, no account and no other file.
+
+The figures come from the `metrics.jsonl` in each run folder. `run_page.html` and `run_page.js` beside this module are
+the page without its figures. The page's own policy forbids every request, and every script but its own.
+"""
+
+import base64
+import hashlib
+import html
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchround.observe.loss_curve import METRICS_FILE, draw_run, finite_number, read_records
+from torchround.untrusted.strict_json import page_json
+from torchround.untrusted.terminal import escape_unprintable
+
+logger = logging.getLogger(__name__)
+
+PAGE_FILE = "page.html"
+MOST_POINTS = 800  # of a curve: more than the pixels of its width on most screens
+MOST_STEP = 2**53  # JavaScript's numbers are exact up to here
+MOST_NAME = 200  # letters of a run's name
+
+
+class PagePanel(NamedTuple):
+    """One picture of the page. The script of the page reads these fields by name.
+
+    `form` is how values are written: `number`, `power` (1.2e-04), `count` (12,345) or `percent`. `smooth` is for values
+    that vary from step to step, `log` for values of many magnitudes; both follow the page's controls. `zero` puts
+    zero at the foot of the axis.
+    """
+
+    key: str
+    title: str
+    unit: str
+    form: str = "number"
+    smooth: bool = False
+    log: bool = False
+    zero: bool = False
+
+
+PANELS = (
+    PagePanel("loss", "Loss", "nats per label", smooth=True, log=True),
+    PagePanel("lr", "Learning rate", "", "power", zero=True),
+    PagePanel("grad_norm", "Gradient norm before clipping", "", smooth=True, log=True),
+    PagePanel("tokens_per_s", "Tokens per second", "tokens/s", "count", smooth=True, zero=True),
+    PagePanel(
+        "bubble", "Bubble: share of the time without computation", "", "percent", smooth=True, zero=True
+    ),
+    PagePanel("device_memory", "Device memory, most so far", "GiB", zero=True),
+    PagePanel("host_memory", "Host memory", "GiB", zero=True),
+    PagePanel("mfu", "MFU: share of the devices' peak", "", "percent", smooth=True, zero=True),
+)
+TRAINING, VALIDATION = "training", "validation"
+
+
+@dataclass
+class CurvePoint:
+    """One point of a curve: the values of the logged steps from `first` to `last`."""
+
+    first: int
+    last: int
+    count: int
+    total: float
+    low: float
+    high: float
+
+    def add(self, later: "CurvePoint") -> None:
+        """Take the values of a later point into this one."""
+        self.last = later.last
+        self.count += later.count
+        self.total += later.total
+        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
+
+    def as_list(self) -> list[float]:
+        """Return what the page gets: last step and mean; for several values also first step, lowest and highest."""
+        mean = _short(self.total / self.count)
+        if self.count == 1:
+            return [self.last, mean]
+        return [self.last, mean, self.first, _short(self.low), _short(self.high)]
+
+
+class CurveSamples:
+    """A curve of at most `MOST_POINTS` points, however many values it is given.
+
+    When it is full, every two neighbouring points become one, and later points take twice as many values. So a run of a
+    million lines is read once, in memory that does not grow, and no spike is lost.
+    """
+
+    def __init__(self) -> None:
+        self.points: list[CurvePoint] = []
+        self._values_per_point = 1
+
+    def add(self, step: int, value: float) -> None:
+        """Add the value of a later step."""
+        new = CurvePoint(step, step, 1, value, value, value)
+        if self.points and self.points[-1].count < self._values_per_point:
+            self.points[-1].add(new)
+            return
+        if len(self.points) == MOST_POINTS:
+            self._halve()
+        self.points.append(new)
+
+    def _halve(self) -> None:
+        for first, second in zip(self.points[::2], self.points[1::2], strict=True):
+            first.add(second)
+        del self.points[1::2]
+        self._values_per_point *= 2
+
+
+def draw_pictures(folder: Path) -> None:
+    """Draw `loss.png` and `page.html` in the folder of a run that has ended. Never raises: a failure is one warning.
+
+    A run without a logged step gets no page.
+    """
+    draw_run(folder)
+    try:
+        if (folder / METRICS_FILE).exists() and (run := read_run(folder, run_names([folder])[0]))["curves"]:
+            _replace(folder / PAGE_FILE, page_text([run]))
+    except Exception as error:  # noqa: BLE001 (a page must not fail a run, whatever the disk does)
+        logger.warning("%s was not drawn: %s: %s", folder / PAGE_FILE, type(error).__name__, error)
+
+
+def write_page(folders: Sequence[Path], output: Path) -> None:
+    """Write the page of one or several runs.
+
+    Raises `ValueError` if no run has logged a step, and `OSError` for a folder without metrics or if the disk fails.
+    """
+    runs = [read_run(folder, name) for folder, name in zip(folders, run_names(folders), strict=True)]
+    if not any(run["curves"] for run in runs):
+        raise ValueError(
+            f"no step is logged in {', '.join(str(folder / METRICS_FILE) for folder in folders)}"
+        )
+    _replace(output, page_text(runs))
+
+
+def page_text(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page of runs that `read_run` returned."""
+    here = Path(__file__).parent
+    page = (here / "run_page.html").read_text(encoding="utf-8")
+    script = (here / "run_page.js").read_text(encoding="utf-8")
+    title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    content = {"panels": [panel._asdict() for panel in PANELS], "runs": list(runs)}
+    parts = {"digest": digest, "script": script, "title": html.escape(title), "figures": page_json(content)}
+    # In one pass: text that was put in is not searched for places.
+    return re.sub(r"\[\[(\w+)\]\]", lambda place: parts[place[1]], page)
+
+
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """Return how the page names each run: by its folder's name; by the path if another run has the same name."""
+    names = [folder.resolve().name for folder in folders]
+    return [
+        _printable(name if names.count(name) == 1 else str(folder))
+        for name, folder in zip(names, folders, strict=True)
+    ]
+
+
+def read_run(folder: Path, name: str) -> dict[str, Any]:
+    """Read what the page shows of a run: its curves by panel, and the figures of its last line.
+
+    Raises `OSError` if the folder has no metrics. A step that is not above the step before it is left out.
+    """
+    curves: dict[str, dict[str, CurveSamples]] = {}
+    last, newest = {}, -1
+    best: tuple[float, int] | None = None
+    for step, record in read_records(folder):
+        if not newest < step < MOST_STEP:
+            continue
+        newest, last = step, record
+        for panel, label, given in _values(record):
+            if (value := finite_number(given)) is not None:
+                curves.setdefault(panel, {}).setdefault(label, CurveSamples()).add(step, value)
+        loss = finite_number(record.get("validation_loss"))
+        if loss is not None and (best is None or loss < best[0]):
+            best = loss, step
+    figures = {
+        key: finite_number(last.get(key)) for key in ("loss", "tokens", "tokens_per_s", "skipped_steps")
+    }
+    return {
+        "name": name,
+        "step": max(newest, 0),
+        **figures,
+        "best": best,
+        "curves": {
+            panel: [
+                {"label": label, "points": [point.as_list() for point in samples.points]}
+                for label, samples in found.items()
+            ]
+            for panel, found in curves.items()
+        },
+    }
+
+
+def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (panel, curve, value) of a record. A curve without a name is the only one of its panel."""
+    yield "loss", TRAINING, record.get("loss")
+    yield "loss", VALIDATION, record.get("validation_loss")
+    for key in ("lr", "grad_norm", "tokens_per_s", "mfu"):
+        yield key, "", record.get(key)
+    yield "host_memory", "resident", record.get("host_gib")
+    engine = record.get("engine")
+    if not isinstance(engine, dict):
+        yield "bubble", "", record.get("bubble")
+        yield "device_memory", "", record.get("device_peak_gib")
+        return
+    yield "host_memory", "host pool", engine.get("host_pool_gib")
+    step_s = finite_number(record.get("step_s"))
+    for index, given in enumerate(_list(engine.get("busy_s"))):
+        busy_s = finite_number(given)
+        if busy_s is not None and step_s:
+            yield "bubble", f"device {index}", 1 - busy_s / step_s
+    for index, given in enumerate(_list(engine.get("device_peak_gib"))):
+        yield "device_memory", f"device {index}", given
+
+
+def _replace(output: Path, text: str) -> None:
+    """Write a file in one go, so that a browser never reads half a page."""
+    unfinished = output.with_name(output.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(output)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _short(value: float) -> float:
+    """Return the value to six digits: nine more would only make the page larger."""
+    return float(f"{value:.6g}")
+
+
+def _printable(name: str) -> str:
+    return escape_unprintable(name).replace("\n", r"\n")[:MOST_NAME]
