@@ -272,7 +272,7 @@ def count_layers(
                     FusedStage(layers, hidden, micro_batch, layerwise=False, loss_factor=0.5).backward((), 0)
                     counted.append(CountedLayer(name, mode.counted, Counted()))
                     break
-                run = ForwardWithGraph(layers, hidden, micro_batch, layerwise=False)
+                run = ForwardWithGraph(layers, hidden, micro_batch, layerwise=False).run_to(len(layers))
                 forward, mode.counted = mode.counted, Counted()
                 outputs = as_tuple(run.output)
                 hidden = as_hidden([part.detach() for part in outputs], isinstance(run.output, Tensor))

@@ -180,7 +180,7 @@ class Trainer:
     def _train_measured(self, planning: PlanByMeasuring, stop: StopRequest) -> tuple[str, int] | None:
         """Run the steps that measure, on an engine of their own. Returns as `_train` does."""
         # A function of its own, so that no name refers to this engine while the next one runs.
-        with self._running_engine(planning.measuring) as engine:
+        with self._running_engine(planning.settled, times_layers=True) as engine:
             return self._train(engine, stop, planning.until, measured_by=planning)
 
     def _train(
@@ -325,7 +325,7 @@ class Trainer:
         return metrics
 
     @contextmanager
-    def _running_engine(self, plan: Plan) -> Iterator[Engine]:
+    def _running_engine(self, plan: Plan, times_layers: bool = False) -> Iterator[Engine]:
         """Run an engine for the block. After a fault, save the state that it left."""
         parts = self._parts
         with self._meter.excluded():
@@ -338,6 +338,7 @@ class Trainer:
                 self.config.optimizer,
                 self._compiler,
                 self._links.turns,
+                times_layers,
             )
         try:
             with engine:

@@ -63,7 +63,7 @@ def test_no_time_is_predicted_before_measuring_on_devices_of_unknown_speed(
 ) -> None:
     assert small_runs("run", *measured(2)) == 0
     before, after = capsys.readouterr().out.split("planned again from 2 measured steps")
-    assert "each layer is a stage for 2 steps" in before and "bubble" not in before
+    assert "each layer is timed for 2 steps" in before and "bubble" not in before
     assert " ms " in after and "bubble (idle share of the devices)" in after
     assert small_runs("run", *measured(2)) == 0
     done = capsys.readouterr().out

@@ -28,7 +28,7 @@ from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands.generation_files import write_generation, write_json
 from torchround.data import TokenizerError
-from torchround.data.text.exported_tokenizer import export_tokenizer
+from torchround.data.text.template_files import export_tokenizer
 from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
 from torchround.hf.model_card import CARD_FILE, CardFacts, model_card, read_records

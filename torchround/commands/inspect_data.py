@@ -20,7 +20,8 @@ import torch
 from torchround.config import Config, ConfigError, DataTable, load_config
 from torchround.data import DataError, Tokenizer, build_loader, build_tokenizer, num_tokens
 from torchround.data.document_types import Document
-from torchround.data.loader import mix_settings, open_sources, packs_whole_documents
+from torchround.data.loader import mix_settings
+from torchround.data.opening import open_sources, packs_whole_documents
 from torchround.data.reading_order import Reader
 from torchround.data.tokenising import tokenise
 from torchround.layer import IGNORED_LABEL, MicroBatch
@@ -178,7 +179,7 @@ def survey(
     skipped, even if `data.on_bad_record` is `stop`.
     """
     # One epoch: without a limit the mix never ends. One bad record must not hide the others.
-    data = data.model_copy(update={"epochs": 1, "on_bad_record": "skip"})
+    data = data.model_copy(update={"epochs": 1, "on_bad_record": "skip", "max_bad_fraction": 1.0})
     sources = open_sources(data, tokenizer)
     found = [SourceSurvey(source.name) for source in sources]
     reader = Reader(sources, mix_settings(data, sources, seed))

@@ -9,7 +9,7 @@ given by numbers: `--device-memory-gib 24 --device-tflops 165 --pcie-gb-per-s 32
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from torchround.config import Config, ConfigError, Options, parse_command_line
 from torchround.data import MissingTokenizerError, TokenizerError, build_tokenizer
 from torchround.engine.errors import EngineUsageError
 from torchround.hf import HFError
+from torchround.layer import LayeredModel
 from torchround.models import ModelConfigError
 from torchround.pipeline.cards import DeviceSpec, UnknownPeakError, device_names, find_device
 from torchround.pipeline.memory import GIB, HostMemory, size_text
@@ -26,7 +27,7 @@ from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan import Plan, PlannedStage
 from torchround.pipeline.plan_report import PlanReport, RunQuestion, report_plan
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, Hardware, planned_kind
-from torchround.run.numbers import RunNumbers, run_question
+from torchround.run.numbers import RunNumbers, loader_bytes, run_question
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -65,7 +66,21 @@ def configured_question(options: Options, vocab_size: int | None, hardware: Hard
     config = options.config
     model = build_model(options, vocab_size)
     mapped = find_weights(options, model)[1] if config.lora.map_base else {}
-    return run_question(model, RunNumbers(config.training, config.engine), hardware, mapped)
+    return question_of(config, model, hardware, mapped)
+
+
+def question_of(
+    config: Config, model: LayeredModel, hardware: Hardware, mapped: Collection[str]
+) -> RunQuestion:
+    """Return the planner's question for a model that is built already; `mapped` as in `run_question`."""
+    return run_question(
+        model,
+        RunNumbers(config.training, config.engine),
+        hardware,
+        mapped,
+        validates=config.validation.interval_steps > 0,
+        loader_bytes=loader_bytes(config.data, config.training),
+    )
 
 
 def _vocab_size(options: Options) -> int | None:
@@ -94,7 +109,11 @@ def parser() -> argparse.ArgumentParser:
     add("--config", required=True, help="TOML file, looked up as given, then in configs/")
     add("--device", help=f"card: {', '.join(device_names())}")
     add("--num-devices", type=count, help="default: engine.num_devices, else 1")
-    add("--host-memory-gib", type=positive, help="host memory that the run may use; default: no limit")
+    add(
+        "--host-memory-gib",
+        type=positive,
+        help="host memory that the run may use; default: engine.host_memory_gib, else no limit",
+    )
     add("--device-memory-gib", type=positive, help="of each device; default: the card's")
     add("--device-tflops", type=positive, help="dense peak in the run's dtype, instead of the card's")
     add("--pcie-gb-per-s", type=positive, help="nominal, one direction, instead of the card's")
@@ -142,6 +161,7 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
         peaks,
         card.fp16_accumulation_flops if card and not tflops else None,
     )
+    host_gib = given.host_memory_gib or config.engine.host_memory_gib
     # The same limit as on the card itself (`find_hardware`): the config's, otherwise the usable share of the card.
     usable = config.engine.device_memory_gib or USABLE_DEVICE_FRACTION * spec.memory_gib
     return Hardware(
@@ -149,7 +169,7 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
         num_devices=given.num_devices or config.engine.num_devices or 1,
         spec=spec,
         device_bytes=int(usable * GIB),
-        host_bytes=None if given.host_memory_gib is None else int(given.host_memory_gib * GIB),
+        host_bytes=None if host_gib is None else int(host_gib * GIB),
     )
 
 
@@ -190,6 +210,8 @@ def _host_table(report: PlanReport) -> "Table":
         "activations between stages": host.activation_bytes,
         "tokens": host.integer_bytes,
         **({"readers of files": host.reader_bytes} if host.reader_bytes else {}),
+        "batches of data": host.loader_bytes,
+        **({"virtual devices": host.device_bytes} if host.device_bytes else {}),
         "all": host.total_bytes,
     }
     if report.question.host_bytes is not None:

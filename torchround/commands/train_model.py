@@ -17,9 +17,15 @@ from dataclasses import replace
 import torch
 
 from torchround.checkpoint import Checkpointer, CheckpointError
-from torchround.commands.configured_model import build_model, check_weights, find_weights, mapped_text
+from torchround.commands.configured_model import (
+    build_model,
+    check_weights,
+    find_weights,
+    mapped_text,
+    model_config,
+)
 from torchround.commands.export_hf import Export, export
-from torchround.commands.plan_run import configured_question, show_plan
+from torchround.commands.plan_run import configured_question, question_of, show_plan
 from torchround.config import ConfigError, Options, parse_command_line, to_toml
 from torchround.data import (
     DataError,
@@ -40,7 +46,7 @@ from torchround.pipeline.plan_report import RunQuestion, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.early_end import BadStepsError
 from torchround.run.hardware import find_hardware
-from torchround.run.numbers import RunNumbers, host_memory_text, run_question
+from torchround.run.numbers import RunNumbers, host_memory_text
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.trainer import RunParts, Trainer
 from torchround.untrusted.terminal import escape_unprintable, say
@@ -101,7 +107,7 @@ def build(options: Options) -> RunParts:
     pretrained, mapped = find_weights(options, model)
     numbers, hardware = RunNumbers(config.training, config.engine), find_hardware(config.engine)
     folder = RunFolder(config.run)
-    question = with_kept_rounds(run_question(model, numbers, hardware, mapped), folder)
+    question = with_kept_rounds(question_of(config, model, hardware, mapped), folder)
     plan = plan_for(question)  # raises if the run does not fit this machine
     loader, validation = build_loaders(options, tokenizer)
     return RunParts(
@@ -191,14 +197,17 @@ def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Itera
     """Build the training data, and the validation batches, which are empty when validation is off."""
     config, training = options.config, options.config.training
     sizes = training.seq_len, training.global_batch_size
+    # The model's vocabulary, which data that is token ids may use; the tokenizer's may be smaller.
+    vocab_size = model_config(options, tokenizer.vocab_size)[1].vocab_size
     try:
-        loader = build_loader(config.data, tokenizer, *sizes, config.run.seed)
+        loader = build_loader(config.data, tokenizer, *sizes, config.run.seed, vocab_size=vocab_size)
+        loader.check_first_records()
     except DataError as error:
         raise options.error("data.sources", str(error)) from error
     if not config.validation.interval_steps:
         return loader, ()
     try:
-        return loader, build_validation_loader(config.validation, tokenizer, *sizes, config.data)
+        return loader, build_validation_loader(config.validation, tokenizer, *sizes, config.data, vocab_size)
     except DataError as error:
         raise options.error("validation.sources", str(error)) from error
 

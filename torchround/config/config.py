@@ -63,6 +63,11 @@ class EngineTable(Table):
     """Memory that a device may use, in GiB (2^30 bytes), above 0. A lower limit makes smaller stages and larger bubbles.
     Default: a share of the memory that is free on the GPU, or an equal share of host memory for `cpu`."""
 
+    host_memory_gib: PositiveFloat | None = None
+    """Host memory that the run may use in all, in GiB, above 0: weights, gradients, optimizer state, buffers, and the memory
+    of virtual devices. A run that needs more is refused before it begins. Default: 95 % of what is free, or of what is
+    left of the container's limit."""
+
     update: Literal["sync", "async"] = "sync"
     """Age of the weights that a step computes with. `sync`: step t uses the weights after t updates. `async`: it uses the
     weights after t - 1 updates, so that the end of one step overlaps with the start of the next. `async` takes 2 bytes
@@ -92,7 +97,7 @@ class EngineTable(Table):
     `{forward = [2, 2], fused = 2, backward = [2, 2], rounds = 1}`. Default: the planner decides."""
 
     measure_steps: NonNegativeInt = 3
-    """Steps at the start of a run that measure every layer's time, by running one layer per stage. Afterwards the planner
+    """Steps at the start of a run that measure every layer's time, under the plan from FLOPs and bytes. Afterwards the planner
     plans again, from the medians of those times, and writes `plan.json`, which a resumed run keeps. Losses do not
     depend on it. 0: plan from FLOPs and bytes alone. Not used with `plan`."""
 

@@ -106,22 +106,29 @@ class SourceTable(Table):
     real text that every machine has. With `format = "dataset"`, a folder or a name that the package datasets loads.
     Required."""
 
-    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
-    """File format. `text`: one document per file. `jsonl`: one JSON object per line, compressed if the name ends in `.gz`
-    or `.zst`. `parquet`: one document per row. `dataset`: read through the package datasets. `auto`: by the ending of
-    each file's name (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`, `.parquet`), otherwise `text`."""
+    format: Literal["auto", "text", "json", "jsonl", "csv", "tsv", "parquet", "dataset"] = "auto"
+    """File format. `text`: one document per file. `json`: an array of objects, or one object per line. `jsonl`: one JSON
+    object per line, compressed if the name ends in `.gz` or `.zst`. `csv`, `tsv`: a header, and one document per row.
+    `parquet`: one document per row. `dataset`: read through the package datasets. `auto`: by the ending of each file's
+    name (`.json`, `.jsonl`, `.csv`, `.tsv`, `.parquet`), otherwise `text`."""
 
-    content: Literal["text", "messages", "alpaca", "tokens"] = "text"
+    content: Literal["text", "messages", "alpaca", "prompt_completion", "tokens"] = "text"
     """Content of a record. `text`: a string. `messages`: a conversation, as a list of `{role, content}` or of
     `{from, value}` (ShareGPT), with an optional field `tools`. `alpaca`: fields `instruction`, `input` and `output`.
+    `prompt_completion`: fields `prompt` and `completion`, each a string or a list of messages; the completion is learnt.
     `tokens`: a list of token ids, used unchanged. A file of format `text` can only hold `text`."""
 
     field: Name | None = None
-    """Field of each record that holds the content. Not used by `alpaca`. Default: `text`, `messages` (or `conversations`)
+    """Field of each record that holds the content. Not used by `alpaca` and `prompt_completion`. Default: `text`, `messages` (or `conversations`)
     or `tokens`, as `content` says."""
 
     weight: PositiveFloat = 1.0
     """Share of documents drawn from this source, relative to the other sources' weights. Above 0."""
+
+    special_tokens: bool = False
+    """Whether names of special tokens in text (`<|im_start|>`) are tokens, for conversations that a chat template has
+    already written. `false` reads them as plain text, so that no document can fake a turn. Only read with `content =
+    "text"` and with `prompt_completion` that are strings."""
 
     split: Name = "train"
     """Split of a dataset. Only read with `format = "dataset"`."""
@@ -134,7 +141,8 @@ class DataTable(Table):
     """The training data. Documents are packed to `training.seq_len` tokens. Attention stays inside each document."""
 
     sources: Annotated[Many[SourceTable], Field(min_length=1)]
-    """Array of at least one source, each `{path, format, content, field, weight, split, subset}`. Required."""
+    """Array of at least one source, each `{path, format, content, field, weight, special_tokens,
+    split, subset}`. Required."""
 
     shuffle: bool = True
     """Visit the documents in a new random order each epoch, fixed by `run.seed`. `false`: as listed. Compressed
@@ -172,6 +180,11 @@ class DataTable(Table):
     in the chat template. `stop`: the run ends after a checkpoint. `skip`: the record is left out and counted, and a
     warning names file and line."""
 
+    max_bad_fraction: Fraction = 0.01
+    """Fraction of a source's records, 0 to 1, that may be bad with `on_bad_record = "skip"`. The run ends with exit code 1
+    after a checkpoint once more are, and more than 10 in each pass. A file that cannot be read is no bad record: it always
+    ends the run."""
+
     on_changed_files: Literal["stop", "go_on"] = "stop"
     """Reaction to data files whose size or number changed since the checkpoint that a run resumes from. `stop`: the run
     refuses to start (exit code 2). `go_on`: it continues at the same document numbers, for example after a bad
@@ -194,7 +207,8 @@ class TrainingTable(Table):
     """Optimizer steps of the whole run, resumed parts included. At least 1."""
 
     seq_len: PositiveInt = 2048
-    """Tokens per packed sequence, at least 1. Activation memory grows linearly with it, attention time quadratically."""
+    """Tokens per packed sequence, at least 1. Activation memory grows linearly with it, attention time quadratically. More
+    than the model's positions (`max_position_embeddings`, RoPE's scaling counted) is a warning."""
 
     global_batch_size: PositiveInt = 8
     """Sequences per optimizer step, at least `micro_batch_size`. Step time grows linearly with it."""

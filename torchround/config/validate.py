@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from torchround.config.config import Config, PlanTable
 from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest, show
 from torchround.config.key_types import KeyType, describe, locate
+from torchround.config.usual_names import nearest_value, usual_key
 
 Conflict = tuple[tuple[str, ...], str]
 """The keys that cannot be used together, and a message with their values."""
@@ -92,7 +93,7 @@ def _message(raw: RawConfig, key: str, key_type: KeyType, details: ErrorDetails)
     shown = show(list(given) if isinstance(given, tuple) else given)
     text = f"given {shown}; legal: {_legal(key, key_type, details)}"
     if isinstance(given, str):
-        return text + nearest(given, key_type.choices())
+        return text + nearest_value(given, key_type.choices())
     if key_type.annotation is str and raw.source_of(key) == COMMAND_LINE:
         text += f"; as a string: --{key} '\"{shown}\"'"
     return text
@@ -111,7 +112,8 @@ def _unknown(key: str, around: KeyType, given: Any) -> str:
     assert table is not None, f"only a table refuses the unknown key {key}"
     outer, _, name = key.rpartition(".")
     known = table.model_fields
-    hint = nearest(name, known)
+    meant = usual_key(name)
+    hint = f"; nearest: {meant}" if meant else nearest(name, known)
     if not outer:
         return f"unknown table; legal: {', '.join(known)}{hint}"
     # A name that is like no key of this table may be a key of another.

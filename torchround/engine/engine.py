@@ -61,6 +61,7 @@ MOST_PASSES_UNDER_WAY = 2
 class EngineSettings:
     """Settings of an engine. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
 
+    `times_layers` measures each layer for `costs_from_reports`, at the cost of more marks in the streams.
     `compile_update` compiles the optimizer's update before the first update (`optim/kernel.py`). `compiler`
     compiles the layers; engines of one model that follow each other may share it. `turns` are groups of
     devices, by index, whose weight uploads take turns (`engine/worker/link_turns.py`).
@@ -69,6 +70,7 @@ class EngineSettings:
     rounds: int = 1
     max_norm: float = 1.0
     layerwise_recompute: bool = False
+    times_layers: bool = False
     accumulate_dtype: torch.dtype = torch.float32
     hang_timeout_s: float = 600.0
     compile_update: bool = False
@@ -347,6 +349,7 @@ class Engine:
             num_devices=len(self.devices),
             turns=LinkTurns(self.settings.turns),
             layerwise_recompute=self.settings.layerwise_recompute,
+            times_layers=self.settings.times_layers,
             accumulate_dtype=self.settings.accumulate_dtype,
             compiler=self.settings.compiler,
             on_failure=self._life.fail,

@@ -16,6 +16,10 @@ class DeviceMemoryError(EngineError):
     """A device has less memory than the plan's fixed buffers or a computation need."""
 
 
+class HostMemoryError(EngineError):
+    """The system refused host memory that the plan counted as free."""
+
+
 @dataclass(frozen=True)
 class FaultLocation:
     """A location in the pipeline: the thread, and the stage, layers and micro-batch if there are any."""

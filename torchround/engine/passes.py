@@ -15,11 +15,11 @@ from torchround.engine.board import HandOver, Observer
 from torchround.engine.device import Device, Event, PastEvent
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.activation_transfers import LOSS_BYTES, HostTensors, StagingSizes
+from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
 from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.host_buffers import HeldPass, most_buffers
+from torchround.pipeline.host_buffers import HeldPass, pass_buffers
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask
 
@@ -263,11 +263,16 @@ class BufferReservation:
     def _needed(self, this: PassShape, before: PassShape, ahead: int) -> Mapping[int, int]:
         """Count buffers by size. `ahead` is the number of stages of this pass that may run beside the previous one."""
         shapes = tuple(dict.fromkeys((*before.shapes, *this.shapes)))
-        passes = [_held(before, shapes, 0), _held(this, shapes, ahead)]
-        needed = most_buffers(passes, self._num_devices, lambda cut, size: self._bytes(cut, shapes[size]))
-        # One buffer for each micro-batch's integers and loss: all of a pass are on the host at once.
-        needed.update(before.integer_bytes + this.integer_bytes)
-        needed[LOSS_BYTES] += len(before.shapes) + len(this.shapes)
+        integers = dict(
+            zip(before.shapes + this.shapes, before.integer_bytes + this.integer_bytes, strict=True)
+        )
+        needed = pass_buffers(
+            _held(before, shapes, 0),
+            _held(this, shapes, ahead),
+            self._num_devices,
+            boundary_bytes=lambda cut, size: self._bytes(cut, shapes[size]),
+            integer_bytes=lambda size: integers[shapes[size]],
+        )
         return needed + self._always
 
     def _bytes(self, cut: int, shape: torch.Size) -> int:

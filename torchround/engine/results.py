@@ -20,7 +20,7 @@ from torchround.engine.passes import Pass, read_loss
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.activation_transfers import LOSS
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.partition import Partition, StageTask
+from torchround.pipeline.partition import Partition, StageKind, StageTask
 from torchround.pipeline.timeline import TaskKind
 
 
@@ -194,23 +194,35 @@ def one_layer_a_stage(num_layers: int) -> Partition:
 
 
 def costs_from_reports(
-    counted: Costs, reports: Iterable[StageReport], updates: Iterable[Sequence[BundleUpdate]] = ()
+    counted: Costs,
+    reports: Iterable[StageReport],
+    updates: Iterable[Sequence[BundleUpdate]] = (),
+    recompute: str = "stage",
 ) -> Costs:
     """Return `counted` with measured seconds in place of counted ones.
 
-    The reports come from steps under `one_layer_a_stage`: each of their stage slots is one layer's forward,
-    recomputation or backward, so nothing more needs measuring. `updates` gives, for each step, the bundles
-    that its update changed; empty for a skipped update.
+    The reports come from an engine that `times_layers`, or from steps under `one_layer_a_stage`: each of their
+    spans is one layer's forward, recomputation or backward, or the head's forward and backward. `updates`
+    gives, for each step, the bundles that its update changed; empty for a skipped update. With
+    `recompute = "layer"` all layers but a stage's last run again before their backward, in the same span.
     """
     samples: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
+    run_again: set[int] = set()
     for report in reports:
+        stage = report.task.stage
+        if recompute == "layer" and stage.kind is not StageKind.FORWARD:
+            run_again |= set(range(stage.start, stage.stop - 1))
         for span in report.spans:
+            assert len(span.layers) <= 1, f"a span of {span.layers} says nothing about single layers"
             # A recomputation is the same work as a forward.
             kind = TaskKind.FORWARD if span.kind is TaskKind.RECOMPUTE else span.kind
-            samples[kind, report.task.stage.start].append(span.seconds)
+            samples[kind, span.layers.start if span.layers else stage.start].append(span.seconds)
     # Medians, because the first step (caches, compilation) and other processes make
     # single samples far too long.
     seconds = {key: median(values) for key, values in samples.items()}
+    for layer in run_again:
+        again_s = seconds[TaskKind.FORWARD, layer]
+        seconds[TaskKind.BACKWARD, layer] = max(seconds[TaskKind.BACKWARD, layer] - again_s, 0.0)
     last = counted.num_layers - 1
     layers = [
         replace(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchround.pipeline.costs import Costs, ParameterCounts
+from torchround.pipeline.host_buffers import HostBatch
 from torchround.pipeline.partition import Partition, Stage, StageKind
 
 GIB = 2**30
@@ -32,7 +33,11 @@ class MemoryLimits:
     """The memory that a plan may use, in bytes; None is no limit.
 
     - `device_bytes`: memory of each device.
-    - `host_bytes`: host memory for activations between stages, after weights, gradients and optimizer state.
+    - `host_bytes`: host memory for what depends on the plan: the pool of buffers, the memory of virtual
+      devices, and gradients that are added up over several rounds.
+    - `batch`: what the pool holds; None counts boundaries of micro-batches that the costs are for.
+    - `devices_on_host`: the number of devices whose memory is host memory.
+    - `rounds_bytes`: host memory that several rounds take and one does not.
     - `integer_bytes`: tokens, labels, positions and document ids of one micro-batch.
     - `recompute`: `"stage"` keeps the activations of a whole stage, `"layer"` those of one layer.
     - `rounding_share`, `rounding_bytes`: the buffer for rounding gradients has this share of the bytes that
@@ -45,6 +50,9 @@ class MemoryLimits:
     recompute: str = "stage"
     rounding_share: float = 0.0
     rounding_bytes: int = 0
+    batch: HostBatch | None = None
+    devices_on_host: int = 0
+    rounds_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.recompute not in ("stage", "layer"):
@@ -199,7 +207,8 @@ def size_text(num_bytes: int) -> str:
 class HostMemory:
     """The host memory of a run in bytes, by kind.
 
-    No sum includes `mapped_bytes`: the kernel keeps as much of those files in memory as is free.
+    `reader_bytes` is for readers of weights in files, `loader_bytes` for batches of data that are being made,
+    `device_bytes` the memory of virtual devices. No sum includes `mapped_bytes`: the kernel keeps as much of those files in memory as is free.
     """
 
     weight_bytes: int
@@ -208,16 +217,19 @@ class HostMemory:
     activation_bytes: int = 0
     integer_bytes: int = 0
     reader_bytes: int = 0
+    loader_bytes: int = 0
+    device_bytes: int = 0
     mapped_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients, optimizer state, readers of files: the part that does not depend on the plan's stages."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.reader_bytes
+        """Return the part that does not depend on the plan's stages."""
+        buffers = self.reader_bytes + self.loader_bytes
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + buffers
 
     @property
     def total_bytes(self) -> int:
-        return self.state_bytes + self.activation_bytes + self.integer_bytes
+        return self.state_bytes + self.activation_bytes + self.integer_bytes + self.device_bytes
 
     def short_by(self, host_bytes: int | None) -> float:
         """Return the GiB that the state alone lacks; 0 if it fits."""

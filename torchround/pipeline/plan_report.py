@@ -8,25 +8,28 @@ from dataclasses import dataclass, replace
 
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, ParameterCounts
+from torchround.pipeline.host_buffers import HostBatch
 from torchround.pipeline.memory import (
     GIB,
     DeviceMemory,
     HostMemory,
     MemoryLimits,
     device_memory,
-    host_activation_bytes,
     host_state,
     rounding,
     size_text,
 )
-from torchround.pipeline.partition import Partition
+from torchround.pipeline.partition import Partition, split_evenly
 from torchround.pipeline.plan import Plan, Transfers, micro_batches_to_hide, plan_transfers
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.pipeline.search.partition_batch import Candidate
 from torchround.pipeline.search.planning_problem import PlanningProblem
-from torchround.pipeline.search.systematic_search import greedy_partition
+from torchround.pipeline.search.systematic_search import coarse_partitions
 
-# Bytes per token of a micro-batch's integers: token, label, position and document id, 8 bytes each.
-INTEGER_BYTES = 32
+# Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token,
+# and begins at a multiple of ALIGNMENT_BYTES.
+INTEGER_TENSORS = 4
+ALIGNMENT_BYTES = 256
 # Sequence lengths are tried in multiples of this, up to the limit.
 LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22
 # Changes of the config that make a run's weights, gradients and optimizer state smaller.
@@ -49,6 +52,9 @@ class RunQuestion:
     - `given`: a partition and its number of rounds, in place of the planner's choice.
     - `device_bytes`, `host_bytes`: memory that the run may use; None is no limit.
     - `reader_bytes`: host memory through which weights in files go up to the devices.
+    - `loader_bytes`: host memory of the batches of data that are being made.
+    - `devices_on_host`: whether the devices are virtual, so that their memory is host memory.
+    - `validates`: whether validations come between steps.
     """
 
     costs_for: Callable[[int, int, int], Costs]
@@ -68,6 +74,9 @@ class RunQuestion:
     accumulate_bytes: int = 4
     float16_gradients: bool = False
     reader_bytes: int = 0
+    loader_bytes: int = 0
+    devices_on_host: bool = False
+    validates: bool = False
     given: tuple[Partition, int] | None = None
 
     @property
@@ -89,21 +98,44 @@ class RunQuestion:
     def state_of(self, rounds: int) -> HostMemory:
         """Count the host memory that any plan of so many rounds needs."""
         state = host_state(self.parameters, self.update, rounds, self.element_bytes, self.gradient_bytes)
-        return replace(state, reader_bytes=self.reader_bytes)
+        return replace(state, reader_bytes=self.reader_bytes, loader_bytes=self.loader_bytes)
+
+    def integer_bytes(self, sequences: int) -> int:
+        """Count the bytes of the integers of a micro-batch of so many sequences."""
+        each = -(-8 * sequences * self.seq_len // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return INTEGER_TENSORS * each
+
+    def host_batch(self) -> HostBatch:
+        """Describe the micro-batches of a step as the pool of host buffers holds them."""
+        sequences = [len(part) for part in split_evenly(self.global_batch_size, self.num_micro_batches)]
+        sizes = sorted(set(sequences), reverse=True)
+        costs = [self.costs_for(self.seq_len, size, self.accumulate_bytes) for size in sizes]
+        gradients = [layer.gradient_bytes for layer in costs[0].layers]
+        return HostBatch(
+            sizes=tuple(sizes.index(size) for size in sequences),
+            output_bytes=tuple(tuple(layer.boundary_bytes for layer in of_size.layers) for of_size in costs),
+            integer_bytes=tuple(self.integer_bytes(size) for size in sizes),
+            frozen_layers=next((index for index, size in enumerate(gradients) if size), len(gradients)),
+            validates=self.validates,
+        )
 
     def limits(self) -> MemoryLimits:
-        integer_bytes = INTEGER_BYTES * self.longest_micro_batch * self.seq_len
         host_bytes = self.host_bytes
         if host_bytes is not None:
-            host_bytes -= self.state().state_bytes + self.num_micro_batches * integer_bytes
-            host_bytes = max(0, host_bytes)
+            host_bytes = max(0, host_bytes - self.state().state_bytes)
+        # `state()` counts one round if the config gives no number; a plan of several rounds also keeps their sums.
+        is_open = not isinstance(self.rounds, int)
+        rounds_bytes = self.state_of(2).state_bytes - self.state_of(1).state_bytes if is_open else 0
         # Devices never add up in float16, so sums that travel as float16 are always converted.
         rounded = self.gradient_bytes != self.accumulate_bytes or self.float16_gradients
         return MemoryLimits(
             self.device_bytes,
             host_bytes,
-            integer_bytes,
+            self.integer_bytes(self.longest_micro_batch),
             self.recompute,
+            batch=self.host_batch(),
+            devices_on_host=self.num_devices if self.devices_on_host else 0,
+            rounds_bytes=rounds_bytes,
             **(rounding(self.accumulate_bytes, self.gradient_bytes) if rounded else {}),
         )
 
@@ -155,7 +187,7 @@ def report_plan(question: RunQuestion) -> PlanReport:
         question=question,
         plan=plan,
         problem=problem,
-        host=_host(question, plan),
+        host=host_memory(question, plan),
         device=_device(question, costs, plan),
         transfers=_transfers(question, costs, plan),
         micro_batches_to_hide=_to_hide(question, costs),
@@ -195,15 +227,19 @@ def _state_problem(question: RunQuestion) -> InfeasiblePlanError | None:
     return InfeasiblePlanError(message, "", missing_gib, STATE_KEYS)
 
 
-def _host(question: RunQuestion, plan: Plan | None) -> HostMemory:
+def host_memory(question: RunQuestion, plan: Plan | None) -> HostMemory:
+    """Count the host memory of a run by kind; without a plan, what any plan needs."""
     state = question.state()
     if plan is None:
         return state
-    # `state()` counts one round if the config gives no number; a plan of several rounds also keeps their sums.
     if plan.rounds > 1:
         state = question.state_of(plan.rounds)
-    integers = question.limits().integer_bytes * question.num_micro_batches
-    return replace(state, activation_bytes=plan.host_activation_bytes, integer_bytes=integers)
+    return replace(
+        state,
+        activation_bytes=plan.host_activation_bytes,
+        integer_bytes=question.host_batch().integers_and_losses_bytes(),
+        device_bytes=plan.num_devices * plan.device_bytes if question.devices_on_host else 0,
+    )
 
 
 def _device(question: RunQuestion, costs: Costs, plan: Plan | None) -> DeviceMemory | None:
@@ -259,8 +295,8 @@ def _to_hide(question: RunQuestion, costs: Costs) -> float | None:
 def fits(question: RunQuestion) -> bool:
     """Check whether some plan keeps within all limits.
 
-    The finest partition needs least of a device, and the one with the fullest stages least of the host. The
-    planner has to search for one in between only if both limits are tight and neither of the two fits.
+    The finest partition needs least of a device, and the ones with the fullest stages least of the host. The
+    planner has to search for one in between only if both limits are tight and none of them fits.
     """
     if _state_problem(question):
         return False
@@ -269,25 +305,16 @@ def fits(question: RunQuestion) -> bool:
         costs, question.num_devices, question.num_micro_batches, question.update, limits
     )
     rounds = question.rounds if isinstance(question.rounds, int) else question.num_micro_batches
-    ones = (1,) * (costs.num_layers - 1)
-    candidates = (Partition(ones, 1, ones), greedy_partition(problem, float("inf")))
-    if any(_fits(problem, partition, rounds) for partition in candidates):
+    candidates = coarse_partitions(problem, rounds)
+    if any(problem.fits_limits(Candidate(partition, rounds)) for partition in candidates):
         return True
-    if limits.host_bytes is None or not problem.fits_device(candidates[0], rounds):
+    if limits.host_bytes is None or not problem.fits_device(candidates[-1], rounds):
         return False
     try:
         plan_for(replace(question, given=None), costs)
     except InfeasiblePlanError:
         return False
     return True
-
-
-def _fits(problem: PlanningProblem, partition: Partition, rounds: int) -> bool:
-    host_bytes = host_activation_bytes(
-        partition, problem.costs, problem.num_devices, problem.num_micro_batches, rounds, problem.update
-    )
-    limit = problem.limits.host_bytes
-    return problem.fits_device(partition, rounds) and (limit is None or host_bytes <= limit)
 
 
 def longest_tokens(question: RunQuestion) -> int:
@@ -352,7 +379,8 @@ def _changes(question: RunQuestion) -> Iterator[ConfigChange]:
         ),
         ("engine.plan left out", replace(question, given=None)),
     ]
-    if question.parameters.trained:
+    # Adapters are no advice for a run that has them.
+    if question.parameters.trained and not question.parameters.frozen + question.parameters.mapped:
         alternatives.append(("lora.rank (adapters on frozen weights)", _frozen(question)))
     for setting, changed in alternatives:
         if changed != question:

@@ -7,24 +7,24 @@ needs most, the GiB that are short, and the config keys that would help.
 from collections.abc import Iterable, Sequence
 
 from torchround.pipeline.costs import Costs, stage_seconds
-from torchround.pipeline.host_buffers import boundary_pool_bytes
 from torchround.pipeline.memory import (
     GIB,
     DeviceMemory,
     MemoryLimits,
     device_memory,
-    host_activation_bytes,
+    size_text,
     stage_compute_bytes,
     stage_gradient_bytes,
     stage_weight_bytes,
 )
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.plan import Plan, PlannedStage
+from torchround.pipeline.search.least_host import AS_FAST
 from torchround.pipeline.search.lower_bound import lower_bound_s
 from torchround.pipeline.search.partition_batch import Candidate
 from torchround.pipeline.search.planning_problem import PlanningProblem
 from torchround.pipeline.search.random_search import find_plan, is_small
-from torchround.pipeline.search.systematic_search import greedy_partition
+from torchround.pipeline.search.systematic_search import coarse_partitions
 
 DEVICE_KEYS = {
     "weights_bytes": ("engine.device_memory_gib", "model.flavor"),
@@ -59,17 +59,23 @@ def make_plan(
     update: str = "sync",
     rounds: int | str = "auto",
     limits: MemoryLimits | None = None,
+    as_fast: float = AS_FAST,
 ) -> Plan:
-    """Make the fastest plan within `limits`. Raises `InfeasiblePlanError`, or `PlanError` for bad arguments."""
+    """Make the plan of least host memory among those within `limits` that are about as fast as the fastest.
+
+    Those take at most the share `as_fast` longer; with 0 the plan is the fastest. Raises `InfeasiblePlanError`,
+    or `PlanError` for bad arguments.
+    """
     problem = _problem(costs, num_devices, num_micro_batches, update, limits)
     choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
-    found = find_plan(problem, choices)
+    found = find_plan(problem, choices, as_fast)
     if found is None:
         raise why_infeasible(problem, choices)
-    candidate, proven = found
-    step_s = problem.exact_s(candidate)
-    # A proven plan needs no bound: nothing within the limits is faster.
-    bound_s = step_s if proven else lower_bound_s(problem, choices, step_s)
+    candidate, fastest_s = found
+    # A proven step time needs no bound: nothing within the limits is faster.
+    bound_s = fastest_s
+    if bound_s is None:
+        bound_s = lower_bound_s(problem, choices, problem.exact_s(candidate))
     return _plan(problem, candidate, bound_s)
 
 
@@ -149,12 +155,8 @@ def _plan(problem: PlanningProblem, candidate: Candidate, bound_s: float) -> Pla
         step_s=step_s,
         bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
         lower_bound_s=bound_s,
-        device_bytes=device_memory(
-            partition, costs, devices, -(-micro_batches // rounds), limits
-        ).total_bytes,
-        host_activation_bytes=boundary_pool_bytes(
-            partition, costs, devices, micro_batches, rounds, problem.update
-        ),
+        device_bytes=problem.device_bytes(partition, rounds),
+        host_activation_bytes=problem.host.boundary_bytes(partition, rounds),
         stages=stages,
     )
 
@@ -172,10 +174,8 @@ def why_infeasible(
     limit = problem.limits.device_bytes
     if limit is not None and needed.total_bytes > limit:
         return _device_error(problem.costs, needed, limit, given=partition is not None)
-    # Few stages hold few boundaries on the host, but need room on a device.
-    fullest = greedy_partition(problem, float("inf"))
-    coarse = [fullest] if problem.fits_device(fullest, max(rounds_choices)) else []
-    return _host_error(problem, rounds_choices, [partition] if partition else [finest, *coarse])
+    candidates = [partition] if partition else coarse_partitions(problem, max(rounds_choices))
+    return _host_error(problem, rounds_choices, candidates)
 
 
 def _device_error(costs: Costs, needed: DeviceMemory, limit: int, given: bool) -> InfeasiblePlanError:
@@ -209,21 +209,18 @@ def _host_error(
 ) -> InfeasiblePlanError:
     limit = problem.limits.host_bytes
     assert limit is not None, "what fits every limit is not infeasible"
-    costs, devices, micro_batches = problem.costs, problem.num_devices, problem.num_micro_batches
     needed, stages = min(
-        (
-            host_activation_bytes(chosen, costs, devices, micro_batches, rounds, problem.update),
-            chosen.num_stages,
-        )
+        (problem.host_bytes(Candidate(chosen, rounds)), chosen.num_stages)
         for chosen in candidates
         for rounds in rounds_choices
     )
-    largest = max(costs.layers, key=lambda layer: layer.boundary_bytes)
+    largest = max(problem.costs.layers, key=lambda layer: layer.boundary_bytes)
     missing_gib = (needed - limit) / GIB
+    besides = " and the virtual devices" if problem.limits.devices_on_host else ""
     message = (
-        f"the activations between {stages} stages need {needed / GIB:.3g} GiB of host memory and "
-        f"{limit / GIB:.3g} GiB are left for them: {missing_gib:.3g} GiB are missing (the output of layer "
-        f"{largest.name} is the largest, {largest.boundary_bytes / GIB:.3g} GiB per micro-batch). "
+        f"the activations between {stages} stages{besides} need {size_text(needed)} of host memory and "
+        f"{size_text(limit)} are left for them: {size_text(needed - limit)} are missing (the output of layer "
+        f"{largest.name} is the largest, {size_text(largest.boundary_bytes)} per micro-batch). "
         f"What would help: {', '.join(HOST_KEYS)}"
     )
     return InfeasiblePlanError(message, largest.name, missing_gib, HOST_KEYS)

@@ -48,17 +48,19 @@ def build_engine(
     optimizer: OptimizerTable,
     compiler: LayerCompiler | None = None,
     turns: Sequence[Sequence[int]] = (),
+    times_layers: bool = False,
 ) -> Engine:
     """Start an engine that runs `plan` on `devices`.
 
     `compiler` holds the layers that an earlier engine compiled of this model. `turns` are the groups of devices that take
-    turns on a link (`find_link_use`).
+    turns on a link (`find_link_use`). With `times_layers` the reports hold each layer's own times.
     """
     table = numbers.engine
     settings = EngineSettings(
         rounds=plan.rounds,
         max_norm=numbers.training.max_norm,
         layerwise_recompute=table.recompute == "layer",
+        times_layers=times_layers,
         accumulate_dtype=numbers.accumulate_dtype,
         hang_timeout_s=table.hang_timeout_s,
         compile_update=compiles_update(table, store),

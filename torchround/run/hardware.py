@@ -9,7 +9,7 @@ import torch
 
 from torchround.accelerators import PLANNED_KIND, AcceleratorKind, kind_of, known_kinds, present_kind
 from torchround.config import EngineTable
-from torchround.config.errors import nearest
+from torchround.config.usual_names import nearest_value
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Device
 from torchround.engine.errors import EngineUsageError
 from torchround.pipeline.cards import DeviceSpec, find_device
@@ -19,10 +19,16 @@ logger = logging.getLogger(__name__)
 
 # The share of a device's free memory that a plan may use. Library workspaces and fragmentation take the rest.
 USABLE_DEVICE_FRACTION = 0.9
-# The share of free host memory that all virtual devices together may use as their device memory.
-USABLE_HOST_FRACTION = 0.5
-# A container's memory limit, in version 2 and version 1 of cgroups.
+# The share of free host memory that a run may use. The interpreter's own objects, the tables of its pages and other
+# processes take the rest: none of those is counted.
+USABLE_HOST_FRACTION = 0.95
+# The share of usable host memory that all virtual devices together may use as their device memory.
+VIRTUAL_DEVICES_FRACTION = 0.5
+# A container's memory limit, in version 2 and version 1 of cgroups. The same folder says how much is in use
+# (`CGROUP_USED`), and how much of that the kernel gives back when memory runs short (`memory.stat`).
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+CGROUP_USED = ("memory.current", "memory.usage_in_bytes")
+CGROUP_CACHES = ("inactive_file", "active_file", "total_inactive_file", "total_active_file")
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,10 @@ class Hardware:
 
 def find_hardware(table: EngineTable) -> Hardware:
     """Find what `[engine]` asks for on this machine. Raises `EngineUsageError` if it asks for devices that are not here."""
-    kind, host_bytes = _asked_for(table), available_host_bytes()
+    kind, host_bytes = _asked_for(table), usable_host_bytes(table)
     if kind is None:
         count = table.num_devices or 1
-        share = int(psutil.virtual_memory().available * USABLE_HOST_FRACTION) // count
+        share = int(host_bytes * VIRTUAL_DEVICES_FRACTION) // count
         return Hardware("cpu", count, _limit(table, share), host_bytes)
     present = kind.count()
     count = table.num_devices or present
@@ -93,15 +99,37 @@ def available_device_bytes(kind: AcceleratorKind, index: int) -> int:
     return free + kind.cached_bytes(index)
 
 
+def usable_host_bytes(table: EngineTable) -> int:
+    """Return the host memory that a run may use: `engine.host_memory_gib`, otherwise a share of what is free."""
+    if table.host_memory_gib is not None:
+        return int(table.host_memory_gib * GIB)
+    return int(available_host_bytes() * USABLE_HOST_FRACTION)
+
+
 def available_host_bytes() -> int:
-    """Return the machine's free memory, or the container's limit if that is less."""
+    """Return the machine's free memory, or what is left of the container's limit if that is less."""
     limits = [int(psutil.virtual_memory().available)]
     for path in CGROUP_LIMITS:
         try:
-            limits.append(int(Path(path).read_text()))
+            limit = int(Path(path).read_text())
         except (OSError, ValueError):  # the other version of cgroups, or "max"
             continue
+        limits.append(max(0, limit - _used_bytes(Path(path).parent)))
     return min(limits)
+
+
+def _used_bytes(cgroup: Path) -> int:
+    """Return the memory that a container uses, without files that the kernel only keeps in memory."""
+    for name in CGROUP_USED:
+        try:
+            used = int((cgroup / name).read_text())
+            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        # Version 1 gives the sums over inner containers under names of their own.
+        totals = [name for name in CGROUP_CACHES if name.startswith("total_") and name in stat]
+        return max(0, used - sum(int(stat[name]) for name in totals or CGROUP_CACHES if name in stat))
+    return 0
 
 
 def _asked_for(table: EngineTable) -> AcceleratorKind | None:
@@ -120,7 +148,7 @@ def _not_legal(asked: str, kinds: list[str]) -> str:
     """Say why `asked` is refused where these kinds are legal besides the two words."""
     reason = "PyTorch sees none here"
     if asked not in known_kinds():
-        reason = f"no such kind is known{nearest(asked, known_kinds())}"
+        reason = f"no such kind is known{nearest_value(asked, ['auto', 'cpu', *known_kinds()])}"
     elif not kinds:
         reason += f" (this is torch {torch.__version__})"  # a build for the CPU is the usual cause
     names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *kinds))

@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from torchround.accelerators import kind_of
-from torchround.config import EngineTable, TrainingTable
+from torchround.config import DataTable, EngineTable, TrainingTable
+from torchround.data.loader import PREFETCHED_BATCHES
 from torchround.engine.errors import EngineUsageError
+from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
+from torchround.engine.worker.slots import aligned
 from torchround.layer import LayeredModel, LayerWork, runs_fused
 from torchround.pipeline.cards import ASSUMED_DEVICE
 from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
-from torchround.pipeline.plan_report import RunQuestion
+from torchround.pipeline.plan_report import INTEGER_TENSORS, RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.run_plan import given_plan
 
@@ -53,25 +56,23 @@ class RunNumbers:
 
 
 def run_question(
-    model: LayeredModel, numbers: RunNumbers, hardware: Hardware, mapped: Collection[str] = ()
+    model: LayeredModel,
+    numbers: RunNumbers,
+    hardware: Hardware,
+    mapped: Collection[str] = (),
+    *,
+    validates: bool = False,
+    loader_bytes: int = 0,
 ) -> RunQuestion:
     """Return what the planner has to know of the run of `model`, adapters included, on `hardware`.
 
-    `mapped` are names of frozen weights that stay in their files. Raises `EngineUsageError` if `engine.plan` is a file
+    `mapped` are names of frozen weights that stay in their files. `validates` and `loader_bytes` are as in
+    `RunQuestion`. Raises `EngineUsageError` if `engine.plan` is a file
     without a plan, or a plan for another number of layers, or if the devices lack a switch that the run asks for.
     """
     training, engine = numbers.training, numbers.engine
-    if training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
-        raise EngineUsageError(
-            f"training.fp16_accumulation = true: {hardware.kind} devices cannot be told to add up in float16; "
-            "legal: false"
-        )
     given = None if engine.plan is None else given_plan(engine)
-    if given is not None and given[0].num_layers != len(model.layers):
-        raise EngineUsageError(
-            f"engine.plan covers {given[0].num_layers} layers, the model has {len(model.layers)} "
-            "(embedding and head included)"
-        )
+    _check(model, numbers, hardware, None if given is None else given[0].num_layers)
     parameters = layer_parameters(model)
     # Virtual devices copy weights in files straight from their map.
     reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
@@ -107,8 +108,25 @@ def run_question(
         accumulate_bytes=numbers.accumulate_dtype.itemsize,
         float16_gradients=numbers.gradient_dtype is torch.float16,
         reader_bytes=READER_BUFFERS * READER_BUFFER_BYTES * hardware.num_devices if reads_files else 0,
+        loader_bytes=loader_bytes,
+        devices_on_host=hardware.kind == "cpu",
+        validates=validates,
         given=given,
     )
+
+
+def _check(model: LayeredModel, numbers: RunNumbers, hardware: Hardware, planned_layers: int | None) -> None:
+    """Raise `EngineUsageError` for a switch that the devices lack, or a given plan of another number of layers."""
+    if numbers.training.fp16_accumulation and kind_of(hardware.kind).fp16_accumulation() is None:
+        raise EngineUsageError(
+            f"training.fp16_accumulation = true: {hardware.kind} devices cannot be told to add up in float16; "
+            "legal: false"
+        )
+    if planned_layers is not None and planned_layers != len(model.layers):
+        raise EngineUsageError(
+            f"engine.plan covers {planned_layers} layers, the model has {len(model.layers)} "
+            "(embedding and head included)"
+        )
 
 
 def layer_works(
@@ -123,7 +141,8 @@ def layer_works(
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             work = replace(work, workspace_bytes=work.workspace_bytes + trained * element_bytes)
-        works.append(work)
+        # As it is packed on its way.
+        works.append(replace(work, boundary_bytes=aligned(work.boundary_bytes)))
     return works
 
 
@@ -136,18 +155,30 @@ def compiles_layers(table: EngineTable, kind: str) -> bool:
 
 
 def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
-    """Count the parameters of each layer. A tied one counts in every layer that uses it."""
+    """Count the parameters of each layer, padding included. A tied one counts in every layer that uses it."""
     return [
         ParameterCounts(
-            trained=sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad),
-            frozen=sum(parameter.numel() for parameter in layer.parameters() if not parameter.requires_grad),
+            trained=sum(
+                stored_numel(parameter) for parameter in layer.parameters() if parameter.requires_grad
+            ),
+            frozen=sum(
+                stored_numel(parameter) for parameter in layer.parameters() if not parameter.requires_grad
+            ),
         )
         for layer in model.layers
     ]
 
 
+def stored_numel(parameter: torch.nn.Parameter) -> int:
+    """Return the elements that a parameter takes in its flat buffers, on the host and on devices."""
+    return -(-parameter.numel() // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+
+
 def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> ParameterCounts:
-    """Count the parameters of the model, each tied one once. Those named in `mapped` are frozen and counted apart."""
+    """Count the parameters of the model, padding included and each tied one once.
+
+    Parameters named in `mapped` are frozen and counted apart, without padding: files have none.
+    """
     # By identity: a tied parameter is one object in several layers.
     users: dict[int, int] = {}
     parameters = {}
@@ -158,21 +189,35 @@ def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> Param
             parameters[id(parameter)] = parameter
             if f"{name}.{path}" in mapped:
                 in_files.add(id(parameter))
-    trained = {key: parameter.numel() for key, parameter in parameters.items() if parameter.requires_grad}
+    trained = {
+        key: stored_numel(parameter) for key, parameter in parameters.items() if parameter.requires_grad
+    }
     return ParameterCounts(
         trained=sum(trained.values()),
         frozen=sum(
-            parameter.numel() for key, parameter in parameters.items() if key not in trained.keys() | in_files
+            stored_numel(parameter)
+            for key, parameter in parameters.items()
+            if key not in trained.keys() | in_files
         ),
         tied=sum(numel for key, numel in trained.items() if users[key] > 1),
         mapped=sum(parameters[key].numel() for key in in_files),
     )
 
 
+def loader_bytes(data: DataTable, training: TrainingTable) -> int:
+    """Count the large buffers of the data loader: the window that sequences are shuffled in, and batches being made."""
+    token_bytes = INTEGER_TENSORS * 8
+    # The batch of the step under way, the next one, and with workers the batches that wait for it.
+    batches = 2 + (PREFETCHED_BATCHES if data.num_workers else 0)
+    sequences = data.shuffle_sequences + batches * training.global_batch_size
+    return token_bytes * training.seq_len * sequences
+
+
 def host_memory_text(memory: HostMemory) -> str:
     """Return the memory that any plan needs, and its parts, on one line."""
     readers = f", readers of files {size_text(memory.reader_bytes)}" if memory.reader_bytes else ""
+    loader = f", batches of data {size_text(memory.loader_bytes)}" if memory.loader_bytes else ""
     return (
         f"{size_text(memory.state_bytes)} (weights {size_text(memory.weight_bytes)}, gradients "
-        f"{size_text(memory.gradient_bytes)}, optimizer state {size_text(memory.optimizer_bytes)}{readers})"
+        f"{size_text(memory.gradient_bytes)}, optimizer state {size_text(memory.optimizer_bytes)}{readers}{loader})"
     )

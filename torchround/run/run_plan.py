@@ -1,5 +1,7 @@
 """The plan of a run: first counted from FLOPs and bytes, then made once more from steps that were measured.
 
+The measured steps run under the counted plan, which fits: a plan of one layer per stage would keep every boundary
+of every micro-batch on the host.
 The measured plan stays for the rest of the run, also after a resume. The number of rounds is not chosen again: it
 decides how gradients round, and results must not depend on timing.
 """
@@ -10,7 +12,7 @@ from pathlib import Path
 
 from torchround.config import EngineTable
 from torchround.engine.errors import EngineUsageError
-from torchround.engine.results import StepResult, costs_from_reports, one_layer_a_stage
+from torchround.engine.results import StepResult, costs_from_reports
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import Plan, PlannedStage
 from torchround.pipeline.plan_report import RunQuestion, plan_for
@@ -39,7 +41,6 @@ class PlanByMeasuring:
         self._costs = question.costs()
         self._measured: list[StepResult] = []
         self._is_kept = False
-        self._unmeasured = ""
         self._first_step = first_step
         self.settled = counted
         self.until = first_step
@@ -49,12 +50,6 @@ class PlanByMeasuring:
         if kept is not None and first_step >= measure_steps and self._fits(kept, counted):
             self.settled, self._is_kept = kept, True
             return
-        try:
-            self.measuring = self._evaluated(one_layer_a_stage(self._costs.num_layers), counted.rounds)
-        except InfeasiblePlanError as error:
-            # Most stages mean most boundaries on the host. The counted plan, which fits, then stays.
-            self._unmeasured = f"; no step is measured, because one layer a stage does not fit: {error}"
-            return
         self.until = min(first_step + measure_steps, total_steps)
 
     def text(self) -> str:
@@ -63,21 +58,20 @@ class PlanByMeasuring:
         if self._is_kept:
             return f"plan     as in the run so far\n{self.settled}"
         if self.until == self._first_step:
-            stages = f"of {len(self.settled.stages)} stages{self._unmeasured}"
-            return f"plan     {stages}\n{self.settled.text(is_timed)}"
-        first = f"each layer is a stage for {self.until - self._first_step} steps; the plan is made from their times"
-        forecast = f"; counted from FLOPs it would be\n{self.settled}" if is_timed else ""
+            return f"plan     of {len(self.settled.stages)} stages\n{self.settled.text(is_timed)}"
+        first = f"each layer is timed for {self.until - self._first_step} steps; the plan is made from their times"
+        forecast = f"; until then it is counted from FLOPs\n{self.settled}" if is_timed else ""
         return f"plan     {first}{forecast}"
 
     def add(self, result: StepResult) -> None:
-        """Add a step that was dispatched under the measuring plan."""
+        """Add a step whose layers are timed."""
         self._measured.append(result)
 
     def settle(self) -> None:
         """Plan again from the medians of the measured steps, all of which must be done."""
         reports = [report for result in self._measured for report in result.reports()]
         updates = [result.update().bundles for result in self._measured]
-        costs = costs_from_reports(self._costs, reports, updates)
+        costs = costs_from_reports(self._costs, reports, updates, self._question.recompute)
         try:
             self.settled = plan_for(replace(self._question, rounds=self.settled.rounds), costs)
         except InfeasiblePlanError as error:

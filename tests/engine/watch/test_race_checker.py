@@ -14,6 +14,7 @@ from tests.support.toy import (
     ToyBlock,
     ToyEmbedding,
     ToyHead,
+    linked,
     toy_batches,
     toy_engine,
     toy_model,
@@ -57,7 +58,7 @@ def record(
             device_weight.fill_(torch.inf)
 
     def wrap(device):
-        return watched(device, log)
+        return watched(linked(device), log)
 
     with toy_engine(model, store, partition, num_devices, observer=log, wrap=wrap, **settings) as engine:
         for step, micro_batches in enumerate(toy_batches(steps, micro_batches=4)):

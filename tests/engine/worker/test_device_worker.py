@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.toy import (
     PARTITIONS,
     ToyBlock,
+    linked,
     toy_batches,
     toy_engine,
     toy_model,
@@ -218,12 +219,17 @@ class GradientCopies(DeviceWatcher):
         return event.inner
 
 
-def copies_of_a_step(policy, partition, num_devices=1, micro_batches=2, **settings):
-    """Return the copies of gradients that each device makes in one step."""
+def copies_of_a_step(policy, partition, num_devices=1, micro_batches=2, link=linked, **settings):
+    """Return the copies of gradients that each device makes in one step. `link` prepares each device."""
     model, found = toy_model(), [GradientCopies() for _ in range(num_devices)]
     store, copies = toy_store(model, policy=policy), iter(found)
     with toy_engine(
-        model, store, partition, num_devices, wrap=lambda device: watched(device, next(copies)), **settings
+        model,
+        store,
+        partition,
+        num_devices,
+        wrap=lambda device: watched(link(device), next(copies)),
+        **settings,
     ) as engine:
         train(engine, toy_batches(1, micro_batches))
     return found
@@ -243,6 +249,11 @@ def test_only_a_devices_last_stage_of_a_sync_step_sends_each_layers_gradients_ea
     assert len(set(first.waited_for)) == len(first.waited_for) == 2
     *fused, upper, lower = second.waited_for
     assert len(set(fused)) == 1 and fused[-1] < upper < lower
+
+
+def test_a_virtual_device_sends_gradients_after_its_stage_because_copies_take_its_own_time():
+    [copies] = copies_of_a_step(SYNC, PARTITIONS["one stage"], link=lambda device: device)
+    assert len(set(copies.waited_for)) == 1, "all of them wait for the whole stage"
 
 
 def test_in_async_mode_gradients_leave_in_the_windows_of_the_next_stage():
@@ -315,5 +326,5 @@ def test_a_layer_that_runs_again_finds_the_input_and_output_of_the_layer_above_g
 
     [micro_batch] = toy_batches(1, micro_batches=1)[0]
     graph = ForwardWithGraph([layer] * 4, torch.ones(8), micro_batch, layerwise=True)
-    graph.backward([torch.ones(8)])
+    graph.run_to(4).backward([torch.ones(8)])
     assert alive == [[4, 0], [3, 0], [2, 0], [1, 0]], alive

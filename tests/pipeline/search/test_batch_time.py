@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from tests.support.random_costs import all_partitions, costs, limits, partitions
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.memory import MemoryLimits, device_memory, host_activation_bytes
+from torchround.pipeline.host_buffers import boundary_pool_bytes
+from torchround.pipeline.memory import MemoryLimits, device_memory
 from torchround.pipeline.search.partition_batch import Candidate, batch_of, joined
 from torchround.pipeline.search.planning_problem import PlanningProblem
 
@@ -68,7 +69,7 @@ def test_rows_fit_exactly_if_the_memory_model_says_so(
     expected = []
     for partition in chosen:
         device = device_memory(partition, costs, devices, -(-micro_batches // rounds), limits).total_bytes
-        host = host_activation_bytes(partition, costs, devices, micro_batches, rounds, update)
+        host = boundary_pool_bytes(partition, costs, devices, micro_batches, rounds, update)
         fits_device = limits.device_bytes is None or device <= limits.device_bytes
         expected.append(fits_device and (limits.host_bytes is None or host <= limits.host_bytes))
     assert np.asarray(problem.fits(batch_of(chosen), rounds)).tolist() == expected

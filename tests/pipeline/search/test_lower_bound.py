@@ -25,8 +25,9 @@ def test_no_plan_is_faster_than_the_bound(
 ) -> None:
     problem = PlanningProblem(costs, devices, micro_batches, update, limits)
     choices = range(1, micro_batches + 1) if all_rounds else (micro_batches,)
-    best = search_all(problem, choices)
-    if best is not None:
+    found = search_all(problem, choices)
+    if found is not None:
+        best, _ = found
         bound_s = lower_bound_s(problem, choices, float("inf"))
         assert bound_s <= problem.exact_s(best) * (1 + 1e-9) + 1e-12
 

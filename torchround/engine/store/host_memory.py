@@ -26,12 +26,13 @@ from torch import Tensor
 from torchround.accelerators import AcceleratorKind, kind_of, present_kind
 from torchround.engine.board import Observer
 from torchround.engine.device import Event
-from torchround.pipeline.memory import GIB
+from torchround.engine.errors import HostMemoryError
+from torchround.pipeline.host_buffers import in_whole_pages, whole_pages
+from torchround.pipeline.memory import GIB, size_text
 
 REGISTRATION_BYTES = 64 * GIB  # one registration of 512 GiB or more fails and leaves an error behind
 FILL_BYTES = 64 * 2**20  # the piece that one thread fills of a new buffer
 MOST_FILL_THREADS = 16
-PAGE_BYTES = 4096  # pool buffers start and end at a page
 
 
 class PinningWarning(UserWarning):
@@ -57,10 +58,11 @@ def _accelerator() -> AcceleratorKind:
 class HostAllocator:
     """An allocator of host buffers, page-locked if `pinned` is set, which keeps track of what is locked.
 
-    After the first failure to lock it warns once, and everything that it allocates later stays pageable.
+    `what` says whose memory it is, for messages. After the first failure to lock it warns once, and everything that it allocates later stays pageable.
     """
 
-    def __init__(self, pinned: bool, locker: PageLocker | None = None) -> None:
+    def __init__(self, pinned: bool, locker: PageLocker | None = None, what: str = "the host store") -> None:
+        self.what = what
         self.allocated_bytes = 0
         self.num_allocations = 0
         self._pinned = pinned
@@ -69,13 +71,13 @@ class HostAllocator:
         self._unlocks: list[weakref.finalize[..., ctypes.Array[ctypes.c_char]]] = []
 
     def allocate(self, nbytes: int, for_devices: bool) -> Tensor:
-        """Return a zeroed uint8 buffer of exactly `nbytes`; `for_devices` asks for page-locked memory."""
-        with self._lock:
-            self.allocated_bytes += nbytes
-            self.num_allocations += nbytes > 0
+        """Return a zeroed uint8 buffer of exactly `nbytes`; `for_devices` asks for page-locked memory.
+
+        Raises `HostMemoryError`.
+        """
         if nbytes == 0:
             return torch.zeros(nbytes, dtype=torch.uint8)
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = self._mapped(nbytes)
         # Fewer page faults when it is filled, and fewer entries to look up in each copy.
         _advise(mapping, "MADV_HUGEPAGE")
         if not (self._pinned and for_devices):
@@ -88,6 +90,22 @@ class HostAllocator:
         _fill(buffer)
         self._page_lock(mapping, view, buffer.data_ptr(), nbytes)
         return buffer
+
+    def _mapped(self, nbytes: int) -> mmap.mmap:
+        """Map `nbytes` of new memory, and count them. Raises `HostMemoryError`."""
+        try:
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise HostMemoryError(
+                f"the system refused {size_text(nbytes)} of host memory ({error.strerror}); {self.what} had "
+                f"{size_text(self.allocated_bytes)} by then. Other processes took it meanwhile, or a limit of the "
+                "process is lower than what is free (ulimit -v; vm.overcommit_memory). Lower "
+                "engine.host_memory_gib so that the plan keeps within it, or free memory"
+            ) from error
+        with self._lock:
+            self.allocated_bytes += nbytes
+            self.num_allocations += 1
+        return mapping
 
     def locked_buffers(self) -> int:
         """Return the number of registrations that are in force."""
@@ -205,7 +223,7 @@ class HostPool:
     """
 
     def __init__(self, pinned: bool, observer: Observer) -> None:
-        self._memory = HostAllocator(pinned)
+        self._memory = HostAllocator(pinned, what="the pool of host buffers")
         self._observer = observer
         self._lock = threading.Lock()
         self._free: dict[int, deque[HostBuffer]] = defaultdict(deque)
@@ -228,10 +246,7 @@ class HostPool:
 
         One allocation holds all missing ones.
         """
-        wanted: Counter[int] = Counter()
-        for nbytes, number in counts.items():
-            wanted[_whole_pages(nbytes)] += number
-        missing = wanted - self._owned
+        missing = in_whole_pages(counts) - self._owned
         space = self._memory.allocate(
             sum(size * number for size, number in missing.items()), for_devices=True
         )
@@ -245,7 +260,7 @@ class HostPool:
 
         A new one page-locks memory in the middle of a step, which `reserve` is there to avoid.
         """
-        size = _whole_pages(nbytes)
+        size = whole_pages(nbytes)
         buffer = self._take_free(size)
         if buffer is None:
             buffer = self._add(self._memory.allocate(size, for_devices=True))
@@ -287,7 +302,3 @@ class HostPool:
             self._owned[space.numel()] += 1
             self._buffers.append(buffer)
         return buffer
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

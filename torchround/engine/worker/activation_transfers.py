@@ -17,8 +17,7 @@ from torchround.engine.device import Device, Event, Stream
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, aligned, as_hidden, as_tuple, fill
 from torchround.layer import Hidden, MicroBatch
-
-LOSS_BYTES = 4
+from torchround.pipeline.host_buffers import LOSS_BYTES
 
 
 class HostTensors:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +83,7 @@ class ForwardWithGraph:
     """A stage's forward with everything that its backward needs: all activations, or one layer's with `layerwise`.
 
     Backward stages recompute by it from their boundary activation; the fused stage runs its only forward by
-    it. Each layer has a graph of its own, so that its backward is a step of its own: the layer's gradients
+    it. `run_to` makes the forward, at once or layer by layer. Each layer has a graph of its own, so that its backward is a step of its own: the layer's gradients
     are final, and its activations gone, before the backward of the layer below begins.
 
     Layerwise keeps only layer inputs and recomputes each layer again in the backward, as gradient
@@ -97,21 +96,31 @@ class ForwardWithGraph:
     ) -> None:
         self._layers = layers
         self._micro_batch = micro_batch
-        self._next = len(layers)  # the layer above the next one to differentiate
+        self._hidden = hidden  # input of the next layer to run
+        # All layers but the last run without gradients if layerwise: their activations are made anew in the backward.
+        self._num_run_again = len(layers) - 1 if layerwise else 0
+        self._next = 0  # the next layer to run; from then on the layer above the next one to differentiate
         self._inputs: list[Hidden | None] = []  # of layers that run again before their backward
         self._graphs: list[tuple[Hidden | None, Hidden]] = []  # leaf and output of the layers above those
-        if layerwise:
-            # All layers but the last run without gradients: their activations are made anew in the backward.
-            stage_forward = StageForward(layers, hidden, micro_batch)
-            for number in range(len(layers) - 1):
-                self._inputs.append(hidden)
-                hidden = stage_forward.run_to(number + 1)
-        for layer in layers[len(self._inputs) :]:
-            # Below the first trained layer of a model no gradient is needed, and the output of a layer that
-            # was run with gradients knows that. The stage's input, made without, does not.
-            wanted = _has_graph if self._graphs else Tensor.is_floating_point
-            self._graphs.append(self._run(layer, hidden, wanted))
-            hidden = self._graphs[-1][1]
+
+    def run_to(self, stop: int) -> "ForwardWithGraph":
+        """Run the layers up to the stage's layer number `stop`. All have to run before `backward`."""
+        while self._next < stop:
+            layer = self._layers[self._next]
+            if self._next < self._num_run_again:
+                self._inputs.append(self._hidden)
+                with torch.no_grad():
+                    self._hidden = layer(self._hidden, self._micro_batch)
+            else:
+                # Below the first trained layer of a model no gradient is needed, and the output of a layer that
+                # was run with gradients knows that. The stage's input, made without, does not.
+                wanted = _has_graph if self._graphs else Tensor.is_floating_point
+                self._graphs.append(self._run(layer, self._hidden, wanted))
+                self._hidden = self._graphs[-1][1]
+            self._next += 1
+        if stop == len(self._layers):
+            self._hidden = None  # otherwise the last layer's output would stay through the whole backward
+        return self
 
     @property
     def output(self) -> Hidden:
@@ -170,15 +179,20 @@ class FusedStage:
     ) -> None:
         # The backward follows the forward, so the loss may make its gradients in the forward.
         micro_batch = replace(micro_batch, loss_factor=loss_factor)
-        self._forward = partial(ForwardWithGraph, layers, hidden, micro_batch, layerwise)
+        self._graph = ForwardWithGraph(layers, hidden, micro_batch, layerwise)
+        self._num_layers = len(layers)
         self._loss_factor = loss_factor
-        self._graph: ForwardWithGraph | None = None
+        self._is_forward = True
+
+    def run_to(self, stop: int) -> None:
+        """Run the layers up to the stage's layer number `stop`, which is below the last one."""
+        self._graph.run_to(stop)
 
     def backward(self, gradients: Sequence[Tensor | None], stop: int) -> tuple[Tensor | None, ...] | None:
-        """Run the forward if this is the first call, then `ForwardWithGraph.backward`. The first call ignores `gradients`."""
-        if self._graph is None:
-            self._graph = self._forward()
-            [loss] = as_tuple(self._graph.output)
+        """Finish the forward if this is the first call, then `ForwardWithGraph.backward`. The first call ignores `gradients`."""
+        if self._is_forward:
+            self._is_forward = False
+            [loss] = as_tuple(self._graph.run_to(self._num_layers).output)
             self.loss = loss.detach()
             gradients = [torch.full_like(loss, self._loss_factor)]
         return self._graph.backward(gradients, stop)

@@ -31,7 +31,8 @@ BackwardCall = Callable[[Gradients, int], Gradients | None]
 class StageRun:
     """A stage job under way: its layers, bound to the slots of its weights and, if it has a backward, its gradients.
 
-    `num_layers` are those of the model. `wait` waits for a hand-over of another device. With `on_final`, the
+    `num_layers` are those of the model. With `times_layers`, each layer's computations are spans of their own, of
+    every micro-batch: only the head's forward and backward are one. `wait` waits for a hand-over of another device. With `on_final`, the
     backward of the last micro-batch is done layer by layer, and `on_final(layer)` is called once all that
     adds to the gradients of a layer is enqueued. `spans` are the computations so far.
     """
@@ -46,6 +47,7 @@ class StageRun:
         *,
         num_layers: int,
         layerwise_recompute: bool,
+        times_layers: bool,
         device: Device,
         activations: ActivationTransfers,
         wait: WaitForHandOver,
@@ -59,6 +61,7 @@ class StageRun:
         self._gradients = gradients
         self._num_layers = num_layers
         self._layerwise = layerwise_recompute
+        self._times_layers = times_layers
         self._device = device
         self._activations = activations
         self._wait = wait
@@ -79,12 +82,15 @@ class StageRun:
         # Each boundary is sent where it is made: it leaves while the layers behind it compute, and the stage
         # need not hold all of them at once.
         kept = [layer for layer in range(stage.start + 1, stage.stop) if layer in pass_.backward_inputs]
+        sent = [*kept, stage.stop]
         first = stage.start
-        for layer in [*kept, stage.stop]:
+        for layer in range(stage.start + 1, stage.stop + 1) if self._times_layers else sent:
             run = partial(forward.run_to, layer - stage.start)
             output = self._compute(TaskKind.FORWARD, m, run, inputs, layers=range(first, layer))
             first = layer
-            if layer == self._num_layers:  # an evaluation's last stage gives the loss
+            if layer not in sent:
+                pass
+            elif layer == self._num_layers:  # an evaluation's last stage gives the loss
                 self._activations.send(LOSS(pass_.index, m), output, readers=1)
             else:
                 readers = (layer in pass_.forward_inputs) + (layer in pass_.backward_inputs)
@@ -93,9 +99,12 @@ class StageRun:
 
     def _fused(self, m: int) -> None:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
-        pass_ = self._job.pass_
+        stage, pass_ = self._job.task.stage, self._job.pass_
         micro_batch, hidden, inputs = self._bring_inputs(m)
         fused = FusedStage(self._layers, hidden, micro_batch, self._layerwise, pass_.loss_factor)
+        for layer in range(stage.start, stage.stop - 1) if self._times_layers else ():
+            run = partial(fused.run_to, layer + 1 - stage.start)
+            self._compute(TaskKind.FORWARD, m, run, inputs, layers=range(layer, layer + 1))
         gradients = self._differentiate(TaskKind.FUSED, m, fused.backward, (), inputs)
         # Two readers: the caller and the optimizer worker.
         self._activations.send(LOSS(pass_.index, m), fused.loss, readers=2)
@@ -107,12 +116,12 @@ class StageRun:
         micro_batch, hidden, inputs = self._bring_inputs(m)
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
-        recomputed = self._compute(
-            TaskKind.RECOMPUTE,
-            m,
-            partial(ForwardWithGraph, self._layers, hidden, micro_batch, self._layerwise),
-            inputs,
-        )
+        recomputed = ForwardWithGraph(self._layers, hidden, micro_batch, self._layerwise)
+        first = stage.start
+        for layer in range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]:
+            run = partial(recomputed.run_to, layer - stage.start)
+            self._compute(TaskKind.RECOMPUTE, m, run, inputs, layers=range(first, layer))
+            first = layer
         boundary = self._wait(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
         incoming, staged = self._activations.bring_gradients(boundary)
         # The backward reads the stage's input too.
@@ -125,8 +134,9 @@ class StageRun:
     ) -> Gradients | None:
         """Run the stage's backward, or forward and backward, and return the gradients of the stage's input."""
         stage, tells = self._job.task.stage, self._on_final
-        is_last = m == self._job.task.micro_batches[-1]
-        stops = range(stage.stop - 1, stage.start - 1, -1) if tells and is_last else [stage.start]
+        tells_now = tells if m == self._job.task.micro_batches[-1] else None
+        one_by_one = tells_now is not None or self._times_layers
+        stops = range(stage.stop - 1, stage.start - 1, -1) if one_by_one else [stage.start]
         above: int = stage.stop
         found: Gradients | None = gradients
         for layer in stops:
@@ -135,8 +145,10 @@ class StageRun:
             run = partial(backward, found, layer - stage.start)
             found = self._compute(kind, m, run, reads, self._gradients_of(layers), layers)
             above = layer
-            if tells and is_last:
-                tells(layer)
+            if self._times_layers:
+                kind = TaskKind.BACKWARD  # below the head, whose span holds its forward too
+            if tells_now is not None:
+                tells_now(layer)
         return found
 
     def _gradients_of(self, layers: range) -> list[Tensor]:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from torchround.pipeline.costs import UPDATE_BYTES, Costs
-from torchround.pipeline.memory import STAGING_BUFFERS, MemoryLimits, device_memory, rounds_in_flight
+from torchround.pipeline.memory import STAGING_BUFFERS, MemoryLimits, device_memory
 from torchround.pipeline.partition import Partition, split_evenly
 from torchround.pipeline.search.batch_time import BatchTimes, batch_async_seconds, batch_sync_seconds
+from torchround.pipeline.search.host_table import HostTable
 from torchround.pipeline.search.partition_batch import (
     Booleans,
     Candidate,
@@ -50,6 +51,7 @@ class PlanningProblem:
         self.updated_s = np.array(self.sums.updated_s)
         self.both_s: list[float] = (self.forward_s + self.backward_s).tolist()
         self.memory = MemoryTable(costs, limits)
+        self.host = HostTable(costs, limits, num_devices, num_micro_batches, update)
         self.widest, self.even = self.memory.stage_limits(even=False), self.memory.stage_limits(even=True)
         self.idle_weight = 0.0
         self._exact: dict[Candidate, float] = {}
@@ -101,13 +103,38 @@ class PlanningProblem:
 
     def fits_device(self, partition: Partition, rounds: int) -> bool:
         """Check a partition against the device limit alone."""
-        limit, size = self.limits.device_bytes, -(-self.num_micro_batches // rounds)
-        needed = device_memory(partition, self.costs, self.num_devices, size, self.limits).total_bytes
-        return limit is None or needed <= limit
+        limit = self.limits.device_bytes
+        return limit is None or self.device_bytes(partition, rounds) <= limit
+
+    def device_bytes(self, partition: Partition, rounds: int) -> int:
+        """Return what each device allocates."""
+        size = -(-self.num_micro_batches // rounds)
+        return device_memory(partition, self.costs, self.num_devices, size, self.limits).total_bytes
+
+    def host_bytes(self, candidate: Candidate) -> int:
+        """Return what a plan takes of the host memory that `MemoryLimits.host_bytes` limits."""
+        device_bytes = self.device_bytes(candidate.partition, candidate.rounds)
+        return self.host.plan_bytes(candidate.partition, candidate.rounds, device_bytes)
+
+    def host_bounds(self, rows: PartitionBatch, rounds: int) -> Integers:
+        """Return a lower bound of `host_bytes` for rows [K]."""
+        return self.host.bytes_of(rows, rounds, self._device_bytes(rows, rounds))
+
+    def _device_bytes(self, rows: PartitionBatch, rounds: int) -> Integers:
+        """Return what each device allocates [K]; zeros if no limit depends on it."""
+        if not self.memory.counts_devices:
+            return np.zeros(len(rows), dtype=np.int64)
+        return self.memory.device_bytes(rows, self.num_devices, -(-self.num_micro_batches // rounds))
 
     def fits(self, rows: PartitionBatch, rounds: int) -> Booleans:
         """Check rows [K] against the memory limits."""
-        return self.memory.fits(rows, self.num_devices, self.num_micro_batches, rounds, self.update)
+        limits, fits = self.limits, np.ones(len(rows), dtype=np.bool_)
+        device_bytes = self._device_bytes(rows, rounds)
+        if limits.device_bytes is not None:
+            fits = device_bytes <= limits.device_bytes
+        if limits.host_bytes is not None:
+            fits = self.host.fits(rows, rounds, device_bytes, fits)
+        return np.asarray(fits)
 
     def estimate_s(self, rows: PartitionBatch, rounds: int) -> Floats:
         """Estimate ranks [K]; an estimate is never above the exact rank."""
@@ -164,7 +191,7 @@ class StageLimits:
 class MemoryTable:
     """The counts of `memory.py` as arrays, to check many partitions at once.
 
-    It holds running sums over the layers and, if device memory is limited, the compute peak of every possible
+    It holds running sums over the layers and, if device memory counts, the compute peak of every possible
     stage.
     """
 
@@ -172,12 +199,11 @@ class MemoryTable:
         layers = costs.layers
         self.limits = limits
         self.num_layers = len(layers)
+        self.counts_devices = limits.device_bytes is not None or limits.devices_on_host > 0
         self.weights = _running([layer.weight_bytes for layer in layers])
         self.gradients = _running([layer.gradient_bytes for layer in layers])
-        self.outputs = np.array([layer.boundary_bytes for layer in layers], dtype=np.int64)
-        self.inputs = np.concatenate([np.zeros(1, dtype=np.int64), self.outputs[:-1]])
-        self.staging_bytes = STAGING_BUFFERS * int(self.outputs.max())
-        if limits.device_bytes is not None:
+        self.staging_bytes = STAGING_BUFFERS * max(layer.boundary_bytes for layer in layers)
+        if self.counts_devices:
             self.compute = _compute_table(costs, limits.recompute)
             single = np.arange(self.num_layers)
             self.largest = (
@@ -190,25 +216,11 @@ class MemoryTable:
                 min(layer.gradient_bytes for layer in layers),
             )
 
-    def fits(
-        self, rows: PartitionBatch, num_devices: int, num_micro_batches: int, rounds: int, update: str
-    ) -> Booleans:
-        """Check rows [K] against the device limit and the host limit."""
-        fits = np.ones(len(rows), dtype=np.bool_)
-        if self.limits.device_bytes is None and self.limits.host_bytes is None:
-            return fits
+    def device_bytes(self, rows: PartitionBatch, num_devices: int, micro_batches_per_round: int) -> Integers:
+        """Compute what each device allocates [K], as `memory.device_memory`."""
         starts, stops = rows.ranges(self.num_layers)
-        size = -(-num_micro_batches // rounds)
-        if self.limits.device_bytes is not None:
-            needed = self._device_bytes(rows, starts, stops, num_devices) + self.limits.integer_bytes * size
-            fits &= needed <= self.limits.device_bytes
-        if self.limits.host_bytes is not None:
-            in_flight = [
-                rounds_in_flight(num_devices, stages, rounds, update) for stages in rows.num_stages.tolist()
-            ]
-            alive = np.array(in_flight, dtype=np.int64) * size
-            fits &= self._host_bytes(starts) * alive <= self.limits.host_bytes
-        return fits
+        integer_bytes = self.limits.integer_bytes * micro_batches_per_round
+        return self._device_bytes(rows, starts, stops, num_devices) + integer_bytes
 
     def stage_limits(self, even: bool) -> StageLimits:
         """Compute how far stages may reach: if `even`, next to stages as large; otherwise next to the smallest layer.
@@ -267,12 +279,6 @@ class MemoryTable:
         # needs at least what a forward stage with it needs.
         compute = np.where(has_gradients, self.compute[starts, stops], 0).max(axis=1)
         return np.asarray(slots + self._rounding_bytes(gradients.max(axis=1)) + compute + self.staging_bytes)
-
-    def _host_bytes(self, starts: Integers) -> Integers:
-        """Compute a micro-batch's boundary bytes [K], as `memory.host_activation_bytes`: each stage's first layer once."""
-        cut = np.zeros((len(starts), self.num_layers), dtype=np.bool_)
-        cut[np.arange(len(starts))[:, None], starts] = True
-        return np.asarray(cut @ self.inputs + int(self.outputs.max()))
 
 
 def _most_of_two(sizes: Integers, is_last: Booleans, is_first: Booleans, num_devices: int) -> Integers:

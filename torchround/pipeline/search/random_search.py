@@ -6,7 +6,7 @@ random numbers have fixed seeds and the effort is counted, not timed, so the sam
 plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from torchround.pipeline.search.candidate_shapes import (
     shaped_partitions,
     varied,
 )
+from torchround.pipeline.search.least_host import AS_FAST, LeastHost
 from torchround.pipeline.search.lower_bound import largest_fused, least_work_s
 from torchround.pipeline.search.partition_batch import (
     Candidate,
@@ -70,16 +71,25 @@ MOST_GAIN = 1.25
 MOST_TURNS_OF_SHORT_ROUNDS = 2
 
 
-def find_plan(problem: PlanningProblem, rounds_choices: Sequence[int]) -> tuple[Candidate, bool] | None:
-    """Return the fastest candidate within the limits, and whether no other one can be faster.
+def find_plan(
+    problem: PlanningProblem, rounds_choices: Sequence[int], as_fast: float = AS_FAST
+) -> tuple[Candidate, float | None] | None:
+    """Return the plan of least host memory among the plans within the limits that are `as_fast` as the fastest.
 
-    Returns None if the finest partition does not fit.
+    The second value is the step time of the fastest one if no plan can be faster than that, otherwise None.
+    Returns None if no plan that fits is found.
     """
     if is_small(problem.num_layers, len(rounds_choices)):
-        best = search_all(problem, rounds_choices)
-        return (best, True) if best else None
+        found = search_all(problem, rounds_choices, as_fast)
+        return None if found is None else (found[1], problem.exact_s(found[0]))
     problem.idle_weight = IDLE_WEIGHT[problem.update]
-    return _search_large(problem, rounds_choices)
+    met = {rounds: LeastHost(problem, rounds) for rounds in rounds_choices}
+    best = _search_large(problem, rounds_choices, met)
+    if best is None:
+        return None
+    fastest, is_proven = best
+    chosen = met[fastest.rounds].choose(fastest, as_fast)
+    return chosen, problem.exact_s(fastest) if is_proven else None
 
 
 def is_small(num_layers: int, num_rounds_choices: int) -> bool:
@@ -87,7 +97,10 @@ def is_small(num_layers: int, num_rounds_choices: int) -> bool:
     return num_partitions(num_layers) * num_rounds_choices <= MOST_EXHAUSTIVE
 
 
-def _search_large(problem: PlanningProblem, rounds_choices: Sequence[int]) -> tuple[Candidate, bool] | None:
+def _search_large(
+    problem: PlanningProblem, rounds_choices: Sequence[int], met: Mapping[int, LeastHost]
+) -> tuple[Candidate, bool] | None:
+    """Return the fastest candidate found, and whether no other one can be faster; `met` notes all that are met."""
     best = _best_whole(problem, rounds_choices)
     least_s = least_work_s(problem, largest_fused(problem)) / problem.num_devices
     enough_s = least_s * (1 + SAME_STEP)
@@ -99,7 +112,7 @@ def _search_large(problem: PlanningProblem, rounds_choices: Sequence[int]) -> tu
     )
     promising = _promising(problem, widest, rounds_choices)
     starts = [
-        _Search(problem, rounds, even if is_even else widest, seeds, seed)
+        _Search(problem, met[rounds], rounds, even if is_even else widest, seeds, seed)
         for seed, is_even in SEEDS[problem.update]
         for rounds in promising
     ]
@@ -173,12 +186,13 @@ class _Search:
     def __init__(
         self,
         problem: PlanningProblem,
+        met: LeastHost,
         rounds: int,
         fullest: Partition,
         seeds: Sequence[Partition],
         random_seed: int,
     ) -> None:
-        self.problem, self.rounds = problem, rounds
+        self.problem, self.met, self.rounds = problem, met, rounds
         self.random = np.random.default_rng(random_seed)
         self.batch, self.step_s = batch_of([]), np.zeros(0)
         self.shapes: CandidateShapes | None = None
@@ -279,6 +293,7 @@ class _Search:
         fitting = np.flatnonzero(self.problem.fits(batch, self.rounds))
         if len(fitting):
             step_s[fitting] = self.problem.estimate_s(batch.take(fitting), self.rounds)
+        self.met.add(batch, step_s)
         return step_s
 
     def _keep(self, batch: PartitionBatch, step_s: Floats) -> None:

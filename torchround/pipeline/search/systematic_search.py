@@ -14,6 +14,7 @@ from itertools import combinations
 import numpy as np
 
 from torchround.pipeline.partition import Partition
+from torchround.pipeline.search.least_host import AS_FAST, LeastHost
 from torchround.pipeline.search.partition_batch import (
     Candidate,
     Floats,
@@ -33,8 +34,10 @@ def num_partitions(num_layers: int) -> int:
     return 1 + sum(4 ** (split - 1) for split in range(1, num_layers))
 
 
-def search_all(problem: PlanningProblem, rounds_choices: Sequence[int]) -> Candidate | None:
-    """Return the fastest of all candidates that fit, or None if none fits."""
+def search_all(
+    problem: PlanningProblem, rounds_choices: Sequence[int], as_fast: float = AS_FAST
+) -> tuple[Candidate, Candidate] | None:
+    """Return the fastest of all candidates that fit, and of those as fast the one of least host memory; None if none fits."""
     batch = _all_partitions(problem.num_layers)
     bounds: list[Floats] = []
     keys: list[Integers] = []
@@ -43,7 +46,13 @@ def search_all(problem: PlanningProblem, rounds_choices: Sequence[int]) -> Candi
         fitting_batch = batch.take(fitting)
         bounds.append(problem.estimate_s(fitting_batch, rounds))
         keys.append(np.stack([np.full_like(fitting, rounds), fitting_batch.num_stages, fitting], axis=1))
-    return _best_first(problem, np.concatenate(bounds), np.concatenate(keys), batch)
+    fastest = _best_first(problem, np.concatenate(bounds), np.concatenate(keys), batch)
+    if fastest is None:
+        return None
+    index = list(rounds_choices).index(fastest.rounds)
+    least_host = LeastHost(problem, fastest.rounds)
+    least_host.add(batch.take(keys[index][:, 2]), bounds[index])
+    return fastest, least_host.choose(fastest, as_fast)
 
 
 def _all_partitions(num_layers: int) -> PartitionBatch:
@@ -162,3 +171,19 @@ def greedy_partition(
         forward.append(stop - start)
         start = stop
     return Partition(tuple(forward), backward[0], tuple(backward[1:]))
+
+
+def coarse_partitions(problem: PlanningProblem, rounds: int) -> list[Partition]:
+    """List partitions that need little host memory and fit a device, the finest one in any case.
+
+    Few backward stages keep few boundaries on the host, but need room on a device.
+    """
+    layers = problem.num_layers
+    ones = (1,) * (layers - 1)
+    found = [Partition((), layers, ())]
+    for limits in (problem.widest, problem.even):
+        full = greedy_partition(problem, float("inf"), limits)
+        # Fine forward stages next to full backward ones: only backward stages keep boundaries.
+        found += [full, Partition((1,) * sum(full.forward), full.fused, full.backward)]
+    fitting = [partition for partition in found if problem.fits_device(partition, rounds)]
+    return [*dict.fromkeys(fitting), Partition(ones, 1, ones)]
