@@ -154,8 +154,8 @@ class DataTable(Table):
     a window; a resumed run packs the window that it is in again."""
 
     epochs: PositiveInt | None = None
-    """Passes over each source, at least 1. After them the run ends with its final checkpoint. Default: sources start over
-    until `training.steps` is reached."""
+    """Passes over each source, at least 1. After them the run ends with its final checkpoint. `training.steps` can be left
+    out then. Default: sources start over until `training.steps` is reached."""
 
     weight_by: Literal["source", "size"] = "source"
     """Meaning of `weight`. `source`: the source's share of the documents drawn. `size`: a factor of the source's number of
@@ -203,8 +203,10 @@ class DataTable(Table):
 class TrainingTable(Table):
     """The length of the run, its batches, its number format, and its reaction to bad steps."""
 
-    steps: PositiveInt = 1000
-    """Optimizer steps of the whole run, resumed parts included. At least 1."""
+    steps: PositiveInt | None = None
+    """Optimizer steps of the whole run, resumed parts included. At least 1. Default: the steps that `data.epochs` make,
+    counted at the start by one reading of the data (3 million tokens per second and thread); 1000 without
+    `data.epochs`."""
 
     seq_len: PositiveInt = 2048
     """Tokens per packed sequence, at least 1. Activation memory grows linearly with it, attention time quadratically. More
@@ -249,6 +251,12 @@ class TrainingTable(Table):
     """Number of bad steps in a row after which the run ends with exit code 1, a diagnosis and a checkpoint; at least 1.
     A bad step is a spike, or has a loss or gradient that is not finite. A `float16` overflow is not a bad step while the
     loss scale can still fall."""
+
+    @property
+    def num_steps(self) -> int:
+        """Return `steps`. A run sets it before it builds anything that needs it (`run/epoch_steps.py`)."""
+        assert self.steps is not None, "the steps of data.epochs have not been counted yet"
+        return self.steps
 
 
 class OptimizerTable(Table):
@@ -315,7 +323,7 @@ class ValidationTable(Table):
     """The loss on held-out text, measured with forward passes only."""
 
     interval_steps: NonNegativeInt = 0
-    """Steps between validations; 0 switches validation off."""
+    """Steps between validations; 0 switches validation off. A run that ends by itself also validates its last step."""
 
     sources: Many[SourceTable] = ()
     """Array of sources as in `data.sources`. If it is empty, validation uses the share `data.validation_fraction` of the
@@ -323,6 +331,16 @@ class ValidationTable(Table):
 
     max_batches: PositiveInt = 10
     """Global batches per validation, at least 1. Each takes about a third of a training step."""
+
+    keep_best: bool = False
+    """Save a checkpoint after each validation whose loss is the lowest so far, and keep the best of them for ever, besides
+    the ones that `[checkpoint]` keeps. Takes the room of one more checkpoint. `checkpoint.export` then exports the best
+    one. Needs `interval_steps` above 0."""
+
+    patience: NonNegativeInt = 0
+    """Validations in a row without a lower loss after which the run ends, with its final checkpoint and exit code 0. 0
+    never ends it early. The count is part of checkpoints, so a resumed run ends at the same step. Needs
+    `interval_steps` above 0."""
 
 
 class LoraTable(Table):
@@ -357,7 +375,8 @@ class MetricsTable(Table):
     """Reports: how often and where to. Losses are always written to `metrics.jsonl` in the run's folder."""
 
     log_every_steps: PositiveInt = 1
-    """Steps between lines on the console and in `metrics.jsonl`, at least 1."""
+    """Steps between lines on the console and in `metrics.jsonl`, at least 1. A line's loss is the mean over these steps. The
+    last step of a run always has a line."""
 
     wandb: Literal["off", "online", "offline"] = "off"
     """Logging to Weights & Biases. `offline` writes a local run that `wandb sync` can send later. A failure of the logger

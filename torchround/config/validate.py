@@ -16,6 +16,9 @@ from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest
 from torchround.config.key_types import KeyType, describe, locate
 from torchround.config.usual_names import nearest_value, usual_key
 
+DEFAULT_STEPS = 1000
+"""`training.steps` of a run with neither steps nor `data.epochs`."""
+
 Conflict = tuple[tuple[str, ...], str]
 """The keys that cannot be used together, and a message with their values."""
 
@@ -50,6 +53,8 @@ def validate(raw: RawConfig) -> Config:
         config = Config.model_validate({**empty, **raw.tables})
     except ValidationError as error:
         raise ConfigError(_mistakes(raw, error)) from None
+    if config.training.steps is None and config.data.epochs is None:
+        config = config.with_steps(DEFAULT_STEPS)
     # Only values of the right types can be compared with each other.
     conflicts = [_conflict(raw, keys, message) for keys, message in find_conflicts(config)]
     if conflicts:
@@ -209,7 +214,8 @@ def _rounds(config: Config) -> Iterator[Conflict]:
 
 def _lr_schedule(config: Config) -> Iterator[Conflict]:
     warmup, steps = config.lr_schedule.warmup_steps, config.training.steps
-    if warmup >= steps:
+    # Steps that data.epochs make are checked once they are counted.
+    if steps is not None and warmup >= steps:
         message = (
             f"given {warmup} and {steps}; legal: a warm-up of at most steps - 1 = {steps - 1}; "
             f"for example --lr_schedule.warmup_steps {min(steps - 1, steps // 10)}"
@@ -225,6 +231,13 @@ def _validation(config: Config) -> Iterator[Conflict]:
             "or a data.validation_fraction above 0, or an interval of 0 for off"
         )
         yield ("validation.interval_steps", "validation.sources", "data.validation_fraction"), message
+    table = config.validation
+    for key, value in (("keep_best", table.keep_best), ("patience", table.patience)):
+        if value and not is_on:
+            yield (
+                (f"validation.{key}", "validation.interval_steps"),
+                f"given {show(value)} and 0; legal: an interval above 0, which switches validation on",
+            )
 
 
 def _checkpoint(config: Config) -> Iterator[Conflict]:

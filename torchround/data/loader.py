@@ -213,6 +213,23 @@ class Loader(Iterator[MicroBatch]):
         """Count the tokens of one of its batches, without padding."""
         return num_tokens(batch, self._tokenizer.pad_id)
 
+    def epochs_read(self) -> float:
+        """Return about how many passes were read up to the last batch, over the source that is furthest behind."""
+        if self._position is None:
+            return 0.0
+        progress = progress_so_far(self._position)["reader"]["sources"]
+        return float(
+            min(
+                state["epoch"] + source.share_read(state["place"])
+                for source, state in zip(self._sources, progress, strict=True)
+            )
+        )
+
+    def size_bytes(self) -> int | None:
+        """Return the bytes that one pass over all sources reads, None if a source's files do not say it."""
+        sizes = [source.total_bytes() for source in self._sources]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
     def num_bad_records(self) -> int:
         """Count the records skipped as bad up to the last batch handed out."""
         if self._position is None:

@@ -20,7 +20,7 @@ from torchround.data.document_types import Content, Cursor, Document
 from torchround.data.errors import DataError
 from torchround.data.formats.content import RecordReader
 from torchround.data.formats.file_index import index_file
-from torchround.data.formats.source_files import PIECE_SIZE, kind_of, piece_end, read_file_piece
+from torchround.data.formats.source_files import PIECE_SIZE, piece_end, read_file_piece
 
 BLOCK_RECORDS = 8192
 BLOCK_BYTES = 1 << 25
@@ -53,6 +53,14 @@ class Source(ABC):
     @abstractmethod
     def count(self) -> int:
         """Count the documents of one pass, blank ones included. May read all of them. Raises `DataError`."""
+
+    @abstractmethod
+    def share_read(self, cursor: Cursor) -> float:
+        """Return about which fraction of a pass lies before `cursor`, 0 to 1."""
+
+    def total_bytes(self) -> int | None:
+        """Return the bytes that a pass reads, None if the files do not say it."""
+        return None
 
     @abstractmethod
     def layout(self) -> str:
@@ -101,7 +109,7 @@ class IndexedFiles(Source):
 
     def __init__(self, table: SourceTable, records: RecordReader, paths: list[Path]) -> None:
         super().__init__(table, records)
-        self._files = [index_file(path, kind_of(path, table.format)) for path in paths]
+        self._files = [index_file(path, table.format) for path in paths]
         self._sizes = [file.file_bytes for file in self._files]
         if not any(self._sizes):
             raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")
@@ -134,6 +142,14 @@ class IndexedFiles(Source):
     def count(self) -> int:
         """Count documents. Blank lines and empty files are included: the reader passes over them."""
         return int(self._ends[-1])
+
+    def share_read(self, cursor: Cursor) -> float:
+        """Return the fraction of the documents before `cursor`."""
+        return cursor[0] / max(self.count(), 1)
+
+    def total_bytes(self) -> int:
+        """Return the size of all files."""
+        return sum(self._sizes)
 
     def layout(self) -> str:
         """Describe the number of documents and the sizes of the files."""
@@ -202,6 +218,10 @@ class RecordStream(Source):
     def count(self) -> int:
         """Count the documents of all parts."""
         return sum(part.count() for part in self._parts)
+
+    def share_read(self, cursor: Cursor) -> float:
+        """Return the fraction of the parts before `cursor`: records in a part are not counted before they are read."""
+        return cursor[0] / max(len(self._parts), 1)
 
     def layout(self) -> str:
         """Describe the number and sizes of the parts."""
