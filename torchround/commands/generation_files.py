@@ -14,7 +14,7 @@ from typing import Any
 from torchround.config import TokenizerTable
 from torchround.data import DataError, MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
 from torchround.data.document_types import Conversation
-from torchround.data.loader import CONVERSATIONS
+from torchround.data.opening import CONVERSATIONS
 from torchround.data.text.chat import ChatTemplate
 from torchround.hf import HFError
 
