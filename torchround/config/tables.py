@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, JsonValue
 
 from torchround.config.key_types import MAX_INT, Legal, Many, Pair, Table
+from torchround.config.model_shape import ShapeTable
 
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -61,17 +62,21 @@ class RunTable(Table):
 
 
 class ModelTable(Table):
-    """The model: a family, and either one of its named sizes or a Hugging Face folder."""
+    """The model: a family, and one of its named sizes, a shape of one's own, or a Hugging Face folder."""
 
     family: Name
     """Model family, a package of `torchround/models/` (for example `llama3`). Required."""
 
     flavor: Name | None = None
-    """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Give either this or `hf_path`."""
+    """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Not used with `hf_path`."""
+
+    shape: ShapeTable | None = None
+    """Sizes of one's own, `[model.shape]`, initialised at random: instead of a flavor, or in place of some of a flavor's
+    sizes. Not used with `hf_path`."""
 
     hf_path: Name | None = None
-    """Local folder in Hugging Face format. Its `config.json` gives the shapes. The folder is also the default of
-    `tokenizer.path`. Give either this or `flavor`."""
+    """Local folder in Hugging Face format. Its `config.json` gives the shapes, its safetensors files the weights; a folder
+    without weights is refused. The folder is also the default of `tokenizer.path`. Not used with `flavor` or `shape`."""
 
 
 class TokenizerTable(Table):

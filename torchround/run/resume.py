@@ -39,13 +39,16 @@ LOSS_KEYS: Mapping[str, tuple[str, ...]] = {
     "lora": ("alpha", "dropout"),
 }
 # The keys that make a model another one; a change is refused.
-MODEL_KEYS: Mapping[str, tuple[str, ...]] = {"model": ("family", "flavor"), "lora": ("rank", "targets")}
+MODEL_KEYS: Mapping[str, tuple[str, ...]] = {
+    "model": ("family", "flavor", "shape"),
+    "lora": ("rank", "targets"),
+}
 # The keys by which a complete run is another one than its config asks for: nothing would be trained with new values.
 RUN_KEYS: Mapping[str, tuple[str, ...]] = {
     **LOSS_KEYS,
     "run": ("seed",),
-    "model": ("family", "flavor", "hf_path"),
-    "lora": ("rank", "targets", "alpha", "dropout"),
+    "model": (*MODEL_KEYS["model"], *LOSS_KEYS["model"]),
+    "lora": (*MODEL_KEYS["lora"], *LOSS_KEYS["lora"]),
     "checkpoint": ("load_path", "load"),
 }
 # The keys that decide which tensors a checkpoint holds; an error about tensors names them.
