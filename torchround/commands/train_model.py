@@ -17,7 +17,13 @@ from dataclasses import replace
 import torch
 
 from torchround.checkpoint import Checkpointer, CheckpointError
-from torchround.commands.configured_model import build_model, find_weights, mapped_text, model_config
+from torchround.commands.configured_model import (
+    build_model,
+    check_weights,
+    find_weights,
+    mapped_text,
+    model_config,
+)
 from torchround.commands.export_hf import Export, export
 from torchround.commands.plan_run import configured_question, question_of, show_plan
 from torchround.config import ConfigError, Options, parse_command_line, to_toml
@@ -39,9 +45,12 @@ from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan_report import RunQuestion, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.early_end import BadStepsError
+from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, host_memory_text
-from torchround.run.run_folder import RunError, RunFolder
+from torchround.run.run_folder import ConfigSource, RunError, RunFolder
+from torchround.run.start_checks import disk_need, require_load_path
+from torchround.run.validation import best_of, kept_losses
 from torchround.trainer import RunParts, Trainer
 from torchround.untrusted.terminal import escape_unprintable, say
 
@@ -80,6 +89,7 @@ def run(arguments: list[str]) -> int:
     if options.print_config and not options.dry_run:
         print(to_toml(options.config), end="")
         return 0
+    check_start(options)
     if options.dry_run:
         return dry_run(options)
     parts = build(options)
@@ -87,7 +97,11 @@ def run(arguments: list[str]) -> int:
         say(description(parts))
         exit_code = Trainer(parts).run()
         if exit_code == 0 and options.config.checkpoint.export != "off":
-            export_newest(parts.folder, adapters=options.config.checkpoint.export == "adapters")
+            export_result(
+                parts.folder,
+                adapters=options.config.checkpoint.export == "adapters",
+                best=options.config.validation.keep_best,
+            )
         return exit_code
 
 
@@ -100,10 +114,11 @@ def build(options: Options) -> RunParts:
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
     numbers, hardware = RunNumbers(config.training, config.engine), find_hardware(config.engine)
-    folder = RunFolder(config.run)
+    folder = run_folder(options)
     question = with_kept_rounds(question_of(config, model, hardware, mapped), folder)
     plan = plan_for(question)  # raises if the run does not fit this machine
     loader, validation = build_loaders(options, tokenizer)
+    config, epoch_steps = settle_steps(options, loader, folder)
     return RunParts(
         config=config,
         folder=folder,
@@ -116,7 +131,22 @@ def build(options: Options) -> RunParts:
         plan=plan,
         pretrained=pretrained,
         mapped=mapped,
+        epoch_steps=epoch_steps,
     )
+
+
+def run_folder(options: Options) -> RunFolder:
+    """Return the folder of the run, with the file that describes it."""
+    source = ConfigSource(os.path.abspath(options.raw.main_source), options.raw.digest)
+    return RunFolder(options.config.run, source)
+
+
+def check_start(options: Options) -> None:
+    """Raise `RunError` if the folder is the run of another config file, or if there is no checkpoint to start from."""
+    folder = run_folder(options)
+    if not options.is_named_on_command_line:
+        folder.refuse_another_config()
+    require_load_path(options.config, folder)
 
 
 def dry_run(options: Options) -> int:
@@ -124,10 +154,18 @@ def dry_run(options: Options) -> int:
     config = options.config
     print(to_toml(config))
     tokenizer = find_tokenizer(options)
+    check_weights(options, tokenizer.vocab_size)
     question = configured_question(options, tokenizer.vocab_size, find_hardware(config.engine))
-    build_loaders(options, tokenizer)  # finds the mistakes that only show when the data is looked at
-    answer = report_plan(with_kept_rounds(question, RunFolder(config.run)))
+    folder = RunFolder(config.run)
+    # Finds the mistakes that only show when the data is looked at.
+    loader, _ = build_loaders(options, tokenizer)
+    if text := dry_text(config, loader, folder):
+        say(text)
+    answer = report_plan(with_kept_rounds(question, folder))
     show_plan(answer)
+    need = disk_need(config, folder, question)
+    say(f"disk: {need.text()}")
+    need.require_one()
     return 0 if answer.plan is not None else 2
 
 
@@ -144,25 +182,34 @@ def with_kept_rounds(question: RunQuestion, folder: RunFolder) -> RunQuestion:
 def description(parts: RunParts) -> str:
     """Describe the run for its user: what is trained, on what, with how much memory."""
     table, training = parts.config.model, parts.config.training
+    name = table.flavor or table.hf_path or "of its own shape"
+    if table.flavor and table.shape:
+        name = f"{name} with other sizes"
     counts = parts.question.parameters
     trained = f" ({counts.trained:,} of them trained)" if counts.frozen else ""
     size = f"{counts.trained + counts.frozen:,} parameters{trained} in {len(parts.model.layers)} layers"
     sources = ", ".join(source.path for source in parts.config.data.sources)
     batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
     lines = [
-        f"model    {table.family} {table.flavor or table.hf_path}: {size}, {training.dtype}",
+        f"model    {table.family} {name}: {size}, {training.dtype}",
         f"data     {sources}: {batch}",
-        f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}",
+        f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
         f"host     {host_memory_text(replace(parts.question, rounds=parts.plan.rounds).state())}",
+        f"disk     {disk_need(parts.config, parts.folder, parts.question).text()}",
     ]
     if parts.config.lora.map_base:
         lines.append(f"mapped   {mapped_text(parts.mapped, parts.model, parts.numbers.dtype)}")
     return "\n".join(lines)
 
 
-def export_newest(folder: RunFolder, adapters: bool) -> None:
-    """Export the newest checkpoint in Hugging Face format, unless its folder exists already. Raises `HFError`."""
-    step = Checkpointer(folder.checkpoints).latest_step()
+def export_result(folder: RunFolder, adapters: bool, best: bool) -> None:
+    """Export the newest checkpoint in Hugging Face format, unless its folder exists already. Raises `HFError`.
+
+    `best`: the one with the lowest validation loss instead, if there is one.
+    """
+    checkpointer = Checkpointer(folder.checkpoints)
+    step = best_of(kept_losses(checkpointer)) if best else None
+    step = checkpointer.latest_step() if step is None else step
     checkpoint, output = folder.checkpoints / f"step-{step}", folder.path / "export" / f"step-{step}"
     if output.exists():
         return  # a complete run that is started again has exported already

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, JsonValue
 
 from torchround.config.key_types import MAX_INT, Legal, Many, Pair, Table
+from torchround.config.model_shape import ShapeTable
 
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -61,17 +62,21 @@ class RunTable(Table):
 
 
 class ModelTable(Table):
-    """The model: a family, and either one of its named sizes or a Hugging Face folder."""
+    """The model: a family, and one of its named sizes, a shape of one's own, or a Hugging Face folder."""
 
     family: Name
     """Model family, a package of `torchround/models/` (for example `llama3`). Required."""
 
     flavor: Name | None = None
-    """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Give either this or `hf_path`."""
+    """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Not used with `hf_path`."""
+
+    shape: ShapeTable | None = None
+    """Sizes of one's own, `[model.shape]`, initialised at random: instead of a flavor, or in place of some of a flavor's
+    sizes. Not used with `hf_path`."""
 
     hf_path: Name | None = None
-    """Local folder in Hugging Face format. Its `config.json` gives the shapes. The folder is also the default of
-    `tokenizer.path`. Give either this or `flavor`."""
+    """Local folder in Hugging Face format. Its `config.json` gives the shapes, its safetensors files the weights; a folder
+    without weights is refused. The folder is also the default of `tokenizer.path`. Not used with `flavor` or `shape`."""
 
 
 class TokenizerTable(Table):
@@ -143,14 +148,15 @@ class DataTable(Table):
     """Visit the documents in a new random order each epoch, fixed by `run.seed`. `false`: as listed. Compressed
     files, parquet files and datasets are shuffled by parts, and in each part by blocks of up to 8192 records."""
 
-    shuffle_sequences: Annotated[int, Field(ge=0, le=65536)] = 0
+    shuffle_sequences: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"
     """Packed sequences per window that are put into a random order, fixed by `run.seed`, 0 to 65536; 0 leaves them in
-    the order in which they were packed. It mixes long documents over many batches. Host memory: 32 bytes per token of
-    a window; a resumed run packs the window that it is in again."""
+    the order in which they were packed. It spreads a long document over many batches. `auto`: windows of about 16 Mi
+    tokens, at most 4096 sequences; 0 if documents stay whole or `shuffle` is off. A window ends early after an epoch.
+    Host memory: 9 bytes per token of a window, 72 MiB at 2048 tokens per sequence. A resumed run packs its window again."""
 
     epochs: PositiveInt | None = None
-    """Passes over each source, at least 1. After them the run ends with its final checkpoint. Default: sources start over
-    until `training.steps` is reached."""
+    """Passes over each source, at least 1. After them the run ends with its final checkpoint. `training.steps` can be left
+    out then. Default: sources start over until `training.steps` is reached."""
 
     weight_by: Literal["source", "size"] = "source"
     """Meaning of `weight`. `source`: the source's share of the documents drawn. `size`: a factor of the source's number of
@@ -198,11 +204,14 @@ class DataTable(Table):
 class TrainingTable(Table):
     """The length of the run, its batches, its number format, and its reaction to bad steps."""
 
-    steps: PositiveInt = 1000
-    """Optimizer steps of the whole run, resumed parts included. At least 1."""
+    steps: PositiveInt | None = None
+    """Optimizer steps of the whole run, resumed parts included. At least 1. Default: the steps that `data.epochs` make,
+    counted at the start by one reading of the data (3 million tokens per second and thread); 1000 without
+    `data.epochs`."""
 
     seq_len: PositiveInt = 2048
-    """Tokens per packed sequence, at least 1. Activation memory grows linearly with it, attention time quadratically."""
+    """Tokens per packed sequence, at least 1. Activation memory grows linearly with it, attention time quadratically. More
+    than the model's positions (`max_position_embeddings`, RoPE's scaling counted) is a warning."""
 
     global_batch_size: PositiveInt = 8
     """Sequences per optimizer step, at least `micro_batch_size`. Step time grows linearly with it."""
@@ -243,6 +252,12 @@ class TrainingTable(Table):
     """Number of bad steps in a row after which the run ends with exit code 1, a diagnosis and a checkpoint; at least 1.
     A bad step is a spike, or has a loss or gradient that is not finite. A `float16` overflow is not a bad step while the
     loss scale can still fall."""
+
+    @property
+    def num_steps(self) -> int:
+        """Return `steps`. A run sets it before it builds anything that needs it (`run/epoch_steps.py`)."""
+        assert self.steps is not None, "the steps of data.epochs have not been counted yet"
+        return self.steps
 
 
 class OptimizerTable(Table):
@@ -309,7 +324,7 @@ class ValidationTable(Table):
     """The loss on held-out text, measured with forward passes only."""
 
     interval_steps: NonNegativeInt = 0
-    """Steps between validations; 0 switches validation off."""
+    """Steps between validations; 0 switches validation off. A run that ends by itself also validates its last step."""
 
     sources: Many[SourceTable] = ()
     """Array of sources as in `data.sources`. If it is empty, validation uses the share `data.validation_fraction` of the
@@ -317,6 +332,16 @@ class ValidationTable(Table):
 
     max_batches: PositiveInt = 10
     """Global batches per validation, at least 1. Each takes about a third of a training step."""
+
+    keep_best: bool = False
+    """Save a checkpoint after each validation whose loss is the lowest so far, and keep the best of them for ever, besides
+    the ones that `[checkpoint]` keeps. Takes the room of one more checkpoint. `checkpoint.export` then exports the best
+    one. Needs `interval_steps` above 0."""
+
+    patience: NonNegativeInt = 0
+    """Validations in a row without a lower loss after which the run ends, with its final checkpoint and exit code 0. 0
+    never ends it early. The count is part of checkpoints, so a resumed run ends at the same step. Needs
+    `interval_steps` above 0."""
 
 
 class LoraTable(Table):
@@ -351,7 +376,8 @@ class MetricsTable(Table):
     """Reports: how often and where to. Losses are always written to `metrics.jsonl` in the run's folder."""
 
     log_every_steps: PositiveInt = 1
-    """Steps between lines on the console and in `metrics.jsonl`, at least 1."""
+    """Steps between lines on the console and in `metrics.jsonl`, at least 1. A line's loss is the mean over these steps. The
+    last step of a run always has a line."""
 
     wandb: Literal["off", "online", "offline"] = "off"
     """Logging to Weights & Biases. `offline` writes a local run that `wandb sync` can send later. A failure of the logger

@@ -16,6 +16,9 @@ from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest
 from torchround.config.key_types import KeyType, describe, locate
 from torchround.config.usual_names import nearest_value, usual_key
 
+DEFAULT_STEPS = 1000
+"""`training.steps` of a run with neither steps nor `data.epochs`."""
+
 Conflict = tuple[tuple[str, ...], str]
 """The keys that cannot be used together, and a message with their values."""
 
@@ -31,6 +34,9 @@ class RawConfig:
 
     sources: dict[str, str] = field(default_factory=dict)
     """`table.key` -> the file, or `COMMAND_LINE`, that gave its value."""
+
+    digest: str = ""
+    """Checksum of what the file and its bases say, before overrides. Comments and the order of keys do not change it."""
 
     def source_of(self, key: str) -> str:
         """Return the source of a key such as `data.sources[0].path`, or of the nearest key around it."""
@@ -50,6 +56,8 @@ def validate(raw: RawConfig) -> Config:
         config = Config.model_validate({**empty, **raw.tables})
     except ValidationError as error:
         raise ConfigError(_mistakes(raw, error)) from None
+    if config.training.steps is None and config.data.epochs is None:
+        config = config.with_steps(DEFAULT_STEPS)
     # Only values of the right types can be compared with each other.
     conflicts = [_conflict(raw, keys, message) for keys, message in find_conflicts(config)]
     if conflicts:
@@ -150,15 +158,18 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
 
 
 def _model(config: Config) -> Iterator[Conflict]:
-    flavor, hf_path = config.model.flavor, config.model.hf_path
-    keys = ("model.flavor", "model.hf_path")
-    if flavor is None and hf_path is None:
-        yield keys, 'neither is given; legal: one of them, for example flavor = "debug"'
-    if flavor is not None and hf_path is not None:
-        yield (
-            keys,
-            f'given "{flavor}" and "{hf_path}"; legal: one of them ("none" clears a key that a base file set)',
-        )
+    table = config.model
+    given = {"model.flavor": table.flavor, "model.shape": table.shape, "model.hf_path": table.hf_path}
+    if not any(value is not None for value in given.values()):
+        message = 'none is given; legal: one of them, for example flavor = "debug"'
+        yield tuple(given), message
+    for key in ("model.flavor", "model.shape"):
+        if given[key] is not None and table.hf_path is not None:
+            shown = f'"{table.flavor}"' if key == "model.flavor" else "a table"
+            yield (
+                (key, "model.hf_path"),
+                f'given {shown} and "{table.hf_path}"; legal: one of them ("none" clears a key that a base file set)',
+            )
 
 
 def _tokenizer(config: Config) -> Iterator[Conflict]:
@@ -206,7 +217,8 @@ def _rounds(config: Config) -> Iterator[Conflict]:
 
 def _lr_schedule(config: Config) -> Iterator[Conflict]:
     warmup, steps = config.lr_schedule.warmup_steps, config.training.steps
-    if warmup >= steps:
+    # Steps that data.epochs make are checked once they are counted.
+    if steps is not None and warmup >= steps:
         message = (
             f"given {warmup} and {steps}; legal: a warm-up of at most steps - 1 = {steps - 1}; "
             f"for example --lr_schedule.warmup_steps {min(steps - 1, steps // 10)}"
@@ -222,6 +234,13 @@ def _validation(config: Config) -> Iterator[Conflict]:
             "or a data.validation_fraction above 0, or an interval of 0 for off"
         )
         yield ("validation.interval_steps", "validation.sources", "data.validation_fraction"), message
+    table = config.validation
+    for key, value in (("keep_best", table.keep_best), ("patience", table.patience)):
+        if value and not is_on:
+            yield (
+                (f"validation.{key}", "validation.interval_steps"),
+                f"given {show(value)} and 0; legal: an interval above 0, which switches validation on",
+            )
 
 
 def _checkpoint(config: Config) -> Iterator[Conflict]:
