@@ -170,6 +170,18 @@ def test_a_record_that_stops_the_count_is_a_mistake_that_names_its_line(
     assert not small_runs.path("run").exists()
 
 
+def test_records_that_are_skipped_are_not_counted_and_warned_of_once(
+    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_text(small_runs.folder / "text.jsonl", lines=12)
+    expected = expected_steps(small_runs.folder, epochs=1)
+    with open(small_runs.folder / "text.jsonl", "a") as text:
+        text.write("no JSON\n")
+    assert small_runs("run", DERIVED, "--data.epochs=1", "--data.on_bad_record=skip") == 0
+    assert small_runs.saved("run") == [expected]
+    assert caplog.text.count("text.jsonl, line 13") == 1
+
+
 def test_a_dry_run_counts_small_data_and_says_when_large_data_is_counted(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,9 +8,10 @@ done plus a count of what is left after them.
 
 import hashlib
 import json
+import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config, Options
-from torchround.data import DataError, Loader
+from torchround.data import DataError, Loader, reading_order
 from torchround.optim import LRSchedule
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.untrusted.regular_file import read_regular
@@ -144,16 +145,28 @@ def _count_batches(config: Config, loader: Loader, clock: Callable[[], float]) -
     """Read the loader to its end. Says now and then how far it is."""
     epochs = config.data.epochs or 1
     batches, told_s = 0, clock()
-    for _ in loader:
-        batches += 1
-        now_s = clock()
-        if now_s - told_s >= TELL_EVERY_S:
-            told_s = now_s
-            say(
-                f"steps    counting them: {batches:,} in {loader.epochs_read():.2f} of {passes(epochs)} "
-                "(training.steps = N saves this reading)"
-            )
+    with _quiet(reading_order.logger):
+        for _ in loader:
+            batches += 1
+            now_s = clock()
+            if now_s - told_s >= TELL_EVERY_S:
+                told_s = now_s
+                say(
+                    f"steps    counting them: {batches:,} in {loader.epochs_read():.2f} of {passes(epochs)} "
+                    "(training.steps = N saves this reading)"
+                )
     return batches
+
+
+@contextmanager
+def _quiet(of: logging.Logger) -> Iterator[None]:
+    """Drop the warnings of bad records that are skipped: the run warns of each when it comes to it."""
+    level = of.level
+    of.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        of.setLevel(level)
 
 
 def _saved_start(config: Config, folder: RunFolder) -> tuple[int, dict[str, Any]] | None:
