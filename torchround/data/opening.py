@@ -4,6 +4,7 @@ Such mistakes are a field of another name, a parquet file without the column, to
 meet them only after its start, or, if bad records are skipped, never say that it met them.
 """
 
+import json
 import logging
 from collections.abc import Sequence
 
@@ -86,6 +87,12 @@ def _check_source(table: SourceTable, source: Source, tokenizer: Tokenizer, most
             first_error, num_bad = first_error or error, num_bad + 1
         else:
             num_good += len(content) > 0
+            if table.format == "auto" and _looks_like_records(document, content):
+                logger.warning(
+                    '%s looks like JSON Lines and is read as one text; format = "jsonl" in its source reads the records',
+                    document,
+                )
+                return
             if is_plain and _warns(tokenizer, document, content):
                 return
         if num_bad >= most_bad and not num_good:
@@ -93,6 +100,16 @@ def _check_source(table: SourceTable, source: Source, tokenizer: Tokenizer, most
     # A document that is empty is neither good nor bad. Later records may be bad: this is about the beginning.
     if first_error is not None and not num_good:
         raise DataError(f"source {table.path!r}: {first_error}")
+
+
+def _looks_like_records(document: Document, content: Content) -> bool:
+    """Say whether a text begins with two lines that are objects of JSON."""
+    if document.record is not None or not isinstance(content, str) or not content.startswith("{"):
+        return False
+    try:
+        return all(isinstance(json.loads(line), dict) for line in content.split("\n", 2)[:2] if line)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _warns(tokenizer: Tokenizer, document: Document, content: Content) -> bool:

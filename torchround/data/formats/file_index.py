@@ -21,6 +21,7 @@ from torchround.data.errors import DataError, cannot_be_read
 from torchround.data.formats.json_array import json_array_starts
 from torchround.data.formats.source_files import (
     BYTE_ORDER_MARK,
+    kind_of,
     line_starts,
     refuse_changed,
     refuse_packed,
@@ -32,7 +33,7 @@ UNITS = {"jsonl": "line", "json": "record", "csv": "row", "tsv": "row"}
 SPACE_AND_COMMA = b" \t\r\n,"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FileIndex:
     """The records of one plain file of `file_bytes` bytes.
 
@@ -96,10 +97,12 @@ class FileIndex:
         return dict(zip(self.header, values, strict=True))
 
 
-def index_file(path: Path, kind: str) -> FileIndex:
-    """Index a plain file of kind `text`, `jsonl`, `json`, `csv` or `tsv`. Raises `DataError`."""
+def index_file(path: Path, format: str) -> FileIndex:
+    """Index a plain file of the source key `format`. Raises `DataError`."""
+    kind = kind_of(path, format)
     if kind == "text":
-        refuse_packed(path)
+        if format == "auto":
+            refuse_packed(path)
         return FileIndex(path, kind, size_bytes(path))
     file_bytes = size_bytes(path)
     if kind == "json":

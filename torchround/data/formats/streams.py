@@ -25,7 +25,6 @@ from torchround.data.formats.source_files import (
     is_compressed,
     kind_of,
     refuse_changed,
-    refuse_packed,
     size_bytes,
 )
 from torchround.data.formats.sources import IndexedFiles, RecordStream, Source, StreamPart
@@ -61,7 +60,7 @@ def open_source(table: SourceTable, records: RecordReader | None = None) -> Sour
     if not any(size_bytes(path) for path in paths):
         raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")
     return RecordStream(
-        table, records, [part for path in paths for part in _file_parts(path, kinds, records)]
+        table, records, [part for path in paths for part in _file_parts(path, kinds[path], records)]
     )
 
 
@@ -82,30 +81,26 @@ def _refuse_packed_tables(table: SourceTable, kinds: dict[Path, str]) -> None:
             raise DataError(f"source {table.path!r}: {path}: {kind} is not read compressed; unpack the file")
 
 
-def _file_parts(path: Path, kinds: dict[Path, str], records: RecordReader) -> list[StreamPart]:
-    if kinds[path] == "parquet":
+def _file_parts(path: Path, kind: str, records: RecordReader) -> list[StreamPart]:
+    if kind == "parquet":
         return _parquet_parts(path, records)
     file_bytes = size_bytes(path)
-    if kinds[path] == "text":
-        refuse_packed(path)
-        return [StreamPart(partial(_text, path, file_bytes), lambda: 1, file_bytes)]
-    if is_compressed(path):
+    if kind == "jsonl" and is_compressed(path):
         lines = partial(_unpacked_lines, path, file_bytes)
         return [StreamPart(lines, lambda: sum(1 for _ in lines(0)), file_bytes)]
-    index = index_file(path, kinds[path])
+    index = index_file(path, records.table.format)
     return [StreamPart(partial(_indexed, index), partial(len, index), file_bytes)]
 
 
 # Lines.
 
 
-def _text(path: Path, file_bytes: int, start: int) -> Documents:
-    yield from [Document(path, file_bytes=file_bytes)][start:]
-
-
 def _indexed(index: FileIndex, start: int) -> Documents:
     for number in range(start, len(index)):
-        yield replace(index.document(number), record=_record_or_error(index, number))
+        document = index.document(number)
+        # Read now, while its neighbours are read; a text is not held in memory.
+        is_text = document.record is None
+        yield document if is_text else replace(document, record=_record_or_error(index, number))
 
 
 def _record_or_error(index: FileIndex, number: int) -> Record:
@@ -262,7 +257,8 @@ def _dataset_parts(table: SourceTable) -> list[StreamPart]:
     try:
         loaded = _load_dataset(package, table)
     except Exception as error:  # the package raises many kinds; each means that it could not load the dataset
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        kind = "" if isinstance(error, DataError) else f"{type(error).__name__}: "
+        reason = f"{kind}{' '.join(str(error).split())}"
         raise DataError(
             f"dataset {table.path!r}, split {table.split!r}: {reason} (source keys: split, subset)"
         ) from error
@@ -288,7 +284,10 @@ def _dataset_parts(table: SourceTable) -> list[StreamPart]:
 def _load_dataset(package: Any, table: SourceTable) -> Any:
     folder = Path(os.path.expanduser(table.path))
     if (folder / "dataset_dict.json").is_file():
-        return package.load_from_disk(str(folder))[table.split]
+        splits = package.load_from_disk(str(folder))
+        if table.split not in splits:
+            raise DataError(f"it has no such split, only {', '.join(splits)}")
+        return splits[table.split]
     if (folder / "state.json").is_file():
         return package.load_from_disk(str(folder))
     name = str(folder) if folder.exists() else table.path
