@@ -117,7 +117,7 @@ class Trainer:
             draw_pictures(self._folder.path)
             self._say_what_was_left_out()
             if (ended_by, exit_code) == COMPLETE:
-                ended_by += unread_text(self.config, self._loader)
+                ended_by += unread_text(self.config, self._loader, self._parts.epoch_steps)
             saved = self._checkpoints.saved_step
             say(f"{self._folder.path}: saved after step {saved} of {self._total_steps}; {ended_by}")
         return exit_code

@@ -1,6 +1,7 @@
 """Steps from epochs: the number is exact, shown, kept for a resume, and right after a change of the batch size."""
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_steps_that_end_before_the_epochs_are_said_at_the_start_and_at_the_end(
     assert lines[0] == (
         f"steps    3 epochs are {steps} steps; training.steps = 4 ends the run after 0.05 of 3 epochs"
     )
-    assert lines[-1].endswith("the run is complete; 0.06 of 3 epochs of its data are read")
+    assert lines[-1].endswith("the run is complete; 0.05 of 3 epochs of its data are read")
 
 
 def test_data_that_ends_before_the_steps_says_at_which_learning_rate(
@@ -206,6 +207,24 @@ def test_a_long_count_says_now_and_then_how_far_it_is(
     told = capsys.readouterr().out.splitlines()
     assert len(told) == expected_steps(small_runs.folder, epochs=2) // 3
     assert told[0].startswith("steps    counting them: 3 in ") and " of 2 epochs (" in told[0]
+
+
+@pytest.mark.parametrize("window", ["0", "16", "'auto'"])
+def test_a_large_run_that_ends_before_its_epochs_says_about_how_much_it_read(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], window: str
+) -> None:
+    write_text(small_runs.folder / "text.jsonl", lines=100)
+    monkeypatch.setattr(epoch_steps, "CHEAP_BYTES", 100)
+    monkeypatch.setattr(epoch_steps, "_count_batches", lambda *_: pytest.fail("the data is read"))
+    assert (
+        small_runs("run", "--training.steps=4", "--data.epochs=3", f"--data.shuffle_sequences={window}") == 0
+    )
+    [read] = re.findall(
+        r"the run is complete; (\S+) of 3 epochs of its data are read$", capsys.readouterr().out.strip()
+    )
+    # The reader may be a few documents ahead of the batches.
+    exact = 3 * 4 / expected_steps(small_runs.folder, epochs=3)
+    assert 0 < float(read) < 2 * exact + 0.05
 
 
 @pytest.mark.parametrize(

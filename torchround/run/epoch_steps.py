@@ -227,12 +227,16 @@ def end_of_data_text(schedule: LRSchedule, step: int) -> str:
     return f"the data has come to its end{_unfinished_schedule(schedule, step)}"
 
 
-def unread_text(config: Config, loader: Loader) -> str:
-    """Return how much of the epochs a complete run has read, if some of them is left; otherwise nothing."""
+def unread_text(config: Config, loader: Loader, counted: EpochSteps | None) -> str:
+    """Return how much of the epochs a complete run has read, if some of them is left; otherwise nothing.
+
+    If the steps of the epochs were not `counted`, the loader tells about how much it was.
+    """
     epochs = config.data.epochs
-    if epochs is None or (read := loader.epochs_read()) >= epochs:
+    if epochs is None:
         return ""
-    return f"; {_rounded(read)} of {passes(epochs)} of its data are read"
+    read = loader.epochs_read() if counted is None else epochs * config.training.num_steps / counted.steps
+    return "" if read >= epochs else f"; {_rounded(read)} of {passes(epochs)} of its data are read"
 
 
 def _rounded(epochs: float) -> str:
