@@ -21,6 +21,7 @@ from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config, Options
 from torchround.data import DataError, Loader, reading_order
 from torchround.optim import LRSchedule
+from torchround.run.resume import given_folder
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.untrusted.regular_file import read_regular
 from torchround.untrusted.strict_json import parse_json
@@ -173,8 +174,9 @@ def _saved_start(config: Config, folder: RunFolder) -> tuple[int, dict[str, Any]
     """Return step and data position of the checkpoint that the run will resume from, None for a run from the start."""
     checkpointer = Checkpointer(folder.checkpoints)
     paths = [path for _, path in reversed(checkpointer.checkpoints().items())]
-    if not paths and config.checkpoint.load_path is not None and config.checkpoint.load == "all":
-        paths = [Path(config.checkpoint.load_path)]
+    given = given_folder(config)
+    if not paths and given is not None and config.checkpoint.load == "all":
+        paths = [given]
     for path in paths:
         try:
             manifest = read_manifest(path)
@@ -225,6 +227,12 @@ def compared_text(config: Config, steps: int) -> str:
 def end_of_data_text(schedule: LRSchedule, step: int) -> str:
     """Return why a run ended whose data ended after `step` steps, and at what learning rate it did."""
     return f"the data has come to its end{_unfinished_schedule(schedule, step)}"
+
+
+def more_by(config: Config, counted: EpochSteps | None) -> str:
+    """Return the key that makes a complete run longer."""
+    ends_with_data = counted is not None and counted.steps <= config.training.num_steps
+    return "data.epochs" if ends_with_data else "training.steps"
 
 
 def unread_text(config: Config, loader: Loader, counted: EpochSteps | None) -> str:
