@@ -53,7 +53,8 @@ MISTAKES = {
         ("command line: unknown flag --max_steps", "nearest: --training.steps"), ("--max_steps", "100")
     ),
     "another trainer's value": Mistake(
-        ('command line: training.dtype: given "bf16"; legal: ', "nearest: bfloat16"), ("--training.dtype=bf16",)
+        ('command line: training.dtype: given "bf16"; legal: ', "nearest: bfloat16"),
+        ("--training.dtype=bf16",),
     ),
     "a file that is no TOML": Mistake(
         ("run.toml: ", "line 3"), config=CONFIG.replace('family = "llama3"', "family: llama3")
@@ -81,11 +82,12 @@ MISTAKES = {
     "a broken line": Mistake(
         ("data.sources: ", "broken.jsonl", "line 1"), config=CONFIG.replace("text.txt", "broken.jsonl")
     ),
-    "an empty file": Mistake(
-        ("data.sources: ", "empty.txt"), config=CONFIG.replace("text.txt", "empty.txt")
-    ),
+    "an empty file": Mistake(("data.sources: ", "empty.txt"), config=CONFIG.replace("text.txt", "empty.txt")),
     "a warm-up longer than the run": Mistake(
-        ("command line and run.toml: lr_schedule.warmup_steps, training.steps: given 100 and 3; ", "for example"),
+        (
+            "command line and run.toml: lr_schedule.warmup_steps, training.steps: given 100 and 3; ",
+            "for example",
+        ),
         ("--lr_schedule.warmup_steps=100",),
     ),
     "a micro-batch larger than the batch": Mistake(
@@ -109,7 +111,10 @@ MISTAKES = {
         ("run.folder: text.txt/run cannot be used",), ("--run.folder=text.txt",)
     ),
     "validation on nothing": Mistake(
-        ("validation.interval_steps, validation.sources, data.validation_fraction: ", "legal: at least one source"),
+        (
+            "validation.interval_steps, validation.sources, data.validation_fraction: ",
+            "legal: at least one source",
+        ),
         ("--validation.interval_steps=1",),
     ),
 }
