@@ -227,16 +227,20 @@ class Loader(Iterator[MicroBatch]):
         return num_tokens(batch, self._tokenizer.pad_id)
 
     def epochs_read(self) -> float:
-        """Return about how many passes were read up to the last batch, over the source that is furthest behind."""
-        if self._position is None:
+        """Return about how many passes the batches so far took, over the source that is furthest behind."""
+        position = self._position
+        if position is None:
             return 0.0
-        progress = progress_so_far(self._position)["reader"]["sources"]
-        return float(
-            min(
-                state["epoch"] + source.share_read(state["place"])
-                for source, state in zip(self._sources, progress, strict=True)
-            )
-        )
+        read = self._passes(progress_so_far(position))
+        if not (taken := position.get("taken")):
+            return read
+        # The reader is at the end of a window of shuffled sequences, of which some have been handed out.
+        begun = self._passes(progress_so_far(packing_state(position)))
+        return begun + (read - begun) * taken / max(self._rules.window, 1)
+
+    def _passes(self, progress: dict[str, Any]) -> float:
+        pairs = zip(self._sources, progress["reader"]["sources"], strict=True)
+        return min(float(state["epoch"] + source.share_read(state["place"])) for source, state in pairs)
 
     def size_bytes(self) -> int | None:
         """Return the bytes that one pass over all sources reads, None if a source's files do not say it."""
