@@ -24,6 +24,7 @@ from torchround.data.opening import (
 from torchround.data.order_rules import LATEST, OrderRules, rules_for, rules_of
 from torchround.data.packing.batches import (
     Batches,
+    CopyWatch,
     num_tokens,
     packing_state,
     progress_so_far,
@@ -132,6 +133,7 @@ class Loader(Iterator[MicroBatch]):
         self._mix = mix_settings(data, self._sources, seed, validation)
         self._packs_whole = packs_whole_documents(data)
         self._rules = rules or rules_for(data, seq_len)
+        self._copies = CopyWatch([source.name for source in self._sources])
         self._tokenising: Tokenising | None = None
         self._batches: BaseNode[MicroBatch | DataError] | None = None
         self._position: dict[str, Any] | None = None
@@ -268,7 +270,7 @@ class Loader(Iterator[MicroBatch]):
             sequences = SequenceShuffler(
                 sequences, rules.window, self._mix.seed, across_epochs=not rules.copies_apart
             )
-        batches = Batches(sequences, self._global_batch_size, [source.name for source in self._sources])
+        batches = Batches(sequences, self._global_batch_size, self._copies)
         if not self._data.num_workers:
             batches.reset(self._position)
             return batches
