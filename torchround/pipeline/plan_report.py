@@ -245,8 +245,9 @@ def host_memory(question: RunQuestion, plan: Plan | None) -> HostMemory:
 def _device(question: RunQuestion, costs: Costs, plan: Plan | None) -> DeviceMemory | None:
     if plan is None:
         return None
-    size = -(-question.num_micro_batches // plan.rounds)
-    return device_memory(plan.partition, costs, question.num_devices, size, question.limits())
+    limits = question.limits()
+    size = limits.micro_batches_at_once(question.num_micro_batches, plan.rounds)
+    return device_memory(plan.partition, costs, question.num_devices, size, limits)
 
 
 def _transfers(question: RunQuestion, costs: Costs, plan: Plan | None) -> Transfers | None:

@@ -4,6 +4,7 @@ Everything that counts, plans or builds takes them from here, so that the plan o
 and the `plan` command cannot disagree: `run_question` puts them together, and `pipeline/plan_report.py` answers.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -180,18 +181,21 @@ def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> Param
     Parameters named in `mapped` are frozen and counted apart, without padding: files have none.
     """
     # By identity: a tied parameter is one object in several layers.
-    users: dict[int, int] = {}
+    users: dict[int, tuple[str, ...]] = {}
     parameters = {}
     in_files: set[int] = set()
     for name, layer in zip(model.names, model.layers, strict=True):
         for path, parameter in layer.named_parameters():
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
+            users[id(parameter)] = (*users.get(id(parameter), ()), name)
             parameters[id(parameter)] = parameter
             if f"{name}.{path}" in mapped:
                 in_files.add(id(parameter))
     trained = {
         key: stored_numel(parameter) for key, parameter in parameters.items() if parameter.requires_grad
     }
+    bundles: Counter[tuple[str, ...]] = Counter()
+    for key, numel in trained.items():
+        bundles[users[key]] += numel
     return ParameterCounts(
         trained=sum(trained.values()),
         frozen=sum(
@@ -199,8 +203,9 @@ def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> Param
             for key, parameter in parameters.items()
             if key not in trained.keys() | in_files
         ),
-        tied=sum(numel for key, numel in trained.items() if users[key] > 1),
+        tied=sum(numel for key, numel in trained.items() if len(users[key]) > 1),
         mapped=sum(parameters[key].numel() for key in in_files),
+        bundles=tuple((numel, len(layers)) for layers, numel in bundles.items()),
     )
 
 
