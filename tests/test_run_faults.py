@@ -219,3 +219,38 @@ def test_more_than_one_node_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert small_runs("run") == 2
     assert "several nodes" in capsys.readouterr().err
+
+
+# Data.
+
+
+@pytest.mark.parametrize("mode", ["stop", "skip"])
+def test_a_file_of_data_that_vanishes_ends_the_run_after_a_save_and_a_resume_gives_the_same_bits(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    overrides = [f"--data.on_bad_record={mode}"]
+    assert small_runs("whole", *overrides) == 0
+    text, away = small_runs.folder / "text.jsonl", small_runs.folder / "away"
+    with monkeypatch.context() as patch:
+        before_step(patch, 3, lambda: text.rename(away))
+        assert small_runs("run", *overrides) == 1
+    [last] = small_runs.saved("run")
+    assert 0 < last < STEPS
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("DataFileError: text.jsonl: cannot be read: No such file or directory")
+    away.rename(text)
+    assert small_runs("run", *overrides) == 0
+    small_runs.assert_same("run", "whole")
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_mistake_that_all_records_share_is_refused_and_nothing_is_written(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], dry: tuple[str, ...]
+) -> None:
+    """A run that skips bad records too is refused: otherwise it would end with none, or never say it met them."""
+    (small_runs.folder / "ids.jsonl").write_text('{"tokens": [1, 70000]}\n' * 9)
+    source = '--data.sources=[{ path = "ids.jsonl", content = "tokens" }]'
+    assert small_runs("run", source, "--data.on_bad_record=skip", *dry) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "data.sources: source 'ids.jsonl': ids.jsonl, line 1: token ids from 1 to 70000; the" in message
+    assert not (small_runs.folder / "outputs").exists()

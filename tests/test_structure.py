@@ -18,6 +18,7 @@ from tests.support.source_files import ROOT, Source, everything_run, library, of
 TOP_LEVEL = {
     *("torchround", "configs", "tests", "scripts", "benchmarks", "docs"),
     *("train.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"),
+    *("Dockerfile", "Dockerfile.cpu"),
 }
 
 # What each room may import besides itself; `commands`, which is not named here, may import every room.

@@ -319,7 +319,10 @@ def test_a_complete_run_is_exported_when_the_key_is_set_later(folder):
 
 
 def test_exported_adapters_start_another_run(folder):
-    assert train.main(["--config", "small.toml", *MAPPED, "--checkpoint.export=adapters"]) == 0
+    (folder / "given.jinja").write_text("a template")
+    template = "--tokenizer.chat_template=given.jinja"
+    assert train.main(["--config", "small.toml", *MAPPED, template, "--checkpoint.export=adapters"]) == 0
+    assert (exported(folder, 3) / "chat_template.jinja").read_text() == "a template"
     again = ("--run.name=again", f"--lora.path={exported(folder, 3)}", "--optimizer.lr=1e-30")
     assert train.main(["--config", "small.toml", "--lora.rank=2", "--training.steps=1", *again]) == 0
     before, after = saved(folder, "small"), saved(folder, "again", step=1)
@@ -334,3 +337,16 @@ def test_an_export_that_cannot_be_written_says_that_the_checkpoint_is_intact(fol
     assert "step-1 is whole, and scripts/export_hf.py exports it" in capsys.readouterr().err
     assert train.main(["--config", "small.toml", "--checkpoint.export=adapters"]) == 2
     assert "legal: " in capsys.readouterr().err
+
+
+def test_a_sequence_longer_than_the_models_positions_is_a_warning(folder, caplog):
+    change_config(folder, max_position_embeddings=15)
+    for flags in ((), ("--dry-run",)):
+        caplog.clear()
+        assert train.main(["--config", "small.toml", *flags]) == 0
+        (said,) = [text for text in caplog.messages if "positions" in text]
+        assert said.startswith('training.seq_len = 16, but "release" knows only 15 positions')
+    change_config(folder, max_position_embeddings=16)
+    caplog.clear()
+    assert train.main(["--config", "small.toml", "--dry-run"]) == 0
+    assert not any("positions" in text for text in caplog.messages)

@@ -1,10 +1,6 @@
-"""The training loop: what happens in a run, in time order.
-
-A step is dispatched before the one before it is reported, so that reporting never keeps the devices waiting.
-"""
+"""The training loop: what happens in a run, in time order."""
 
 import logging
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,11 +25,14 @@ from torchround.pipeline.plan_report import RunQuestion
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler, reserve_buffers
+from torchround.run.epoch_steps import EpochSteps, end_of_data_text, unread_text
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers
 from torchround.run.run_folder import RunFolder
 from torchround.run.run_plan import PlanByMeasuring
 from torchround.run.step_meter import StepMeter, flops_per_token
+from torchround.run.step_reports import Dispatched, ReportTargets, StepReports
+from torchround.run.validation import RunValidation
 from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
@@ -43,24 +42,12 @@ COMPLETE = "the run is complete", 0
 
 
 @dataclass(frozen=True)
-class Dispatched:
-    """A step under way: its future result, and the run's position after it.
-
-    `num_tokens` counts the tokens of its batch without padding, which its rate is made of.
-    """
-
-    result: StepResult
-    position: RunPosition
-    lr: float
-    num_tokens: int
-
-
-@dataclass(frozen=True)
 class RunParts:
     """All that a trainer needs, checked against each other; nothing large is allocated yet.
 
     `loader` is at the start of the data. `validation` gives the same batches each time it is iterated over. `plan` is the
-    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name.
+    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `epoch_steps` is kept
+    in the folder, so that a resumed run need not count again.
     """
 
     config: Config
@@ -74,6 +61,7 @@ class RunParts:
     plan: Plan
     pretrained: PretrainedWeights | None
     mapped: Mapping[str, Sequence[FileTensor]]
+    epoch_steps: EpochSteps | None = None
 
 
 class Trainer:
@@ -92,11 +80,13 @@ class Trainer:
         self._folder = parts.folder
         self._loader = parts.loader
         self._checkpoints = RunCheckpoints(config, parts.folder)
-        self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
+        self._total_steps = config.training.num_steps
+        self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, self._total_steps)
         self._bad_steps = BadSteps(config.training)
+        self._validation = RunValidation(
+            config.validation, parts.validation, config.training.micro_batch_size
+        )
         self._metrics = MetricsLogger({})
-        self._under_way: deque[Dispatched] = deque()
-        self._has_warned_of_no_labels = False
 
     def run(self) -> int:
         """Train to the end, or until a signal. Returns the exit code of the process.
@@ -126,8 +116,10 @@ class Trainer:
                 self.store.close()
             draw_pictures(self._folder.path)
             self._say_what_was_left_out()
-            saved, steps = self._checkpoints.saved_step, self.config.training.steps
-            say(f"{self._folder.path}: saved after step {saved} of {steps}; {ended_by}")
+            if (ended_by, exit_code) == COMPLETE:
+                ended_by += unread_text(self.config, self._loader)
+            saved = self._checkpoints.saved_step
+            say(f"{self._folder.path}: saved after step {saved} of {self._total_steps}; {ended_by}")
         return exit_code
 
     def _allocate(self) -> None:
@@ -137,7 +129,7 @@ class Trainer:
         # One compiler for all engines of the run: the one that measures and the one after it run the same layers.
         self._compiler = layer_compiler(parts.model, config.engine, parts.hardware.kind)
         devices = parts.hardware.make_devices()
-        self._traces = StepTraces(config.trace, self._folder.path / "trace", devices, config.training.steps)
+        self._traces = StepTraces(config.trace, self._folder.path / "trace", devices, self._total_steps)
         self._devices = devices
 
     def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
@@ -145,7 +137,7 @@ class Trainer:
 
         Returns why the run ended, and the exit code that says so.
         """
-        parts, total_steps = self._parts, self.config.training.steps
+        parts, total_steps = self._parts, self._total_steps
         kept = self._folder.kept_plan() if self._position.step else None
         measure_steps = self.config.engine.measure_steps
         planning = PlanByMeasuring(
@@ -157,7 +149,11 @@ class Trainer:
         if self._links.text:
             say(self._links.text)
         self._folder.describe(self.config, planning.settled)
+        if parts.epoch_steps is not None:
+            parts.epoch_steps.keep(self._folder.path)
         self._meter = self._step_meter()
+        targets = ReportTargets(self._meter, self._metrics, self._traces, self._bad_steps, self._checkpoints)
+        self._reports = StepReports(targets, self.config.metrics.log_every_steps, total_steps)
         self._meter.start()
         if self._position.step < planning.until:
             end = self._train_measured(planning, stop)
@@ -189,32 +185,51 @@ class Trainer:
         """Run the loop up to step `until`. If it ends before, return why, and the exit code that says so."""
         end = None
         while self._position.step < until and self._bad_steps.error is None:
-            if stop.requested:
-                end = "run the same command to continue", stop.exit_code
+            if (end := self._reason_to_stop(stop)) is not None:
                 break
             batch = self._next_batch(engine)
             if batch is None:
-                end = "the data has come to its end", 0
+                end = end_of_data_text(self._schedule, self._position.step), 0
                 break
             result = self._dispatch(engine, batch)
             if measured_by is not None:
                 measured_by.add(result)
             # One step stays under way, so that the devices compute while the step before it is reported.
-            self._report_steps(leave=1)
-            if self._is_due(self.config.validation.interval_steps):
-                # No step stays under way: the loss belongs in the record of the newest one, which it is computed after.
-                self._report_steps(leave=0, validation_loss=self._validate(engine))
-            if self._is_due(self.config.checkpoint.interval_steps):
+            self._reports.report(leave=1)
+            if self._validation.is_due(self._position.step):
+                self._validate(engine)
+            if self._is_due(self.config.checkpoint.interval_steps) or self._validation.keeps(
+                self._position.validation, self._position.step
+            ):
                 self._checkpoints.begin_save(engine)
-        self._report_steps(leave=0)
+        # The end of the measuring steps is not the end of the run, so it needs no validation and no checkpoint.
+        self._finish(engine, end is not None or until == self._total_steps, is_stopped=bool(end and end[1]))
+        return end
+
+    def _finish(self, engine: Engine, is_over: bool, is_stopped: bool) -> None:
+        """Report all steps. At the end of the run also validate, unless a signal stopped it, and save.
+
+        Raises `BadStepsError` after saving.
+        """
+        may_validate = is_over and not is_stopped and self._bad_steps.error is None
+        if may_validate and self._validation.is_on and not self._reports.are_complete:
+            self._validate(engine)
+        self._reports.report(leave=0)
         self._checkpoints.finish_saves()
         bad = self._bad_steps.error
-        # The end of the measuring steps is not the end of the run, so it needs no checkpoint.
-        if end is not None or bad is not None or until == self.config.training.steps:
+        if is_over or bad is not None:
+            self._reports.log_rest()
             self._save(engine)
         if bad is not None:
             raise bad
-        return end
+
+    def _reason_to_stop(self, stop: StopRequest) -> tuple[str, int] | None:
+        """Return why the run ends before its next step, and the exit code that says so; None if it continues."""
+        if stop.requested:
+            return "run the same command to continue", stop.exit_code
+        progress = self._position.validation
+        early = progress.stop_reason(self.config.validation.patience) if progress else None
+        return None if early is None else (early, 0)
 
     # One step.
 
@@ -230,7 +245,7 @@ class Trainer:
                 return next(self._loader, None)
         except DataError:
             # The fault is in the next batch. The steps before it are finished here, and saved on the way out.
-            self._report_steps(leave=0)
+            self._reports.report(leave=0)
             engine.drain()
             raise
 
@@ -244,9 +259,10 @@ class Trainer:
         engine.step(lr)
         tokens = self._position.tokens + result.num_labels
         # Taken now, before the next batch is drawn: a resumed run must begin with that batch.
-        position = RunPosition(step + 1, tokens, self._loader.state_dict())
+        validation = self._position.validation
+        position = RunPosition(step + 1, tokens, self._loader.state_dict(), validation and validation.later())
         self._checkpoints.positions.append(position)
-        self._under_way.append(Dispatched(result, position, lr, self._loader.num_tokens(batch)))
+        self._reports.add(Dispatched(result, position, lr, self._loader.num_tokens(batch)))
         return result
 
     def _step_meter(self) -> StepMeter:
@@ -259,44 +275,17 @@ class Trainer:
             self._checkpoints.skipped_steps,
         )
 
-    def _report_steps(self, leave: int, validation_loss: float | None = None) -> None:
-        """Wait for all but the newest `leave` steps, and log those that are due."""
-        while len(self._under_way) > leave:
-            done = self._under_way[0]
-            step = done.position.step
-            self._meter.add(done.result, done.num_tokens)
-            self._traces.add(done.result)
-            self._bad_steps.add(step, done.position.tokens - done.result.num_labels, done.result)
-            if self._should_log(step) or validation_loss is not None:
-                self._metrics.log(self._meter.record(step, done.position.tokens, done.lr, validation_loss))
-            # Only now: a step whose report fails stays under way, and is named when the run ends.
-            self._under_way.popleft()
-            self._checkpoints.reported(step)
-
-    def _validate(self, engine: Engine) -> float | None:
-        """Return the mean loss per label over the validation batches; None if they have no label."""
+    def _validate(self, engine: Engine) -> None:
+        """Validate the newest step, and report it with the loss. No step stays under way."""
         engine.drain()  # the step under way counts as training time
-        size = self.config.training.micro_batch_size
         with self._meter.excluded():
-            results = [engine.evaluate(cut(batch, size)) for batch in self._parts.validation]
-            loss_sum = sum(result.loss() * result.num_labels for result in results)
-            num_labels = sum(result.num_labels for result in results)
-        if num_labels:
-            return loss_sum / num_labels
-        if not self._has_warned_of_no_labels:
-            self._has_warned_of_no_labels = True
-            logger.warning(
-                "validation: its %d batches hold no label, so there is no loss to log; scripts/inspect_data.py shows "
-                "which tokens are learnt",
-                len(results),
-            )
-        return None
+            loss = self._validation.loss(engine)
+        if loss is not None:
+            self._checkpoints.add_validation(loss)
+        self._reports.report(leave=0, validation_loss=loss)
 
     def _is_due(self, interval_steps: int) -> bool:
         return interval_steps > 0 and self._position.step % interval_steps == 0
-
-    def _should_log(self, step: int) -> bool:
-        return step % self.config.metrics.log_every_steps == 0 or step == self.config.training.steps
 
     # Start, checkpoints, end.
 
@@ -316,7 +305,7 @@ class Trainer:
             self.config.metrics,
             self._folder.path,
             self.config.run.name,
-            self.config.training.steps,
+            self._total_steps,
             self.config.model_dump(mode="json"),
             resumed_step=self._position.step,
             wandb_run_id=self._checkpoints.wandb_run_id,
@@ -351,21 +340,13 @@ class Trainer:
         except Exception:
             # The saves first: they read the store that the rescue saves.
             self._checkpoints.end_saves()
-            self._report_finished()
+            self._reports.report_finished(self.store.step)
             self._checkpoints.rescue(self.store)
             raise
 
-    def _report_finished(self) -> None:
-        """After a fault, report the steps whose update is complete, as far as their figures are still there."""
-        unfinished = sum(step.position.step > self.store.step for step in self._under_way)
-        try:
-            self._report_steps(leave=unfinished)
-        except Exception as error:  # noqa: BLE001  (the fault itself is raised)
-            logger.warning("step %d is missing in the metrics: %s", self._under_way[0].position.step, error)
-
     def _save(self, engine: Engine) -> None:
         """Save the run as it is now, and wait for the save. Raises `CheckpointError`."""
-        self._report_steps(leave=0)
+        self._reports.report(leave=0)
         engine.drain()  # the step under way counts as training time
         with self._meter.excluded():
             self._checkpoints.save_now(engine)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from torchround.commands.inspect_data import main
+
 REPOSITORY = Path(__file__).parents[2]
 
 
-def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Three documents of 12, 7 and 32 tokens with BOS and EOS; 16 tokens per sequence."""
+def prepare(folder: Path) -> None:
+    """Write three documents of 12, 7 and 32 tokens with BOS and EOS, and a config of 16 tokens per sequence."""
     (folder / "a.txt").write_text("0123456789")
     (folder / "b.jsonl").write_text(
         f"{json.dumps({'text': 'short'})}\n{json.dumps({'text': 'long' * 7 + '!!'})}\n"
@@ -32,6 +34,11 @@ def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         global_batch_size = 2
         """
     )
+
+
+def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    prepare(folder)
     command = [
         sys.executable,
         str(REPOSITORY / "scripts" / "inspect_data.py"),
@@ -120,3 +127,51 @@ def test_a_users_mistake_ends_with_code_2_and_a_message_without_traceback(
     assert process.returncode == 2
     assert message in process.stderr
     assert "Traceback" not in process.stderr
+
+
+def test_a_long_document_is_shown_whole_if_asked_for_with_what_is_not_learnt_inside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A conversation of two answers, whose inner question lies where a shortened line has its gap."""
+    (tmp_path / "template.jinja").write_text(
+        "{% for m in messages %}<|bos|>{{ m.role[0] }}:{{ m.content }}<|eos|>{% endfor %}"
+        "{% if add_generation_prompt %}<|bos|>a:{% endif %}"
+    )
+    turns = [("user", "q" * 9), ("assistant", "a" * 90), ("user", "inner"), ("assistant", "b" * 90)]
+    record = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(record))
+    prepare(tmp_path)
+    overrides = (
+        f"--config={tmp_path}/x.toml",
+        f"--data.sources=[{{path='{tmp_path}/chats.jsonl', content='messages'}}]",
+        f"--tokenizer.chat_template={tmp_path}/template.jinja",
+        "--training.seq_len=256",
+        "--training.global_batch_size=1",
+        "--data.epochs=1",
+    )
+    start, inner = f"«<|bos|>u:{'q' * 9}<|eos|><|bos|>a:»", "«<|bos|>u:inner<|eos|><|bos|>a:»"
+    shown = f"{start}{'a' * 90}<|eos|>{inner}{'b' * 90}<|eos|>"
+    assert main(["--whole", *overrides]) == 0 and shown in capsys.readouterr().out
+    assert main(overrides) == 0 and "inner" not in capsys.readouterr().out
+
+
+def test_token_ids_of_the_model_that_the_tokenizer_does_not_know_are_shown_as_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model here has 300 tokens, the tokenizer 259; an id of neither is a mistake."""
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    more = {"num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | sizes | more))
+    prepare(tmp_path)
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"tokens": [97, 98, 299, 99]}))
+    arguments = (
+        f"--config={tmp_path}/x.toml",
+        f"--data.sources=[{{path='{tmp_path}/ids.jsonl', content='tokens'}}]",
+        "--model.flavor=none",
+        f"--model.hf_path={tmp_path}/model",
+    )
+    assert main(arguments) == 0 and "«a»b<id 299>c" in capsys.readouterr().out
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"tokens": [97, 300]}))
+    assert main(arguments) == 2 and "the vocabulary has 0 to 299" in capsys.readouterr().err

@@ -3,11 +3,13 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from matplotlib import rc_context
 
 from torchround.commands.simulate_schedules import main
 from torchround.pipeline.baselines import SCHEDULES
@@ -136,6 +138,22 @@ def test_trace_and_plot_are_written_or_the_missing_package_is_named(
     else:
         assert result.returncode == 2
         assert "needs matplotlib: pip install matplotlib" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fused"), [("roundpipe_sync", True), ("gpipe", False)], ids=["fused", "not-fused"]
+)
+def test_a_picture_names_what_was_simulated_its_devices_and_tasks_of_both_kinds(
+    small_costs: Path, tmp_path: Path, schedule: str, fused: bool
+) -> None:
+    picture = tmp_path / "picture.svg"
+    arguments = ["--costs", str(small_costs), "--device", "rtx4090", "--devices", "2", "--microbatches", "4"]
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        assert main([*arguments, "--schedules", schedule, "--plot", str(picture)]) == 0
+    words = re.findall(r"<text[^>]*>([^<]+)</text>", picture.read_text())
+    assert "small on rtx4090: 2 devices, 4 micro-batches per step" in words
+    assert ("device 0" in words, "device 1" in words, "device 2" in words) == (True, True, False)
+    assert ("both in one" in words) is fused
 
 
 def test_a_schedule_that_cannot_be_built_is_left_out_and_says_why(

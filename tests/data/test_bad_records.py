@@ -82,7 +82,9 @@ ASKED = '{"instruction": "q", "output": "a"'
 @pytest.mark.parametrize(
     ("content", "bad", "message"),
     [
-        ("alpaca", '{"instruction": "q"}', "field 'output' is a NoneType, not a string"),
+        ("alpaca", '{"instruction": "q"}', "no field 'output'; fields: instruction"),
+        ("alpaca", '{"instruction": "q", "outputs": "a"}', "no field 'output'; .*; nearest: outputs"),
+        ("alpaca", '{"instruction": "q", "output": null}', "field 'output' is null, not a string"),
         ("alpaca", '{"instruction": ["q"], "output": "a"}', "field 'instruction' is a list, not a string"),
         ("alpaca", ASKED + ', "input": 7}', "field 'input' is a int, not a string"),
         ("alpaca", ASKED + ', "system": ["s"]}', "field 'system' is a list, not a string"),

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.conversations import SAME_DAY
 from tests.support.vocabularies import FAMILIES, write
 from torchround.config import TokenizerTable
 from torchround.data import DataError, Tokenizer, TokenizerError, build_tokenizer
@@ -25,9 +26,6 @@ from torchround.data.tokenising import tokenise
 
 TEMPLATES = Path(__file__).parent / "templates"
 VOCABULARIES = {"llama3": "llama3", "qwen3": "qwen3", "qwen3_thinking": "qwen3", "gpt_oss": "gpt_oss"}
-SAME_DAY = (
-    "{%- macro strftime_now(form) -%}{{ '26 Jul 2024' if 'b' in form else '2024-07-26' }}{%- endmacro -%}"
-)
 Messages = Sequence[dict[str, Any]]
 Written = list[tuple[str, bool]]
 """Text that a template writes, in order, and whether it is learnt."""

@@ -130,7 +130,7 @@ def test_python_stdlib_is_its_modules_without_tests_and_installed_packages() -> 
             r"x.jsonl, line 2: no field 'text'; fields: also, body \(the source's key field names the one to read\)",
         ),
         (b'{"text": 7}\n', r"x.jsonl, line 1: the text is a int, not a string"),
-        (b'{"text": null}', r"x.jsonl, line 1: the text is a NoneType, not a string"),
+        (b'{"text": null}', r"x.jsonl, line 1: the text is null, not a string"),
         (b'{"text": "ok"}\n{"text": "\xff"}\n', r"x.jsonl, line 2: not valid UTF-8 \(byte 0xff"),
         (b'{"a":' * 100_000, r"x.jsonl, line 1: not valid JSON"),
     ],

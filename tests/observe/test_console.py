@@ -1,8 +1,12 @@
 """The console line, in a log and in a real terminal."""
 
+import fcntl
 import io
 import os
 import re
+import struct
+import termios
+from datetime import datetime
 
 import pytest
 
@@ -20,44 +24,89 @@ class Clock:
         return self.now_s
 
 
-def test_a_line_in_a_log_is_plain_text_with_every_known_figure() -> None:
+AT_NOON = {"now": lambda: datetime(2026, 1, 2, 12, 4, 31)}
+FULL = {
+    "mfu": 0.4125,
+    "device_peaks_gib": (10.123, 9.0),
+    "skipped_steps": 2,
+    "validation_loss": 3.5,
+}
+
+
+def line(monkeypatch: pytest.MonkeyPatch, columns: int, total_steps: int = 1000, **figures: object) -> str:
+    """Print step 12 of a run, 24 s after its start, on a console that is so wide."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     stream, clock = io.StringIO(), Clock()
-    report = ConsoleReport(1000, stream=stream, clock=clock)
+    report = ConsoleReport(total_steps, stream=stream, clock=clock, **AT_NOON)
     clock.now_s = 24.0
-    report.log(record(12, mfu=0.4125, device_peaks_gib=(10.123, 9.0), skipped_steps=2, validation_loss=3.5))
-    assert stream.getvalue() == (
-        "step   12/1000 | loss 3.2500 | grad norm 0.875 | lr 3.00e-04 | 12,346 tokens/s | MFU 41.2 % | "
-        "device 10.12 GiB | host 1.50 GiB | validation loss 3.5000 | perplexity 33.12 | skipped 2 | ETA 32 min 56 s\n"
+    report.log(record(12, **figures))
+    assert stream.getvalue().count("\n") == 1
+    return stream.getvalue().rstrip("\n")
+
+
+def test_a_wide_line_has_the_time_of_day_and_every_known_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert line(monkeypatch, 300, **FULL) == (
+        "12:04:31  step   12/1000  loss 3.2500  validation loss 3.5000  skipped 2  lr 3.00e-04  grad norm 0.875  "
+        "12,346 tokens/s  MFU 41.2 %  device 10.12 GiB  host 1.50 GiB  perplexity 33.12  ETA 32 min"
     )
 
 
-def test_unknown_figures_are_not_printed() -> None:
+def test_a_line_of_80_columns_has_what_a_user_looks_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = line(monkeypatch, 80, mfu=0.4125, device_peaks_gib=(10.123, 9.0))
+    assert shown == "12:04:31  step   12/1000  loss 3.2500  lr 3.00e-04  12,346 tokens/s  ETA 32 min"
+    assert "skipped 2" in line(monkeypatch, 80, **FULL) and "validation loss" in line(monkeypatch, 80, **FULL)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120])
+@pytest.mark.parametrize("total_steps", [12, 1000, 2_000_000])
+def test_no_line_is_wider_than_the_console(
+    monkeypatch: pytest.MonkeyPatch, columns: int, total_steps: int
+) -> None:
+    for figures in ({}, {"tokens_per_s": 12_345_678.9}, FULL):
+        shown = line(monkeypatch, columns, total_steps, **figures)
+        # The step and its losses are never left out, however narrow the console is.
+        least = "12:04:31  step      12/2000000  loss 3.2500  validation loss 3.5000"
+        assert len(shown) <= max(columns, len(least)) and "loss 3.2500" in shown
+
+
+def test_a_console_without_a_width_has_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     stream = io.StringIO()
-    ConsoleReport(10, stream=stream).log(record(1))
-    line = stream.getvalue()
-    assert "MFU" not in line and "device" not in line and "skipped" not in line and "None" not in line
-    assert "host 1.50 GiB" in line
+    ConsoleReport(10, stream=stream).log(record(1, mfu=0.5, device_peaks_gib=(1.0,)))
+    assert 40 < len(stream.getvalue().rstrip()) <= 80
 
 
-def test_little_memory_is_printed_in_a_smaller_unit() -> None:
-    stream = io.StringIO()
-    ConsoleReport(10, stream=stream).log(record(1, device_peaks_gib=(0.3 / 1024,)))
-    assert "device 0.30 MiB | host 1.50 GiB" in stream.getvalue()
+def test_unknown_figures_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = line(monkeypatch, 300)
+    assert "MFU" not in shown and "device" not in shown and "skipped" not in shown and "None" not in shown
+    assert "host 1.50 GiB" in shown
 
 
-def test_a_terminal_gets_the_same_line_in_colour_and_unbroken() -> None:
+def test_little_memory_is_printed_in_a_smaller_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "  device 0.30 MiB  host 1.50 GiB" in line(monkeypatch, 300, device_peaks_gib=(0.3 / 1024,))
+
+
+def test_memory_of_virtual_devices_is_named_for_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = line(monkeypatch, 300, device_peaks_gib=(1.0,), has_virtual_devices=True)
+    assert "  device buffers 1.00 GiB  " in shown
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_terminal_gets_the_line_of_its_width_in_colour_and_unbroken(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with open(theirs, "w") as terminal:
-        ConsoleReport(1000, stream=terminal).log(
-            record(12, mfu=0.4, device_peaks_gib=(1.0,), skipped_steps=1)
-        )
+        ConsoleReport(1000, stream=terminal, **AT_NOON).log(record(12, **FULL))
         shown = os.read(ours, 10_000).decode()
     os.close(ours)
-    plain = io.StringIO()
-    ConsoleReport(1000, stream=plain).log(record(12, mfu=0.4, device_peaks_gib=(1.0,), skipped_steps=1))
     assert "\x1b[" in shown or os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     without_colour = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    assert without_colour.split("ETA")[0].strip() == plain.getvalue().split("ETA")[0].strip()
+    assert (
+        without_colour.split("ETA")[0].strip() == line(monkeypatch, columns, **FULL).split("ETA")[0].strip()
+    )
     assert without_colour.count("\n") == 1
 
 
@@ -71,8 +120,8 @@ def test_the_time_left_follows_the_recent_pace_and_counts_from_the_resumed_step(
         report.log(record(step))  # 3 s a step for longer than the pace is looked back
     report.log(record(1000))
     lines = stream.getvalue().splitlines()
-    assert lines[0].endswith("ETA 8 min 10 s")
-    assert lines[-2].endswith(f"ETA {duration(3 * (1000 - 790))}")
+    assert lines[0].endswith("ETA 8 min")
+    assert lines[-2].endswith(f"ETA {3 * (1000 - 790) // 60} min")
     assert lines[-1].endswith("ETA 0 s")
 
 

@@ -43,7 +43,7 @@ def test_a_record_is_one_object_with_the_documented_keys(tmp_path: Path) -> None
     file.close()
     documented = (
         "step, loss, grad_norm, lr, tokens, tokens_per_s, mfu, step_s, data_s, optimizer_s, bubble, "
-        "device_peak_gib, host_gib, skipped_steps"
+        "device_peak_gib, host_gib, skipped_steps, loss_steps"
     )
     assert list(first) == documented.split(", ")
     assert first["mfu"] == 0.5 and first["device_peak_gib"] is None and first["tokens"] == 4096

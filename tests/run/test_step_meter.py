@@ -1,5 +1,6 @@
 """Rates over the right interval and the right tokens; memory against the operating system's own figure."""
 
+import math
 import mmap
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +28,13 @@ class FinishedStep:
 
     pool = SimpleNamespace(num_allocations=3, allocated_bytes=2**30)
 
-    def __init__(self, busy_s: float = 0.0, skipped: bool = False) -> None:
-        self.busy_s, self.skipped = busy_s, skipped
+    def __init__(
+        self, busy_s: float = 0.0, skipped: bool = False, loss: float = 2.5, num_labels: int = 10
+    ) -> None:
+        self.busy_s, self.skipped, self._loss, self.num_labels = busy_s, skipped, loss, num_labels
 
     def loss(self) -> float:
-        return 2.5
+        return self._loss
 
     def update(self) -> SimpleNamespace:
         return SimpleNamespace(grad_norm=0.5, skipped=self.skipped, seconds=0.25)
@@ -123,6 +126,19 @@ def test_figures_of_devices_and_optimizer_are_means_per_step() -> None:
     assert found.busy_s == (1.5, 1.5) and found.uploaded_gib == (1.0, 1.0) and found.optimizer_s == 0.25
     assert found.bubble == 1 - 3.0 / 4.0
     assert found.skipped_steps == 5 and (found.host_allocations, found.host_pool_gib) == (3, 1.0)
+
+
+def test_the_loss_is_the_mean_per_label_over_the_steps_whose_loss_is_finite() -> None:
+    meter = started()
+    for loss, num_labels in ((4.0, 1), (1.0, 3), (math.inf, 5)):
+        meter.add(FinishedStep(loss=loss, num_labels=num_labels), 10)
+    assert (found := record(meter)).loss == 7 / 4 and found.loss_steps == 2
+    meter.add(FinishedStep(loss=0.1, num_labels=3), 10)
+    assert (
+        found := record(meter)
+    ).loss == 0.1 and found.loss_steps == 1  # to the bit, also without a division
+    meter.add(FinishedStep(loss=math.nan), 10)
+    assert math.isnan(record(meter).loss)
 
 
 def test_a_rate_over_no_steps_is_refused() -> None:

@@ -57,8 +57,11 @@ class Loaded:
 class Checkpointer:
     """The checkpoints in `folder`. Saves, loads, and keeps the newest `keep_latest_k` complete ones (0: all).
 
-    Checkpoints whose step `keep_every_n_steps` divides are kept too (0: none).
+    Checkpoints whose step `keep_every_n_steps` divides are kept too (0: none), and so is the one of `best_step`.
     """
+
+    best_step: int | None = None
+    """Step of a checkpoint that is kept whatever its age."""
 
     def __init__(self, folder: Path | str, keep_latest_k: int = 0, keep_every_n_steps: int = 0) -> None:
         if keep_latest_k < 0 or keep_every_n_steps < 0:
@@ -134,7 +137,7 @@ class Checkpointer:
         return [step for step, path in self.checkpoints().items() if _is_complete(path, step)]
 
     def superfluous(self, newest: int | None = None) -> list[Path]:
-        """Return the checkpoints older than the k-th newest complete one and not kept for their step.
+        """Return the checkpoints older than the k-th newest complete one and not kept for their step or their loss.
 
         `newest` counts as the newest even if others have a higher step, and is never returned.
         """
@@ -147,6 +150,7 @@ class Checkpointer:
             latest.insert(0, newest)
         oldest = min(latest[: self.keep_latest_k], default=0)
         kept = {step for step in complete if self.keep_every_n_steps and step % self.keep_every_n_steps == 0}
+        kept.add(-1 if self.best_step is None else self.best_step)
         return [path for step, path in self.checkpoints().items() if step < oldest and step not in kept]
 
     def leftovers(self) -> list[Path]:

@@ -21,6 +21,7 @@ COMMANDS = {
     "export_hf": "export_hf",
     "plot_loss": "plot_loss",
     "page": "draw_page",
+    "doctor": "doctor",
 }
 
 

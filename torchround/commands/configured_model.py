@@ -1,6 +1,7 @@
 """The model that a config asks for, and its pretrained weights: every command builds them here."""
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from torchround.models import (
 from torchround.pipeline.memory import size_text
 from torchround.run.numbers import DTYPES
 
+logger = logging.getLogger(__name__)
+
 Mapped = Mapping[str, Sequence[FileTensor]]
 """Frozen weights that stay in the files they were released in (`lora.map_base`), by parameter name."""
 
@@ -33,6 +36,7 @@ def build_model(options: Options, vocab_size: int | None = None) -> LayeredModel
     Raises `ConfigError` or `ModelConfigError`.
     """
     family, config = model_config(options, vocab_size)
+    warn_of_positions(options, config)
     model, lora = family.build(config), options.config.lora
     if lora.rank:
         add_adapters(model, family.hf_names(config), lora_shape(lora))
@@ -140,3 +144,17 @@ def mapped_text(mapped: Mapped, model: LayeredModel, dtype: torch.dtype) -> str:
     # A parameter object is a key of `frozen`, so a tied one counts once.
     rest = "" if mapped_bytes == all_bytes else "; what files hold in another type is copied"
     return f"{size_text(mapped_bytes)} of {size_text(all_bytes)} of frozen weights stay in their files{rest}"
+
+
+def warn_of_positions(options: Options, config: TransformerConfig) -> None:
+    """Warn if documents may be longer than the model knows positions. RoPE has no limit of its own, so it is legal."""
+    seq_len, known = options.config.training.seq_len, config.known_positions
+    if seq_len <= known:
+        return
+    table = options.config.model
+    logger.warning(
+        "training.seq_len = %d, but %s knows only %d positions (max_position_embeddings, RoPE's scaling counted): of a "
+        "longer document, the tokens after the first %d are at positions that it was not made for; "
+        "--training.seq_len %d stays inside",
+        *(seq_len, show(table.hf_path or table.flavor or table.family), known, known, known),
+    )

@@ -4,7 +4,8 @@
 
 Takes the overrides that `train.py` takes. A line is one document of a sequence. Text between « and » is not learnt: none
 of its tokens is a label that counts. No token in a line predicts the line's first token. If a document continues from the
-sequence before, its first token here is the last label there.
+sequence before, its first token here is the last label there. Long documents are shortened; `--whole` shows all of each,
+with every change between what is learnt and what is not.
 """
 
 import argparse
@@ -17,13 +18,16 @@ from itertools import pairwise
 
 import torch
 
-from torchround.config import Config, ConfigError, DataTable, load_config
+from torchround.commands.configured_model import model_config
+from torchround.config import Config, ConfigError, DataTable, Options, parse_command_line
 from torchround.data import DataError, Tokenizer, build_loader, build_tokenizer, num_tokens
 from torchround.data.document_types import Document
-from torchround.data.loader import mix_settings, open_sources, packs_whole_documents
+from torchround.data.loader import mix_settings
+from torchround.data.opening import open_sources, packs_whole_documents
 from torchround.data.reading_order import Reader
 from torchround.data.tokenising import tokenise
 from torchround.layer import IGNORED_LABEL, MicroBatch
+from torchround.models import ModelConfigError
 
 CHARACTERS_SHOWN = 160
 
@@ -32,11 +36,13 @@ def main(arguments: Sequence[str]) -> int:
     """Print all of it. Returns the exit code: 2 for a mistake in the config or in the data."""
     options, overrides = parse(arguments)
     try:
-        config = load_config(options.config, overrides)
+        parsed = parse_command_line(["--config", options.config, *overrides])
+        config = parsed.config
         tokenizer = build_tokenizer(config.tokenizer, config.model.hf_path)
-        print_batches(config, tokenizer, options.batches, options.sequences)
-        print_survey(config, tokenizer, options.documents)
-    except (ConfigError, DataError) as error:
+        vocab_size = model_vocabulary(parsed, tokenizer)
+        print_batches(config, tokenizer, vocab_size, options)
+        print_survey(config, tokenizer, vocab_size, options.documents)
+    except (ConfigError, DataError, ModelConfigError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -53,6 +59,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--documents", type=at_least_one, default=1000, help="documents to count by source (default 1000)"
     )
+    parser.add_argument("--whole", action="store_true", help="print all of each document, not shortened")
     return parser.parse_known_args(arguments)
 
 
@@ -63,14 +70,23 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def print_batches(config: Config, tokenizer: Tokenizer, batches: int, sequences: int) -> None:
+def model_vocabulary(options: Options, tokenizer: Tokenizer) -> int:
+    """Return the number of token ids that data may use: the model's if a source holds ids, otherwise the tokenizer's."""
+    # Only then, because the data can be looked at before the model's folder is there.
+    if all(source.content != "tokens" for source in options.config.data.sources):
+        return tokenizer.vocab_size
+    return model_config(options, tokenizer.vocab_size)[1].vocab_size
+
+
+def print_batches(config: Config, tokenizer: Tokenizer, vocab_size: int, options: argparse.Namespace) -> None:
     """Print the first batches as text, and the share of their positions that hold tokens and labels."""
     training = config.training
-    loader = build_loader(
-        config.data, tokenizer, training.seq_len, training.global_batch_size, config.run.seed
-    )
+    sizes = training.seq_len, training.global_batch_size
+    loader = build_loader(config.data, tokenizer, *sizes, config.run.seed, vocab_size=vocab_size)
+    loader.check_first_records()
+    most_characters = None if options.whole else CHARACTERS_SHOWN
     positions, tokens, labels, read_s = 0, 0, 0, 0.0
-    for number in range(batches):
+    for number in range(options.batches):
         begun_s = time.perf_counter()
         batch = next(loader, None)
         read_s += time.perf_counter() - begun_s
@@ -80,7 +96,8 @@ def print_batches(config: Config, tokenizer: Tokenizer, batches: int, sequences:
         positions += batch.tokens.numel()
         tokens += num_tokens(batch, tokenizer.pad_id)
         labels += batch.num_labels()
-        print_rows(batch, number, min(sequences, len(batch.tokens)), tokenizer)
+        rows = min(options.sequences, len(batch.tokens))
+        print_rows(batch, number, rows, tokenizer, most_characters)
     loader.close()
     if not positions:
         return
@@ -94,19 +111,21 @@ def print_batches(config: Config, tokenizer: Tokenizer, batches: int, sequences:
     print(f"--- read at {tokens / read_s:,.0f} tokens/s, start of the pipeline included")
 
 
-def print_rows(batch: MicroBatch, number: int, rows: int, tokenizer: Tokenizer) -> None:
+def print_rows(
+    batch: MicroBatch, number: int, rows: int, tokenizer: Tokenizer, most_characters: int | None
+) -> None:
     """Print the first `rows` sequences of batch `number`."""
     for row in range(rows):
         print(f"--- batch {number}, sequence {row}")
-        print_sequence(batch, row, tokenizer)
+        print_sequence(batch, row, tokenizer, most_characters)
 
 
-def print_sequence(batch: MicroBatch, row: int, tokenizer: Tokenizer) -> None:
+def print_sequence(batch: MicroBatch, row: int, tokenizer: Tokenizer, most_characters: int | None) -> None:
     """Print one line per document: its number in the sequence, its tokens, its text."""
     for document in batch.document_ids[row].unique().tolist():
         inside = batch.document_ids[row] == document
         text = marked(batch.tokens[row][inside], batch.labels[row][inside], tokenizer)
-        print(f"{document:4} {int(inside.sum()):7} tokens  {shortened(text)}")
+        print(f"{document:4} {int(inside.sum()):7} tokens  {shortened(text, most_characters)}")
 
 
 def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> str:
@@ -122,19 +141,33 @@ def marked(tokens: torch.Tensor, labels: torch.Tensor, tokenizer: Tokenizer) -> 
         len(ignored),
     ]
     runs = [(tokens[start:end].tolist(), ignored[start]) for start, end in pairwise(edges)]
-    return "".join(f"«{tokenizer.decode(run)}»" if masked else tokenizer.decode(run) for run, masked in runs)
+    texts = [(text_of(run, tokenizer), masked) for run, masked in runs]
+    return "".join(f"«{text}»" if masked else text for text, masked in texts)
 
 
-def shortened(text: str) -> str:
-    """Put a text on one line; a long one keeps its beginning and its end."""
+def text_of(ids: list[int], tokenizer: Tokenizer) -> str:
+    """Return the text of `ids`. An id of the model that the tokenizer does not know is shown as a number."""
+    try:
+        return tokenizer.decode(ids)
+    except KeyError:
+        return "".join(
+            tokenizer.decode([number]) if number < tokenizer.vocab_size else f"<id {number}>"
+            for number in ids
+        )
+
+
+def shortened(text: str, most_characters: int | None) -> str:
+    """Put a text on one line. One of more than `most_characters` keeps its beginning and its end."""
     text = text.replace("\n", "⏎")
-    half = CHARACTERS_SHOWN // 2
-    return text if len(text) <= CHARACTERS_SHOWN else f"{text[:half]} … {text[-half:]}"
+    if most_characters is None or len(text) <= most_characters:
+        return text
+    half = most_characters // 2
+    return f"{text[:half]} … {text[-half:]}"
 
 
-def print_survey(config: Config, tokenizer: Tokenizer, max_documents: int) -> None:
+def print_survey(config: Config, tokenizer: Tokenizer, vocab_size: int, max_documents: int) -> None:
     """Print documents and tokens by source, the longest documents, and the bad records by file and line."""
-    sources, num_bad, bad_records = survey(config.data, tokenizer, config.run.seed, max_documents)
+    sources, num_bad, bad_records = survey(config.data, tokenizer, config.run.seed, max_documents, vocab_size)
     all_tokens = max(1, sum(source.num_tokens for source in sources))
     for source in sources:
         share = source.num_tokens / all_tokens
@@ -170,7 +203,7 @@ class SourceSurvey:
 
 
 def survey(
-    data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int
+    data: DataTable, tokenizer: Tokenizer, seed: int, max_documents: int, vocab_size: int | None = None
 ) -> tuple[list[SourceSurvey], int, list[str]]:
     """Count the first `max_documents` documents of the mix, at most one pass over each source. Raises `DataError`.
 
@@ -178,8 +211,8 @@ def survey(
     skipped, even if `data.on_bad_record` is `stop`.
     """
     # One epoch: without a limit the mix never ends. One bad record must not hide the others.
-    data = data.model_copy(update={"epochs": 1, "on_bad_record": "skip"})
-    sources = open_sources(data, tokenizer)
+    data = data.model_copy(update={"epochs": 1, "on_bad_record": "skip", "max_bad_fraction": 1.0})
+    sources = open_sources(data, tokenizer, vocab_size)
     found = [SourceSurvey(source.name) for source in sources]
     reader = Reader(sources, mix_settings(data, sources, seed))
     reader.reset()

@@ -6,8 +6,8 @@
 
 The folder is a run's, or its `checkpoints`; `verify` also takes one `step-N`. `verify` reads every byte and compares
 checksums. `prune` deletes the checkpoints that the run's `[checkpoint]` keys (or `--keep-latest-k`,
-`--keep-every-n-steps`) do not keep, and the leftovers of killed saves. It never deletes the newest sound checkpoint,
-and deletes nothing while a process works in the run's folder. Exit codes: 0 sound, 1 a checkpoint is damaged, 2 an
+`--keep-every-n-steps`) do not keep, and the leftovers of killed saves. It never deletes the newest sound checkpoint, nor
+the best one of a run with `validation.keep_best`, and deletes nothing while a process works in the run's folder. Exit codes: 0 sound, 1 a checkpoint is damaged, 2 an
 argument cannot be used.
 """
 
@@ -26,6 +26,7 @@ from torchround.commands import CommandError
 from torchround.config import CheckpointTable, ConfigError, RunTable, load_config
 from torchround.pipeline.memory import size_text
 from torchround.run.run_folder import RunError, RunFolder
+from torchround.run.validation import best_of, keeps_best, kept_losses
 
 CHECKPOINTS = "checkpoints"
 AGE_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -70,13 +71,17 @@ def list_all(options: argparse.Namespace) -> int:
     from rich.console import Console  # importing rich draws random numbers, which an import must not
     from rich.table import Table
 
-    table = Table("folder", "size", "age", "condition", "run", box=None)
+    table = Table("folder", "size", "age", "condition", "validation loss", "run", box=None)
     any_damaged = False
-    for path, condition, run_name in conditions(Checkpointer(checkpoints_of(options.folder))):
+    checkpointer = Checkpointer(checkpoints_of(options.folder))
+    losses = {checkpointer.checkpoints()[step]: loss for step, loss in kept_losses(checkpointer).items()}
+    best = min(losses, key=losses.__getitem__, default=None)
+    for path, condition, run_name in conditions(checkpointer):
         with suppress(FileNotFoundError):  # a running process has deleted it meanwhile
             size_bytes = sum(file.lstat().st_size for file in path.iterdir())
             age_s = time.time() - path.stat().st_mtime
-            table.add_row(path.name, size_text(size_bytes), age(age_s), condition, run_name)
+            loss = f"{losses[path]:.4f}{', the best' * (path == best)}" if path in losses else ""
+            table.add_row(path.name, size_text(size_bytes), age(age_s), condition, loss, run_name)
             any_damaged |= condition.startswith("damaged")
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     return int(any_damaged)
@@ -149,6 +154,7 @@ def prune(options: argparse.Namespace) -> int:
     with RunFolder(RunTable(name=run.name, folder=str(run.parent))) as folder:
         latest, every = keep_rules(options, run)
         checkpointer = Checkpointer(folder.checkpoints, latest, every)
+        checkpointer.best_step = best_to_keep(checkpointer)
         doomed = checkpointer.superfluous()
         if doomed:  # otherwise nothing has to be spared, and reading every byte of a checkpoint takes long
             newest = newest_sound(checkpointer)
@@ -177,6 +183,17 @@ def keep_rules(options: argparse.Namespace, run: Path) -> tuple[int, int]:
             f"--keep-latest-k and --keep-every-n-steps are at least 0, got {latest} and {every}"
         )
     return latest, every
+
+
+def best_to_keep(checkpointer: Checkpointer) -> int | None:
+    """Return the step with the lowest validation loss, if the run of the newest checkpoint keeps it."""
+    for step, path in reversed(checkpointer.checkpoints().items()):
+        try:
+            state = read_state(path, read_manifest(path, step))
+        except CheckpointError:
+            continue
+        return best_of(kept_losses(checkpointer)) if keeps_best(state) else None
+    return None
 
 
 def newest_sound(checkpointer: Checkpointer) -> Path | None:

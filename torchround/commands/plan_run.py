@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise CommandError("--print-config and --dry-run are switches of train.py; a plan never trains")
         if given.lora_rank:
             options = _with_adapters(options, given.lora_rank)
-        question = configured_question(options, _vocab_size(options), hardware(given, options.config))
+        question = configured_question(options, known_vocab_size(options), hardware(given, options.config))
         answer = report_plan(question)
     except (
         *(ConfigError, ModelConfigError, CommandError, EngineUsageError),
@@ -83,7 +83,7 @@ def question_of(
     )
 
 
-def _vocab_size(options: Options) -> int | None:
+def known_vocab_size(options: Options) -> int | None:
     """Return the size of the run's vocabulary; None if its tokenizer is not on this machine, as a plan needs no download.
 
     Raises `TokenizerError` for a tokenizer that is here but cannot be read: a run would refuse it too.

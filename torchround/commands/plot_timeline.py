@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
 from torchround.pipeline.baselines import ScheduleReport
@@ -36,11 +38,14 @@ NAMES = {
 COLOURS = colormaps["turbo"]
 IDLE: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#cccccc", "hatch": "/////", "linewidth": 0}
 WIDTH_INCHES, ROW_INCHES, NUMBER_INCHES = 11.0, 0.24, 0.1
+FUSED_FORWARD = 0.35  # of the height of a fused task: drawn in the forward's shade, above the backward's
 STRIP = 0.22  # height of a device's transfers, when a row has height 1
 
 
-def plot_reports(reports: Sequence[ScheduleReport], num_layers: int, path: Path, dpi: int = 120) -> None:
-    """Write one picture with a panel per report, all on the same time scale."""
+def plot_reports(
+    reports: Sequence[ScheduleReport], num_layers: int, path: Path, title: str = "", dpi: int = 120
+) -> None:
+    """Write one picture with a panel per report, all on the same time scale. `title` says what was simulated."""
     windows = [shown_window(report) for report in reports]
     span_s = max(stop - start for start, stop in windows)
     rows = [report.timeline.num_devices for report in reports]
@@ -53,7 +58,7 @@ def plot_reports(reports: Sequence[ScheduleReport], num_layers: int, path: Path,
         _draw(panel, report, num_layers, start_s, stop_s, numbered_s)
     panels[-1].set_xlim(0, span_s * 1e3)
     panels[-1].set_xlabel("ms", fontsize=8, loc="right", labelpad=0)
-    _legend(figure, list(panels), reports, num_layers)
+    _legend(figure, list(panels), reports, num_layers, title)
     figure.savefig(path, dpi=dpi)
 
 
@@ -90,11 +95,15 @@ def _draw(
                 left_ms, width_ms = (begin_s - start_s) * 1e3, (end_s - begin_s) * 1e3
                 fill = _colour(task, num_layers)
                 panel.add_patch(Rectangle((left_ms, bottom), width_ms, height, fc=fill, ec="white", lw=0.25))
+                upper = FUSED_FORWARD * height if task.kind is TaskKind.FUSED else 0.0
+                if upper:
+                    pale = _colour(replace(task, kind=TaskKind.FORWARD), num_layers)
+                    panel.add_patch(Rectangle((left_ms, bottom), width_ms, upper, fc=pale, lw=0))
                 if stream == COMPUTE and end_s - begin_s > numbered_s:
-                    place = left_ms + width_ms / 2, bottom + height / 2
+                    place = left_ms + width_ms / 2, bottom + (height + upper) / 2
                     _number(panel, task.micro_batch % per_step, place, fill)
     panel.set_ylim(line.num_devices - 0.5, -0.5)
-    panel.set_yticks(range(line.num_devices))
+    panel.set_yticks(range(line.num_devices), [f"device {index}" for index in range(line.num_devices)])
     panel.tick_params(labelsize=7, length=2)
     panel.set_title(_title(report), loc="left", fontsize=8.5, pad=3)
     panel.spines[["top", "right", "left"]].set_visible(False)
@@ -120,17 +129,31 @@ def _title(report: ScheduleReport) -> str:
 
 
 def _legend(
-    figure: Figure, panels: Sequence[Axes], reports: Sequence[ScheduleReport], num_layers: int
+    figure: Figure, panels: Sequence[Axes], reports: Sequence[ScheduleReport], num_layers: int, title: str
 ) -> None:
     used = {task.kind for report in reports for task in report.timeline.tasks}
     sample = COLOURS(0.3)[:3]
-    handles = [
-        Patch(fc=tuple(s * g + (1 - s) * part for part in sample), label=NAMES[kind])
-        for kind, (s, g) in SHADES.items()
-        if kind in used and kind in NAMES
-    ]
-    handles.append(Patch(label="idle", **IDLE))
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), fontsize=7, frameon=False)
+    shades = {
+        kind: Patch(fc=tuple(share * grey + (1 - share) * part for part in sample))
+        for kind, (share, grey) in SHADES.items()
+    }
+    shown: dict[str, Any] = {NAMES[kind]: shades[kind] for kind in SHADES if kind in used and kind in NAMES}
+    if TaskKind.FUSED in used:
+        shown["both in one"] = shades[TaskKind.FORWARD], shades[TaskKind.FUSED]
+    shown["idle"] = Patch(**IDLE)
+    # The title is the legend's, which the layout keeps clear of the panels; a title of the figure would cover the legend.
+    figure.legend(
+        list(shown.values()),
+        list(shown),
+        title=title,
+        title_fontsize=9.5,
+        alignment="left",
+        loc="outside upper left",
+        ncols=len(shown),
+        fontsize=7,
+        frameon=False,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )
     layers = ScalarMappable(Normalize(0, num_layers - 1), COLOURS)
     bar = figure.colorbar(layers, ax=list(panels), fraction=0.012, pad=0.005, aspect=40)
     bar.set_label("layer", fontsize=7, labelpad=0)

@@ -177,7 +177,16 @@ def write_files(
             from torchround.commands.plot_timeline import plot_reports
         except ModuleNotFoundError as error:
             raise CommandError(f"--plot needs {error.name}: pip install matplotlib") from None
-        plot_reports(reports, setting.costs.num_layers, options.plot)
+        plot_reports(reports, setting.costs.num_layers, options.plot, title(setting, options))
+
+
+def title(setting: SimulationSetup, options: argparse.Namespace) -> str:
+    """Say what the schedules were simulated for: the model or the file of costs, the card, and how many of what."""
+    source = options.model or options.costs.stem
+    card = f" on {options.device}" if options.device else ""
+    return (
+        f"{source}{card}: {setting.num_devices} devices, {setting.num_micro_batches} micro-batches per step"
+    )
 
 
 def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str) -> Costs:

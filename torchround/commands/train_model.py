@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from torchround.checkpoint import Checkpointer, CheckpointError
-from torchround.commands.configured_model import build_model, find_weights, mapped_text
+from torchround.commands.configured_model import build_model, find_weights, mapped_text, model_config
 from torchround.commands.export_hf import Export, export
 from torchround.commands.plan_run import configured_question, question_of, show_plan
 from torchround.config import ConfigError, Options, parse_command_line, to_toml
@@ -39,9 +39,11 @@ from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan_report import RunQuestion, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.early_end import BadStepsError
+from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, host_memory_text
 from torchround.run.run_folder import RunError, RunFolder
+from torchround.run.validation import best_of, kept_losses
 from torchround.trainer import RunParts, Trainer
 from torchround.untrusted.terminal import escape_unprintable, say
 
@@ -87,7 +89,11 @@ def run(arguments: list[str]) -> int:
         say(description(parts))
         exit_code = Trainer(parts).run()
         if exit_code == 0 and options.config.checkpoint.export != "off":
-            export_newest(parts.folder, adapters=options.config.checkpoint.export == "adapters")
+            export_result(
+                parts.folder,
+                adapters=options.config.checkpoint.export == "adapters",
+                best=options.config.validation.keep_best,
+            )
         return exit_code
 
 
@@ -104,6 +110,7 @@ def build(options: Options) -> RunParts:
     question = with_kept_rounds(question_of(config, model, hardware, mapped), folder)
     plan = plan_for(question)  # raises if the run does not fit this machine
     loader, validation = build_loaders(options, tokenizer)
+    config, epoch_steps = settle_steps(options, loader, folder)
     return RunParts(
         config=config,
         folder=folder,
@@ -116,6 +123,7 @@ def build(options: Options) -> RunParts:
         plan=plan,
         pretrained=pretrained,
         mapped=mapped,
+        epoch_steps=epoch_steps,
     )
 
 
@@ -125,8 +133,12 @@ def dry_run(options: Options) -> int:
     print(to_toml(config))
     tokenizer = find_tokenizer(options)
     question = configured_question(options, tokenizer.vocab_size, find_hardware(config.engine))
-    build_loaders(options, tokenizer)  # finds the mistakes that only show when the data is looked at
-    answer = report_plan(with_kept_rounds(question, RunFolder(config.run)))
+    folder = RunFolder(config.run)
+    # Finds the mistakes that only show when the data is looked at.
+    loader, _ = build_loaders(options, tokenizer)
+    if text := dry_text(config, loader, folder):
+        say(text)
+    answer = report_plan(with_kept_rounds(question, folder))
     show_plan(answer)
     return 0 if answer.plan is not None else 2
 
@@ -160,9 +172,14 @@ def description(parts: RunParts) -> str:
     return "\n".join(lines)
 
 
-def export_newest(folder: RunFolder, adapters: bool) -> None:
-    """Export the newest checkpoint in Hugging Face format, unless its folder exists already. Raises `HFError`."""
-    step = Checkpointer(folder.checkpoints).latest_step()
+def export_result(folder: RunFolder, adapters: bool, best: bool) -> None:
+    """Export the newest checkpoint in Hugging Face format, unless its folder exists already. Raises `HFError`.
+
+    `best`: the one with the lowest validation loss instead, if there is one.
+    """
+    checkpointer = Checkpointer(folder.checkpoints)
+    step = best_of(kept_losses(checkpointer)) if best else None
+    step = checkpointer.latest_step() if step is None else step
     checkpoint, output = folder.checkpoints / f"step-{step}", folder.path / "export" / f"step-{step}"
     if output.exists():
         return  # a complete run that is started again has exported already
@@ -187,14 +204,17 @@ def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Itera
     """Build the training data, and the validation batches, which are empty when validation is off."""
     config, training = options.config, options.config.training
     sizes = training.seq_len, training.global_batch_size
+    # The model's vocabulary, which data that is token ids may use; the tokenizer's may be smaller.
+    vocab_size = model_config(options, tokenizer.vocab_size)[1].vocab_size
     try:
-        loader = build_loader(config.data, tokenizer, *sizes, config.run.seed)
+        loader = build_loader(config.data, tokenizer, *sizes, config.run.seed, vocab_size=vocab_size)
+        loader.check_first_records()
     except DataError as error:
         raise options.error("data.sources", str(error)) from error
     if not config.validation.interval_steps:
         return loader, ()
     try:
-        return loader, build_validation_loader(config.validation, tokenizer, *sizes, config.data)
+        return loader, build_validation_loader(config.validation, tokenizer, *sizes, config.data, vocab_size)
     except DataError as error:
         raise options.error("validation.sources", str(error)) from error
 

@@ -2,7 +2,7 @@
 
 from torchround.config.command_line import Options, parse_command_line
 from torchround.config.config import Config, EngineTable, PlanTable
-from torchround.config.errors import MODEL_FOLDER, ConfigError, show
+from torchround.config.errors import MODEL_FOLDER, ConfigError, nearest, show
 from torchround.config.load import load_config
 from torchround.config.tables import (
     CheckpointTable,
@@ -42,6 +42,7 @@ __all__ = [
     "TrainingTable",
     "ValidationTable",
     "load_config",
+    "nearest",
     "parse_command_line",
     "show",
     "to_toml",

@@ -7,6 +7,7 @@ from torchround.config.config import Config
 from torchround.config.errors import COMMAND_LINE, ConfigError, config_error, nearest, show
 from torchround.config.load import read_config, take_flag
 from torchround.config.reference import usage
+from torchround.config.usual_names import nearest_value, usual_key
 from torchround.config.validate import RawConfig, all_keys, validate
 
 SWITCHES = ("--print-config", "--dry-run", "--help")
@@ -35,7 +36,7 @@ class Options:
         """Make the error of a name that is not among the known ones."""
         names = sorted(known)
         legal = " or ".join(show(name) for name in names)
-        return self.error(key, f"given {show(given)}; legal: {legal}{nearest(given, names)}")
+        return self.error(key, f"given {show(given)}; legal: {legal}{nearest_value(given, names)}")
 
 
 def parse_command_line(arguments: Sequence[str]) -> Options:
@@ -91,6 +92,8 @@ def _override(rest: list[str]) -> list[str]:
 def _unknown_flag(flag: str) -> ConfigError:
     name = flag.lstrip("-")
     keys = [f"--{table}.{key}" for table, names in all_keys().items() for key in names if key == name]
+    if not keys and (meant := usual_key(name)):
+        keys = [f"--{meant}"]
     hint = f"; nearest: {', '.join(keys)}" if keys else nearest(flag, FLAGS)
     if not flag.startswith("--"):
         return config_error(

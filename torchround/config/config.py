@@ -146,6 +146,11 @@ class Config(Table):
     metrics: MetricsTable = Field(default_factory=MetricsTable)
     trace: TraceTable = Field(default_factory=TraceTable)
 
+    def with_steps(self, steps: int) -> "Config":
+        """Return a copy of the config with `training.steps` set."""
+        training = self.training.model_copy(update={"steps": steps})
+        return self.model_copy(update={"training": training})
+
     @property
     def num_micro_batches(self) -> int:
         """Return M, the micro-batches of one step: `ceil(global_batch_size / micro_batch_size)`."""

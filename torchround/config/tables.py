@@ -101,22 +101,29 @@ class SourceTable(Table):
     real text that every machine has. With `format = "dataset"`, a folder or a name that the package datasets loads.
     Required."""
 
-    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
-    """File format. `text`: one document per file. `jsonl`: one JSON object per line, compressed if the name ends in `.gz`
-    or `.zst`. `parquet`: one document per row. `dataset`: read through the package datasets. `auto`: by the ending of
-    each file's name (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`, `.parquet`), otherwise `text`."""
+    format: Literal["auto", "text", "json", "jsonl", "csv", "tsv", "parquet", "dataset"] = "auto"
+    """File format. `text`: one document per file. `json`: an array of objects, or one object per line. `jsonl`: one JSON
+    object per line, compressed if the name ends in `.gz` or `.zst`. `csv`, `tsv`: a header, and one document per row.
+    `parquet`: one document per row. `dataset`: read through the package datasets. `auto`: by the ending of each file's
+    name (`.json`, `.jsonl`, `.csv`, `.tsv`, `.parquet`), otherwise `text`."""
 
-    content: Literal["text", "messages", "alpaca", "tokens"] = "text"
+    content: Literal["text", "messages", "alpaca", "prompt_completion", "tokens"] = "text"
     """Content of a record. `text`: a string. `messages`: a conversation, as a list of `{role, content}` or of
     `{from, value}` (ShareGPT), with an optional field `tools`. `alpaca`: fields `instruction`, `input` and `output`.
+    `prompt_completion`: fields `prompt` and `completion`, each a string or a list of messages; the completion is learnt.
     `tokens`: a list of token ids, used unchanged. A file of format `text` can only hold `text`."""
 
     field: Name | None = None
-    """Field of each record that holds the content. Not used by `alpaca`. Default: `text`, `messages` (or `conversations`)
+    """Field of each record that holds the content. Not used by `alpaca` and `prompt_completion`. Default: `text`, `messages` (or `conversations`)
     or `tokens`, as `content` says."""
 
     weight: PositiveFloat = 1.0
     """Share of documents drawn from this source, relative to the other sources' weights. Above 0."""
+
+    special_tokens: bool = False
+    """Whether names of special tokens in text (`<|im_start|>`) are tokens, for conversations that a chat template has
+    already written. `false` reads them as plain text, so that no document can fake a turn. Only read with `content =
+    "text"` and with `prompt_completion` that are strings."""
 
     split: Name = "train"
     """Split of a dataset. Only read with `format = "dataset"`."""
@@ -129,7 +136,8 @@ class DataTable(Table):
     """The training data. Documents are packed to `training.seq_len` tokens. Attention stays inside each document."""
 
     sources: Annotated[Many[SourceTable], Field(min_length=1)]
-    """Array of at least one source, each `{path, format, content, field, weight, split, subset}`. Required."""
+    """Array of at least one source, each `{path, format, content, field, weight, special_tokens,
+    split, subset}`. Required."""
 
     shuffle: bool = True
     """Visit the documents in a new random order each epoch, fixed by `run.seed`. `false`: as listed. Compressed
@@ -141,8 +149,8 @@ class DataTable(Table):
     a window; a resumed run packs the window that it is in again."""
 
     epochs: PositiveInt | None = None
-    """Passes over each source, at least 1. After them the run ends with its final checkpoint. Default: sources start over
-    until `training.steps` is reached."""
+    """Passes over each source, at least 1. After them the run ends with its final checkpoint. `training.steps` can be left
+    out then. Default: sources start over until `training.steps` is reached."""
 
     weight_by: Literal["source", "size"] = "source"
     """Meaning of `weight`. `source`: the source's share of the documents drawn. `size`: a factor of the source's number of
@@ -167,6 +175,11 @@ class DataTable(Table):
     in the chat template. `stop`: the run ends after a checkpoint. `skip`: the record is left out and counted, and a
     warning names file and line."""
 
+    max_bad_fraction: Fraction = 0.01
+    """Fraction of a source's records, 0 to 1, that may be bad with `on_bad_record = "skip"`. The run ends with exit code 1
+    after a checkpoint once more are, and more than 10 in each pass. A file that cannot be read is no bad record: it always
+    ends the run."""
+
     on_changed_files: Literal["stop", "go_on"] = "stop"
     """Reaction to data files whose size or number changed since the checkpoint that a run resumes from. `stop`: the run
     refuses to start (exit code 2). `go_on`: it continues at the same document numbers, for example after a bad
@@ -185,11 +198,14 @@ class DataTable(Table):
 class TrainingTable(Table):
     """The length of the run, its batches, its number format, and its reaction to bad steps."""
 
-    steps: PositiveInt = 1000
-    """Optimizer steps of the whole run, resumed parts included. At least 1."""
+    steps: PositiveInt | None = None
+    """Optimizer steps of the whole run, resumed parts included. At least 1. Default: the steps that `data.epochs` make,
+    counted at the start by one reading of the data (3 million tokens per second and thread); 1000 without
+    `data.epochs`."""
 
     seq_len: PositiveInt = 2048
-    """Tokens per packed sequence, at least 1. Activation memory grows linearly with it, attention time quadratically."""
+    """Tokens per packed sequence, at least 1. Activation memory grows linearly with it, attention time quadratically. More
+    than the model's positions (`max_position_embeddings`, RoPE's scaling counted) is a warning."""
 
     global_batch_size: PositiveInt = 8
     """Sequences per optimizer step, at least `micro_batch_size`. Step time grows linearly with it."""
@@ -230,6 +246,12 @@ class TrainingTable(Table):
     """Number of bad steps in a row after which the run ends with exit code 1, a diagnosis and a checkpoint; at least 1.
     A bad step is a spike, or has a loss or gradient that is not finite. A `float16` overflow is not a bad step while the
     loss scale can still fall."""
+
+    @property
+    def num_steps(self) -> int:
+        """Return `steps`. A run sets it before it builds anything that needs it (`run/epoch_steps.py`)."""
+        assert self.steps is not None, "the steps of data.epochs have not been counted yet"
+        return self.steps
 
 
 class OptimizerTable(Table):
@@ -296,7 +318,7 @@ class ValidationTable(Table):
     """The loss on held-out text, measured with forward passes only."""
 
     interval_steps: NonNegativeInt = 0
-    """Steps between validations; 0 switches validation off."""
+    """Steps between validations; 0 switches validation off. A run that ends by itself also validates its last step."""
 
     sources: Many[SourceTable] = ()
     """Array of sources as in `data.sources`. If it is empty, validation uses the share `data.validation_fraction` of the
@@ -304,6 +326,16 @@ class ValidationTable(Table):
 
     max_batches: PositiveInt = 10
     """Global batches per validation, at least 1. Each takes about a third of a training step."""
+
+    keep_best: bool = False
+    """Save a checkpoint after each validation whose loss is the lowest so far, and keep the best of them for ever, besides
+    the ones that `[checkpoint]` keeps. Takes the room of one more checkpoint. `checkpoint.export` then exports the best
+    one. Needs `interval_steps` above 0."""
+
+    patience: NonNegativeInt = 0
+    """Validations in a row without a lower loss after which the run ends, with its final checkpoint and exit code 0. 0
+    never ends it early. The count is part of checkpoints, so a resumed run ends at the same step. Needs
+    `interval_steps` above 0."""
 
 
 class LoraTable(Table):
@@ -338,7 +370,8 @@ class MetricsTable(Table):
     """Reports: how often and where to. Losses are always written to `metrics.jsonl` in the run's folder."""
 
     log_every_steps: PositiveInt = 1
-    """Steps between lines on the console and in `metrics.jsonl`, at least 1."""
+    """Steps between lines on the console and in `metrics.jsonl`, at least 1. A line's loss is the mean over these steps. The
+    last step of a run always has a line."""
 
     wandb: Literal["off", "online", "offline"] = "off"
     """Logging to Weights & Biases. `offline` writes a local run that `wandb sync` can send later. A failure of the logger

@@ -14,6 +14,10 @@ from pydantic_core import ErrorDetails
 from torchround.config.config import Config, PlanTable
 from torchround.config.errors import COMMAND_LINE, ConfigError, mistake, nearest, show
 from torchround.config.key_types import KeyType, describe, locate
+from torchround.config.usual_names import nearest_value, usual_key
+
+DEFAULT_STEPS = 1000
+"""`training.steps` of a run with neither steps nor `data.epochs`."""
 
 Conflict = tuple[tuple[str, ...], str]
 """The keys that cannot be used together, and a message with their values."""
@@ -49,6 +53,8 @@ def validate(raw: RawConfig) -> Config:
         config = Config.model_validate({**empty, **raw.tables})
     except ValidationError as error:
         raise ConfigError(_mistakes(raw, error)) from None
+    if config.training.steps is None and config.data.epochs is None:
+        config = config.with_steps(DEFAULT_STEPS)
     # Only values of the right types can be compared with each other.
     conflicts = [_conflict(raw, keys, message) for keys, message in find_conflicts(config)]
     if conflicts:
@@ -92,7 +98,7 @@ def _message(raw: RawConfig, key: str, key_type: KeyType, details: ErrorDetails)
     shown = show(list(given) if isinstance(given, tuple) else given)
     text = f"given {shown}; legal: {_legal(key, key_type, details)}"
     if isinstance(given, str):
-        return text + nearest(given, key_type.choices())
+        return text + nearest_value(given, key_type.choices())
     if key_type.annotation is str and raw.source_of(key) == COMMAND_LINE:
         text += f"; as a string: --{key} '\"{shown}\"'"
     return text
@@ -111,7 +117,8 @@ def _unknown(key: str, around: KeyType, given: Any) -> str:
     assert table is not None, f"only a table refuses the unknown key {key}"
     outer, _, name = key.rpartition(".")
     known = table.model_fields
-    hint = nearest(name, known)
+    meant = usual_key(name)
+    hint = f"; nearest: {meant}" if meant else nearest(name, known)
     if not outer:
         return f"unknown table; legal: {', '.join(known)}{hint}"
     # A name that is like no key of this table may be a key of another.
@@ -204,7 +211,8 @@ def _rounds(config: Config) -> Iterator[Conflict]:
 
 def _lr_schedule(config: Config) -> Iterator[Conflict]:
     warmup, steps = config.lr_schedule.warmup_steps, config.training.steps
-    if warmup >= steps:
+    # Steps that data.epochs make are checked once they are counted.
+    if steps is not None and warmup >= steps:
         message = (
             f"given {warmup} and {steps}; legal: a warm-up of at most steps - 1 = {steps - 1}; "
             f"for example --lr_schedule.warmup_steps {min(steps - 1, steps // 10)}"
@@ -220,6 +228,13 @@ def _validation(config: Config) -> Iterator[Conflict]:
             "or a data.validation_fraction above 0, or an interval of 0 for off"
         )
         yield ("validation.interval_steps", "validation.sources", "data.validation_fraction"), message
+    table = config.validation
+    for key, value in (("keep_best", table.keep_best), ("patience", table.patience)):
+        if value and not is_on:
+            yield (
+                (f"validation.{key}", "validation.interval_steps"),
+                f"given {show(value)} and 0; legal: an interval above 0, which switches validation on",
+            )
 
 
 def _checkpoint(config: Config) -> Iterator[Conflict]:

@@ -1,6 +1,6 @@
 """The types that readers, tokenizers and packers share: a document, its content, and where a source is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,16 @@ Cursor = list[int]
 class Document:
     """One document: a whole text file (`number` 0), or a record of a file (line or row `number`, from 1).
 
-    `start_byte` is where the file's text or the record's line begins. A record that can only be read in sequence
-    carries its content in `record`.
+    `start_byte` is where the file's text or the record's line begins. `record` is the record, or reads it. `file_bytes`
+    is the size that a text file had when the run began.
     """
 
     path: Path | str
     start_byte: int = 0
     number: int = 0
     unit: str = "line"
-    record: Record | None = field(default=None, repr=False, compare=False)
+    record: Record | Callable[[], Record] | None = field(default=None, repr=False, compare=False)
+    file_bytes: int | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.path}, {self.unit} {self.number}" if self.number else str(self.path)

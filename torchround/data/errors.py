@@ -10,6 +10,18 @@ class DataError(ValueError):
         super().__init__(terminal_safe(message))
 
 
+class DataFileError(DataError):
+    """An error of a file, not of a record: it vanished, changed during the run, or the system could not read it.
+
+    It stops a run whatever `data.on_bad_record` says: leaving out all that is on a lost disk would train on the rest.
+    """
+
+
+def cannot_be_read(path: object, error: OSError) -> DataFileError:
+    """Return the error of a file that the system could not read."""
+    return DataFileError(f"{path}: cannot be read: {error.strerror or error}")
+
+
 class TokenizerError(DataError):
     """An error in the choice of a tokenizer, or in its file: missing, damaged or of an unsupported kind."""
 

@@ -13,9 +13,13 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from torchround.config import DataTable, ValidationTable
 from torchround.data.errors import DataError
-from torchround.data.formats.content import RecordReader
 from torchround.data.formats.sources import Source
-from torchround.data.formats.streams import open_source
+from torchround.data.opening import (
+    WITH_PROMPTS,
+    check_first_records,
+    open_sources,
+    packs_whole_documents,
+)
 from torchround.data.packing.batches import (
     Batches,
     SequenceShuffler,
@@ -27,7 +31,6 @@ from torchround.data.packing.batches import (
 from torchround.data.packing.best_fit import BestFitPacker, in_changed_files
 from torchround.data.packing.contiguous import ContiguousPacker, PackedSequence
 from torchround.data.reading_order import MixSettings, Reader
-from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.data.tokenising import Tokenising
 from torchround.layer import IGNORED_LABEL, MicroBatch
@@ -37,7 +40,6 @@ from torchround.untrusted.terminal import terminal_safe
 logger = logging.getLogger(__name__)
 PREFETCHED_BATCHES = 2
 REPAIRED = "if a record was repaired, --data.on_changed_files go_on keeps the place"
-CONVERSATIONS = ("messages", "alpaca")
 
 
 def build_loader(
@@ -47,14 +49,15 @@ def build_loader(
     global_batch_size: int,
     seed: int,
     epochs: int | None = None,
+    vocab_size: int | None = None,
 ) -> "Loader":
     """Make a loader of batches `[global_batch_size, seq_len]`, endless unless `data.epochs` or `epochs` is given.
 
-    Raises `DataError` if a source is missing or empty, `TokenizerError` if conversations have no template.
+    `vocab_size` is the model's, which bounds data that is token ids; default: the tokenizer's. Raises `DataError` if a source is missing or empty, `TokenizerError` if conversations have no template.
     """
     if epochs is not None:
         data = data.model_copy(update={"epochs": epochs})
-    return Loader(data, tokenizer, seq_len, global_batch_size, seed)
+    return Loader(data, tokenizer, seq_len, global_batch_size, seed, vocab_size=vocab_size)
 
 
 def build_validation_loader(
@@ -63,6 +66,7 @@ def build_validation_loader(
     seq_len: int,
     global_batch_size: int,
     data: DataTable | None = None,
+    vocab_size: int | None = None,
 ) -> "ValidationLoader":
     """Make a loader of the first `validation.max_batches` batches of one unshuffled pass, the same each time.
 
@@ -84,7 +88,8 @@ def build_validation_loader(
             "validation_fraction": held_out,
         }
     )
-    loader = Loader(treated, tokenizer, seq_len, global_batch_size, 0, validation=bool(held_out))
+    sizes = seq_len, global_batch_size
+    loader = Loader(treated, tokenizer, *sizes, 0, validation=bool(held_out), vocab_size=vocab_size)
     found = ValidationLoader(loader, validation.max_batches)
     next(iter(found))  # an error of the validation data should show now, and not after many steps of training
     return found
@@ -107,13 +112,15 @@ class Loader(Iterator[MicroBatch]):
         seed: int,
         *,
         validation: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         self._data = data
         self._tokenizer = tokenizer
         self._seq_len = seq_len
         self._global_batch_size = global_batch_size
         # Opened here and not with the first batch, so that a missing source is an error as soon as the run starts.
-        self._sources = open_sources(data, tokenizer)
+        self._vocab_size = vocab_size or tokenizer.vocab_size
+        self._sources = open_sources(data, tokenizer, self._vocab_size)
         self._mix = mix_settings(data, self._sources, seed, validation)
         self._packs_whole = packs_whole_documents(data)
         self._tokenising: Tokenising | None = None
@@ -181,7 +188,7 @@ class Loader(Iterator[MicroBatch]):
         """Raise `DataError` for a position that no run with these sources could have saved."""
         limits = PositionLimits(
             first_cursors=[source.first_cursor() for source in self._sources],
-            vocab_size=self._tokenizer.vocab_size,
+            vocab_size=self._vocab_size,
             ignored_label=IGNORED_LABEL,
             whole_document_tokens=self._seq_len if self._packs_whole else None,
             shuffle_window=self._data.shuffle_sequences,
@@ -190,6 +197,10 @@ class Loader(Iterator[MicroBatch]):
             check_data_position(position, limits)
         except ValueError as error:
             raise DataError(error) from error
+
+    def check_first_records(self) -> None:
+        """Raise `DataError` if the first records of a source cannot be used. Moves no position."""
+        check_first_records(self._data, self._sources, self._tokenizer)
 
     def close(self) -> None:
         """End the threads. The position stays, and asking for a further batch starts them again."""
@@ -201,6 +212,23 @@ class Loader(Iterator[MicroBatch]):
     def num_tokens(self, batch: MicroBatch) -> int:
         """Count the tokens of one of its batches, without padding."""
         return num_tokens(batch, self._tokenizer.pad_id)
+
+    def epochs_read(self) -> float:
+        """Return about how many passes were read up to the last batch, over the source that is furthest behind."""
+        if self._position is None:
+            return 0.0
+        progress = progress_so_far(self._position)["reader"]["sources"]
+        return float(
+            min(
+                state["epoch"] + source.share_read(state["place"])
+                for source, state in zip(self._sources, progress, strict=True)
+            )
+        )
+
+    def size_bytes(self) -> int | None:
+        """Return the bytes that one pass over all sources reads, None if a source's files do not say it."""
+        sizes = [source.total_bytes() for source in self._sources]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def num_bad_records(self) -> int:
         """Count the records skipped as bad up to the last batch handed out."""
@@ -259,7 +287,7 @@ class Loader(Iterator[MicroBatch]):
             "packing": "best_fit" if self._packs_whole else "contiguous",
         }
         # Keys are added only if they matter, so that positions of runs without these features stay valid.
-        if any(table.content in CONVERSATIONS for table in self._data.sources):
+        if any(table.content in WITH_PROMPTS for table in self._data.sources):
             template = self._tokenizer.templates.digest()
             identity |= {"chat_template": template, "loss_on": self._data.loss_on}
         # A group or window that is half used up must be packed again into the same sequences.
@@ -293,19 +321,6 @@ def what_a_change_costs(position: dict[str, Any] | None, were: Sequence[str], ar
     return text
 
 
-def packs_whole_documents(data: DataTable) -> bool:
-    """Say whether `data.packing` means best-fit packing for these sources."""
-    chats = any(table.content in CONVERSATIONS for table in data.sources)
-    return data.packing == "best_fit" or (data.packing == "auto" and chats)
-
-
-def open_sources(data: DataTable, tokenizer: Tokenizer) -> list[Source]:
-    """Open the sources of a table; the tokenizer's template writes conversations. Raises `DataError`."""
-    chats = any(table.content in CONVERSATIONS for table in data.sources)
-    template = ChatTemplate(tokenizer, data.loss_on) if chats else None
-    return [open_source(table, RecordReader(table, template, tokenizer.vocab_size)) for table in data.sources]
-
-
 def mix_settings(
     data: DataTable, sources: Sequence[Source], seed: int, validation: bool = False
 ) -> MixSettings:
@@ -320,6 +335,7 @@ def mix_settings(
         seed=seed,
         epochs=data.epochs,
         skip_bad=data.on_bad_record == "skip",
+        max_bad_fraction=data.max_bad_fraction,
         held_out=data.validation_fraction,
         validation=validation,
     )

@@ -15,12 +15,14 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from torchround.data.document_types import Content, Cursor, Document
-from torchround.data.errors import DataError
+from torchround.data.errors import DataError, DataFileError
 from torchround.data.formats.sources import Source
 
 logger = logging.getLogger(__name__)
 WARNINGS_SHOWN = 10
 REMEDIES = 'repair it, or leave such records out with data.on_bad_record = "skip"'
+FILE_REMEDY = "a file that cannot be read stops a run in both modes of data.on_bad_record; once it is back, the same command continues"
+LEAST_BAD_RECORDS = 10
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class MixSettings:
     """Settings that fix which documents are read, and in which order.
 
     `epochs = None`: each source starts over in a new order after its last document. Otherwise each document comes
-    exactly `epochs` times, and a source at its end leaves the mix to the others. The fraction `held_out` of the
+    exactly `epochs` times, and a source at its end leaves the mix to the others. With `skip_bad`, bad records are left
+    out up to the fraction `max_bad_fraction` of a source's documents. The fraction `held_out` of the
     documents is for validation: with `validation` only those are read, otherwise only the others.
     """
 
@@ -37,6 +40,7 @@ class MixSettings:
     seed: int = 0
     epochs: int | None = None
     skip_bad: bool = False
+    max_bad_fraction: float = 1.0
     held_out: float = 0.0
     validation: bool = False
 
@@ -45,7 +49,7 @@ class MixSettings:
 class DocumentPiece:
     """A part of document `number` of source number `source`, and whether it is the first and the last part.
 
-    Document numbers continue from epoch to epoch, and include documents that are empty or cannot be used.
+    `special_tokens`: names of special tokens in its text are tokens. Document numbers continue from epoch to epoch, and include documents that are empty or cannot be used.
     """
 
     content: Content
@@ -55,6 +59,7 @@ class DocumentPiece:
     first: bool
     last: bool
     number: int = 0
+    special_tokens: bool = False
 
 
 @dataclass
@@ -114,6 +119,12 @@ class Reader(BaseNode[DocumentPiece]):
 
     def next(self) -> DocumentPiece:
         """Return the next piece, never empty. Raises `StopIteration` after the last epoch."""
+        try:
+            return self._next_piece()
+        except DataFileError as error:
+            raise DataFileError(f"{error} ({FILE_REMEDY})") from error
+
+    def _next_piece(self) -> DocumentPiece:
         while True:
             if self._source is None:
                 self._source, self._offset = self._choose_source(), 0
@@ -132,10 +143,12 @@ class Reader(BaseNode[DocumentPiece]):
         drawn = progress.drawn
         try:
             content, next_offset = self._sources[number].read(document, offset)
+        except DataFileError:
+            raise
         except DataError as error:
             if not self._settings.skip_bad:
                 raise DataError(f"{error} ({REMEDIES})") from error
-            self._skip_bad(progress, error)
+            self._skip_bad(number, error)
             next_offset = None
         # Whether a document is held out is decided with its first piece, so all of its pieces are treated alike.
         if content is None or not len(content) or (offset == 0 and not self._is_wanted(content)):
@@ -150,7 +163,14 @@ class Reader(BaseNode[DocumentPiece]):
         if content is None:
             return None
         return DocumentPiece(
-            content, number, progress.epoch, document, offset == 0, next_offset is None, drawn
+            content,
+            number,
+            progress.epoch,
+            document,
+            first=offset == 0,
+            last=next_offset is None,
+            number=drawn,
+            special_tokens=self._sources[number].special_tokens,
         )
 
     def _choose_source(self) -> int:
@@ -184,8 +204,21 @@ class Reader(BaseNode[DocumentPiece]):
         progress.used = 0
         self._source = None
 
-    def _skip_bad(self, progress: SourceProgress, error: DataError) -> None:
+    def _skip_bad(self, number: int, error: DataError) -> None:
+        """Count a record as bad. Raises `DataError` if its source has had too many of them.
+
+        The counts are part of the saved position, so a resumed run stops at the same record.
+        """
+        progress, bound = self._progress[number], self._settings.max_bad_fraction
         progress.bad += 1
+        # A small source would pass a small fraction with one bad record. The least number is one of each pass, because
+        # later passes meet the same bad records again.
+        least = LEAST_BAD_RECORDS * (progress.epoch + 1)
+        if progress.bad > max(least, bound * (progress.drawn + 1)):
+            raise DataError(
+                f"{error} (source {self._sources[number].name!r}: {progress.bad} of {progress.drawn + 1} records were bad, "
+                f"a fraction of more than data.max_bad_fraction = {bound}; repair them, or raise it)"
+            )
         if len(self.bad_records) < WARNINGS_SHOWN:
             self.bad_records.append(str(error))
             logger.warning("skipped: %s", error)

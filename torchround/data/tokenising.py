@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from torchround.data.document_types import TextSpan, TokenIds
 from torchround.data.errors import DataError
 from torchround.data.packing.contiguous import TokenPiece
 from torchround.data.reading_order import DocumentPiece
+from torchround.data.text.special_tokens import encode_spans, ends_with_special, opens_with, split_special
 from torchround.data.text.tokenizer import Tokenizer
 
 Result = Callable[[], TokenPiece | DataError]
@@ -91,27 +91,28 @@ def tokenise(tokenizer: Tokenizer, piece: DocumentPiece) -> TokenPiece:
     """Turn the content of a piece into tokens.
 
     Token ids stay unchanged, and a conversation is encoded as its template wrote it. Text gets BOS before a document's
-    first token, if the vocabulary has one, and EOS after its last.
+    first token, if the vocabulary has one, and EOS after its last. A source that reads special tokens gets neither twice.
     """
     learn = None
     if isinstance(piece.content, np.ndarray):
         tokens = piece.content
     elif isinstance(piece.content, str):
-        before = [tokenizer.bos_id] if piece.first and tokenizer.bos_id is not None else []
-        after = [tokenizer.eos_id] if piece.last else []
-        framed = (before, tokenizer.encode_array(piece.content), after)
-        tokens = np.concatenate([np.array(ids, dtype=np.int64) for ids in framed])
+        text, special = piece.content, piece.special_tokens
+        begins = piece.first and not (special and opens_with(tokenizer, text, tokenizer.bos_id))
+        ends = piece.last and not (special and ends_with_special(tokenizer, text))
+        before = [tokenizer.bos_id] if begins and tokenizer.bos_id is not None else []
+        after = [tokenizer.eos_id] if ends else []
+        parts = (
+            encode_spans(tokenizer, split_special(tokenizer, text, True))
+            if special
+            else [tokenizer.encode_array(text)]
+        )
+        tokens = np.concatenate([np.array(ids, dtype=np.int64) for ids in (before, *parts, after)])
     else:
-        parts = [_encoded(tokenizer, span) for span in piece.content]
+        parts = encode_spans(tokenizer, piece.content)
         tokens = np.concatenate(parts)
         learn = np.repeat([span.learn for span in piece.content], [len(part) for part in parts])
     return TokenPiece(tokens, piece.first, learn, piece.last, piece.epoch, piece.source, piece.number)
-
-
-def _encoded(tokenizer: Tokenizer, span: TextSpan) -> TokenIds:
-    if span.special:
-        return np.array([tokenizer.special_id(span.text)], dtype=np.int64)
-    return tokenizer.encode_array(span.text)
 
 
 def _itself(error: DataError) -> DataError:

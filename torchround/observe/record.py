@@ -14,7 +14,8 @@ class StepRecord:
 
     `step` counts finished updates, so the first is 1. `tokens` counts the labels trained on since the run
     began, without padding and masked tokens. `tokens_per_s` and `mfu` leave out padding alone. `loss` is the
-    mean over the step's labels, `grad_norm` the norm before clipping. `bubble` and `mfu` are fractions of 1.
+    mean per label over `loss_steps` steps: those since the last record whose loss is finite. `grad_norm` is
+    the step's own, before clipping, and so is `lr`. `bubble` and `mfu` are fractions of 1.
     GiB are 2^30 bytes. None means a value that is not known, such as the `mfu` of a card whose peak is not
     known.
 
@@ -39,6 +40,9 @@ class StepRecord:
     host_gib: float
     skipped_steps: int
     validation_loss: float | None = None
+    loss_steps: int = 1
+    has_virtual_devices: bool = False
+    """Whether device peaks leave activations out: virtual devices count their buffers alone. Not stored."""
 
     busy_s: tuple[float, ...] = ()
     input_wait_s: tuple[float, ...] = ()
@@ -78,6 +82,7 @@ class StepRecord:
             "device_peak_gib": self.device_peak_gib,
             "host_gib": self.host_gib,
             "skipped_steps": self.skipped_steps,
+            "loss_steps": self.loss_steps,
         }
         if self.validation_loss is not None:
             values["validation_loss"] = self.validation_loss

@@ -9,16 +9,22 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 from torchround.observe.record import StepRecord, perplexity
 from torchround.pipeline.memory import GIB, size_text
 
 # The ETA takes the time per step from so many of the newest lines.
 _ETA_LINES = 20
+
+# Between the parts of a console line.
+SEPARATOR = "  "
+# The time of day and the separator after it, and the width of a console that does not tell its own.
+TIME_WIDTH, DEFAULT_WIDTH = 10, 80
 
 # The most lines kept in memory while the disk fails (about 10 MB). They are written once it works again.
 KEPT_LINES = 10_000
@@ -27,7 +33,10 @@ _STYLES = {"step": "bold", "loss": "bold green", "tokens/s": "cyan", "skipped": 
 
 
 class ConsoleReport:
-    """The console's lines, one for each record, on `stream` (default: standard output). Coloured in a terminal."""
+    """The console's lines, one for each record, on `stream` (default: standard output). Coloured in a terminal.
+
+    A line has the parts that fit the terminal's width; `metrics.jsonl` has all figures. `now` gives the local time.
+    """
 
     def __init__(
         self,
@@ -35,8 +44,10 @@ class ConsoleReport:
         resumed_step: int = 0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self.total_steps = total_steps
+        self._now = now
         self._stream = stream if stream is not None else sys.stdout
         self._print = _printer(self._stream)
         self._clock = clock
@@ -45,7 +56,10 @@ class ConsoleReport:
     def log(self, record: StepRecord) -> None:
         """Print the record's line and flush it."""
         self._seen.append((record.step, self._clock()))
-        self._print(line_parts(record, self.total_steps, self._left_s(record)))
+        parts = line_parts(record, self.total_steps, self._left_s(record))
+        # Asked for each line, because the window of a terminal may have another size by then.
+        parts = fitting(parts, line_width(self._stream) - TIME_WIDTH)
+        self._print([f"{self._now():%H:%M:%S}", *(part.text for part in parts)])
         self._stream.flush()
 
     def close(self) -> None:
@@ -59,30 +73,70 @@ class ConsoleReport:
         return max(self.total_steps - record.step, 0) * step_s
 
 
-def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[str]:
-    """Return the parts of a line.
+class LinePart(NamedTuple):
+    """A part of a console line. In a narrow line the parts with the highest `rank` are left out; 0 always stays."""
+
+    rank: int
+    text: str
+
+
+def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[LinePart]:
+    """Return the parts of a line, in the order they are printed, without the time of day.
 
     MFU, device memory, validation loss and skipped steps appear only if there are any.
     """
     parts = [
-        f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
-        f"loss {record.loss:.4f}",
-        f"grad norm {record.grad_norm:.3f}",
-        f"lr {record.lr:.2e}",
-        f"{record.tokens_per_s:,.0f} tokens/s",
+        LinePart(0, f"step {record.step:>{len(str(total_steps))}}/{total_steps}"),
+        LinePart(0, f"loss {record.loss:.4f}"),
+    ]
+    if record.validation_loss is not None:
+        parts.append(LinePart(0, f"validation loss {record.validation_loss:.4f}"))
+    if record.skipped_steps:
+        parts.append(LinePart(1, f"skipped {record.skipped_steps}"))
+    parts += [
+        LinePart(4, f"lr {record.lr:.2e}"),
+        LinePart(5, f"grad norm {record.grad_norm:.3f}"),
+        LinePart(2, f"{record.tokens_per_s:,.0f} tokens/s"),
     ]
     if record.mfu is not None:
-        parts.append(f"MFU {100 * record.mfu:.1f} %")
+        parts.append(LinePart(6, f"MFU {100 * record.mfu:.1f} %"))
     if record.device_peak_gib is not None:
-        parts.append(f"device {size_text(round(record.device_peak_gib * GIB))}")
-    parts.append(f"host {size_text(round(record.host_gib * GIB))}")
+        # Beside a plan, the same word for less would look like a mistake.
+        counted = "device buffers" if record.has_virtual_devices else "device"
+        parts.append(LinePart(7, f"{counted} {size_text(round(record.device_peak_gib * GIB))}"))
+    parts.append(LinePart(8, f"host {size_text(round(record.host_gib * GIB))}"))
     if record.validation_loss is not None:
-        parts.append(f"validation loss {record.validation_loss:.4f}")
-        parts.append(f"perplexity {perplexity(record.validation_loss):.4g}")
-    if record.skipped_steps:
-        parts.append(f"skipped {record.skipped_steps}")
-    parts.append(f"ETA {duration(left_s)}")
+        parts.append(LinePart(9, f"perplexity {perplexity(record.validation_loss):.4g}"))
+    parts.append(LinePart(3, f"ETA {short_duration(left_s)}"))
     return parts
+
+
+def fitting(parts: Sequence[LinePart], width: int) -> list[LinePart]:
+    """Return the most important parts that fit into `width` characters, separators counted, in their order."""
+    kept: list[LinePart] = []
+    for part in sorted(parts, key=lambda part: part.rank):
+        if part.rank and len(SEPARATOR.join(other.text for other in [*kept, part])) > width:
+            break  # not the next smaller one instead: which parts a line has should not change from line to line
+        kept.append(part)
+    return [part for part in parts if part in kept]
+
+
+def line_width(stream: TextIO) -> int:
+    """Return the number of characters that fit on a line of `stream`: the variable COLUMNS, the terminal's, or 80."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
+    try:
+        # A terminal that does not know its width says 0.
+        return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
+    except (OSError, ValueError):
+        return DEFAULT_WIDTH
+
+
+def short_duration(seconds: float) -> str:
+    """Return `duration` without the seconds of a time of a minute or more."""
+    minutes, has_seconds, _ = duration(seconds).partition(" min ")
+    return f"{minutes} min" if has_seconds else minutes
 
 
 def duration(seconds: float) -> str:
@@ -100,16 +154,14 @@ def duration(seconds: float) -> str:
 def _printer(stream: TextIO) -> Callable[[list[str]], None]:
     """Return a function that prints the parts of a line to `stream`, in colour if it is a terminal."""
     if not stream.isatty():
-        return lambda parts: print(" | ".join(parts), file=stream)
+        return lambda parts: print(SEPARATOR.join(parts), file=stream)
     # Imported only here: importing rich draws from Python's random generator.
     from rich.console import Console
     from rich.text import Text
 
     # A wrapped line would break the columns.
     console = Console(file=stream, highlight=False, soft_wrap=True)
-    return lambda parts: console.print(
-        Text(" | ", style="dim").join(Text(part, style=_style(part)) for part in parts)
-    )
+    return lambda parts: console.print(Text(SEPARATOR).join(Text(part, style=_style(part)) for part in parts))
 
 
 def _style(part: str) -> str:

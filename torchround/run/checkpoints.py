@@ -4,7 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torchround.engine.saver import PendingSave, SaveSource
 from torchround.engine.store.host_store import OLDER_WEIGHTS, HostStore
 from torchround.run.resume import StartingWeights, find_checkpoint
 from torchround.run.run_folder import RunError, RunFolder
+from torchround.run.validation import ValidationProgress, best_of, kept_losses, loss_in
 from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,18 @@ logger = logging.getLogger(__name__)
 class RunPosition:
     """The place of a run after `step` steps. Together with the host store's state, a run resumes from it.
 
-    `tokens` counts the labels trained on so far, under the name that metrics and checkpoints use; `data` is the loader's state.
+    `tokens` counts the labels trained on so far, under the name that metrics and checkpoints use; `data` is the loader's
+    state. `validation` is None until the run is validated for the first time.
     """
 
     step: int
     tokens: int
     data: dict[str, Any]
+    validation: ValidationProgress | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return its values as a checkpoint holds them. A run without validations saves none."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class RunCheckpoints:
@@ -61,6 +68,8 @@ class RunCheckpoints:
         self.saved_step = -1  # step 0 can be saved too
         self._first_step = 0
         self._reported_step = 0
+        # The checkpoints that `validation.keep_best` chooses from: step -> validation loss.
+        self._validation_losses: dict[int, float] = {}
         # Position of each save under way, oldest first, and its future result: the line that reports it.
         self._under_way: deque[tuple[RunPosition, PendingSave[str]]] = deque()
 
@@ -75,7 +84,7 @@ class RunCheckpoints:
         Every byte of it is read. Otherwise a run with a damaged last checkpoint would be called complete.
         """
         step = self._checkpointer.latest_step()
-        if step is None or step < self._config.training.steps:
+        if step is None or step < self._config.training.num_steps:
             return None
         try:
             verify_checkpoint(self._checkpointer.checkpoints()[step])
@@ -91,6 +100,8 @@ class RunCheckpoints:
         Raises `RunError` and `CheckpointError`.
         """
         start_s = time.monotonic()
+        if self._config.validation.keep_best:
+            self._validation_losses = kept_losses(self._checkpointer)
         views = store.named_views()
         loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_weight)
         if loaded is None:
@@ -114,11 +125,13 @@ class RunCheckpoints:
                 state.get("spikes"),
                 holds_older_weights,
             )
+            validation = state.get("validation")
+            progress = None if validation is None else ValidationProgress.from_state(validation)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise RunError(f"{loaded.path}: invalid run state in the checkpoint: {error!r}") from error
         self.skipped_steps = state["skipped_steps"]
         self.wandb_run_id = state.get("wandb_run_id")
-        self.positions.append(RunPosition(loaded.step, state["tokens"], state["data"]))
+        self.positions.append(RunPosition(loaded.step, state["tokens"], state["data"], progress))
         self._first_step = self._reported_step = loaded.step
         if loaded.path.parent == self._folder.checkpoints:  # another run's checkpoint is not saved here yet
             self.saved_step = loaded.step
@@ -128,6 +141,16 @@ class RunCheckpoints:
     def starting_weights(self) -> StartingWeights | None:
         """Return the weights of another run, if `checkpoint.load` asks for them to begin with."""
         return StartingWeights(self._config) if self._config.checkpoint.load == "weights" else None
+
+    def best_step(self) -> int | None:
+        """Return the step of the checkpoint with the lowest validation loss; None without `validation.keep_best`."""
+        return best_of(self._validation_losses)
+
+    def add_validation(self, loss: float) -> None:
+        """Note the validation loss of the newest dispatched step. Its checkpoint is saved after this."""
+        position = self.position
+        progress = (position.validation or ValidationProgress()).after(position.step, loss)
+        self.positions[-1] = replace(position, validation=progress)
 
     def begin_save(self, engine: Engine) -> None:
         """Begin to save the run as it is after the newest dispatched step, while training continues. Does not wait."""
@@ -202,13 +225,19 @@ class RunCheckpoints:
         """Write a checkpoint. Returns the line that reports it."""
         start_s = time.monotonic()
         state = {
-            **asdict(position),
+            **position.state(),
             **resume_state,
             "skipped_steps": position.step - resume_state["applied_updates"],
             "wandb_run_id": self.wandb_run_id,
             "config": self._config.model_dump(mode="json"),
         }
+        losses = {step: loss for step, loss in self._validation_losses.items() if step != position.step}
+        if self._config.validation.keep_best and (loss := loss_in(state)) is not None:
+            losses[position.step] = loss
+        # Set before the save, which deletes older checkpoints once the new one is complete, and only then.
+        self._checkpointer.best_step = best_of(losses)
         path: Path = self._checkpointer.save(position.step, tensors, state, watch)
+        self._validation_losses = losses
         return f"saved {path} ({time.monotonic() - start_s:.1f} s)"
 
     def _publish_reported(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from torchround.accelerators import PLANNED_KIND, AcceleratorKind, kind_of, known_kinds, present_kind
 from torchround.config import EngineTable
-from torchround.config.errors import nearest
+from torchround.config.usual_names import nearest_value
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Device
 from torchround.engine.errors import EngineUsageError
 from torchround.pipeline.cards import DeviceSpec, find_device
@@ -148,7 +148,7 @@ def _not_legal(asked: str, kinds: list[str]) -> str:
     """Say why `asked` is refused where these kinds are legal besides the two words."""
     reason = "PyTorch sees none here"
     if asked not in known_kinds():
-        reason = f"no such kind is known{nearest(asked, known_kinds())}"
+        reason = f"no such kind is known{nearest_value(asked, ['auto', 'cpu', *known_kinds()])}"
     elif not kinds:
         reason += f" (this is torch {torch.__version__})"  # a build for the CPU is the usual cause
     names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *kinds))

@@ -114,14 +114,14 @@ def _given_checkpoint(
         raise  # the caller adds which settings differ
     except CheckpointError as error:
         raise RunError(f"checkpoint.load_path: {error}") from error
-    if loaded.step >= config.training.steps:
+    if loaded.step >= config.training.num_steps:
         raise RunError(
             f"checkpoint.load_path: {path} is after step {loaded.step}, and training.steps is "
-            f'{config.training.steps}; legal: more steps, or checkpoint.load = "weights" to begin at step 0 with its '
+            f'{config.training.num_steps}; legal: more steps, or checkpoint.load = "weights" to begin at step 0 with its '
             "weights"
         )
-    # The page in Weights & Biases stays the other run's.
-    return replace(loaded, state={**loaded.state, "wandb_run_id": None})
+    # The page in Weights & Biases stays the other run's, and so do its best checkpoint and the validations since.
+    return replace(loaded, state={**loaded.state, "wandb_run_id": None, "validation": None})
 
 
 def _check_state(loaded: Loaded) -> None:

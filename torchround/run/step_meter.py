@@ -5,6 +5,7 @@ in many steps, and the rate of a step must not depend on whether one of them fol
 because it slows training. Tokens are all that are computed except padding, whether the loss counts them or not.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -78,6 +79,8 @@ class StepMeter:
         """Wait for a step of `num_tokens` tokens without padding and for its update, and count them."""
         update = result.update()
         self._loss, self._grad_norm = result.loss(), update.grad_norm
+        if math.isfinite(self._loss):
+            self._averaged.append((self._loss, result.num_labels))
         self._skipped_steps += update.skipped
         self._optimizer_s += update.seconds
         for name, figure in _FIGURES.items():
@@ -105,7 +108,8 @@ class StepMeter:
         host_allocations = self._last.pool.num_allocations
         record = StepRecord(
             step=step,
-            loss=self._loss,
+            loss=self._mean_loss(),
+            loss_steps=len(self._averaged) or 1,
             grad_norm=self._grad_norm,
             lr=lr,
             tokens=tokens,
@@ -118,6 +122,7 @@ class StepMeter:
             host_gib=host_gib(),
             skipped_steps=self._skipped_steps,
             validation_loss=validation_loss,
+            has_virtual_devices=not any(device.has_link for device in self._devices),
             **{name: tuple(value / self._num_steps for value in sums) for name, sums in self._sums.items()},
             device_peaks_gib=tuple(device.peak_bytes() / GIB for device in self._devices),
             host_peak_gib=host_peak_gib(),
@@ -130,11 +135,31 @@ class StepMeter:
         self._reset(now_s)
         return record
 
+    @property
+    def num_steps(self) -> int:
+        """The number of steps since the last record."""
+        return self._num_steps
+
+    def _mean_loss(self) -> float:
+        """Return the mean loss per label over the steps since the last record whose loss is finite.
+
+        If there is none, return the newest step's.
+        """
+        if len(self._averaged) < 2:
+            # A product and a division would change the last bits of a single loss.
+            return self._averaged[0][0] if self._averaged else self._loss
+        num_labels = sum(labels for _, labels in self._averaged)
+        loss_sum = math.fsum(loss * labels for loss, labels in self._averaged)
+        return loss_sum / num_labels if num_labels else 0.0
+
     def _reset(self, now_s: float | None = None) -> None:
         """Begin an interval."""
         self._start_s = self._clock() if now_s is None else now_s
         self._excluded_s = self._data_s = self._optimizer_s = 0.0
         self._num_steps = self._num_tokens = 0
+        self._averaged: list[
+            tuple[float, int]
+        ] = []  # loss and number of labels of each step with a finite loss
         self._sums = {name: [0.0] * len(self._devices) for name in _FIGURES}
 
 

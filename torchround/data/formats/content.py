@@ -1,7 +1,7 @@
-"""Turns the fields of one record into its content: text, token ids, or a conversation in one of three shapes.
+"""Turns the fields of one record into its content: text, token ids, a conversation, or a prompt with its completion.
 
-The shapes are messages with `role` and `content`, ShareGPT's with `from` and `value`, and Alpaca's instruction and
-output. Each fault of a record is a `DataError` that says where the record is.
+The shapes of conversations are messages with `role` and `content`, ShareGPT's with `from` and `value`, and Alpaca's
+instruction and output. Each fault of a record is a `DataError` that says where the record is.
 """
 
 import json
@@ -11,33 +11,45 @@ from typing import Any
 
 import numpy as np
 
-from torchround.config import SourceTable
+from torchround.config import SourceTable, nearest
 from torchround.data.document_types import Content, Conversation, Document, Record, TextSpan, TokenIds
 from torchround.data.errors import DataError
+from torchround.data.formats.source_files import BYTE_ORDER_MARK
 from torchround.data.text.messages import REASONING
 
-Render = Callable[[Conversation], tuple[TextSpan, ...]]
+Spans = tuple[TextSpan, ...]
+Render = Callable[[Conversation], Spans]
+RenderPair = Callable[[str, str], Spans]
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 DEFAULT_FIELDS = {"text": ("text",), "messages": ("messages", "conversations"), "tokens": ("tokens",)}
 ALPACA_FIELDS = ("instruction", "input", "output", "system", "history")
+PAIR_FIELDS = ("prompt", "completion")
 
 
 @dataclass(frozen=True)
 class RecordReader:
-    """Reader of the records of one source. `render` writes conversations; token ids must be below `vocab_size`."""
+    """Reader of the records of one source. Token ids must be below `vocab_size`. `learns_all`: prompts are learnt too.
+
+    `render` writes conversations, and `render_pair` a prompt and its completion that are plain text.
+    """
 
     table: SourceTable
     render: Render | None = None
     vocab_size: int | None = None
+    render_pair: RenderPair | None = None
+    learns_all: bool = False
 
-    def fields(self) -> tuple[str, ...] | None:
-        """Return the fields that are read, or None for all, as conversations have various fields."""
+    def columns(self, names: list[str]) -> list[str]:
+        """Return those of a table's columns that have to be read: all of them, if a field is missing or fields vary."""
+        if self.table.content in ("messages", "prompt_completion"):
+            return names
         if self.table.content == "alpaca":
-            return ALPACA_FIELDS
-        if self.table.content == "messages":
-            return None
-        return (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
+            # If one is missing, the error lists the fields that there are.
+            is_whole = {"instruction", "output"} <= set(names)
+            return [name for name in names if name in ALPACA_FIELDS] if is_whole else names
+        wanted = (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
+        return [name for name in names if name in wanted] or names
 
     def read(self, document: Document, record: Record) -> Content:
         """Return the content of a document's record; a blank line gives an empty text. Raises `DataError`."""
@@ -55,37 +67,78 @@ class RecordReader:
             raise DataError(f"a JSON {type(record).__name__}, not an object with fields")
         if self.table.content == "alpaca":
             return self._rendered(_from_alpaca(record))
+        if self.table.content == "prompt_completion":
+            return self._pair(record)
         value = self._value(record)
         if self.table.content == "messages":
-            return self._rendered(_from_messages(value, record))
+            return self._rendered(_from_messages(_unpacked(value), record))
         if self.table.content == "tokens":
             return _ids(value, self.vocab_size)
         if not isinstance(value, str):
-            raise DataError(f"the text is a {type(value).__name__}, not a string")
+            raise DataError(f"the text is {_kind(value)}, not a string")
         return value
+
+    def _pair(self, record: dict[str, Any]) -> Spans:
+        """Return a prompt and its completion, of which only the completion is learnt."""
+        prompt, completion = (_unpacked(_required(record, name)) for name in PAIR_FIELDS)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            assert self.render_pair is not None, f"source {self.table.path} has no tokenizer for its pairs"
+            if not completion:
+                raise DataError("field 'completion' is an empty string")
+            return self.render_pair(prompt, completion)
+        return self._rendered(_from_pair(prompt, completion, record.get("tools"), self.learns_all))
 
     def _value(self, record: dict[str, Any]) -> Any:
         names = (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
         for name in names:
             if name in record:
                 return record[name]
-        wanted = " or ".join(repr(name) for name in names)
-        fields = ", ".join(sorted(map(str, record))) or "none"
         # Often the content kind is wrong rather than the field: say so if a field of another kind is there.
         meant = next((kind for kind, known in DEFAULT_FIELDS.items() if record.keys() & set(known)), None)
+        meant = "prompt_completion" if record.keys() >= set(PAIR_FIELDS) else meant
+        meant = "alpaca" if record.keys() >= {"instruction", "output"} else meant
         hint = " (the source's key field names the one to read)"
         if meant not in (None, self.table.content):
             hint = f' (is it a source of content = "{meant}"?)'
-        raise DataError(f"no field {wanted}; fields: {fields}{hint}")
+        raise DataError(_no_field(record, names) + hint)
 
-    def _rendered(self, conversation: Conversation) -> tuple[TextSpan, ...]:
+    def _rendered(self, conversation: Conversation) -> Spans:
         assert self.render is not None, f"source {self.table.path} holds conversations and has no template"
         return self.render(conversation)
 
 
+def _no_field(record: dict[str, Any], names: tuple[str, ...]) -> str:
+    wanted = " or ".join(repr(name) for name in names)
+    known = sorted(map(str, record))
+    return f"no field {wanted}; fields: {', '.join(known) or 'none'}{nearest(names[0], known)}"
+
+
+def _required(record: dict[str, Any], name: str) -> Any:
+    if name not in record:
+        raise DataError(_no_field(record, (name,)))
+    return record[name]
+
+
+def _kind(value: Any) -> str:
+    """Name the type of a value, as a message says it."""
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def _unpacked(value: Any) -> Any:
+    """Return messages that a column of text holds as JSON, as CSV does. Text that is no JSON list stays text."""
+    if isinstance(value, str) and value.lstrip()[:2] in ("[{", "[ ", "[\n"):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        return found if isinstance(found, list) else value
+    return value
+
+
 def _parsed(line: bytes) -> Any:
     try:
-        return json.loads(line.decode())
+        # Editors on Windows begin a file with a mark that JSON does not have.
+        return json.loads(line.removeprefix(BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError as error:
         bad = error.object[error.start]
         raise DataError(f"not valid UTF-8 (byte 0x{bad:02x}: {error.reason})") from error
@@ -117,6 +170,35 @@ def _from_messages(value: Any, record: dict[str, Any]) -> Conversation:
     return replace(_conversation(messages, record.get("tools")), settings=settings)
 
 
+def _from_pair(prompt: Any, completion: Any, tools: Any, learns_all: bool) -> Conversation:
+    """Return the conversation of a prompt and its completion. A plain text is a message of the user or the assistant."""
+    turns = []
+    for name, value, role in (("prompt", prompt, "user"), ("completion", completion, "assistant")):
+        if isinstance(value, str):
+            value = [{"role": role, "content": value}]
+        if not isinstance(value, list) or not value:
+            raise DataError(f"field {name!r} is {_kind(value)}, not a string or a list of messages")
+        turns.append([_message(message, index) for index, message in enumerate(value)])
+    if not any(message["role"] == "assistant" for message in turns[1]):
+        raise DataError("field 'completion' has no message of the assistant")
+    for message in turns[0]:
+        if message["role"] == "assistant" and not learns_all:
+            message["train"] = False  # answers in the prompt are examples for the model to read
+    return _conversation([*turns[0], *turns[1]], tools)
+
+
+def _joined_parts(parts: list[Any], where: str) -> str:
+    """Return the text of a message whose content is a list of parts, `{type: "text", text: ...}`."""
+    texts = []
+    for number, part in enumerate(parts):
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else ("text", part)
+        if kind != "text" or not isinstance(text, str):
+            given = f"of type {kind!r}" if kind != "text" else f"{_kind(text)} and no string"
+            raise DataError(f"{where}: part {number} of the content is {given}; legal: parts of type 'text'")
+        texts.append(text)
+    return "".join(texts)
+
+
 def _message(message: Any, index: int) -> dict[str, Any]:
     """Return a message with `role` and `content`, from either shape, without the fields that are null."""
     if not isinstance(message, dict):
@@ -129,20 +211,20 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     if not isinstance(fields.get("role"), str):
         raise DataError(f"message {index} has no role; fields: {', '.join(map(str, message)) or 'none'}")
     content = fields.setdefault("content", None)
+    if isinstance(content, list):
+        content = fields["content"] = _joined_parts(content, f"message {index} ({fields['role']})")
     # Calls and thoughts may come without any answer.
     if content is None and any(fields.get(name) for name in ("tool_calls", *REASONING)):
         fields["content"] = ""
     elif not isinstance(content, str):
-        raise DataError(
-            f"message {index} ({fields['role']}): the content is a {type(content).__name__}, not a string"
-        )
+        raise DataError(f"message {index} ({fields['role']}): the content is {_kind(content)}, not a string")
     return fields
 
 
 def _from_alpaca(record: dict[str, Any]) -> Conversation:
     for name in ("instruction", "output"):
-        if not isinstance(record.get(name), str):
-            raise DataError(f"field {name!r} is a {type(record.get(name)).__name__}, not a string")
+        if not isinstance(_required(record, name), str):
+            raise DataError(f"field {name!r} is {_kind(record[name])}, not a string")
     question, further, system = (
         record["instruction"],
         *(_optional_text(record, name) for name in ("input", "system")),

@@ -1,7 +1,8 @@
-"""Finds the files that a path or glob names, and reads plain text piece by piece and plain records line by line."""
+"""Finds the files that a path or glob names, finds the lines of a file, and reads plain text piece by piece."""
 
 import codecs
 import glob
+import logging
 import os
 import re
 import sysconfig
@@ -14,13 +15,26 @@ from pathlib import Path
 import numpy as np
 
 from torchround.data.document_types import TokenIds
-from torchround.data.errors import DataError
-from torchround.untrusted.data_limits import read_bounded_line
+from torchround.data.errors import DataError, DataFileError, cannot_be_read
 
+logger = logging.getLogger(__name__)
 PYTHON_STDLIB = "python-stdlib"
 NOT_STDLIB_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-JSONL_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-FILES_SAMPLED = 1000
+JSONL_ENDINGS = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+KINDS = {".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+BYTE_ORDER_MARK = codecs.BOM_UTF8
+# The first bytes of files that are often taken for text, and what to do about each.
+PACKED = {
+    b"PAR1": 'a parquet file: source key format = "parquet"',
+    b"ARROW1": 'an Arrow file: format = "dataset" with the folder that save_to_disk wrote reads such files',
+    b"\x1f\x8b": "a gzip archive: of these, only .jsonl.gz and .json.gz are read",
+    b"\x28\xb5\x2f\xfd": "a zstd archive: of these, only .jsonl.zst and .json.zst are read",
+    b"PK\x03\x04": "a zip archive, or a document of an office program: unpack it, or export it as CSV",
+    b"BZh": "a bzip2 archive: unpack it",
+    b"\xfd7zXZ": "an xz archive: unpack it",
+    b"%PDF-": "a PDF file: extract its text",
+}
+FILES_SAMPLED, FOLDERS_SAMPLED = 1000, 1000
 PIECE_SIZE = 1 << 16
 SCAN_BYTES = 1 << 20
 
@@ -31,6 +45,10 @@ def find_files(path: str) -> list[Path]:
         return _stdlib_files()
     path = os.path.expanduser(path)
     if os.path.isdir(path):
+        if is_saved_dataset(path):
+            raise DataError(
+                f'source {path!r} is a folder that save_to_disk wrote; source key format = "dataset" reads it'
+            )
         such = f"{path.rstrip('/')}/**/*{_usual_ending(path)}"
         raise DataError(f"source {path!r} is a folder; name its files with a glob such as {such!r}")
     if os.path.isfile(path):
@@ -39,15 +57,56 @@ def find_files(path: str) -> list[Path]:
         raise DataError(f"source {path!r}: {path}: not an ordinary file")
     if not glob.has_magic(path):
         raise DataError(f"source {path!r} does not exist (working directory: {os.getcwd()})")
-    found = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
+    names = sorted(glob.glob(_literal_beginning(path), recursive=True))
+    broken = next((name for name in names if os.path.islink(name) and not os.path.exists(name)), None)
+    if broken is not None:
+        raise DataError(f"source {path!r}: {broken} is a link to {os.readlink(broken)}, which does not exist")
+    found = [name for name in names if os.path.isfile(name)]
     if not found:
-        raise DataError(f"source {path!r}: no file matches (working directory: {os.getcwd()})")
-    return [Path(name) for name in found]
+        hint = (
+            "; [ begins a set of letters in a glob, and [[] means the letter [ itself" if "[" in path else ""
+        )
+        raise DataError(f"source {path!r}: no file matches (working directory: {os.getcwd()}){hint}")
+    return [Path(name) for name in _each_once(path, found)]
+
+
+def is_saved_dataset(folder: str | Path) -> bool:
+    """Say whether a folder was written by `save_to_disk` of the package datasets."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json"))
+
+
+def _literal_beginning(path: str) -> str:
+    """Escape the glob letters of the leading folders that exist under just these names, such as `data/run[1]`."""
+    *folders, last = path.split("/")
+    for count in range(len(folders), 0, -1):
+        beginning = "/".join(folders[:count])
+        if os.path.isdir(beginning):
+            return "/".join([glob.escape(beginning), *folders[count:], last])
+    return path
+
+
+def _each_once(path: str, names: list[str]) -> list[str]:
+    """Leave out names that lead to a file of an earlier name, with a warning: a link may even lead into its own folder."""
+    # Real paths are slow to find: one look-up for each folder and each link, instead of one for each file.
+    folders = {folder: os.path.realpath(folder) for folder in {os.path.dirname(name) for name in names}}
+    first_names: dict[str, str] = {}
+    for name in names:
+        folder, file = os.path.split(name)
+        real = os.path.realpath(name) if os.path.islink(name) else os.path.join(folders[folder], file)
+        first_names.setdefault(real, name)
+    num_repeated = len(names) - len(first_names)
+    if num_repeated:
+        logger.warning(
+            "source %r: %d of %d names are links to files that it has already; each file is read once",
+            *(path, num_repeated, len(names)),
+        )
+    return list(first_names.values())
 
 
 def _usual_ending(folder: str) -> str:
     """Return the most common ending among the first files in and below `folder`, or `.txt` if no file has one."""
-    names = (name for _, _, names in os.walk(folder) for name in sorted(names))
+    folders = islice(os.walk(folder, followlinks=True), FOLDERS_SAMPLED)  # links may lead round in circles
+    names = (name for _, _, names in folders for name in sorted(names))
     endings = Counter(
         next((known for known in JSONL_ENDINGS if name.endswith(known)), os.path.splitext(name)[1])
         for name in islice(names, FILES_SAMPLED)
@@ -78,12 +137,12 @@ def _is_utf8(path: Path) -> bool:
 
 
 def kind_of(path: Path, format: str) -> str:
-    """Return `text`, `jsonl` or `parquet`. The format `auto` decides by the ending of the name."""
+    """Return `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`. The format `auto` decides by the ending of the name."""
     if format != "auto":
         return format
     if path.name.endswith(JSONL_ENDINGS):
         return "jsonl"
-    return "parquet" if path.suffix == ".parquet" else "text"
+    return KINDS.get(path.suffix, "text")
 
 
 def is_compressed(path: Path) -> bool:
@@ -98,7 +157,27 @@ def size_bytes(path: Path) -> int:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise cannot_be_read(path, error) from error
+
+
+def refuse_changed(path: Path | str, now_bytes: int, were_bytes: int | None) -> None:
+    """Raise `DataFileError` if a file has another size than at the run's start. `None`: the size is not known."""
+    if were_bytes is not None and now_bytes != were_bytes:
+        raise DataFileError(
+            f"{path}: has {now_bytes} bytes and had {were_bytes} when the run began; another program has changed it"
+        )
+
+
+def refuse_packed(path: Path) -> None:
+    """Raise `DataError` for a file that would be read as text and is an archive, or of another kind than text."""
+    try:
+        with path.open("rb") as file:
+            begins = file.read(max(map(len, PACKED)))
+    except OSError as error:
+        raise cannot_be_read(path, error) from error
+    for magic, advice in PACKED.items():
+        if begins.startswith(magic):
+            raise DataError(f"{path} is no text but {advice}")
 
 
 def line_starts(path: Path) -> TokenIds:
@@ -114,27 +193,20 @@ def line_starts(path: Path) -> TokenIds:
     return np.frombuffer(starts, dtype=np.int64)
 
 
-def read_line(path: Path | str, start_byte: int) -> bytes:
-    """Read the line that begins at `start_byte`. Raises `DataError`, also for a line that is too long."""
+def read_file_piece(path: Path | str, offset: int, file_bytes: int | None = None) -> tuple[str, int | None]:
+    """Read the piece of text at byte `offset`; return it and the next offset, None at the end.
+
+    Raises `DataError`: a `DataFileError` if the file has another size than `file_bytes` or cannot be read.
+    """
     try:
         with open(path, "rb") as file:
-            file.seek(start_byte)
-            return read_bounded_line(file)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DataError(f"{path}: the line at byte {start_byte} is {error}") from error
-
-
-def read_file_piece(path: Path | str, offset: int) -> tuple[str, int | None]:
-    """Read the piece of text at byte `offset`; return it and the next offset, None at the end. Raises `DataError`."""
-    try:
-        with open(path, "rb") as file:
+            now_bytes = os.fstat(file.fileno()).st_size
+            refuse_changed(path, now_bytes, file_bytes)
             file.seek(offset)
             data = file.read(PIECE_SIZE)
-            ends = offset + len(data) >= os.fstat(file.fileno()).st_size
+            ends = offset + len(data) >= now_bytes
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise cannot_be_read(path, error) from error
     try:
         # Incremental: a piece may end in the middle of a character, whose bytes then belong to the next piece.
         text = codecs.getincrementaldecoder("utf-8")().decode(data, final=ends)
@@ -176,7 +248,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
             while block := file.read(SCAN_BYTES):
                 yield block
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise cannot_be_read(path, error) from error
 
 
 def _line_of(path: Path, offset: int) -> int:

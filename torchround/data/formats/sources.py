@@ -6,9 +6,10 @@ stays small and a saved position never holds more than one piece.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +19,8 @@ from torchround.config import SourceTable
 from torchround.data.document_types import Content, Cursor, Document
 from torchround.data.errors import DataError
 from torchround.data.formats.content import RecordReader
-from torchround.data.formats.source_files import (
-    PIECE_SIZE,
-    kind_of,
-    line_starts,
-    piece_end,
-    read_file_piece,
-    read_line,
-    size_bytes,
-)
+from torchround.data.formats.file_index import index_file
+from torchround.data.formats.source_files import PIECE_SIZE, piece_end, read_file_piece
 
 BLOCK_RECORDS = 8192
 BLOCK_BYTES = 1 << 25
@@ -37,6 +31,7 @@ class Source(ABC):
 
     def __init__(self, table: SourceTable, records: RecordReader) -> None:
         self.name = table.path
+        self.special_tokens = table.special_tokens
         self._records = records
         self._last_read: tuple[Document, Content] | None = None
 
@@ -52,8 +47,20 @@ class Source(ABC):
         """
 
     @abstractmethod
+    def first_documents(self, count: int) -> list[Document]:
+        """Return the first `count` documents as listed, or fewer if there are no more. Moves no cursor."""
+
+    @abstractmethod
     def count(self) -> int:
         """Count the documents of one pass, blank ones included. May read all of them. Raises `DataError`."""
+
+    @abstractmethod
+    def share_read(self, cursor: Cursor) -> float:
+        """Return about which fraction of a pass lies before `cursor`, 0 to 1."""
+
+    def total_bytes(self) -> int | None:
+        """Return the bytes that a pass reads, None if the files do not say it."""
+        return None
 
     @abstractmethod
     def layout(self) -> str:
@@ -62,7 +69,8 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """Describe everything that must be unchanged for a saved position to mean the same documents."""
         table = self._records.table
-        return f"{self.layout()} as {table.content} {table.field or ''}".rstrip()
+        special = " with special tokens" if table.special_tokens else ""
+        return f"{self.layout()} as {table.content} {table.field or ''}".rstrip() + special
 
     def read(self, document: Document, offset: int) -> tuple[Content, int | None]:
         """Read the piece of a document at `offset`; return it and the next offset, or None after the last piece.
@@ -70,8 +78,10 @@ class Source(ABC):
         The first offset is 0. It counts bytes of a text file, and characters or token ids of a record. A
         conversation is a single piece. Raises `DataError`.
         """
-        if not document.number:
-            return read_file_piece(document.path, offset)
+        if document.record is None:
+            return read_file_piece(document.path, offset, document.file_bytes)
+        if offset == 0:
+            self._last_read = None  # a later pass reads the file again: it may be gone
         content = self._content(document)
         if isinstance(content, tuple):
             return content, None
@@ -84,30 +94,29 @@ class Source(ABC):
         # A long record is asked for once per piece: keeping the last one avoids parsing it each time.
         if self._last_read is None or self._last_read[0] != document:
             record = document.record
-            if record is None:
-                record = read_line(document.path, document.start_byte)
+            assert record is not None, f"{document} is a text and no record"
+            if callable(record):
+                record = record()
             self._last_read = document, self._records.read(document, record)
         return self._last_read[1]
 
 
 class IndexedFiles(Source):
-    """Plain text and plain JSONL files, in the order of their names. The cursor is the number of a document.
+    """Files that are not packed, in the order of their names. The cursor is the number of a document.
 
-    The index takes 8 bytes of memory per line. Raises `DataError` if all files are empty.
+    The index takes 8 bytes of memory per record. Raises `DataError` if no file holds a document.
     """
 
     def __init__(self, table: SourceTable, records: RecordReader, paths: list[Path]) -> None:
         super().__init__(table, records)
-        self._paths = paths
-        self._sizes = [size_bytes(path) for path in paths]
+        self._files = [index_file(path, table.format) for path in paths]
+        self._sizes = [file.file_bytes for file in self._files]
         if not any(self._sizes):
             raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")
-        self._line_starts = [
-            line_starts(path) if kind_of(path, table.format) == "jsonl" else None for path in paths
-        ]
-        counts = [1 if starts is None else len(starts) for starts in self._line_starts]
         # Documents up to the end of each file: a binary search in it finds the file of a document.
-        self._ends = np.array(list(accumulate(counts)), dtype=np.int64)
+        self._ends = np.array(list(accumulate(map(len, self._files))), dtype=np.int64)
+        if not self._ends[-1]:
+            raise DataError(f"source {table.path!r}: none of its {len(paths)} files holds a record")
         self._shuffled: tuple[str, npt.NDArray[np.integer]] = "", np.empty(0, dtype=np.int64)
 
     def first_cursor(self) -> Cursor:
@@ -126,9 +135,21 @@ class IndexedFiles(Source):
             self._shuffled = key, shuffled(self.count(), key)
         return self._document(int(self._shuffled[1][number])), [number + 1]
 
+    def first_documents(self, count: int) -> list[Document]:
+        """Return the first documents of the first files."""
+        return [self._document(index) for index in range(min(count, self.count()))]
+
     def count(self) -> int:
         """Count documents. Blank lines and empty files are included: the reader passes over them."""
         return int(self._ends[-1])
+
+    def share_read(self, cursor: Cursor) -> float:
+        """Return the fraction of the documents before `cursor`."""
+        return cursor[0] / max(self.count(), 1)
+
+    def total_bytes(self) -> int:
+        """Return the size of all files."""
+        return sum(self._sizes)
 
     def layout(self) -> str:
         """Describe the number of documents and the sizes of the files."""
@@ -137,22 +158,19 @@ class IndexedFiles(Source):
 
     def _document(self, index: int) -> Document:
         file = int(np.searchsorted(self._ends, index, side="right"))
-        path, starts = self._paths[file], self._line_starts[file]
-        if starts is None:
-            return Document(path)
-        line = index - int(self._ends[file]) + len(starts)
-        return Document(path, int(starts[line]), line + 1)
+        found = self._files[file]
+        return found.document(index - int(self._ends[file]) + len(found))
 
 
 @dataclass(frozen=True)
 class StreamPart:
     """A part of a record stream that can be opened by itself: a file, a row group, a shard.
 
-    `open(n)` yields its documents from the n-th on. `count()` may have to read the whole part. `size` enters the
+    `open(n)` generates its documents from the n-th on. `count()` may have to read the whole part. `size` enters the
     fingerprint.
     """
 
-    open: Callable[[int], Iterator[Document]]
+    open: Callable[[int], Generator[Document, None, None]]
     count: Callable[[], int]
     size: int | str
 
@@ -187,9 +205,23 @@ class RecordStream(Source):
             rank, start, index = rank + 1, 0, 0
         return None
 
+    def first_documents(self, count: int) -> list[Document]:
+        """Return the first documents of the first parts, which are opened for this alone."""
+        documents: list[Document] = []
+        for part in self._parts:
+            with closing(part.open(0)) as records:
+                documents += islice(records, count - len(documents))
+            if len(documents) == count:
+                break
+        return documents
+
     def count(self) -> int:
         """Count the documents of all parts."""
         return sum(part.count() for part in self._parts)
+
+    def share_read(self, cursor: Cursor) -> float:
+        """Return the fraction of the parts before `cursor`: records in a part are not counted before they are read."""
+        return cursor[0] / max(len(self._parts), 1)
 
     def layout(self) -> str:
         """Describe the number and sizes of the parts."""
@@ -210,9 +242,10 @@ class RecordStream(Source):
     def _read(self, part: int, start: int) -> list[Document]:
         """Read the records of one block of a part, from record `start` on."""
         # Usually the part is already open at this record: the previous block ended there.
-        if self._reading[:2] != (part, start):
-            self._reading = part, start, self._parts[part].open(start)
-        records = self._reading[2]
+        is_open = self._reading[:2] == (part, start)
+        records = self._reading[2] if is_open else self._parts[part].open(start)
+        # A generator that has raised an error looks as if its part had ended: it must not be asked again.
+        self._reading = -1, 0, iter(())
         documents: list[Document] = []
         num_bytes = 0
         while len(documents) < BLOCK_RECORDS and num_bytes < BLOCK_BYTES:

@@ -142,8 +142,8 @@ class DroppedFields:
             if is_dropped:
                 self._left[kind] = 0
                 logger.warning(
-                    "the chat template leaves out %s of a conversation, so the model does not learn from them; "
-                    "another template may write them (tokenizer.chat_template); this is said once",
+                    "the chat template leaves out %s of a conversation, which the model then never sees; another template "
+                    "may write it (tokenizer.chat_template); this is said once",
                     kind,
                 )
         for kind in self._left:

@@ -1,4 +1,4 @@
-"""Finds a tokenizer's chat templates, and the files that carry tokenizer and templates into an export.
+"""Finds a tokenizer's chat templates, and copies tokenizer and templates into an export.
 
 A folder holds templates in one of two ways. `chat_template.jinja` is the default, and each file of
 `additional_chat_templates/` has another name. Older folders have them in `tokenizer_config.json`, as one text or as a
@@ -8,6 +8,7 @@ list with names. Files come first, as in transformers.
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,27 +71,6 @@ def find_templates(
     return TemplateSources(named.get(DEFAULT), named.get(WITH_TOOLS), file, settings)
 
 
-def exported_files(given: str | None, folder: Path | None) -> dict[str, Path]:
-    """Map the names of the files that an export needs to the files to copy.
-
-    `given` is the key `tokenizer.chat_template`; its template takes the place of the folder's. `folder` holds the
-    tokenizer; it is None for a tokenizer without files. Raises `TokenizerError` if the template of the key is gone.
-    """
-    files = {}
-    if folder is not None:
-        files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
-    if given is not None:
-        path = Path(os.path.expanduser(given))
-        _read_given(given, path)
-        files[TEMPLATE_FILE] = path
-    elif folder is not None:
-        more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
-        files |= {
-            str(path.relative_to(folder)): path for path in (folder / TEMPLATE_FILE, *more) if path.is_file()
-        }
-    return files
-
-
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a `tokenizer_config.json`; a file that is not there has no settings. Raises `TokenizerError`."""
     if not path.is_file():
@@ -146,3 +126,72 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise TokenizerError(f"chat template {path}: cannot be read: {error}") from error
+
+
+# Exports.
+
+
+def export_tokenizer(
+    target: Path, state: Mapping[str, Any], base: Path | None, moved: Path | None = None
+) -> list[str]:
+    """Copy the files into the folder `target`. Returns their names, relative to it.
+
+    `state` is what a checkpoint holds of its run: its config, and the position in its data. `base` is the model's folder,
+    whose tokenizer a run uses unless its config names another one. `moved` is a folder that has taken the place of the
+    run's. Raises `TokenizerError` if a run on conversations had another template than the one that is found now.
+    """
+    table = state["config"]["tokenizer"]
+    given = table.get("chat_template")
+    if moved is not None and given is not None and not Path(given).expanduser().is_file():
+        given = None  # the folder that is given holds the template too
+    folder = moved or table["path"] or (None if table.get("name") else base)
+    place = None if folder is None else _folder(Path(folder).expanduser())
+    _check_template(state, given, place)
+    files = _exported_files(given, place)
+    for name, path in files.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target / name)
+    return sorted(files)
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder of a tokenizer, which may be given as a file."""
+    folder = path if path.is_dir() else path.parent
+    return folder.parent if folder.name == "original" else folder
+
+
+def _check_template(state: Mapping[str, Any], given: str | None, folder: Path | None) -> None:
+    # A run on conversations saves its template's digest with the position in the data; other runs have none.
+    data = state.get("data")
+    identity = data.get("data") if isinstance(data, dict) else None
+    trained = identity.get("chat_template") if isinstance(identity, dict) else None
+    if trained is None:
+        return
+    templates = find_templates(given, folder, state["config"]["tokenizer"].get("chat_template_kwargs"))
+    # Runs of earlier versions used the default alone.
+    if trained not in (templates.digest(), TemplateSources(templates.default).digest()):
+        raise TokenizerError(
+            f"the run trained with another chat template than the one in {templates.file or folder}; an export carries the "
+            "template of its run: put that one back, or name a folder that holds it with --tokenizer"
+        )
+
+
+def _exported_files(given: str | None, folder: Path | None) -> dict[str, Path]:
+    """Map the names of the files that an export needs to the files to copy.
+
+    `given` is the key `tokenizer.chat_template`; its template takes the place of the folder's. `folder` holds the
+    tokenizer; it is None for a tokenizer without files. Raises `TokenizerError` if the template of the key is gone.
+    """
+    files = {}
+    if folder is not None:
+        files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    if given is not None:
+        path = Path(os.path.expanduser(given))
+        _read_given(given, path)
+        files[TEMPLATE_FILE] = path
+    elif folder is not None:
+        more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+        files |= {
+            str(path.relative_to(folder)): path for path in (folder / TEMPLATE_FILE, *more) if path.is_file()
+        }
+    return files

@@ -109,6 +109,13 @@ class Tokenizer:
         return ids.astype(np.int64)
 
     @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Pattern, with one group, of the names of special tokens. The longest name at a place is found."""
+        longest_first = sorted(self.special, key=len, reverse=True)
+        # A name is not empty; without any name, the pattern matches nowhere.
+        return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+    @cached_property
     def _in_text(self) -> re.Pattern[str] | None:
         """Pattern of the added tokens in text. The longest come first, so that the longest one at a place is found."""
         longest_first = sorted(self.in_text, key=len, reverse=True)

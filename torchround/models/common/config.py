@@ -24,8 +24,8 @@ class TransformerConfig:
     A family's own config adds only what differs, and the family turns it into the settings of each block
     (`decoder.BlockSettings`).
 
-    `head_dim` need not be `hidden_size / num_heads`. `max_positions` is the longest document that the model was
-    trained for; nothing is allocated for it. With `tied_embeddings` the head's projection is the embedding.
+    `head_dim` need not be `hidden_size / num_heads`. `max_positions` is the longest document that the model's maker
+    states; nothing is allocated for it. With `tied_embeddings` the head's projection is the embedding.
     """
 
     num_layers: int
@@ -50,3 +50,8 @@ class TransformerConfig:
             )
         if self.head_dim % 2:
             raise ModelConfigError(f"head_dim = {self.head_dim}, must be even: RoPE rotates pairs")
+
+    @property
+    def known_positions(self) -> int:
+        """Longest document, in tokens, that the model was trained for, or that its scaled RoPE is made for."""
+        return self.rope.known_positions(self.max_positions)

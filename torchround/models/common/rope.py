@@ -52,6 +52,21 @@ class Rope:
     theta: float
     scaling: Llama3Scaling | YarnScaling | None = None
 
+    def known_positions(self, stated: int) -> int:
+        """Return the longest document, in tokens, of a model whose config states `stated` positions.
+
+        A scaling multiplies the original positions by its factor. Releases of Llama state the product or less. With YaRN,
+        some state the original positions, or a little more.
+        """
+        if self.scaling is None:
+            return stated
+        is_stretched = stated > self.scaling.original_positions and isinstance(self.scaling, Llama3Scaling)
+        return (
+            stated
+            if is_stretched
+            else max(stated, int(self.scaling.factor * self.scaling.original_positions))
+        )
+
     @property
     def magnitude(self) -> float:
         """The factor on cosines and sines."""

@@ -1,0 +1,158 @@
+"""What `doctor` says of a machine: facts and rates that were measured, each shipped config planned, nothing left behind."""
+
+import platform
+import re
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchround.commands import doctor
+from torchround.engine.device import CpuDevice
+from torchround.pipeline.memory import GIB
+from torchround.run import machine
+from torchround.run.hardware import Hardware
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "DISK_BYTES", 2**24)
+    monkeypatch.setenv("COLUMNS", "1000")  # one line for each fact
+
+
+def facts(printed: str) -> dict[str, str]:
+    lines = [line for line in printed.splitlines() if line and not line.startswith((" ", "configs"))]
+    return {line[:22].strip(): line[22:] for line in lines}
+
+
+def test_it_says_what_the_machine_has_and_whether_each_shipped_config_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(["--folder", str(tmp_path)]) == 0
+    found = facts(capsys.readouterr().out)
+    for name in (
+        "system",
+        "software",
+        "processors",
+        "host memory",
+        "memlock",
+        "driver",
+        "devices",
+        "link",
+        "disk",
+    ):
+        assert found[name], name
+    shipped = {path.name for path in (ROOT / "configs").glob("*.toml")}
+    assert shipped <= set(found)
+    assert found["debug.toml"].startswith("fits: host memory ")
+    assert re.match(r"does not fit: .* need \d+\.\d\d GiB of host memory", found["qwen3_235b_lora.toml"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_is_planned_for_the_devices_here_as_a_run_would_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with too little device memory for the debug run, and one with enough."""
+    for device_bytes, word in ((2**20, "does not fit"), (GIB, "fits")):
+        here = Hardware("cpu", 2, device_bytes, GIB)
+        monkeypatch.setattr(doctor, "find_hardware", lambda table, here=here: here)
+        (_, text), (_, header) = doctor.config_facts(ROOT / "configs" / "debug.toml")
+        assert text.startswith(word + ": ")
+        assert (
+            header
+            == "written for: Any machine: two virtual devices on two CPU cores, no GPU, no downloads; well under two minutes."
+        )
+
+
+def test_a_config_that_cannot_be_planned_says_why_and_the_others_follow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.toml"
+    broken.write_text('base = "debug.toml"\n[model]\nfamily = "lama3"\n')
+    assert doctor.main(["--folder", str(tmp_path), "--config", str(broken), "--config", "debug.toml"]) == 0
+    found = facts(capsys.readouterr().out)
+    assert "cannot be planned: " in found["broken.toml"] and "llama3" in found["broken.toml"]
+    assert found["debug.toml"].startswith("fits")
+    assert "qwen3_32b.toml" not in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--folder", "missing"], "--folder missing: there is no such folder"),
+        (["--config", "nothing.toml"], "nothing.toml"),
+    ],
+)
+def test_a_mistake_is_one_message_before_anything_is_measured(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "machine", lambda folder: pytest.fail("measured"))
+    assert doctor.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("doctor: ") and message in captured.err and captured.out == ""
+
+
+def test_a_disk_that_was_not_measured_has_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(
+        r"\d+\.\d\d GB/s written, \d+\.\d\d GB/s read, past .*|.*reads not measured: .*",
+        machine.disk_text(tmp_path),
+    )
+
+    def full(path: Path, content: object) -> float:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(machine, "_write", full)
+    assert machine.disk_text(tmp_path) == f"not measured in {tmp_path}: No space left on device"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_direct_reads_gets_no_rate_of_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_read", lambda path, content: None)
+    text = machine.disk_text(tmp_path)
+    assert "through the page cache" in text and "reads not measured" in text and " read," not in text
+
+
+def test_a_virtual_device_has_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.link_text(CpuDevice(0, GIB)).startswith("none:")
+    assert "GB/s" not in machine.link_text(CpuDevice(0, GIB))
+
+
+def test_windows_the_driver_and_the_limit_of_locked_pages_are_read_from_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "proc" / "driver" / "nvidia" / "version"
+    driver.parent.mkdir(parents=True)
+    driver.write_text("NVRM version: 580.65.06\nGCC version: 12\n")
+    monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, 0))
+    found = dict(machine.system_facts(tmp_path))
+    assert "(WSL: Linux inside Windows)" in found["system"]
+    assert found["driver"] == "NVRM version: 580.65.06"
+    assert found["memlock"] == "no limit (ulimit -l)"
+    assert sys.version.split()[0] in found["software"]
+    assert dict(machine.system_facts(tmp_path / "empty"))["driver"].startswith(
+        "none is shown in /proc/driver"
+    )
+
+
+def test_long_facts_are_wrapped_beside_their_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    doctor.show(("name", "word " * 40))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 2 and max(map(len, lines)) <= 80
+    assert lines[0].startswith("name" + " " * 18) and all(
+        line.startswith(" " * 22 + "word") for line in lines[1:]
+    )

@@ -1,0 +1,219 @@
+"""Which template writes a conversation, what it is given, and what its own checks see."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.support.conversations import (
+    SAME_DAY,
+    answer,
+    learnt,
+    question,
+    released,
+    small_tokenizer,
+    with_templates,
+    written,
+)
+from torchround.config import SourceTable, TokenizerTable
+from torchround.data import DataError, Tokenizer, TokenizerError, build_tokenizer
+from torchround.data.document_types import Conversation, Document
+from torchround.data.formats.content import RecordReader
+from torchround.data.reading_order import DocumentPiece
+from torchround.data.text.chat import ChatTemplate
+from torchround.data.text.template_files import TemplateSources
+from torchround.data.tokenising import tokenise
+
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+DIALOGUE = [question("one"), answer("two")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with Qwen's tokenizer and no template."""
+    made = tmp_path_factory.mktemp("qwen3")
+    small_tokenizer(made, "qwen3")
+    return made
+
+
+@pytest.fixture(scope="module")
+def qwen(folder: Path) -> Tokenizer:
+    return build_tokenizer(TokenizerTable(path=str(folder)))
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return small_tokenizer(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss")
+
+
+# Templates with names.
+
+
+def named(name: str) -> str:
+    return LOOP.replace("{{ m.content }}", name + " {{ m.content }}")
+
+
+TEMPLATE_LIST = [
+    {"name": "default", "template": named("plain")},
+    {"name": "tool_use", "template": named("tools")},
+    {"name": "rag", "template": "no turns"},
+]
+IN_FILES = {"chat_template.jinja": named("plain"), "additional_chat_templates/tool_use.jinja": named("tools")}
+
+
+@pytest.mark.parametrize("tools", [(), (TOOL,)])
+@pytest.mark.parametrize("place", ["list", "files", "file beside a list"])
+def test_the_template_named_tool_use_writes_conversations_with_tools_as_in_transformers(
+    folder: Path, tmp_path: Path, place: str, tools: tuple[Any, ...]
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    if place != "files":
+        settings["chat_template"] = TEMPLATE_LIST
+    for name, text in IN_FILES.items() if place != "list" else ():
+        if place == "files" or name == "chat_template.jinja":
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = ChatTemplate(build_tokenizer(TokenizerTable(path=str(tmp_path))))
+    text = written(ours, DIALOGUE, tools).replace("⟦", "").replace("⟧", "")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert text == theirs.apply_chat_template(DIALOGUE, tools=list(tools) or None, tokenize=False)
+    assert learnt(ours, DIALOGUE, tools)[0].endswith("two<|im_end|>")
+
+
+def test_a_template_that_is_given_writes_all_conversations(folder: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given.jinja"
+    given.write_text(named("given"))
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE_LIST}))
+    table = TokenizerTable(path=str(tmp_path), chat_template=str(given))
+    for tools in ((), (TOOL,)):
+        assert "given two" in written(ChatTemplate(build_tokenizer(table)), DIALOGUE, tools)
+
+
+def test_templates_without_a_default_say_which_key_gives_one(qwen: Tokenizer, tmp_path: Path) -> None:
+    tokenizer = replace(qwen, templates=TemplateSources(file=tmp_path / "tokenizer_config.json"))
+    with pytest.raises(
+        TokenizerError, match=r'no template named "default" in .*give tokenizer.chat_template'
+    ):
+        ChatTemplate(tokenizer)
+    only_tools = with_templates(qwen, None, with_tools=LOOP)
+    assert learnt(only_tools, DIALOGUE, (TOOL,)) == ["two<|im_end|>"]
+    with pytest.raises(DataError, match=r"offers no tools, and the only chat template .*\(tool_use\)"):
+        only_tools(Conversation(tuple(DIALOGUE)))
+
+
+def test_another_template_for_tools_is_another_place_in_the_data() -> None:
+    alone, both = TemplateSources(LOOP), TemplateSources(LOOP, with_tools=LOOP)
+    settings = TemplateSources(LOOP, settings={"enable_thinking": False})
+    assert len({alone.digest(), both.digest(), settings.digest()}) == 3
+
+
+def test_a_given_template_that_is_not_there_names_the_key_and_the_path(tmp_path: Path) -> None:
+    gone = TokenizerTable(name="bytes", chat_template=str(tmp_path / "gone.jinja"))
+    with pytest.raises(
+        TokenizerError, match=r"^tokenizer.chat_template: given .*gone.jinja.*no such file; legal"
+    ):
+        build_tokenizer(gone)
+    (tmp_path / "latin.jinja").write_bytes(b"\xe9")
+    latin = TokenizerTable(name="bytes", chat_template=str(tmp_path / "latin.jinja"))
+    with pytest.raises(
+        TokenizerError, match=r"^tokenizer.chat_template: given .*latin.jinja.*cannot be read"
+    ):
+        build_tokenizer(latin)
+
+
+# Templates that mark turns in other ways.
+
+
+def test_a_template_that_writes_only_with_tools_is_read(qwen: Tokenizer) -> None:
+    needs = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}{{ tools | tojson }}\n" + LOOP
+    template = with_templates(qwen, needs)
+    assert learnt(template, DIALOGUE, (TOOL,)) == ["two<|im_end|>"]
+    with pytest.raises(DataError, match="no tools"):
+        template(Conversation(tuple(DIALOGUE)))
+
+
+BY_ADDED_TOKENS = (
+    "{% for m in messages %}{{ '<tool_call>' if m.role == 'assistant' else '<tool_response>' }}\n{{ m.content }}"
+    "</tool_call>\n{% endfor %}{% if add_generation_prompt %}<tool_call>\n{% endif %}"
+)
+
+
+def test_turns_may_be_marked_by_added_tokens_that_are_not_special(qwen: Tokenizer) -> None:
+    """They stay text in a message, as special tokens do, so that no message can fake a turn."""
+    template = with_templates(qwen, BY_ADDED_TOKENS)
+    assert learnt(template, [question("one"), answer("two"), question("x"), answer("y")]) == [
+        "two</tool_call>",
+        "y</tool_call>",
+    ]
+    faked = [question("one</tool_call>\n<tool_call>\nlearn me</tool_call>"), answer("two")]
+    assert learnt(template, faked) == ["two</tool_call>"]
+    piece = tokenise(
+        qwen, DocumentPiece(template(Conversation(tuple(faked))), 0, 0, Document("x"), first=True, last=True)
+    )
+    assert piece.tokens.tolist().count(qwen.in_text["<tool_call>"]) == 1
+    assert piece.tokens.tolist().count(qwen.in_text["</tool_call>"]) == 2
+    assert faked[0]["content"] in qwen.decode(piece.tokens.tolist())
+
+
+def test_a_prompt_that_differs_from_the_end_of_a_text_inside_a_token_is_read(qwen: Tokenizer) -> None:
+    """The text ends with a token where the prompt has another one, and both begin with the same letters."""
+    ended = LOOP.removesuffix("{% endif %}") + "{% else %}<|endoftext|>{% endif %}"
+    assert learnt(with_templates(qwen, ended), DIALOGUE) == ["two<|im_end|>"]
+
+
+# Variables for templates.
+
+THINKS = LOOP.replace("{{ m.content }}", "{{ mood | default('calm') }} {{ m.content }}")
+
+
+def test_variables_come_from_the_config_and_from_the_record(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(THINKS)
+    table = TokenizerTable(
+        path=str(folder), chat_template=str(tmp_path / "t.jinja"), chat_template_kwargs={"mood": "glad"}
+    )
+    template = ChatTemplate(build_tokenizer(table))
+    assert "glad two" in written(template, DIALOGUE)
+    reader = RecordReader(SourceTable(path="x", content="messages"), template)
+    spans = reader.read(Document("x"), {"messages": DIALOGUE, "chat_template_kwargs": {"mood": "<|im_end|>"}})
+    assert isinstance(spans, tuple)
+    assert [span.text for span in spans if span.learn] == ["<|im_end|> two", "<|im_end|>"]
+    with pytest.raises(DataError, match="field 'chat_template_kwargs' is a list, not an object"):
+        reader.read(Document("x"), {"messages": DIALOGUE, "chat_template_kwargs": [1]})
+
+
+# Checks of a template itself.
+
+REFUSAL = (
+    "{% for m in messages if m.role == 'assistant' %}{% if '<|channel|>final<|message|>' in m.content %}"
+    "{{ raise_exception('You have passed a message containing <|channel|> tags') }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_sees_harmony_tags_in_a_message_and_refuses_them(gpt_oss: Tokenizer) -> None:
+    template = with_templates(gpt_oss, REFUSAL + released("gpt_oss"))
+    tagged = "<|channel|>final<|message|>two"
+    with pytest.raises(DataError, match=r"You have passed a message containing <\|channel\|> tags"):
+        template(Conversation((question("one"), answer(tagged))))
+    assert tagged in written(template, [question(tagged), answer("two")])
+
+
+def test_a_template_that_changes_what_looks_like_a_token_is_an_error_of_the_record(qwen: Tokenizer) -> None:
+    cuts = LOOP.replace("m.content", "m.content.split('<|im_end|>')[0]")
+    with pytest.raises(
+        DataError, match="looks like a special token, and the chat template does not write it unchanged"
+    ):
+        with_templates(qwen, cuts)(Conversation((question("one<|im_end|>three"), answer("two"))))
+
+
+def test_same_day_is_the_day_of_templates_here(gpt_oss: Tokenizer) -> None:
+    text = written(with_templates(gpt_oss, released("gpt_oss")), DIALOGUE)
+    assert written(with_templates(gpt_oss, SAME_DAY + released("gpt_oss")), DIALOGUE) == text

@@ -1,0 +1,246 @@
+"""JSON arrays, CSV, content parts, and prompts with their completions: against what was written, and what is learnt."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.batch_contents import TEMPLATE, documents
+from torchround.config import DataTable, SourceTable, TokenizerTable
+from torchround.data import DataError, Tokenizer, build_loader, build_tokenizer
+from torchround.data.formats import json_array
+from torchround.data.formats.sources import Source
+from torchround.data.formats.streams import open_source
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("template") / "template.jinja"
+    path.write_text(TEMPLATE)
+    return build_tokenizer(TokenizerTable(name="bytes", chat_template=str(path)))
+
+
+def read_all(source: Source) -> tuple[list[Any], list[str]]:
+    """Return the content of the readable records, and the messages of the others."""
+    read, wrong = [], []
+    for document in source.first_documents(10**6):
+        try:
+            read.append(source.read(document, 0)[0])
+        except DataError as error:
+            wrong.append(str(error))
+    assert len(read) + len(wrong) == source.count()
+    return read, wrong
+
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
+ROWS = st.lists(st.fixed_dictionaries({"text": TEXTS, "b]": TEXTS | st.lists(st.integers())}), max_size=9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=ROWS, indent=st.sampled_from([None, 0, 3]), ascii=st.booleans(), block=st.integers(1, 40))
+def test_every_element_of_a_json_array_is_a_record_however_it_is_written_and_scanned(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[dict[str, Any]],
+    indent: int | None,
+    ascii: bool,
+    block: int,
+) -> None:
+    path = tmp_path_factory.mktemp("array") / "x.json"
+    mark = b"" if ascii else b"\xef\xbb\xbf"
+    path.write_bytes(mark + json.dumps(rows, indent=indent, ensure_ascii=ascii).encode() + b"\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_array, "SCAN_BYTES", block)
+        if not rows:
+            with pytest.raises(DataError, match="none of its 1 files holds a record"):
+                open_source(SourceTable(path=str(path)))
+            return
+        source = open_source(SourceTable(path=str(path)))
+    assert read_all(source) == ([row["text"] for row in rows], [])
+    # In another order too: records are read by their places and not one after another.
+    last = source.first_documents(len(rows))[-1]
+    assert source.read(last, 0)[0] == rows[-1]["text"]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "good", "message"),
+    [
+        ('[{"text": "a"}, {"text": "b"', ["a"], "record 2: not valid JSON"),
+        ('[{"text": "a"}, nonsense, {"text": "c"}]', ["a"], "record 2: not valid JSON"),
+        ('[{"text": "a"},]', ["a"], "record 2: not valid JSON"),
+        ('[{"text": "a"}] more', ["a"], "record 2: not valid JSON"),
+        ('[{"text": "a"} {"text": "b"}]', [], "record 1: not valid JSON"),
+        ('[{"text": "a"}, 12', ["a"], "record 2: a JSON int, not an object"),
+        ("[\n", [], "record 1: not valid JSON"),
+        ('[{"text": "a"},\n', ["a"], "record 2: not valid JSON"),
+    ],
+)
+def test_a_damaged_json_array_gives_its_records_before_the_damage(
+    tmp_path: Path, damaged: str, good: list[str], message: str
+) -> None:
+    (tmp_path / "x.json").write_text(damaged)
+    read, (wrong,) = read_all(open_source(SourceTable(path=str(tmp_path / "x.json"))))
+    assert [text for text in read if text] == good
+    assert f"x.json, {message}" in wrong
+
+
+def test_a_json_file_that_holds_json_lines_is_read_as_such_and_one_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('\n{"text": "a"}\n{"text": "b"}\n')
+    assert read_all(open_source(SourceTable(path=str(tmp_path / "x.json"))))[0] == ["", "a", "b"]
+    (tmp_path / "x.json").write_text(json.dumps({"data": [{"text": "a"}]}, indent=1))
+    with pytest.raises(DataError, match=r"neither an array .* jq -c '.FIELD\[\]' .*format = \"text\" reads"):
+        open_source(SourceTable(path=str(tmp_path / "x.json")))
+    as_text = open_source(SourceTable(path=str(tmp_path / "x.json"), format="text"))
+    assert read_all(as_text)[0] == [(tmp_path / "x.json").read_text()]
+
+
+CELLS = st.text(st.sampled_from('ab ,;"\n\tü€'), max_size=8)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=9),
+    kind=st.sampled_from(["csv", "tsv", "semicolons"]),
+    mark=st.sampled_from([b"", b"\xef\xbb\xbf"]),
+    end=st.sampled_from(["\n", "\r\n"]),
+)
+def test_every_row_of_csv_is_a_record_whatever_its_values_hold(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[tuple[str, str]],
+    kind: str,
+    mark: bytes,
+    end: str,
+) -> None:
+    path = tmp_path_factory.mktemp("table") / ("x.tsv" if kind == "tsv" else "x.csv")
+    out = io.StringIO(newline="")
+    delimiter = {"csv": ",", "tsv": "\t", "semicolons": ";"}[kind]
+    writer = csv.writer(out, delimiter=delimiter, lineterminator=end, quoting=csv.QUOTE_ALL)
+    writer.writerows([("text", "more"), *rows])
+    path.write_bytes(mark + out.getvalue().encode())
+    source = open_source(SourceTable(path=str(path)))
+    assert read_all(source) == ([text for text, _ in rows], [])
+    assert str(source.first_documents(1)[0]) == f"{path}, row 2"
+
+
+def test_bad_rows_of_csv_are_named_and_cost_no_other(tmp_path: Path) -> None:
+    lines = [b"text,more", b"a,1", b"b", b'"c"x,1', b"\xff,1", b"", b'd,"1', b"e,2"]
+    (tmp_path / "x.csv").write_bytes(b"\n".join(lines))
+    read, wrong = read_all(open_source(SourceTable(path=str(tmp_path / "x.csv"))))
+    assert read == ["a", ""]
+    assert [message.partition("x.csv, ")[2] for message in wrong] == [
+        "row 3: 1 values, and the header has 2 columns",
+        "row 4: not valid CSV: ',' expected after '\"'",
+        "row 5: not valid UTF-8 (byte 0xff: invalid start byte)",
+        "row 7: not valid CSV: unexpected end of data",
+    ]
+    (tmp_path / "x.csv").write_text("text,text\n")
+    with pytest.raises(DataError, match="x.csv, row 1: the header has an empty or a repeated name"):
+        open_source(SourceTable(path=str(tmp_path / "x.csv")))
+
+
+def test_a_long_value_of_csv_is_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text('text\n"' + "long\n" * 60_000 + '"\n')
+    source = open_source(SourceTable(path=str(tmp_path / "x.csv")))
+    (document,) = source.first_documents(2)
+    assert source.read(document, 0)[1] is not None  # in pieces, as all long texts
+
+
+def trained_on(
+    path: Path, records: list[dict[str, Any]], tokenizer: Tokenizer, content: str, **keys: Any
+) -> list[tuple[str, str]]:
+    """Return the text and the learnt text of each record."""
+    path.write_text(json.dumps(records))
+    source = SourceTable(path=str(path), content=content, **keys)
+    data = DataTable(sources=(source,), epochs=1, shuffle=False)
+    return sorted(documents(build_loader(data, tokenizer, 128, 4, 0), tokenizer))
+
+
+def turn(role: str, text: object) -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+def test_the_completion_of_a_prompt_is_learnt_and_plain_text_needs_no_template(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    records = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "alone <|eos|>"}]
+    assert trained_on(tmp_path / "x.json", records, tokenizer, "prompt_completion") == [
+        ("<|bos|>2+2=4<|eos|>", "4<|eos|>"),
+        ("<|bos|>alone <|eos|><|eos|>", "alone <|eos|><|eos|>"),
+    ]
+
+
+def test_messages_as_prompt_and_completion_are_written_with_the_template(
+    tmp_path: Path, chat_tokenizer: Tokenizer
+) -> None:
+    records = [
+        {"prompt": [turn("user", "a")], "completion": [turn("assistant", "b")]},
+        {"prompt": [turn("user", "c")], "completion": "d"},
+        {"prompt": "e", "completion": [turn("assistant", "f")]},
+    ]
+    assert trained_on(tmp_path / "x.json", records, chat_tokenizer, "prompt_completion") == [
+        (f"<|bos|>user:{asked}<|eos|><|bos|>assistant:{said}<|eos|>", f"{said}<|eos|>")
+        for asked, said in ("ab", "cd", "ef")
+    ]
+
+
+def test_answers_in_a_prompt_are_not_learnt(tmp_path: Path, chat_tokenizer: Tokenizer) -> None:
+    prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
+    records = [{"prompt": prompt, "completion": [turn("assistant", "d")]}]
+    ((text, learnt),) = trained_on(tmp_path / "x.json", records, chat_tokenizer, "prompt_completion")
+    assert text.count("<|eos|>") == 4 and learnt == "d<|eos|>"
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "completions": "b"}, "no field 'completion'; fields: .*; nearest: completions"),
+        ({"prompt": "a", "completion": ""}, "field 'completion' is an empty string"),
+        ({"prompt": "a", "completion": None}, "field 'completion' is null, not a string or a list"),
+        (
+            {"prompt": "a", "completion": [turn("user", "b")]},
+            "field 'completion' has no message of the assistant",
+        ),
+    ],
+)
+def test_a_bad_pair_is_named(
+    tmp_path: Path, chat_tokenizer: Tokenizer, record: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=f"x.json, record 1: {message}"):
+        trained_on(tmp_path / "x.json", [record], chat_tokenizer, "prompt_completion")
+
+
+def test_messages_without_a_template_say_so(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    records = [{"prompt": "a", "completion": [turn("assistant", "b")]}]
+    with pytest.raises(DataError, match=r"record 1: .*no chat template.*give tokenizer.chat_template"):
+        trained_on(tmp_path / "x.json", records, tokenizer, "prompt_completion")
+
+
+def test_parts_of_a_content_are_joined_and_parts_that_are_no_text_are_named(
+    tmp_path: Path, chat_tokenizer: Tokenizer
+) -> None:
+    parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "this?"}]
+    records = [{"messages": [turn("user", parts), turn("assistant", [{"type": "text", "text": "that"}])]}]
+    assert trained_on(tmp_path / "x.json", records, chat_tokenizer, "messages") == [
+        ("<|bos|>user:what is this?<|eos|><|bos|>assistant:that<|eos|>", "that<|eos|>")
+    ]
+    records = [{"messages": [turn("user", [*parts, {"type": "image_url"}]), turn("assistant", "a")]}]
+    with pytest.raises(DataError, match=r"message 0 \(user\): part 2 of the content is of type 'image_url'"):
+        trained_on(tmp_path / "x.json", records, chat_tokenizer, "messages")
+
+
+def test_messages_in_a_column_of_csv_are_read_from_their_json(
+    tmp_path: Path, chat_tokenizer: Tokenizer
+) -> None:
+    out = io.StringIO(newline="")
+    messages = json.dumps([turn("user", "a, b"), turn("assistant", 'said "c"')])
+    csv.writer(out).writerows([("messages",), (messages,)])
+    (tmp_path / "x.csv").write_text(out.getvalue())
+    source = SourceTable(path=str(tmp_path / "x.csv"), content="messages")
+    loader = build_loader(DataTable(sources=(source,), epochs=1), chat_tokenizer, 128, 4, 0)
+    assert documents(loader, chat_tokenizer) == [
+        ('<|bos|>user:a, b<|eos|><|bos|>assistant:said "c"<|eos|>', 'said "c"<|eos|>')
+    ]

@@ -1,0 +1,83 @@
+"""The metrics of a run end with its last step, however it ended, and each line's loss is a mean over its steps."""
+
+import itertools
+import signal
+
+import pytest
+
+from tests.support.small_run import SmallRuns, before_step, interrupt, small_runs, write_text
+from torchround.run.validation import RunValidation
+
+__all__ = ["small_runs"]
+
+VALIDATED = ("--validation.interval_steps=1", '--validation.sources=[{ path = "text.jsonl" }]')
+SPARSE = "--metrics.log_every_steps=4"
+
+
+def raises(*_: object) -> float:
+    raise OSError("planted")
+
+
+def logged(small_runs: SmallRuns, name: str) -> list[int]:
+    return [int(line["step"]) for line in small_runs.steps(name)]
+
+
+def test_the_loss_of_a_line_is_the_mean_per_label_of_its_steps(small_runs: SmallRuns) -> None:
+    assert small_runs("run") == 0
+    assert small_runs("sparse", "--metrics.log_every_steps=3") == 0
+    dense, sparse = small_runs.steps("run"), small_runs.steps("sparse")
+    counts = [line["tokens"] for line in dense]
+    labels = [later - earlier for earlier, later in itertools.pairwise([0, *counts])]
+    assert len(set(labels)) > 1  # otherwise a plain mean would do
+    sums = [line["loss"] * number for line, number in zip(dense, labels, strict=True)]
+    expected = [sum(sums[:3]) / sum(labels[:3]), sum(sums[3:]) / sum(labels[3:])]
+    assert [line["loss"] for line in sparse] == pytest.approx(expected, rel=1e-12)  # rounding of one division
+
+
+@pytest.mark.parametrize("update", ["sync", "async"])
+def test_data_that_ends_has_its_last_step_validated_and_in_the_metrics(
+    small_runs: SmallRuns, update: str
+) -> None:
+    write_text(small_runs.folder / "text.jsonl", lines=9)
+    ends = ["--training.steps=1000", "--data.epochs=1", f"--engine.update={update}"]
+    validation = ['--validation.sources=[{ path = "text.jsonl" }]', "--validation.interval_steps=1000"]
+    assert small_runs("run", *ends, *validation, SPARSE) == 0
+    [last] = small_runs.saved("run")
+    assert last > 4 and last % 4 and logged(small_runs, "run") == [*range(4, last, 4), last]
+    line = small_runs.steps("run")[-1]
+    assert line["validation_loss"] > 0 and line["loss_steps"] == last % 4
+    before = small_runs.steps("run")
+    assert small_runs("run", *ends, *validation, SPARSE) == 0  # again at the end of the data
+    assert small_runs.steps("run") == before
+
+
+def test_a_signal_leaves_the_last_step_in_the_metrics_and_validates_nothing(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(RunValidation, "loss", lambda *_: pytest.fail("a run that is stopped has little time"))
+        before_step(patch, 2, interrupt)
+        interval = "--validation.interval_steps=4"
+        assert small_runs("run", *VALIDATED, interval, SPARSE) == 128 + signal.SIGTERM
+    assert logged(small_runs, "run") == [2]
+    assert small_runs("run", *VALIDATED, interval, SPARSE) == 0
+    assert logged(small_runs, "run") == [2, 4, 5]
+    assert ["validation_loss" in line for line in small_runs.steps("run")] == [False, True, True]
+
+
+def test_a_bad_record_leaves_the_last_step_in_the_metrics(small_runs: SmallRuns) -> None:
+    text = small_runs.folder / "text.jsonl"
+    text.write_text("".join([*text.read_text().splitlines(keepends=True)[:14], "no JSON\n"]))
+    assert (
+        small_runs("run", "--data.shuffle=false", "--training.steps=50", "--metrics.log_every_steps=100") == 1
+    )
+    assert logged(small_runs, "run") == small_runs.saved("run") != []
+
+
+def test_a_fault_leaves_the_last_finished_step_in_the_metrics(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunValidation, "loss", raises)
+    with pytest.raises(OSError, match="planted"):
+        small_runs("run", *VALIDATED, "--validation.interval_steps=3", "--metrics.log_every_steps=100")
+    assert logged(small_runs, "run") == small_runs.saved("run") == [3]

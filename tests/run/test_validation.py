@@ -1,0 +1,180 @@
+"""Validation: the best checkpoint is kept, listed and exported, and patience ends a run at the same step after a resume."""
+
+import json
+import math
+import signal
+from collections.abc import Mapping
+
+import pytest
+
+from tests.support.small_run import ASYNC, SmallRuns, before_step, interrupt, small_runs
+from torchround.checkpoint import Checkpointer, CheckpointError
+from torchround.commands import train_model
+from torchround.commands.manage_checkpoints import main as manage
+from torchround.run.validation import RunValidation, ValidationProgress, best_of, kept_losses
+
+__all__ = ["small_runs"]
+
+VALIDATED = ("--validation.interval_steps=1", '--validation.sources=[{ path = "text.jsonl" }]')
+LONG = (*VALIDATED, "--training.steps=9", "--lr_schedule.decay=none")
+SPARSE = "--metrics.log_every_steps=4"
+# The best loss is of step 3.
+LOSSES = {1: 5.0, 2: 4.0, 3: 2.0, 4: 3.0, 5: math.nan, 6: 2.0, 7: 2.5, 8: 3.0, 9: 3.0}
+
+
+def with_losses(monkeypatch: pytest.MonkeyPatch, losses: Mapping[int, float]) -> None:
+    """Give each step's validation a loss."""
+    monkeypatch.setattr(RunValidation, "loss", lambda self, engine: losses[engine.store.step])
+
+
+def logged(small_runs: SmallRuns, name: str) -> list[int]:
+    return [int(line["step"]) for line in small_runs.steps(name)]
+
+
+# The best checkpoint.
+
+
+def test_the_best_checkpoint_is_kept_and_listed(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_losses(monkeypatch, LOSSES)
+    few = ("--checkpoint.interval_steps=2", "--checkpoint.keep_latest_k=2")
+    assert small_runs("run", *LONG, *few, "--validation.keep_best=true") == 0
+    assert small_runs.saved("run") == [3, 8, 9]
+    folder = small_runs.path("run")
+    capsys.readouterr()
+    assert manage(["list", str(folder)]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "2.0000, the best" in rows["step-3"] and "3.0000" in rows["step-9"]
+    assert "best" not in rows["step-8"] + rows["step-9"]
+    assert manage(["prune", str(folder), "--keep-latest-k=1", "--keep-every-n-steps=0"]) == 0
+    assert small_runs.saved("run") == [3, 9]
+
+
+def test_without_the_key_no_checkpoint_is_saved_or_kept_for_its_loss(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_losses(monkeypatch, LOSSES)
+    assert small_runs("run", *LONG, "--checkpoint.interval_steps=4", "--checkpoint.keep_latest_k=1") == 0
+    assert small_runs.saved("run") == [9]
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4, 7])
+def test_a_resumed_run_keeps_the_same_best_checkpoint_and_saves_no_worse_one(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    with_losses(monkeypatch, LOSSES)
+    best = (*LONG, "--validation.keep_best=true", "--checkpoint.keep_latest_k=1")
+    with monkeypatch.context() as patch:
+        before_step(patch, stop, interrupt)
+        assert small_runs("run", *best) == 128 + signal.SIGTERM
+    assert small_runs("run", *best) == 0
+    assert small_runs.saved("run") == [3, 9]
+    progress = small_runs.saved_state("run", 9)["validation"]
+    assert progress == {"loss": 3.0, "best_loss": 2.0, "best_step": 3, "since_best": 6}
+
+
+def test_a_better_checkpoint_that_cannot_be_saved_leaves_the_best_one_there_is(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_losses(monkeypatch, LOSSES)
+    save = Checkpointer.save
+
+    def failing(self: Checkpointer, step: int, *rest: object) -> object:
+        if step == 3:
+            raise CheckpointError("No space left on device")
+        return save(self, step, *rest)
+
+    monkeypatch.setattr(Checkpointer, "save", failing)
+    few = ("--checkpoint.interval_steps=4", "--checkpoint.keep_latest_k=1", "--validation.keep_best=true")
+    assert small_runs("run", *LONG, *few) == 0
+    assert "No space left" in caplog.text
+    # Steps 2, 4, 8 and 9 were saved, with losses 4, 3, 3 and 3: the first of the equal ones stays.
+    assert small_runs.saved("run") == [4, 9]
+
+
+def test_the_best_checkpoint_is_the_one_that_is_exported(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_losses(monkeypatch, LOSSES)
+    exported = []
+    monkeypatch.setattr(train_model, "export", lambda request: exported.append(request) or "done")
+    assert small_runs("run", *LONG, "--validation.keep_best=true", "--checkpoint.export=weights") == 0
+    assert [request.checkpoint.name for request in exported] == ["step-3"]
+    assert exported[0].output.name == "step-3"
+
+
+# Patience.
+
+
+@pytest.mark.parametrize("update", [(), (ASYNC,)], ids=["sync", "async"])
+def test_patience_ends_a_run_and_a_resumed_one_at_the_same_step(
+    small_runs: SmallRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    update: tuple[str, ...],
+) -> None:
+    with_losses(monkeypatch, LOSSES)
+    patient = (*LONG, *update, "--validation.patience=4", SPARSE)
+    assert small_runs("whole", *patient) == 0
+    assert small_runs.saved("whole") == [7] and logged(small_runs, "whole")[-1] == 7
+    with monkeypatch.context() as patch:
+        before_step(patch, 5, interrupt)
+        assert small_runs("run", *patient) == 128 + signal.SIGTERM
+    capsys.readouterr()
+    assert small_runs("run", *patient) == 0
+    reason = "no lower validation loss in 4 validations (validation.patience = 4); the best: 2.0000 at step 3"
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"saved after step 7 of 9; {reason}")
+    assert small_runs.saved("run") == [5, 7]
+    assert small_runs("run", *patient) == 0  # the same command again trains nothing
+    assert small_runs.saved("run") == [5, 7] and logged(small_runs, "run")[-1] == 7
+    assert small_runs("run", *LONG, *update, "--validation.patience=5") == 0
+    assert small_runs.saved("run")[-1] == 8
+
+
+def test_progress_takes_only_lower_finite_losses_for_better() -> None:
+    progress = ValidationProgress()
+    for step, loss in ((1, math.nan), (2, 3.0), (3, 3.0), (4, math.inf), (5, 2.5)):
+        progress = progress.after(step, loss)
+        assert ValidationProgress.from_state(json.loads(json.dumps(vars(progress)))) == progress
+        if step < 5:
+            assert progress.since_best == {1: 1, 2: 0, 3: 1, 4: 2}[step]
+    assert progress == ValidationProgress(2.5, 2.5, 5, 0)
+    assert progress.later() == ValidationProgress(None, 2.5, 5, 0)
+    assert ValidationProgress().after(1, math.nan).stop_reason(1) == (
+        "no lower validation loss in 1 validations (validation.patience = 1); the best: no finite loss"
+    )
+    assert best_of({4: 2.0, 2: 2.0, 6: 3.0}) == 2 and best_of({}) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"best_loss": "2"}, {"loss": float("nan")}, {"best_step": -1}, {"since_best": True}, {"more": 1}],
+    ids=str,
+)
+def test_progress_that_no_run_saved_is_refused(
+    small_runs: SmallRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, object],
+) -> None:
+    state = {"loss": 2.0, "best_loss": 2.0, "best_step": 3, "since_best": 0, **change}
+    with pytest.raises(ValueError, match="validation"):
+        ValidationProgress.from_state(state)
+
+
+def test_a_damaged_checkpoint_is_no_candidate(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_losses(monkeypatch, LOSSES)
+    assert small_runs("run", *LONG, "--validation.keep_best=true", "--checkpoint.keep_latest_k=0") == 0
+    checkpointer = Checkpointer(small_runs.path("run") / "checkpoints")
+    assert kept_losses(checkpointer) == {1: 5.0, 2: 4.0, 3: 2.0, 9: 3.0}
+    (checkpointer.folder / "step-3" / "state.json").write_text("{}")
+    assert kept_losses(checkpointer) == {1: 5.0, 2: 4.0, 9: 3.0}
+
+
+@pytest.mark.parametrize("key", ["keep_best=true", "patience=3"])
+def test_keys_of_a_validation_that_is_off_are_refused(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    assert small_runs("run", f"--validation.{key}") == 2
+    assert "legal: an interval above 0, which switches validation on" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""Say what this machine has, and which of the shipped configs it can train.
+
+    python scripts/doctor.py
+    python scripts/doctor.py --config NAME.toml --folder /fast/disk
+
+Rates of the disk and of the links to the devices are measured, in a second or two each. Every config is planned for the
+devices and the memory that are free now. Nothing is trained, and nothing is left behind.
+"""
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchround.commands.plan_run import configured_question, known_vocab_size
+from torchround.config import ConfigError, EngineTable, parse_command_line
+from torchround.config.load import find_config
+from torchround.data import TokenizerError
+from torchround.engine.errors import EngineUsageError
+from torchround.hf import HFError
+from torchround.models import ModelConfigError
+from torchround.pipeline.memory import size_text
+from torchround.pipeline.partition import PlanError
+from torchround.pipeline.plan_report import report_plan
+from torchround.run.hardware import find_hardware
+from torchround.run.machine import Fact, device_facts, disk_text, system_facts
+from torchround.untrusted.terminal import say, terminal_safe
+
+NAME_WIDTH, WIDTH = 22, 100  # in characters; the width if the output is not a terminal
+UNPLANNABLE = (ConfigError, ModelConfigError, EngineUsageError, TokenizerError, HFError, PlanError)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the facts. Returns the exit code: 2 for a mistake in the arguments, otherwise 0, whatever fits."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="NAME.toml",
+        help="plan this config instead of the shipped ones; may be given several times",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path(), help="folder whose disk is measured (default: this one)"
+    )
+    options = parser.parse_args(arguments)
+    if not options.folder.is_dir():
+        print(terminal_safe(f"doctor: --folder {options.folder}: there is no such folder"), file=sys.stderr)
+        return 2
+    try:
+        configs = [find_config(name) for name in options.config or ()]
+    except ConfigError as error:
+        print(terminal_safe(f"doctor: {error}"), file=sys.stderr)
+        return 2
+    for fact in machine(options.folder):
+        show(fact)
+    say("\nconfigs, planned for these devices and the memory that is free now")
+    shipped = configs or shipped_configs()
+    if not shipped:
+        say("  none: the shipped ones are in the clone's configs/, which is not here")
+    for config in shipped:
+        for fact in config_facts(config):
+            show(fact)
+    return 0
+
+
+def machine(folder: Path) -> Iterator[Fact]:
+    """Yield what this machine has, the disk of `folder` included."""
+    yield from system_facts()
+    yield from device_facts(find_hardware(EngineTable()))
+    yield "disk", disk_text(folder)
+
+
+def shipped_configs() -> list[Path]:
+    """Return the configs of the clone that this package is in; none if it was installed without one."""
+    return sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+def config_facts(path: Path) -> Iterator[Fact]:
+    """Yield whether a config fits this machine, what it takes or lacks, and the machine that its first line names."""
+    try:
+        options = parse_command_line(["--config", str(path)])
+        question = configured_question(
+            options, known_vocab_size(options), find_hardware(options.config.engine)
+        )
+        answer = report_plan(question)
+    except UNPLANNABLE as error:
+        yield path.name, f"cannot be planned: {error}"
+        return
+    if answer.plan is not None and answer.device is not None:
+        devices = f"each of {question.num_devices} devices {size_text(answer.device.total_bytes)}"
+        yield path.name, f"fits: host memory {size_text(answer.host.total_bytes)}, {devices}"
+    else:
+        # `plan` lists the changes that would help, and tries each.
+        yield path.name, f"does not fit: {answer.problem.partition('. What would help')[0]}"
+    first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+    if first.startswith("# "):
+        yield "", f"written for: {first.removeprefix('# ').partition('. ')[0]}"
+
+
+def show(fact: Fact) -> None:
+    """Print a fact: its name, and its text beside it in as many lines as it takes."""
+    name, text = fact
+    width = max(60, shutil.get_terminal_size((WIDTH, 0)).columns)
+    indent = " " * NAME_WIDTH
+    for line in textwrap.wrap(
+        f"{name:<{NAME_WIDTH}}{text}", width, subsequent_indent=indent, drop_whitespace=True
+    ):
+        say(line)

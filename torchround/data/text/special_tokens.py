@@ -1,0 +1,70 @@
+"""Special tokens by their names in plain text: read as tokens if a source asks for it, otherwise found and warned about.
+
+Text is encoded as text by default, so that no document can fake the turn of a conversation. A source whose text was
+rendered with a chat template before asks for the tokens with `special_tokens = true`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchround.data.document_types import TextSpan, TokenIds
+from torchround.data.text.tokenizer import Tokenizer
+
+
+def split_special(tokenizer: Tokenizer, text: str, learn: bool) -> list[TextSpan]:
+    """Split a text into special tokens and the text between them."""
+    parts = enumerate(tokenizer.special_pattern.split(text))
+    return [TextSpan(part, learn, special=index % 2 == 1) for index, part in parts if part]
+
+
+def encode_spans(tokenizer: Tokenizer, spans: list[TextSpan] | tuple[TextSpan, ...]) -> list[TokenIds]:
+    """Encode each span apart, as `[n]` int64."""
+    return [
+        np.array([tokenizer.special_id(span.text)], dtype=np.int64)
+        if span.special
+        else tokenizer.encode_array(span.text)
+        for span in spans
+    ]
+
+
+def opens_with(tokenizer: Tokenizer, text: str, token_id: int | None) -> bool:
+    """Say whether a text begins with the name of a certain special token."""
+    found = tokenizer.special_pattern.match(text)
+    return found is not None and tokenizer.special_id(found[0]) == token_id
+
+
+def ends_with_special(tokenizer: Tokenizer, text: str) -> bool:
+    """Say whether a text ends with a special token, white space aside."""
+    return text.rstrip().endswith(tuple(tokenizer.special))
+
+
+@dataclass(frozen=True)
+class PairFormat:
+    """Writer of a prompt and its completion, both plain text: BOS if the tokenizer puts one, both texts, and EOS.
+
+    The completion and EOS are learnt, and with `learns_all` the prompt too. The two are tokenised apart, as in generation.
+    With `reads_special`, names of special tokens are tokens, and BOS and EOS are not written twice.
+    """
+
+    tokenizer: Tokenizer
+    learns_all: bool = False
+    reads_special: bool = False
+
+    def __call__(self, prompt: str, completion: str) -> tuple[TextSpan, ...]:
+        """Return the spans of one document."""
+        bos_id, eos_id = self.tokenizer.bos_id, self.tokenizer.eos_id
+        begun = self.reads_special and opens_with(self.tokenizer, prompt, bos_id)
+        ended = self.reads_special and ends_with_special(self.tokenizer, completion)
+        before = [] if bos_id is None or begun else [self._named(bos_id, self.learns_all)]
+        after = [] if ended else [self._named(eos_id, True)]
+        return (*before, *self._spans(prompt, self.learns_all), *self._spans(completion, True), *after)
+
+    def _spans(self, text: str, learn: bool) -> list[TextSpan]:
+        if self.reads_special:
+            return split_special(self.tokenizer, text, learn)
+        return [TextSpan(text, learn)] if text else []
+
+    def _named(self, token_id: int, learn: bool) -> TextSpan:
+        name = next(name for name, known in self.tokenizer.special.items() if known == token_id)
+        return TextSpan(name, learn, special=True)

@@ -1,0 +1,97 @@
+"""The steps under way: each is reported once it is done, in order, to metrics, traces and checkpoints.
+
+A step is dispatched before the one before it is reported, so that reporting never keeps the devices waiting.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+from torchround.engine.results import StepResult
+from torchround.engine.tracing import StepTraces
+from torchround.observe import MetricsLogger
+from torchround.run.checkpoints import RunCheckpoints, RunPosition
+from torchround.run.early_end import BadSteps
+from torchround.run.step_meter import StepMeter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A step under way: its future result, and the run's position after it.
+
+    `num_tokens` counts the tokens of its batch without padding, which its rate is made of.
+    """
+
+    result: StepResult
+    position: RunPosition
+    lr: float
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class ReportTargets:
+    """All that gets a finished step."""
+
+    meter: StepMeter
+    metrics: MetricsLogger
+    traces: StepTraces
+    bad_steps: BadSteps
+    checkpoints: RunCheckpoints
+
+
+class StepReports:
+    """The steps of a run that are not reported yet. A record is logged every `log_every_steps`, and of `last_step`."""
+
+    def __init__(self, targets: ReportTargets, log_every_steps: int, last_step: int) -> None:
+        self._targets = targets
+        self._log_every_steps = log_every_steps
+        self._last_step = last_step
+        self._under_way: deque[Dispatched] = deque()
+        self._newest: Dispatched | None = None
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether every dispatched step is reported."""
+        return not self._under_way
+
+    def add(self, step: Dispatched) -> None:
+        """Add a step that was just dispatched."""
+        self._under_way.append(step)
+
+    def report(self, leave: int, validation_loss: float | None = None) -> None:
+        """Wait for all but the newest `leave` steps, and log those that are due.
+
+        `validation_loss` was measured after the newest step, which is logged with it.
+        """
+        to = self._targets
+        while len(self._under_way) > leave:
+            done = self._under_way[0]
+            step = done.position.step
+            to.meter.add(done.result, done.num_tokens)
+            to.traces.add(done.result)
+            to.bad_steps.add(step, done.position.tokens - done.result.num_labels, done.result)
+            self._newest = done
+            is_due = step % self._log_every_steps == 0 or step == self._last_step
+            loss = validation_loss if len(self._under_way) == 1 else None
+            if is_due or loss is not None:
+                self.log_rest(loss)
+            # Only now: a step whose report fails stays under way, and is named when the run ends.
+            self._under_way.popleft()
+            to.checkpoints.reported(step)
+
+    def log_rest(self, validation_loss: float | None = None) -> None:
+        """Log the steps that were reported since the last record, as the record of the newest. Does nothing without any."""
+        to, done = self._targets, self._newest
+        if done is not None and to.meter.num_steps:
+            step, tokens = done.position.step, done.position.tokens
+            to.metrics.log(to.meter.record(step, tokens, done.lr, validation_loss))
+
+    def report_finished(self, updates: int) -> None:
+        """After a fault, report the steps up to number `updates`, as far as their figures are still there."""
+        try:
+            self.report(leave=sum(step.position.step > updates for step in self._under_way))
+        except Exception as error:  # noqa: BLE001  (the fault itself is raised)
+            logger.warning("step %d is missing in the metrics: %s", self._under_way[0].position.step, error)
+        self.log_rest()

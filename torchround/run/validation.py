@@ -1,0 +1,151 @@
+"""Validation in a run: when it is due, its loss, the best one so far, and the end that patience brings.
+
+The best loss and the validations since are part of every checkpoint. So a resumed run keeps the same best checkpoint, and
+ends at the same step, as a run that never stopped.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchround.checkpoint import Checkpointer, CheckpointError
+from torchround.checkpoint.manifest import read_manifest, read_state
+from torchround.config import ValidationTable
+from torchround.data import cut
+from torchround.engine.engine import Engine
+from torchround.layer import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+MOST_COUNTED = 2**62  # upper limit of any count in a state
+
+
+@dataclass(frozen=True)
+class ValidationProgress:
+    """What a run's validations have shown up to a step. Losses are in nats per label.
+
+    `loss` is the step's own; None if the step was not validated, or its loss is not finite. `best_loss` is the lowest so
+    far, first reached at `best_step`; None before the first finite one. `since_best` counts the validations after it.
+    """
+
+    loss: float | None = None
+    best_loss: float | None = None
+    best_step: int = 0
+    since_best: int = 0
+
+    @classmethod
+    def from_state(cls, state: object) -> "ValidationProgress":
+        """Rebuild it from a checkpoint's state. Raises `ValueError` for values that no run could have saved."""
+        if not isinstance(state, dict) or state.keys() != {"loss", "best_loss", "best_step", "since_best"}:
+            raise ValueError(f"validation is {str(state)[:100]}")
+        losses = (state["loss"], state["best_loss"])
+        counts = (state["best_step"], state["since_best"])
+        if not all(loss is None or (type(loss) is float and math.isfinite(loss)) for loss in losses):
+            raise ValueError(f"the validation losses are {str(losses)[:100]}")
+        if not all(type(count) is int and 0 <= count <= MOST_COUNTED for count in counts):
+            raise ValueError(f"the best validation is {str(counts)[:100]}")
+        return cls(**state)
+
+    def after(self, step: int, loss: float) -> "ValidationProgress":
+        """Return the progress once `step` was validated. A loss that is not finite is never the best."""
+        if not math.isfinite(loss):
+            return replace(self, loss=None, since_best=self.since_best + 1)
+        if self.best_loss is None or loss < self.best_loss:
+            return ValidationProgress(loss, loss, step, 0)
+        return replace(self, loss=loss, since_best=self.since_best + 1)
+
+    def later(self) -> "ValidationProgress":
+        """Return the progress of the next step, which is not validated yet."""
+        return replace(self, loss=None)
+
+    def stop_reason(self, patience: int) -> str | None:
+        """Return why `validation.patience` ends the run, None if it does not."""
+        if patience == 0 or self.since_best < patience:
+            return None
+        best = (
+            "no finite loss" if self.best_loss is None else f"{self.best_loss:.4f} at step {self.best_step}"
+        )
+        return (
+            f"no lower validation loss in {self.since_best} validations (validation.patience = {patience}); "
+            f"the best: {best}"
+        )
+
+
+class RunValidation:
+    """The validations of one run: `batches` are the same each time they are iterated over."""
+
+    def __init__(self, table: ValidationTable, batches: Iterable[MicroBatch], micro_batch_size: int) -> None:
+        self._table = table
+        self._batches = batches
+        self._micro_batch_size = micro_batch_size
+        self._has_warned_of_no_labels = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the run is validated at all."""
+        return self._table.interval_steps > 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether step `step` of the run is validated whatever follows it."""
+        return self.is_on and step % self._table.interval_steps == 0
+
+    def keeps(self, progress: ValidationProgress | None, step: int) -> bool:
+        """Whether `step` has the best loss so far and `validation.keep_best` asks for its checkpoint."""
+        return (
+            self._table.keep_best
+            and progress is not None
+            and progress.loss is not None
+            and progress.best_step == step
+        )
+
+    def loss(self, engine: Engine) -> float | None:
+        """Return the mean loss per label over the batches with the newest weights; None if they have no label."""
+        results = [engine.evaluate(cut(batch, self._micro_batch_size)) for batch in self._batches]
+        loss_sum = sum(result.loss() * result.num_labels for result in results)
+        num_labels = sum(result.num_labels for result in results)
+        if num_labels:
+            return loss_sum / num_labels
+        if not self._has_warned_of_no_labels:
+            self._has_warned_of_no_labels = True
+            logger.warning(
+                "validation: its %d batches hold no label, so there is no loss to log; scripts/inspect_data.py shows "
+                "which tokens are learnt",
+                len(results),
+            )
+        return None
+
+
+def loss_in(state: Mapping[str, Any]) -> float | None:
+    """Return the validation loss of a checkpoint's step from its state, None if it has none that a run could save."""
+    try:
+        return ValidationProgress.from_state(state.get("validation")).loss
+    except ValueError:
+        return None
+
+
+def kept_losses(checkpointer: Checkpointer) -> dict[int, float]:
+    """Return step and validation loss of each checkpoint whose own step was validated. Reads the state of all."""
+    losses = {}
+    for step, path in checkpointer.checkpoints().items():
+        try:
+            loss = loss_in(read_state(path, read_manifest(path, step)))
+        except CheckpointError:
+            continue  # a damaged checkpoint is no candidate; listing and loading name the damage
+        if loss is not None:
+            losses[step] = loss
+    return losses
+
+
+def keeps_best(state: Mapping[str, Any]) -> bool:
+    """Whether the run of a checkpoint's state had `validation.keep_best`."""
+    try:
+        return state["config"]["validation"]["keep_best"] is True
+    except (KeyError, TypeError):
+        return False  # from before the key
+
+
+def best_of(losses: Mapping[int, float]) -> int | None:
+    """Return the step with the lowest loss, the first of equals; None of no losses."""
+    return min(sorted(losses), key=losses.__getitem__, default=None)
