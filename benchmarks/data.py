@@ -342,7 +342,7 @@ def memory_while_reading(path: str, documents: int, workers: int) -> Report:
     """Measure resident MiB beyond what the imports take, after the first batch and at each tenth of the documents."""
     if path.endswith(".parquet"):
         importlib.import_module("pyarrow.parquet")  # 30 MiB that hold no documents
-    data = DataTable(sources=(SourceTable(path=path),), epochs=1, num_workers=workers)
+    data = DataTable(sources=(SourceTable(path=path),), epochs=1, num_workers=workers, shuffle_sequences=0)
     before = resident_bytes()
     begun_s = time.perf_counter()
     loader = build_loader(data, build_tokenizer(TokenizerTable(name="bytes")), SEQ_LEN, 16, 0)

@@ -79,7 +79,31 @@ FAULTS = {
     ),
     "a model that no family reads": (
         lambda folder: change_config(folder, model_type="mamba"),
-        "model_type = 'mamba' is not supported",
+        'small.toml: model.hf_path: release/config.json has model_type "mamba", which no family of torchround '
+        + 'reads; legal: "llama" with model.family = "llama3"; "qwen3" or "qwen3_moe" with model.family = "qwen3"; '
+        + '"gpt_oss" with model.family = "gpt_oss"',
+    ),
+    "a model without a type": (
+        lambda folder: change_config(folder, model_type=None),
+        "release/config.json has no model_type, which no family",
+    ),
+    "an FP8 release": (
+        lambda folder: change_config(folder, quantization_config={"quant_method": "fp8"}),
+        "small.toml: model.hf_path: release: this is an FP8 release, whose weights torchround does not read",
+    ),
+    "an AWQ release": (
+        lambda folder: change_config(folder, quantization_config={"quant_method": "awq", "bits": 4}),
+        "release: this is an AWQ release",
+    ),
+    "a release of another kind of quantisation": (
+        lambda folder: change_config(folder, quantization_config={"quant_method": "compressed-tensors"}),
+        "release: this is a quantised (compressed-tensors) release",
+    ),
+    "weights in PyTorch's format": (
+        lambda folder: (folder / "release" / "model.safetensors").rename(
+            folder / "release" / "pytorch_model.bin"
+        ),
+        "index.json but pytorch_model.bin, a format that torchround does not read; legal: a release in safetensors",
     ),
     "a truncated file": (truncate, "model.safetensors: truncated"),
     "another shape": (
@@ -110,6 +134,24 @@ def test_a_fault_in_the_folder_is_one_message_before_anything_is_made(fault, fol
     printed = capsys.readouterr()
     assert expected in printed.err and printed.out == ""
     assert "Traceback" not in printed.err and not (folder / "outputs").exists()
+    assert len(printed.err) < 1000, "a message of a screen is not read"
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "a folder that is not there"])
+def test_a_dry_run_refuses_what_the_run_refuses(fault, folder, capsys):
+    spoil, expected = FAULTS[fault]
+    spoil(folder)
+    assert train.main(["--config", "small.toml", "--dry-run"]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_plan_refuses_a_quantised_release_but_needs_no_weights(folder, capsys):
+    plan = ["--config", "small.toml", "--device=rtx4090"]
+    (folder / "release" / "model.safetensors").unlink()
+    assert plan_script.main(plan) == 0
+    change_config(folder, quantization_config={"quant_method": "gptq"})
+    assert plan_script.main(plan) == 2
+    assert "this is a GPTQ release" in capsys.readouterr().err
 
 
 def test_bytes_as_the_tokenizer_of_weights_that_have_their_own_is_a_warning(folder, caplog):
@@ -165,10 +207,42 @@ def test_a_run_starts_from_adapters_in_pefts_format(folder):
         (("--lora.path=nowhere",), "adapter_config.json cannot be read"),
     ],
 )
-def test_adapters_of_another_kind_are_refused(overrides, message, folder, capsys):
+def test_adapters_that_do_not_fit_are_refused(overrides, message, folder, capsys):
     write_adapters(folder)
     assert train.main(["--config", "small.toml", *LORA, *overrides]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            {"init_lora_weights": "pissa"},
+            "init_lora_weights is 'pissa': such adapters belong to a base that was changed",
+        ),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"use_rslora": True}, "use_rslora is not supported"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is not supported"),
+        ({"kasa_config": {"beta": 1.0}}, "kasa_config is not supported"),
+    ],
+)
+def test_adapters_that_compute_something_else_are_never_taken_as_plain_ones(setting, message, folder, capsys):
+    write_adapters(folder)
+    path = folder / "adapters" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | setting))
+    assert train.main(["--config", "small.toml", *LORA]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_adapters_that_began_in_a_way_that_leaves_the_base_alone_are_read(folder):
+    write_adapters(folder)
+    path = folder / "adapters" / "adapter_config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"init_lora_weights": "gaussian", "velora_config": None})
+    )
+    assert train.main(["--config", "small.toml", *LORA, "--dry-run"]) == 0
 
 
 ADAPTED = ("--lora.rank=2", "--optimizer.lr=0.01", "--training.steps=3")

@@ -119,7 +119,7 @@ def test_a_long_value_is_shortened(tmp_path: Path) -> None:
 
 CONFLICTS = [
     ({"model.hf_path": "folder"}, ["model.flavor", "model.hf_path"], ["debug", "folder"]),
-    ({"model.flavor": "none"}, ["model.flavor", "model.hf_path"], ["neither"]),
+    ({"model.flavor": "none"}, ["model.flavor", "model.shape", "model.hf_path"], ["none is given"]),
     ({"tokenizer.path": "folder"}, ["tokenizer.path", "tokenizer.name"], ["folder", "bytes"]),
     ({"tokenizer.name": "none"}, ["tokenizer.path", "tokenizer.name", "model.hf_path"], ["no tokenizer"]),
     (

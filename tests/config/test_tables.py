@@ -98,7 +98,7 @@ def test_each_key_is_documented_as_sentences(table: type[Table], key: str) -> No
 def test_the_tables_and_keys_that_users_and_scripts_rely_on_are_there() -> None:
     promised = {
         "run": {"name", "folder", "seed"},
-        "model": {"family", "flavor", "hf_path"},
+        "model": {"family", "flavor", "shape", "hf_path"},
         "tokenizer": {"path", "name"},
         "data": {"sources", "shuffle", "num_workers"},
         "training": {"steps", "seq_len", "global_batch_size", "micro_batch_size", "dtype", "max_norm"},

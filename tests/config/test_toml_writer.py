@@ -84,6 +84,8 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
         return draw(st.fixed_dictionaries({}, optional=keys))
 
     model = {"family": draw(NAMES), draw(st.sampled_from(["flavor", "hf_path"])): draw(NAMES)}
+    if "flavor" in model and draw(st.booleans()):
+        model["shape"] = {"num_layers": draw(st.integers(1, 9)), "tied_embeddings": draw(st.booleans())}
     tokenizer = draw(st.sampled_from([{"name": "bytes"}, {"path": "x"}]))
     return {
         "run": table(name=st.from_regex(r"[a-z][a-z0-9._-]{0,9}", fullmatch=True), folder=NAMES, seed=COUNTS),

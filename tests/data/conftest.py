@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -46,6 +46,7 @@ def make_loader(corpus: Path, tokenizer: Tokenizer) -> MakeLoader:
         seq_len: int = 512,
         global_batch_size: int = 6,
         folder: Path = corpus,
+        shuffle_sequences: int | Literal["auto"] = 0,
         **data_keys: Any,
     ) -> Loader:
         sources = (
@@ -53,7 +54,12 @@ def make_loader(corpus: Path, tokenizer: Tokenizer) -> MakeLoader:
             SourceTable(path=str(folder / "records.jsonl"), weight=weights[1]),
         )
         data = DataTable(
-            sources=sources, shuffle=shuffle, num_workers=num_workers, epochs=epochs, **data_keys
+            sources=sources,
+            shuffle=shuffle,
+            shuffle_sequences=shuffle_sequences,
+            num_workers=num_workers,
+            epochs=epochs,
+            **data_keys,
         )
         return build_loader(data, tokenizer, seq_len, global_batch_size, seed)
 

@@ -95,7 +95,7 @@ def test_resuming_at_any_batch_with_other_workers_gives_the_same_remaining_batch
 
 def test_an_endless_loader_resumes_across_epochs(make_loader: MakeLoader) -> None:
     loader = make_loader(num_workers=2)
-    take(loader, 150)  # three passes over the notes
+    take(loader, 200)  # more than two passes over the records
     state = loader.state_dict()
     assert state["position"]["reader"]["sources"][1]["epoch"] >= 2
     rest = take(loader, 20)

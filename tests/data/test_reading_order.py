@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from torchround.config import SourceTable
 from torchround.data import DataError
-from torchround.data.formats.sources import Source, shuffled
+from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
 from torchround.data.reading_order import MixSettings, Reader
+from torchround.data.shuffling import shuffled
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchdata.nodes import IterableWrapper
 
 from tests.data.conftest import MakeLoader
 from tests.support.batch_contents import content
 from torchround.config import DataTable, SourceTable, ValidationTable
-from torchround.data import DataError, Loader, Tokenizer, build_validation_loader
+from torchround.data import DataError, Loader, Tokenizer, build_loader, build_validation_loader
 from torchround.data.packing import best_fit as best_fit_module
+from torchround.data.packing.contiguous import PackedSequence
+from torchround.data.packing.window_shuffle import SequenceShuffler, auto_window
 
 SEQ_LEN = 64
 WINDOW = 8
@@ -28,6 +32,96 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def sequences(loader: Loader) -> list[Any]:
     """List each sequence of all batches: tokens, labels, positions and document ids."""
     return [row for batch in content(loader) for row in zip(*batch, strict=True)]
+
+
+def book_share(loader: Loader) -> list[int]:
+    """Count the sequences of the book, which is all one letter, in each batch of 16."""
+    letter = ord("b")
+    return [int((batch.tokens[:, 1:-1] == letter).all(dim=1).sum()) for batch in loader]
+
+
+def test_a_book_of_300_sequences_is_spread_over_all_batches_by_default(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """The book is a quarter of 1200 sequences: a random batch has 4 of it, and 11 are four standard deviations more."""
+    lines = ["b" * (300 * SEQ_LEN), *(f"other {number:03} " * 32 for number in range(180))]
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    source = SourceTable(path=str(tmp_path / "x.jsonl"))
+    shares = []
+    for keys in ({}, {"shuffle_sequences": 0}):
+        data = DataTable(sources=(source,), epochs=1, **keys)
+        shares.append(book_share(build_loader(data, tokenizer, SEQ_LEN, 16, 0)))
+    mixed, plain = shares
+    assert sum(mixed) == sum(plain) >= 299 and len(mixed) == len(plain) > 70
+    assert max(plain) == 16
+    assert max(mixed) <= 11
+    assert sum(share > 0 for share in mixed) > 0.9 * len(mixed)
+
+
+def test_the_default_shuffles_text_and_neither_whole_documents_nor_data_in_their_listed_order(
+    make_loader: MakeLoader,
+) -> None:
+    for keys, is_shuffled in (({}, True), ({"packing": "best_fit"}, False), ({"shuffle": False}, False)):
+        loader = make_loader(seq_len=SEQ_LEN, shuffle_sequences="auto", **keys)
+        next(loader)
+        assert ("window" in loader.state_dict()["position"]) == is_shuffled
+
+
+def test_a_default_window_has_16_mi_tokens_and_at_most_4096_sequences() -> None:
+    assert [auto_window(seq_len) for seq_len in (1, 256, 2048, 8192, 131072, 10**6)] == [
+        *(4096, 4096, 4096),
+        *(2048, 128, 128),
+    ]
+
+
+def test_the_default_window_of_a_run_is_kept_by_a_position_of_another_window(make_loader: MakeLoader) -> None:
+    """A config without the key continues a run that was begun with one."""
+    keys: dict[str, Any] = {"seq_len": SEQ_LEN, "epochs": 1}
+    whole = content(make_loader(**keys, shuffle_sequences=WINDOW))
+    first = make_loader(**keys, shuffle_sequences=WINDOW)
+    before = content(islice(first, 5))
+    assert before + resumed(make_loader(**keys, shuffle_sequences="auto"), first.state_dict()) == whole
+
+
+def test_a_window_ends_with_an_epoch_of_small_data(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Each document fills one sequence, so that the documents of a window can be told."""
+    texts = [f"{number:02}".ljust(SEQ_LEN - 2, ".") for number in range(20)]
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.jsonl")),))
+    loader = build_loader(data, tokenizer, SEQ_LEN, 1, 0)
+    numbers = [tokenizer.decode(next(loader).tokens[0, 1:3].tolist()) for _ in range(100)]
+    for start in range(0, 100, 20):
+        assert sorted(numbers[start : start + 20]) == [f"{number:02}" for number in range(20)]
+    assert loader.state_dict()["position"]["window"] == 5
+
+
+class CountingPacker(IterableWrapper):
+    """Numbered sequences of two tokens, in epochs of 50 documents; counts what was asked for."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(range(count))
+        self.asked = 0
+
+    def next(self) -> PackedSequence:
+        number = np.array([super().next()] * 2)
+        self.asked += 1
+        return PackedSequence(number, number, np.array([0, 1]), np.array([0, 0]))
+
+    def get_state(self) -> dict[str, Any]:
+        progress = {"epoch": self.asked // 50, "drawn": self.asked, "used": 0, "bad": 0}
+        return {**super().get_state(), "reader": {"sources": [progress]}}
+
+
+@pytest.mark.parametrize("window", [1, 2, 8, 50, 51])
+def test_each_sequence_costs_one_of_the_next_window_and_no_more_wait_than_one_window_has(window: int) -> None:
+    packer = CountingPacker(400)
+    shuffler = SequenceShuffler(packer, window, seed=0)
+    shuffler.reset()
+    found = []
+    for handed_out, row in enumerate(shuffler, start=1):
+        found.append(int(row.tokens[0]))
+        assert packer.asked <= min(400, window + handed_out)
+    assert sorted(found) == list(range(400))
 
 
 @pytest.mark.parametrize("packing", ["contiguous", "best_fit"])

@@ -22,6 +22,7 @@ from torchround.data.document_types import Document
 from torchround.data.formats import sources as sources_module
 from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
+from torchround.data.shuffling import EpochKey
 
 Write = Callable[[Path, list[dict[str, Any]]], SourceTable]
 
@@ -68,7 +69,7 @@ EACH_WRITER = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.
 RECORDS = [{"text": f"record {number}", "number": number} for number in range(40)]
 
 
-def walk(source: Source, key: str | None = None) -> list[tuple[str, list[int], Document]]:
+def walk(source: Source, key: EpochKey | None = None) -> list[tuple[str, list[int], Document]]:
     """Return each document of a pass: its text, its cursor, and the document itself."""
     found = []
     cursor = source.first_cursor()
@@ -91,7 +92,7 @@ def test_every_record_is_read_once_in_each_pass_and_shuffled_by_key(tmp_path: Pa
     source = open_source(write(tmp_path, RECORDS))
     expected = sorted(record["text"] for record in RECORDS)
     listed = [text for text, _, _ in walk(source)]
-    passes = [[text for text, _, _ in walk(source, key)] for key in ("0/0/0", "0/0/1", "0/0/0")]
+    passes = [[text for text, _, _ in walk(source, EpochKey(key))] for key in ("0/0/0", "0/0/1", "0/0/0")]
     assert all(sorted(texts) == expected for texts in [listed, *passes])
     assert passes[0] == passes[2]
     assert len({tuple(texts) for texts in [listed, *passes]}) == 3
@@ -99,9 +100,13 @@ def test_every_record_is_read_once_in_each_pass_and_shuffled_by_key(tmp_path: Pa
 
 @EACH_WRITER
 @settings(max_examples=6, deadline=None)
-@given(count=st.integers(2, 40), stop=st.integers(0, 39), key=st.sampled_from([None, "7/0/3"]))
+@given(
+    count=st.integers(2, 40),
+    stop=st.integers(0, 39),
+    key=st.sampled_from([None, EpochKey("7/0/0"), EpochKey("7/0/3", "7/0/0")]),
+)
 def test_a_fresh_process_continues_from_any_cursor(
-    tmp_path_factory: pytest.TempPathFactory, write: Write, count: int, stop: int, key: str | None
+    tmp_path_factory: pytest.TempPathFactory, write: Write, count: int, stop: int, key: EpochKey | None
 ) -> None:
     table = write(tmp_path_factory.mktemp("resume"), RECORDS[:count])
     whole = walk(open_source(table), key)
@@ -270,7 +275,9 @@ def test_one_glob_may_mix_plain_compressed_and_columnar_files(tmp_path: Path) ->
     (tmp_path / "y.jsonl").write_bytes(as_lines(RECORDS[20:30]))
     (tmp_path / "z.txt").write_text("record 30")
     source = open_source(SourceTable(path=str(tmp_path / "*")))
-    assert sorted(text for text, _, _ in walk(source, "k")) == sorted(f"record {n}" for n in range(31))
+    assert sorted(text for text, _, _ in walk(source, EpochKey("k"))) == sorted(
+        f"record {n}" for n in range(31)
+    )
     assert source.count() == 31
 
 

@@ -119,6 +119,43 @@ def test_missing_extra_misshapen_and_unreadable_tensors_are_listed_by_name_at_on
     }
 
 
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        ({"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32}, "an FP8"),
+        ({"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16}, "an AWQ or GPTQ"),
+        ({"weight": torch.uint8, "weight.quant_state.bitsandbytes__nf4": torch.uint8}, "a bitsandbytes"),
+    ],
+)
+def test_a_quantised_release_is_named_instead_of_all_of_its_tensors(names, kind, hf, tmp_path):
+    release = hf.release("llama3", tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    for linear in [name for name in tensors if name.endswith("_proj.weight")]:
+        del tensors[linear]
+        stem = linear.removesuffix("weight")
+        tensors |= {f"{stem}{name}": torch.zeros(2).to(dtype) for name, dtype in names.items()}
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(HFError) as error:
+        read(release)
+    assert f"this is {kind} release" in str(error.value) and len(str(error.value)) < 400
+
+
+def test_a_single_file_beside_an_index_is_read_alone_as_transformers_reads_it(hf, tmp_path, caplog):
+    release = hf.release("llama3", tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file() and not (tmp_path / SINGLE).is_file()
+    tensors = {
+        name: tensor.clone()
+        for path in tmp_path.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+    tensors["model.norm.weight"] += 1.0
+    save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
+    theirs = type(release.theirs).from_pretrained(tmp_path).state_dict()["model.norm.weight"]
+    assert torch.equal(initialised(release, read(release)).weights()["head.norm.weight"], theirs)
+    assert torch.equal(theirs, tensors["model.norm.weight"])
+    assert caplog.text.count(f"the weights are read from {SINGLE}, as transformers does") == 1
+
+
 def test_blocks_of_another_shape_are_named(hf, tmp_path):
     release = hf.release("gpt_oss", tmp_path)
     tensors, name = load_file(tmp_path / SINGLE), "model.layers.0.mlp.experts.down_proj"

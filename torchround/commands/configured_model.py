@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from torchround.config import MODEL_FOLDER, Config, LoraTable, Options, show
-from torchround.hf import PretrainedWeights, read_adapters
+from torchround.hf import PretrainedWeights, quantised_advice, quantised_kind, read_adapters
 from torchround.layer import FileTensor, LayeredModel
 from torchround.models import (
     FAMILIES,
     Family,
     LoraShape,
+    ModelConfigError,
     TransformerConfig,
     adapter_names,
     add_adapters,
@@ -32,7 +33,7 @@ Mapped = Mapping[str, Sequence[FileTensor]]
 def build_model(options: Options, vocab_size: int | None = None) -> LayeredModel:
     """Build the configured model on `meta`; with `lora.rank`, frozen and with adapters.
 
-    `vocab_size` is the tokenizer's. Without one, the model keeps the vocabulary of its flavor or folder.
+    `vocab_size` is the tokenizer's. Without one, the model keeps the vocabulary of its flavor, shape or folder.
     Raises `ConfigError` or `ModelConfigError`.
     """
     family, config = model_config(options, vocab_size)
@@ -49,17 +50,24 @@ def lora_shape(table: LoraTable) -> LoraShape:
 
 
 def model_config(options: Options, vocab_size: int | None) -> tuple[Family[Any], TransformerConfig]:
-    """Return the family and its config, from a flavor or from the config.json of a Hugging Face folder."""
+    """Return the family and its config: from a flavor, a shape, or the config.json of a Hugging Face folder."""
     table = options.config.model
     if table.family not in FAMILIES:
         raise options.unknown_name("model.family", table.family, FAMILIES)
     family = FAMILIES[table.family]
+    if table.flavor is not None and table.flavor not in family.flavors:
+        raise options.unknown_name("model.flavor", table.flavor, family.flavors)
+    if table.shape is not None:
+        shape = table.shape.model_dump(exclude_none=True)
+        try:
+            return family, family.config_from_shape(shape, table.flavor, vocab_size)
+        except ModelConfigError as error:
+            raise options.error("model.shape", str(error)) from error
     if table.flavor is not None:
-        if table.flavor not in family.flavors:
-            raise options.unknown_name("model.flavor", table.flavor, family.flavors)
         return family, family.config_from_flavor(table.flavor, vocab_size=vocab_size)
     path, content = _read_config_json(options)
     _refuse_another_family(options, path, content.get("model_type"))
+    _refuse_quantised(options, path, content)
     config = family.config_from_hf(content)
     if vocab_size is not None and config.vocab_size < vocab_size:
         raise options.error(
@@ -73,7 +81,7 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[Family[Any],
 def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
     """Read the config.json of `model.hf_path`. Raises `ConfigError` if it is missing or not a JSON object."""
     folder = options.config.model.hf_path
-    assert folder is not None, "the config checks let neither flavor nor hf_path through"
+    assert folder is not None, "the config checks want a flavor, a shape or hf_path"
     path = Path(os.path.expanduser(folder)) / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -94,19 +102,36 @@ def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
 
 
 def _refuse_another_family(options: Options, path: Path, model_type: Any) -> None:
-    """Raise `ConfigError` if another family reads this type. A type that no family reads gets the family's own error."""
+    """Raise `ConfigError` if another family reads this type, or none. The message lists what is supported."""
     given = options.config.model.family
     fitting = [family.name for family in FAMILIES.values() if model_type in family.hf_model_types]
-    if fitting and given not in fitting:
+    if given in fitting:
+        return
+    if fitting:
         raise options.error(
             "model.family",
             f"given {show(given)}, but {path} has model_type {show(model_type)}; "
             f"legal for it: {' or '.join(show(name) for name in fitting)}",
         )
+    named = f"model_type {show(model_type)}" if isinstance(model_type, str) else "no model_type"
+    supported = "; ".join(
+        f"{' or '.join(show(kind) for kind in family.hf_model_types)} with model.family = {show(family.name)}"
+        for family in FAMILIES.values()
+    )
+    raise options.error(
+        "model.hf_path", f"{path} has {named}, which no family of torchround reads; legal: {supported}"
+    )
+
+
+def _refuse_quantised(options: Options, path: Path, content: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if `config.json` says that the weights are quantised in a form that is not read."""
+    kind = quantised_kind(content)
+    if kind is not None:
+        raise options.error("model.hf_path", f"{path.parent}: {quantised_advice(kind)}")
 
 
 def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeights | None, Mapped]:
-    """Open the weights in the Hugging Face folder, and map the ones that stay in its files. A flavor has no weights.
+    """Open the weights in the Hugging Face folder, and map the ones that stay in its files. A flavor or shape has none.
 
     Checks the headers of the files against the model. Raises `HFError`.
     """
@@ -120,6 +145,14 @@ def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeigh
     if config.lora.path is not None:
         weights.adapters = read_adapters(config.lora, adapter_names(model, names), shapes)
     return weights, map_base(weights, model, config)
+
+
+def check_weights(options: Options, vocab_size: int | None) -> None:
+    """Check the headers of the pretrained files, so that a dry run refuses what the run would refuse.
+
+    `vocab_size` as in `build_model`. Raises `ConfigError`, `ModelConfigError` or `HFError`.
+    """
+    find_weights(options, build_model(options, vocab_size))
 
 
 def map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) -> Mapped:

@@ -1,4 +1,6 @@
-"""Export a checkpoint as a Hugging Face folder that `transformers` loads: config, safetensors with index, tokenizer files.
+"""Export a checkpoint as a Hugging Face folder that `transformers` loads and generates from.
+
+It holds the config, safetensors with an index, the tokenizer's files, the settings of generation and a model card.
 
     python scripts/export_hf.py outputs/my-run/checkpoints/step-1000 my-model
 
@@ -24,10 +26,12 @@ import torch
 from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import read_manifest, read_state
+from torchround.commands.generation_files import write_generation, write_json
 from torchround.data import TokenizerError
 from torchround.data.text.template_files import export_tokenizer
 from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.export import SHARD_BYTES, ExportedTensor, merge_adapters, unstack, write_tensors
+from torchround.hf.model_card import CARD_FILE, CardFacts, model_card, read_records
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE
 from torchround.hf.tensor_folder import StoredTensor, read_header
 from torchround.layer import HFNames
@@ -41,9 +45,9 @@ from torchround.models import (
     add_adapters,
     peft_config,
 )
+from torchround.observe.loss_curve import METRICS_FILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-GENERATION_FILE = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -100,13 +104,12 @@ def export(request: Export) -> str:
         raise HFError(f"{request.output} is there already; legal: a new folder")
     verify_checkpoint(request.checkpoint)
     state = read_state(request.checkpoint, read_manifest(request.checkpoint))
-    run = state["config"]
-    trained = Trained(request, run)
+    trained = Trained(request, state)
     if request.adapters:
         if not trained.adapters:
             raise HFError(f"{request.checkpoint} has no adapters: its run had lora.rank = 0")
         return write_adapters(request, trained, state)
-    content = trained.content
+    run, content = trained.run, trained.content
     # Releases write `dtype`, older ones `torch_dtype`; one of them in the export leaves no doubt.
     content["dtype"] = request.dtype or content.get(
         "dtype", content.get("torch_dtype", run["training"]["dtype"])
@@ -116,11 +119,10 @@ def export(request: Export) -> str:
         # First, because it fails at once if the run's template is gone.
         copied = export_tokenizer(folder, state, trained.base, request.tokenizer)
         files = write_tensors(folder, trained.tensors(), int(request.max_shard_gb * 1e9))
+        written = write_generation(folder, content, run, trained.base, request.tokenizer)
         write_json(folder / "config.json", content)
-        if trained.base is not None and (trained.base / GENERATION_FILE).is_file():
-            shutil.copyfile(trained.base / GENERATION_FILE, folder / GENERATION_FILE)
-            copied.append(GENERATION_FILE)
-    return f"{request.output}: {', '.join(['config.json', *files, *copied])}"
+        (folder / CARD_FILE).write_text(model_card(trained.facts), encoding="utf-8")
+    return f"{request.output}: {', '.join(['config.json', *files, *copied, *written, CARD_FILE])}"
 
 
 class Trained:
@@ -129,7 +131,8 @@ class Trained:
     Weights that the run left in the files of its base are not in the checkpoint. They are read from the base.
     """
 
-    def __init__(self, request: Export, run: dict[str, Any]) -> None:
+    def __init__(self, request: Export, state: dict[str, Any]) -> None:
+        self.run = run = state["config"]
         base = request.base or run["model"]["hf_path"]
         self.base = None if base is None else Path(base).expanduser()
         self.lora = run["lora"]
@@ -146,6 +149,7 @@ class Trained:
             add_adapters(model, self.names, LoraShape(rank, alpha, dropout, tuple(self.lora["targets"])))
             self.adapters = adapter_names(model, self.names)
         self._dtype = request.dtype or run["training"]["dtype"]
+        self.facts = card_facts(request, state, self.base, self.content)
         self._released: PretrainedWeights | None = None
         # The base is opened for the types of its tensors, or for weights that the checkpoint lacks.
         asks_base = request.dtype is None or not self.names.keys() <= self.stored.keys()
@@ -193,11 +197,6 @@ def new_folder(path: Path) -> Iterator[Path]:
     sync_entry(path.parent)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file as people read it: indented, with a line break at the end."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 def write_adapters(request: Export, trained: Trained, state: dict[str, Any]) -> str:
     """Write a PEFT folder, with the tokenizer. Returns a line that lists its files."""
     output = request.output
@@ -209,7 +208,26 @@ def write_adapters(request: Export, trained: Trained, state: dict[str, Any]) -> 
         write_json(
             folder / ADAPTER_CONFIG_FILE, peft_config(trained.lora, trained.adapters, trained.names, base)
         )
-    return f"{output}: {', '.join([ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE, *copied])}"
+        (folder / CARD_FILE).write_text(model_card(trained.facts), encoding="utf-8")
+    return f"{output}: {', '.join([ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE, *copied, CARD_FILE])}"
+
+
+def card_facts(
+    request: Export, state: dict[str, Any], base: Path | None, content: dict[str, Any]
+) -> CardFacts:
+    """Collect what the model card says. The losses are in the run's folder, if the checkpoint still is."""
+    step = read_manifest(request.checkpoint).step
+    metrics = request.checkpoint.resolve().parents[1] / METRICS_FILE
+    name = content.get("_name_or_path")
+    return CardFacts(
+        run=state["config"],
+        step=step,
+        tokens=state.get("tokens"),
+        base=base,
+        base_name=name if isinstance(name, str) else None,
+        records=read_records(metrics, step),
+        adapters=request.adapters,
+    )
 
 
 def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
@@ -225,10 +243,12 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
 def config_content(
     family: Family[Any], table: dict[str, Any], base: Path | None, stored: dict[str, StoredTensor]
 ) -> dict[str, Any]:
-    """Make the content of `config.json`: the base's without its quantisation, or the flavor's."""
+    """Make the content of `config.json`: the base's without its quantisation, or the trained shape's."""
     if base is None:
-        vocab_size = stored["embedding.weight"].shape[0]
-        return family.config_to_hf(family.config_from_flavor(table["flavor"], vocab_size=vocab_size))
+        # The embedding's rows, because the tokenizer may have decided their number.
+        shape = {key: value for key, value in (table.get("shape") or {}).items() if value is not None}
+        shape["vocab_size"] = stored["embedding.weight"].shape[0]
+        return family.config_to_hf(family.config_from_shape(shape, table["flavor"]))
     try:
         content: dict[str, Any] = json.loads((base / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -17,7 +17,13 @@ from dataclasses import replace
 import torch
 
 from torchround.checkpoint import Checkpointer, CheckpointError
-from torchround.commands.configured_model import build_model, find_weights, mapped_text, model_config
+from torchround.commands.configured_model import (
+    build_model,
+    check_weights,
+    find_weights,
+    mapped_text,
+    model_config,
+)
 from torchround.commands.export_hf import Export, export
 from torchround.commands.plan_run import configured_question, question_of, show_plan
 from torchround.config import ConfigError, Options, parse_command_line, to_toml
@@ -132,6 +138,7 @@ def dry_run(options: Options) -> int:
     config = options.config
     print(to_toml(config))
     tokenizer = find_tokenizer(options)
+    check_weights(options, tokenizer.vocab_size)
     question = configured_question(options, tokenizer.vocab_size, find_hardware(config.engine))
     folder = RunFolder(config.run)
     # Finds the mistakes that only show when the data is looked at.
@@ -156,13 +163,16 @@ def with_kept_rounds(question: RunQuestion, folder: RunFolder) -> RunQuestion:
 def description(parts: RunParts) -> str:
     """Describe the run for its user: what is trained, on what, with how much memory."""
     table, training = parts.config.model, parts.config.training
+    name = table.flavor or table.hf_path or "of its own shape"
+    if table.flavor and table.shape:
+        name = f"{name} with other sizes"
     counts = parts.question.parameters
     trained = f" ({counts.trained:,} of them trained)" if counts.frozen else ""
     size = f"{counts.trained + counts.frozen:,} parameters{trained} in {len(parts.model.layers)} layers"
     sources = ", ".join(source.path for source in parts.config.data.sources)
     batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
     lines = [
-        f"model    {table.family} {table.flavor or table.hf_path}: {size}, {training.dtype}",
+        f"model    {table.family} {name}: {size}, {training.dtype}",
         f"data     {sources}: {batch}",
         f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}",
         f"host     {host_memory_text(replace(parts.question, rounds=parts.plan.rounds).state())}",

@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 from torchround.config.config import Config, PlanTable
 from torchround.config.errors import show
 from torchround.config.key_types import KeyType, Table, describe
+from torchround.config.model_shape import ShapeTable
 from torchround.config.tables import SourceTable
 
 USAGE = """\
@@ -52,6 +53,7 @@ def usage() -> str:
 def page() -> str:
     """Write the content of docs/configuration.md."""
     inner: list[tuple[str, type[Table]]] = [
+        ("`model.shape`", ShapeTable),
         ("Elements of `data.sources` and `validation.sources`", SourceTable),
         ("`engine.plan`", PlanTable),
     ]

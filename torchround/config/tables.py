@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, JsonValue
 
 from torchround.config.key_types import MAX_INT, Legal, Many, Pair, Table
+from torchround.config.model_shape import ShapeTable
 
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -61,17 +62,21 @@ class RunTable(Table):
 
 
 class ModelTable(Table):
-    """The model: a family, and either one of its named sizes or a Hugging Face folder."""
+    """The model: a family, and one of its named sizes, a shape of one's own, or a Hugging Face folder."""
 
     family: Name
     """Model family, a package of `torchround/models/` (for example `llama3`). Required."""
 
     flavor: Name | None = None
-    """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Give either this or `hf_path`."""
+    """Named size of the family (for example `debug` or `3.1-8B`), initialised at random. Not used with `hf_path`."""
+
+    shape: ShapeTable | None = None
+    """Sizes of one's own, `[model.shape]`, initialised at random: instead of a flavor, or in place of some of a flavor's
+    sizes. Not used with `hf_path`."""
 
     hf_path: Name | None = None
-    """Local folder in Hugging Face format. Its `config.json` gives the shapes. The folder is also the default of
-    `tokenizer.path`. Give either this or `flavor`."""
+    """Local folder in Hugging Face format. Its `config.json` gives the shapes, its safetensors files the weights; a folder
+    without weights is refused. The folder is also the default of `tokenizer.path`. Not used with `flavor` or `shape`."""
 
 
 class TokenizerTable(Table):
@@ -143,10 +148,11 @@ class DataTable(Table):
     """Visit the documents in a new random order each epoch, fixed by `run.seed`. `false`: as listed. Compressed
     files, parquet files and datasets are shuffled by parts, and in each part by blocks of up to 8192 records."""
 
-    shuffle_sequences: Annotated[int, Field(ge=0, le=65536)] = 0
+    shuffle_sequences: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"
     """Packed sequences per window that are put into a random order, fixed by `run.seed`, 0 to 65536; 0 leaves them in
-    the order in which they were packed. It mixes long documents over many batches. Host memory: 32 bytes per token of
-    a window; a resumed run packs the window that it is in again."""
+    the order in which they were packed. It spreads a long document over many batches. `auto`: windows of about 16 Mi
+    tokens, at most 4096 sequences; 0 if documents stay whole or `shuffle` is off. A window ends early after an epoch.
+    Host memory: 9 bytes per token of a window, 72 MiB at 2048 tokens per sequence. A resumed run packs its window again."""
 
     epochs: PositiveInt | None = None
     """Passes over each source, at least 1. After them the run ends with its final checkpoint. `training.steps` can be left

@@ -155,15 +155,18 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
 
 
 def _model(config: Config) -> Iterator[Conflict]:
-    flavor, hf_path = config.model.flavor, config.model.hf_path
-    keys = ("model.flavor", "model.hf_path")
-    if flavor is None and hf_path is None:
-        yield keys, 'neither is given; legal: one of them, for example flavor = "debug"'
-    if flavor is not None and hf_path is not None:
-        yield (
-            keys,
-            f'given "{flavor}" and "{hf_path}"; legal: one of them ("none" clears a key that a base file set)',
-        )
+    table = config.model
+    given = {"model.flavor": table.flavor, "model.shape": table.shape, "model.hf_path": table.hf_path}
+    if not any(value is not None for value in given.values()):
+        message = 'none is given; legal: one of them, for example flavor = "debug"'
+        yield tuple(given), message
+    for key in ("model.flavor", "model.shape"):
+        if given[key] is not None and table.hf_path is not None:
+            shown = f'"{table.flavor}"' if key == "model.flavor" else "a table"
+            yield (
+                (key, "model.hf_path"),
+                f'given {shown} and "{table.hf_path}"; legal: one of them ("none" clears a key that a base file set)',
+            )
 
 
 def _tokenizer(config: Config) -> Iterator[Conflict]:

@@ -5,6 +5,7 @@ The nodes are: read, tokenise, pack, shuffle (if asked for), batch, and prefetch
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,9 +21,9 @@ from torchround.data.opening import (
     open_sources,
     packs_whole_documents,
 )
+from torchround.data.order_rules import LATEST, OrderRules, rules_for, rules_of
 from torchround.data.packing.batches import (
     Batches,
-    SequenceShuffler,
     num_tokens,
     packing_state,
     progress_so_far,
@@ -30,6 +31,7 @@ from torchround.data.packing.batches import (
 )
 from torchround.data.packing.best_fit import BestFitPacker, in_changed_files
 from torchround.data.packing.contiguous import ContiguousPacker, PackedSequence
+from torchround.data.packing.window_shuffle import SequenceShuffler
 from torchround.data.reading_order import MixSettings, Reader
 from torchround.data.text.tokenizer import Tokenizer
 from torchround.data.tokenising import Tokenising
@@ -89,7 +91,11 @@ def build_validation_loader(
         }
     )
     sizes = seq_len, global_batch_size
-    loader = Loader(treated, tokenizer, *sizes, 0, validation=bool(held_out), vocab_size=vocab_size)
+    # One pass has no copies to keep apart, so its documents are packed as densely as they can be.
+    rules = OrderRules(number=1, window=0)
+    loader = Loader(
+        treated, tokenizer, *sizes, 0, validation=bool(held_out), rules=rules, vocab_size=vocab_size
+    )
     found = ValidationLoader(loader, validation.max_batches)
     next(iter(found))  # an error of the validation data should show now, and not after many steps of training
     return found
@@ -100,7 +106,8 @@ class Loader(Iterator[MicroBatch]):
 
     At the end of limited data the last batch holds fewer sequences. A `DataError` is raised in place of the batch
     that would have held the bad record, and again by each later call. With `validation`, only the documents that
-    `data.validation_fraction` holds out are read, otherwise only the others.
+    `data.validation_fraction` holds out are read, otherwise only the others. `rules` is for tests and for validation;
+    without it, the config and the latest rules decide the order.
     """
 
     def __init__(
@@ -112,6 +119,7 @@ class Loader(Iterator[MicroBatch]):
         seed: int,
         *,
         validation: bool = False,
+        rules: OrderRules | None = None,
         vocab_size: int | None = None,
     ) -> None:
         self._data = data
@@ -123,6 +131,7 @@ class Loader(Iterator[MicroBatch]):
         self._sources = open_sources(data, tokenizer, self._vocab_size)
         self._mix = mix_settings(data, self._sources, seed, validation)
         self._packs_whole = packs_whole_documents(data)
+        self._rules = rules or rules_for(data, seq_len)
         self._tokenising: Tokenising | None = None
         self._batches: BaseNode[MicroBatch | DataError] | None = None
         self._position: dict[str, Any] | None = None
@@ -145,7 +154,7 @@ class Loader(Iterator[MicroBatch]):
         one piece of text (64 Ki characters). With whole documents it holds less than one sequence, and the numbers of
         the documents that have left the group being packed (up to twice as many if its files have changed).
         """
-        return {"data": self._identity, "position": _plain(self._position)}
+        return {"data": self._identity(self._rules), "position": _plain(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. `num_workers` and the batch size may have changed.
@@ -153,11 +162,13 @@ class Loader(Iterator[MicroBatch]):
         The sequence length may have changed too if sequences are packed contiguously and not shuffled. Raises
         `DataError` if the position belongs to other files, weights, shuffling, packing, another seed or tokenizer:
         it would mean other documents. If only the files differ, `data.on_changed_files = "go_on"` makes it a warning.
+        The rules of the order become those of the position, so that a run keeps the order that it began with.
         """
         saved, position = state.get("data"), state.get("position")
         if not isinstance(saved, dict):
             raise DataError(f"the saved data position does not name its data: {str(saved)[:100]}")
-        current = self._identity
+        rules = rules_of(saved, self._data, self._rules)
+        current = self._identity(rules)
         changed = {key: now for key, now in current.items() if saved.get(key) != now}
         # Only a run that shuffles sequences saves this key.
         if "shuffle_sequences" in saved.keys() - current.keys():
@@ -174,24 +185,26 @@ class Loader(Iterator[MicroBatch]):
             hint = f"; {REPAIRED}" if only_files else ""
             raise DataError(f"the saved data position is of other data: {text}{hint}")
         if position is not None:
-            self._check_position(position)
+            self._check_position(position, rules)
         if changed:
             what = what_a_change_costs(position, saved["sources"], current["sources"])
             notice = f"continuing at the same document numbers in changed files: {text}"
             logger.warning("%s; %s", terminal_safe(notice), what)
             if self._packs_whole and position:
                 position = with_packing_state(position, in_changed_files(packing_state(position)))
+        if rules.number < LATEST:
+            logger.info("the data keep the order of the version that the run began with")
         self.close()  # what is prefetched belongs to the old position
-        self._position = position
+        self._position, self._rules = position, rules
 
-    def _check_position(self, position: Any) -> None:
+    def _check_position(self, position: Any, rules: OrderRules) -> None:
         """Raise `DataError` for a position that no run with these sources could have saved."""
         limits = PositionLimits(
             first_cursors=[source.first_cursor() for source in self._sources],
             vocab_size=self._vocab_size,
             ignored_label=IGNORED_LABEL,
             whole_document_tokens=self._seq_len if self._packs_whole else None,
-            shuffle_window=self._data.shuffle_sequences,
+            shuffle_window=rules.window,
         )
         try:
             check_data_position(position, limits)
@@ -243,12 +256,15 @@ class Loader(Iterator[MicroBatch]):
     def _start(self) -> BaseNode[MicroBatch | DataError]:
         """Make the nodes, and go to the position."""
         # New nodes each time: a thread that still works on the old ones cannot disturb them.
-        reader = Reader(self._sources, self._mix)
+        rules = self._rules
+        reader = Reader(self._sources, replace(self._mix, copies_apart=rules.copies_apart))
         self._tokenising = Tokenising(reader, self._tokenizer, self._data.num_workers)
         sequences = self._packer(self._tokenising)
-        if self._data.shuffle_sequences:
-            sequences = SequenceShuffler(sequences, self._data.shuffle_sequences, self._mix.seed)
-        batches = Batches(sequences, self._global_batch_size)
+        if rules.window:
+            sequences = SequenceShuffler(
+                sequences, rules.window, self._mix.seed, across_epochs=not rules.copies_apart
+            )
+        batches = Batches(sequences, self._global_batch_size, [source.name for source in self._sources])
         if not self._data.num_workers:
             batches.reset(self._position)
             return batches
@@ -259,7 +275,9 @@ class Loader(Iterator[MicroBatch]):
     def _packer(self, source: Tokenising) -> BaseNode[PackedSequence | DataError]:
         pad_id = self._tokenizer.pad_id
         if self._packs_whole:
-            return BestFitPacker(source, self._seq_len, pad_id, self._data.long_documents)
+            # Asked for only here: to count the records of small archives, they are read.
+            counts = [each.quick_count() for each in self._sources] if self._rules.copies_apart else []
+            return BestFitPacker(source, self._seq_len, pad_id, self._data.long_documents, counts)
         return ContiguousPacker(source, self._seq_len, pad_id)
 
     def _position_now(self, batches: BaseNode[MicroBatch | DataError]) -> dict[str, Any]:
@@ -273,14 +291,13 @@ class Loader(Iterator[MicroBatch]):
         snapshot: dict[str, Any] = state["snapshot"]
         return snapshot
 
-    @cached_property
-    def _identity(self) -> dict[str, Any]:
-        """Everything that fixes the batches after a position. It is known once the sources are open."""
+    def _identity(self, rules: OrderRules) -> dict[str, Any]:
+        """Return everything that fixes the batches after a position, under the given rules of the order."""
         identity = {
             "seed": self._mix.seed,
             "shuffle": self._data.shuffle,
             "tokenizer": f"{self._tokenizer.name} with {self._tokenizer.vocab_size} tokens",
-            "sources": [source.fingerprint() for source in self._sources],
+            "sources": self._fingerprints,
             "weights": [table.weight for table in self._data.sources],
             "weight_by": self._data.weight_by,
             "validation_fraction": self._data.validation_fraction,
@@ -290,12 +307,14 @@ class Loader(Iterator[MicroBatch]):
         if any(table.content in WITH_PROMPTS for table in self._data.sources):
             template = self._tokenizer.templates.digest()
             identity |= {"chat_template": template, "loss_on": self._data.loss_on}
-        # A group or window that is half used up must be packed again into the same sequences.
+        # A group that is half used up must be packed again into the same sequences.
         if self._packs_whole:
             identity |= {"seq_len": self._seq_len, "long_documents": self._data.long_documents}
-        if self._data.shuffle_sequences:
-            identity |= {"seq_len": self._seq_len, "shuffle_sequences": self._data.shuffle_sequences}
-        return identity
+        return identity | rules.identity(self._seq_len)
+
+    @cached_property
+    def _fingerprints(self) -> list[str]:
+        return [source.fingerprint() for source in self._sources]
 
 
 def what_a_change_costs(position: dict[str, Any] | None, were: Sequence[str], are: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from torchdata.nodes import BaseNode
 from torchround.data.document_types import Content, Cursor, Document
 from torchround.data.errors import DataError, DataFileError
 from torchround.data.formats.sources import Source
+from torchround.data.shuffling import EpochKey
 
 logger = logging.getLogger(__name__)
 WARNINGS_SHOWN = 10
@@ -32,7 +33,8 @@ class MixSettings:
     `epochs = None`: each source starts over in a new order after its last document. Otherwise each document comes
     exactly `epochs` times, and a source at its end leaves the mix to the others. With `skip_bad`, bad records are left
     out up to the fraction `max_bad_fraction` of a source's documents. The fraction `held_out` of the
-    documents is for validation: with `validation` only those are read, otherwise only the others.
+    documents is for validation: with `validation` only those are read, otherwise only the others. With `copies_apart`,
+    at least three quarters of an epoch lie between two visits to a document.
     """
 
     weights: Sequence[float]
@@ -43,6 +45,7 @@ class MixSettings:
     max_bad_fraction: float = 1.0
     held_out: float = 0.0
     validation: bool = False
+    copies_apart: bool = True
 
 
 @dataclass(frozen=True)
@@ -185,10 +188,12 @@ class Reader(BaseNode[DocumentPiece]):
         weights = self._settings.weights
         return min(waiting, key=lambda number: self._progress[number].drawn / weights[number])
 
-    def _shuffle_key(self, number: int) -> str | None:
+    def _shuffle_key(self, number: int) -> EpochKey | None:
         if not self._settings.shuffle:
             return None
-        return f"{self._settings.seed}/{number}/{self._progress[number].epoch}"
+        seed, epoch = self._settings.seed, self._progress[number].epoch
+        is_later = self._settings.copies_apart and epoch > 0
+        return EpochKey(f"{seed}/{number}/{epoch}", f"{seed}/{number}/0" if is_later else None)
 
     def _end_pass(self, number: int) -> None:
         """Turn to the next epoch of a source. Raises `DataError` if the pass gave nothing."""

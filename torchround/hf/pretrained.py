@@ -26,6 +26,8 @@ from torchround.hf.tensor_folder import (
     TensorFiles,
     can_map,
     map_file,
+    quantised_advice,
+    quantised_tensors,
     read_folder,
     view_of,
 )
@@ -36,6 +38,15 @@ LISTED_NAMES = 20
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_TENSOR_FILE = "adapter_model.safetensors"
+
+# Settings of PEFT that make an adapter compute something else than `x + scale * B A x` with one rank and one scale.
+UNSUPPORTED_ADAPTERS = (
+    *("use_rslora", "use_dora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "lora_bias"),
+    *("modules_to_save", "layer_replication", "trainable_token_indices", "alora_invocation_tokens"),
+    *("arrow_config", "monteclora_config", "kasa_config"),
+)
+# Values of `init_lora_weights` that leave the base as it was released. PiSSA, OLoRA, CorDA and LoftQ change it.
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 class PretrainedWeights:
@@ -141,6 +152,9 @@ class PretrainedWeights:
             self._check_one(name, shape, problems)
         problems["not part of the model"] = sorted(self._tensors.keys() - used)
         problems = {kind: found for kind, found in problems.items() if found}
+        if problems and (quantised := quantised_tensors(self._tensors.values())) is not None:
+            # Every matrix would be on the list: it says nothing that this does not.
+            raise HFError(f"{self.folder}: {quantised_advice(quantised)}")
         if problems:
             listed = (f"{kind}: {_some(found)}" for kind, found in problems.items())
             raise HFError(f"{self.folder}: the weights do not fit this model", *listed)
@@ -243,16 +257,20 @@ def read_adapters(
     try:
         content = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
         found = {key: content.get(key) for key in ("peft_type", "r", "lora_alpha", "bias")}
-        special = [
-            key for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern") if content.get(key)
-        ]
+        wrong = [f"{key} is not supported" for key in UNSUPPORTED_ADAPTERS if content.get(key)]
+        start = content.get("init_lora_weights", True)
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise HFError(f"lora.path: {folder / ADAPTER_CONFIG_FILE} cannot be read: {error}") from error
     wanted = {"peft_type": "LORA", "r": table.rank, "lora_alpha": table.alpha, "bias": "none"}
-    wrong = [
+    differing = [
         f"{key} is {found[key]!r} instead of {wanted[key]!r}" for key in wanted if found[key] != wanted[key]
     ]
-    wrong += [f"{key} is not supported" for key in special]
-    if wrong:
-        raise HFError(f"lora.path: {folder / ADAPTER_CONFIG_FILE}: {'; '.join(wrong)}")
+    if start not in PLAIN_STARTS:
+        wrong.append(
+            f"init_lora_weights is {start!r}: such adapters belong to a base that was changed with them, not to "
+            "the released one; have PEFT convert them to plain LoRA (save_pretrained with "
+            "path_initial_model_for_weight_conversion)"
+        )
+    if problems := differing + wrong:
+        raise HFError(f"lora.path: {folder / ADAPTER_CONFIG_FILE}: {'; '.join(problems)}")
     return PretrainedWeights(folder, names, shapes, single_file=ADAPTER_TENSOR_FILE)

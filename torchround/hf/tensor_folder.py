@@ -1,17 +1,20 @@
 """The tensors of a Hugging Face folder: finding them by their headers, reading them in pieces, mapping them.
 
 A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`, which says which tensor is in
-which file.
+which file. With both, the single file is read, as transformers does.
 """
 
 import json
+import logging
 import mmap
 import os
 import warnings
 import weakref
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from types import MappingProxyType
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -21,6 +24,8 @@ from torchround.layer import FileTensor
 from torchround.untrusted.tensor_header import read_tensor_header
 from torchround.untrusted.terminal import terminal_safe
 
+logger = logging.getLogger(__name__)
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PIECE_BYTES = 8 * 2**20  # read and converted at once
@@ -29,6 +34,20 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 _LFS_POINTER = b"version https://git-lfs"
+
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
+"""Endings of files with weights that are not safetensors."""
+
+QUANTISED_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("fp8", "fbgemm_fp8", "finegrained_fp8"), "an FP8"),
+        "awq": "an AWQ",
+        "gptq": "a GPTQ",
+        "bitsandbytes": "a bitsandbytes",
+        "bitnet": "a BitNet",
+    }
+)
+"""What `quant_method` of a `config.json` means, for messages."""
 
 
 class HFError(Exception):
@@ -94,18 +113,30 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _files(folder: Path, single_file: str) -> list[Path]:
-    index = folder / INDEX_FILE
+    single, index = folder / single_file, folder / INDEX_FILE
+    if single.is_file():
+        # transformers reads the single file too if there is an index beside it.
+        if single_file == SINGLE_FILE and index.is_file():
+            logger.warning(
+                "%s holds both %s and %s; the weights are read from %s, as transformers does",
+                *(terminal_safe(folder), single_file, INDEX_FILE, single_file),
+            )
+        return [single]
     if index.is_file() and single_file == SINGLE_FILE:
         return [folder / name for name in _indexed_files(index)]
-    single = folder / single_file
-    if single.is_file():
-        return [single]
     if not folder.is_dir():
         raise HFError(f"{folder}: no such folder")
-    found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
+    names = sorted(path.name for path in folder.iterdir())
+    lacks = f"{folder}: has neither {single_file} nor {INDEX_FILE} "
+    if others := [name for name in names if Path(name).suffix in OTHER_FORMATS]:
+        raise HFError(
+            f"{lacks}but {', '.join(others[:4])}, a format that torchround does not read; legal: a release in "
+            "safetensors format, or what transformers makes of this one: "
+            f"{'PeftModel' if single_file != SINGLE_FILE else 'AutoModelForCausalLM'}"
+            ".from_pretrained(..).save_pretrained(NEW_FOLDER)"
+        )
     raise HFError(
-        f"{folder}: has neither {single_file} nor {INDEX_FILE} (found: {found}); legal: a folder with "
-        "weights in safetensors format"
+        f"{lacks}(found: {', '.join(names[:10]) or 'nothing'}); legal: a folder with weights in safetensors format"
     )
 
 
@@ -122,6 +153,39 @@ def _indexed_files(index: Path) -> list[str]:
     if absent:
         raise HFError(f"{index.parent}: {len(absent)} of {len(names)} files are missing: {', '.join(absent)}")
     return names
+
+
+def quantised_kind(content: Mapping[str, Any]) -> str | None:
+    """Return the kind of quantisation that a `config.json` names, such as "an FP8"; None for one that is read."""
+    table = content.get("quantization_config") or content.get("compression_config")
+    if not table:
+        return None
+    method = table.get("quant_method") if isinstance(table, dict) else None
+    if method == "mxfp4":
+        return None
+    if not isinstance(method, str):
+        return "a quantised"
+    return QUANTISED_KINDS.get(method, f"a quantised ({method})")
+
+
+def quantised_tensors(tensors: Iterable[StoredTensor]) -> str | None:
+    """Return the kind of quantisation that tensors show by their types and names; None if they show none."""
+    kinds, names = zip(*((tensor.dtype_name, tensor.name) for tensor in tensors), strict=True)
+    if any(kind.startswith("F8_E") for kind in kinds) and any("weight_scale" in name for name in names):
+        return "an FP8"
+    if any(name.endswith((".qweight", ".qzeros")) for name in names):
+        return "an AWQ or GPTQ"
+    if any(".quant_state." in name for name in names):
+        return "a bitsandbytes"
+    return None
+
+
+def quantised_advice(kind: str) -> str:
+    """Say what to do instead of training on a quantised release."""
+    return (
+        f"this is {kind} release, whose weights torchround does not read; legal: the same model's release in "
+        "bfloat16, float16 or float32 (usually the name without the suffix), or GPT-OSS's MXFP4"
+    )
 
 
 class TensorFiles:

@@ -13,6 +13,8 @@ import torch
 from torchround.accelerators import kind_of
 from torchround.config import DataTable, EngineTable, TrainingTable
 from torchround.data.loader import PREFETCHED_BATCHES
+from torchround.data.order_rules import rules_for
+from torchround.data.packing.window_shuffle import WAITING_TOKEN_BYTES
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.engine.worker.slots import aligned
@@ -214,8 +216,9 @@ def loader_bytes(data: DataTable, training: TrainingTable) -> int:
     token_bytes = INTEGER_TENSORS * 8
     # The batch of the step under way, the next one, and with workers the batches that wait for it.
     batches = 2 + (PREFETCHED_BATCHES if data.num_workers else 0)
-    sequences = data.shuffle_sequences + batches * training.global_batch_size
-    return token_bytes * training.seq_len * sequences
+    window = rules_for(data, training.seq_len).window
+    token_total = training.seq_len * batches * training.global_batch_size
+    return token_bytes * token_total + WAITING_TOKEN_BYTES * training.seq_len * window
 
 
 def host_memory_text(memory: HostMemory) -> str:

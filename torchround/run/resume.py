@@ -36,7 +36,10 @@ LOSS_KEYS: Mapping[str, tuple[str, ...]] = {
     "lora": ("alpha", "dropout"),
 }
 # The keys that make a model another one; a change is refused.
-MODEL_KEYS: Mapping[str, tuple[str, ...]] = {"model": ("family", "flavor"), "lora": ("rank", "targets")}
+MODEL_KEYS: Mapping[str, tuple[str, ...]] = {
+    "model": ("family", "flavor", "shape"),
+    "lora": ("rank", "targets"),
+}
 # The keys that decide which tensors a checkpoint holds; an error about tensors names them.
 STORED_KEYS = {**MODEL_KEYS, "lora": ("rank", "targets", "map_base")}
 

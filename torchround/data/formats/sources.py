@@ -13,7 +13,6 @@ from itertools import accumulate, islice
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from torchround.config import SourceTable
 from torchround.data.document_types import Content, Cursor, Document
@@ -21,9 +20,11 @@ from torchround.data.errors import DataError
 from torchround.data.formats.content import RecordReader
 from torchround.data.formats.file_index import index_file
 from torchround.data.formats.source_files import PIECE_SIZE, piece_end, read_file_piece
+from torchround.data.shuffling import EpochKey, Order, epoch_order
 
 BLOCK_RECORDS = 8192
 BLOCK_BYTES = 1 << 25
+QUICK_COUNT_SIZE = 1 << 23  # bytes of compressed files, or rows
 
 
 class Source(ABC):
@@ -40,7 +41,7 @@ class Source(ABC):
         """Return the cursor at which every pass begins."""
 
     @abstractmethod
-    def locate(self, cursor: Cursor, key: str | None) -> tuple[Document, Cursor] | None:
+    def locate(self, cursor: Cursor, key: EpochKey | None) -> tuple[Document, Cursor] | None:
         """Return the document at `cursor` and the cursor after it, or None at the end of the pass.
 
         `key` fixes the shuffled order of the pass; with None the documents come as listed.
@@ -53,6 +54,10 @@ class Source(ABC):
     @abstractmethod
     def count(self) -> int:
         """Count the documents of one pass, blank ones included. May read all of them. Raises `DataError`."""
+
+    @abstractmethod
+    def quick_count(self) -> int | None:
+        """Count the documents of one pass like `count()`, or return None if that would take long."""
 
     @abstractmethod
     def share_read(self, cursor: Cursor) -> float:
@@ -117,13 +122,13 @@ class IndexedFiles(Source):
         self._ends = np.array(list(accumulate(map(len, self._files))), dtype=np.int64)
         if not self._ends[-1]:
             raise DataError(f"source {table.path!r}: none of its {len(paths)} files holds a record")
-        self._shuffled: tuple[str, npt.NDArray[np.integer]] = "", np.empty(0, dtype=np.int64)
+        self._shuffled: tuple[EpochKey | None, Order] = None, np.empty(0, dtype=np.int64)
 
     def first_cursor(self) -> Cursor:
         """Return the number of the first document."""
         return [0]
 
-    def locate(self, cursor: Cursor, key: str | None) -> tuple[Document, Cursor] | None:
+    def locate(self, cursor: Cursor, key: EpochKey | None) -> tuple[Document, Cursor] | None:
         """Return the document with that number in the order that `key` fixes, and the next number."""
         (number,) = cursor
         if number >= self.count():
@@ -132,7 +137,7 @@ class IndexedFiles(Source):
             return self._document(number), [number + 1]
         if self._shuffled[0] != key:
             # Kept for the whole pass: sorting all documents again for each one would be far too slow.
-            self._shuffled = key, shuffled(self.count(), key)
+            self._shuffled = key, epoch_order(self.count(), key)
         return self._document(int(self._shuffled[1][number])), [number + 1]
 
     def first_documents(self, count: int) -> list[Document]:
@@ -142,6 +147,10 @@ class IndexedFiles(Source):
     def count(self) -> int:
         """Count documents. Blank lines and empty files are included: the reader passes over them."""
         return int(self._ends[-1])
+
+    def quick_count(self) -> int:
+        """Count documents: the index has their number."""
+        return self.count()
 
     def share_read(self, cursor: Cursor) -> float:
         """Return the fraction of the documents before `cursor`."""
@@ -185,7 +194,11 @@ class RecordStream(Source):
     def __init__(self, table: SourceTable, records: RecordReader, parts: list[StreamPart]) -> None:
         super().__init__(table, records)
         self._parts = parts
-        self._block_id: tuple[int, int, str | None] = (-1, 0, None)  # rank of the part, first record, key
+        self._block_id: tuple[int, int, EpochKey | None] = (
+            -1,
+            0,
+            None,
+        )  # rank of the part, first record, key
         self._block: list[Document] = []
         self._reading: tuple[int, int, Iterator[Document]] = -1, 0, iter(())
 
@@ -193,7 +206,7 @@ class RecordStream(Source):
         """Return the cursor of the first record of the first part."""
         return [0, 0, 0]
 
-    def locate(self, cursor: Cursor, key: str | None) -> tuple[Document, Cursor] | None:
+    def locate(self, cursor: Cursor, key: EpochKey | None) -> tuple[Document, Cursor] | None:
         """Return the document at `cursor`, in the next part if this one has ended, and the cursor after it."""
         rank, start, index = cursor
         while rank < len(self._parts):
@@ -219,6 +232,13 @@ class RecordStream(Source):
         """Count the documents of all parts."""
         return sum(part.count() for part in self._parts)
 
+    def quick_count(self) -> int | None:
+        """Count documents if all parts are small. The number in a streamed dataset is never known."""
+        sizes = [part.size for part in self._parts]
+        if not all(isinstance(size, int) for size in sizes) or sum(map(int, sizes)) > QUICK_COUNT_SIZE:
+            return None
+        return self.count()
+
     def share_read(self, cursor: Cursor) -> float:
         """Return the fraction of the parts before `cursor`: records in a part are not counted before they are read."""
         return cursor[0] / max(len(self._parts), 1)
@@ -228,13 +248,13 @@ class RecordStream(Source):
         digest = hashlib.sha256(repr([part.size for part in self._parts]).encode()).hexdigest()
         return f"{len(self._parts)} parts (layout {digest[:12]})"
 
-    def _find_block(self, rank: int, start: int, key: str | None) -> list[Document]:
+    def _find_block(self, rank: int, start: int, key: EpochKey | None) -> list[Document]:
         """Return the documents of a block in the order of the pass. An empty block ends its part."""
         if self._block_id != (rank, start, key):
-            part = rank if key is None else int(shuffled(len(self._parts), key)[rank])
+            part = rank if key is None else int(epoch_order(len(self._parts), key)[rank])
             documents = self._read(part, start)
             if key is not None:
-                order = shuffled(len(documents), f"{key}/{part}/{start}")
+                order = epoch_order(len(documents), key.within(f"{part}/{start}"))
                 documents = [documents[index] for index in order.tolist()]
             self._block_id, self._block = (rank, start, key), documents
         return self._block
@@ -267,21 +287,3 @@ def size_of(record: object) -> int:
     if isinstance(record, list):
         return 8 * len(record) + sum(size_of(value) for value in record if not isinstance(value, int))
     return 8
-
-
-def shuffled(count: int, key: str) -> npt.NDArray[np.integer]:
-    """Return `range(count)` in the order that `key` fixes; 4 bytes per number.
-
-    The order is the same with every version of every library: the numbers are sorted by their SplitMix64 hash
-    (Steele et al. 2014), which has no collisions.
-    """
-    seed = np.frombuffer(hashlib.sha256(key.encode()).digest()[:8], dtype="<u8")
-    mixed = np.arange(1, count + 1, dtype=np.uint64)
-    mixed *= np.uint64(0x9E3779B97F4A7C15)  # in place: each copy of 10 M numbers would take 80 MB
-    mixed += seed
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return np.argsort(mixed, kind="stable").astype(np.uint32 if count < 2**32 else np.int64)

@@ -1,4 +1,4 @@
-"""Turns packed sequences, shuffled if asked for, into the batch of a step, and that batch into its micro-batches."""
+"""Turns packed sequences into the batch of a step, and that batch into its micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +10,8 @@ import torch
 from torchdata.nodes import BaseNode
 
 from torchround.data.errors import DataError
-from torchround.data.formats.sources import shuffled
 from torchround.data.packing.contiguous import PackedSequence
+from torchround.data.packing.copies import CopyWatch
 from torchround.layer import IGNORED_LABEL, MicroBatch, most_documents
 from torchround.pipeline.partition import split_evenly
 
@@ -20,13 +20,16 @@ class Batches(BaseNode[MicroBatch | DataError]):
     """Batches `[G, T]` of G sequences each; fewer in the last batch of limited data.
 
     An error takes the place of the batch that it falls into. Nothing is kept between batches, so the state of `source`
-    is the whole state.
+    is the whole state. `names` has the name of each source, for messages.
     """
 
-    def __init__(self, source: BaseNode[PackedSequence | DataError], global_batch_size: int) -> None:
+    def __init__(
+        self, source: BaseNode[PackedSequence | DataError], global_batch_size: int, names: Sequence[str]
+    ) -> None:
         super().__init__()
         self._source = source
         self._global_batch_size = global_batch_size
+        self._copies = CopyWatch(names)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin at the start, or at the saved state."""
@@ -48,75 +51,8 @@ class Batches(BaseNode[MicroBatch | DataError]):
             rows.append(row)
         if not rows:
             raise StopIteration
+        self._copies.look(rows)
         return stack(rows)
-
-
-class SequenceShuffler(BaseNode[PackedSequence | DataError]):
-    """The sequences of a packer in a new order within each window of `window_size` sequences.
-
-    Long documents fill many sequences in a row; shuffling them spreads each document over many batches. The seed and
-    the number of the window fix the order. An error takes the place of the whole window that it falls into.
-    """
-
-    def __init__(self, packer: BaseNode[PackedSequence | DataError], window_size: int, seed: int) -> None:
-        super().__init__()
-        self._packer = packer
-        self._window_size = window_size
-        self._seed = seed
-
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin at the start, or in the middle of the window of the saved state."""
-        super().reset(initial_state)
-        state = initial_state or {"window": 0, "taken": 0, "packing": None}
-        self._packer.reset(state["packing"])
-        self._begin_window(state["window"])
-        self._taken: int = state["taken"]
-
-    def get_state(self) -> dict[str, Any]:
-        """Return where the packer was at the window's start, and how many sequences of the window are handed out.
-
-        This is smaller than the sequences that wait. A resumed run packs the window again. `so_far` holds the
-        reader's progress and the number of long documents up to the window's end, for reports alone.
-        """
-        return {
-            "window": self._window,
-            "taken": self._taken,
-            "packing": self._packing_at_start,
-            "so_far": progress_so_far(self._packer.state_dict()),
-        }
-
-    def next(self) -> PackedSequence | DataError:
-        """Return the next sequence. Raises `StopIteration` when the data has ended."""
-        if self._sequences is None:
-            error = self._fill_window()
-            if error is not None:
-                return error
-        assert self._sequences is not None, "a window without an error is filled"
-        # The last window of limited data is not full, and may be empty.
-        if self._taken >= len(self._sequences):
-            raise StopIteration
-        sequence = self._sequences[self._taken]
-        self._taken += 1
-        if self._taken == self._window_size:
-            # Begun at once, so that a state saved here starts at the new window and does not pack the old one again.
-            self._begin_window(self._window + 1)
-        return sequence
-
-    def _begin_window(self, number: int) -> None:
-        self._window, self._taken = number, 0
-        self._packing_at_start: dict[str, Any] = self._packer.state_dict()
-        self._sequences: list[PackedSequence] | None = None
-
-    def _fill_window(self) -> DataError | None:
-        """Take a window of sequences from the packer, and shuffle them; return the error among them, if any."""
-        sequences: list[PackedSequence] = []
-        for sequence in islice(self._packer, self._window_size):
-            if isinstance(sequence, DataError):
-                return sequence
-            sequences.append(sequence)
-        order = shuffled(len(sequences), f"sequences/{self._seed}/{self._window}").tolist()
-        self._sequences = [sequences[index] for index in order]
-        return None
 
 
 def packing_state(position: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,9 @@ possible sequences, and nearly the fewest with many short documents). The packer
 group apart, and its documents wait for the next group. Sequences leave in a hashed order, since packing sorts them
 by length.
 
+A group ends before 64 sequences if it has a sixth of an epoch of some source: the copies of a document, three quarters
+of an epoch apart in reading order, could otherwise come into one group, and so into one step.
+
 The state is the reader's state at the group's start and how many sequences have left: a resumed run packs the group
 again. All documents of a group are read before its first sequence leaves, so a bad record stops a run at the start of
 its group. If a file has changed, the same group would be packed differently. For this case the state also names the
@@ -22,7 +25,6 @@ from torchdata.nodes import BaseNode
 
 from torchround.data.document_types import TokenIds
 from torchround.data.errors import DataError
-from torchround.data.formats.sources import shuffled
 from torchround.data.packing.contiguous import (
     PackedSequence,
     TokenPiece,
@@ -30,10 +32,13 @@ from torchround.data.packing.contiguous import (
     learnt_mask,
     positions_from,
 )
+from torchround.data.shuffling import shuffled
 from torchround.layer import IGNORED_LABEL
 from torchround.untrusted.data_position import check_group_growth
 
 GROUP_SEQUENCES = 64
+GROUPS_PER_EPOCH = 6
+LEAST_SEQUENCES = 4  # of a group: fewer would leave much padding
 PartId = tuple[int, int, int]
 """Number of the source, of the document in that source, and of the part of that document."""
 
@@ -42,12 +47,14 @@ PartId = tuple[int, int, int]
 class WholeDocument:
     """Inputs and labels `[n]` of a document, or of a part of one that fills a sequence.
 
-    `waited`: it was taken out of an earlier group, and must not wait again.
+    `waited`: it was taken out of an earlier group, and must not wait again. `epoch` is None if it waited for the group
+    of a saved position.
     """
 
     tokens: TokenIds
     labels: TokenIds
     part_id: PartId
+    epoch: int | None = None
     waited: bool = False
 
 
@@ -66,18 +73,27 @@ def in_changed_files(state: dict[str, Any]) -> dict[str, Any]:
 class BestFitPacker(BaseNode[PackedSequence | DataError]):
     """Sequences of whole documents, packed from token pieces. `long_documents`: `cut`, `skip` or `split`.
 
+    `epoch_documents` has the documents of an epoch for each source, None for an unknown number. It keeps the copies of
+    a document in different groups. Without it, groups end at their usual size alone.
+
     An error is the last item, in place of the group that it falls into: without the bad record the group would be
     packed differently, so its sequences that have left could not be told from the rest.
     """
 
     def __init__(
-        self, source: BaseNode[TokenPiece | DataError], seq_len: int, pad_id: int, long_documents: str
+        self,
+        source: BaseNode[TokenPiece | DataError],
+        seq_len: int,
+        pad_id: int,
+        long_documents: str,
+        epoch_documents: Sequence[int | None] = (),
     ) -> None:
         super().__init__()
         self._source = source
         self._seq_len = seq_len
         self._pad_id = pad_id
         self._long_documents = long_documents
+        self._epoch_documents = epoch_documents
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin empty, or in the middle of the group of the saved state."""
@@ -186,7 +202,8 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         group_tokens = GROUP_SEQUENCES * self._seq_len
         room = group_tokens - total(documents)
         fruitless: dict[int, int] = {}  # by source: the epoch since which it has given no document
-        while room > 0 if self._until is None else self._is_before(self._until):
+        # A document that has begun is read to its end: no other group would have its first pieces.
+        while pieces or (not self._is_full(room) if self._until is None else self._is_before(self._until)):
             item = next(self._source, None)
             if isinstance(item, DataError):
                 raise item
@@ -213,6 +230,16 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         """Say whether any source has not yet reached its last document of the group."""
         sources = self._source.state_dict()["sources"]
         return any(source["drawn"] < end for source, end in zip(sources, until, strict=True))
+
+    def _is_full(self, room: int) -> bool:
+        """Say whether a group with room for `room` more tokens has all its documents."""
+        if room <= 0:
+            return True
+        # Documents that waited count: with them, the group packs well enough.
+        if not self._epoch_documents or room > (GROUP_SEQUENCES - LEAST_SEQUENCES) * self._seq_len:
+            return False
+        begun, now = self._group_start["reader"]["sources"], self._source.state_dict()["sources"]
+        return any(map(_has_its_share, self._epoch_documents, begun, now))
 
     def _check_growth(self, excess_tokens: int, group_tokens: int) -> None:
         if self._until is not None:
@@ -246,7 +273,10 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
         source, number = pieces[0].source, pieces[0].number
         return [
             WholeDocument(
-                tokens[low : low + self._seq_len], labels[low : low + self._seq_len], (source, number, part)
+                tokens[low : low + self._seq_len],
+                labels[low : low + self._seq_len],
+                (source, number, part),
+                pieces[0].epoch,
             )
             for part, low in enumerate(starts)
         ]
@@ -279,7 +309,23 @@ class BestFitPacker(BaseNode[PackedSequence | DataError]):
             labels=np.concatenate(labels),
             positions=positions_from(begins),
             document_ids=np.cumsum(begins, dtype=np.int64) - 1,
+            origins=tuple(
+                (document.part_id[0], -1 if document.epoch is None else document.epoch)
+                for document in documents
+            ),
         )
+
+
+def _has_its_share(documents: int | None, begun: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Say whether a group has as many of a source's documents as it may, from the reader's progress there.
+
+    `documents` is the number in an epoch, or None if that is not known.
+    """
+    if documents is None and begun["epoch"]:
+        documents = begun["drawn"] // begun["epoch"]
+    if documents is None:  # in the first epoch, which then ends the group
+        return bool(now["epoch"] > begun["epoch"])
+    return bool((now["drawn"] - begun["drawn"]) * GROUPS_PER_EPOCH >= documents)
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -43,13 +43,15 @@ class TokenPiece:
 class PackedSequence:
     """One row of a batch, all `[T]`; the meanings are those of `MicroBatch`.
 
-    Positions restart at 0 with each document and with each sequence, also if a sequence continues a document.
+    Positions restart at 0 with each document and with each sequence, also if a sequence continues a document. If
+    documents stay whole, `origins` has the source and the epoch of each, without padding.
     """
 
     tokens: TokenIds
     labels: TokenIds
     positions: TokenIds
     document_ids: TokenIds
+    origins: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

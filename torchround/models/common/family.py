@@ -2,15 +2,19 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 from torchround.layer import HFNames, LayeredModel
-from torchround.models.common.config import ModelConfigError, TransformerConfig, unknown_name
+from torchround.models.common.config import SIZES, ModelConfigError, TransformerConfig, unknown_name
 from torchround.models.common.decoder import BlockSettings, assemble, decoder_names
 from torchround.models.common.feed_forward import MoEShape
 
 Config = TypeVar("Config", bound=TransformerConfig)
+
+SHAPE_KEYS = (*SIZES, "max_positions", "rope_theta", "norm_eps", "tied_embeddings")
+EXPERT_KEYS = ("num_experts", "num_chosen", "balance_coefficient")
+NEEDED_SIZES = ("num_layers", "hidden_size", "num_heads", "ffn_size")
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Family(Generic[Config]):
     - `flavors`: published sizes by name.
     - `config_from_hf`: the config from the content of a Hugging Face `config.json`; raises `ModelConfigError`.
     - `config_to_hf`: a `config.json` that gives the same config back.
+    - `usual`: the flavor whose settings complete a shape of one's own.
     - `blocks`: the settings of each block of a config.
     - `hf_model_types`: the `model_type` of every `config.json` that the family reads.
     """
@@ -30,6 +35,7 @@ class Family(Generic[Config]):
     config_to_hf: Callable[[Config], dict[str, Any]]
     blocks: Callable[[Config], Sequence[BlockSettings]]
     hf_model_types: tuple[str, ...]
+    usual: str
 
     def build(self, config: Config) -> LayeredModel:
         """Build the layers on `meta`: no memory."""
@@ -50,11 +56,78 @@ class Family(Generic[Config]):
         except TypeError as error:
             raise ModelConfigError(f"{self.name} config: {error}") from None
 
+    def config_from_shape(
+        self, shape: Mapping[str, Any], flavor: str | None = None, vocab_size: int | None = None
+    ) -> Config:
+        """Return the config of a flavor with `shape` in it, or of `shape` alone.
+
+        The keys are those of `TransformerConfig` but `rope`, and `rope_theta`; in a family with experts `num_experts`,
+        `num_chosen` and `balance_coefficient`; `window` in a family that has one. `vocab_size` is the tokenizer's, used
+        if the shape gives none. Raises `ModelConfigError`.
+        """
+        base = self.config_from_flavor(self.usual if flavor is None else flavor)
+        own = [item.name for item in fields(base)]
+        legal = [
+            *SHAPE_KEYS,
+            *(EXPERT_KEYS if "moe" in own else ()),
+            *(["window"] if "window" in own else ()),
+        ]
+        if unknown := [key for key in shape if key not in legal]:
+            raise ModelConfigError(f"{self.name} has no {', '.join(unknown)}; legal: {', '.join(legal)}")
+        changes = dict(shape)
+        if vocab_size is not None and changes.setdefault("vocab_size", vocab_size) < vocab_size:
+            raise ModelConfigError(
+                f"vocab_size = {changes['vocab_size']}, but the tokenizer has {vocab_size} tokens"
+            )
+        if flavor is None:
+            _complete(changes, base)
+        if "rope_theta" in changes:
+            changes["rope"] = replace(base.rope, theta=float(changes.pop("rope_theta")))
+        if "moe" in own:
+            changes["moe"] = _mixture(changes, getattr(base, "moe", None), flavor is not None)
+        return replace(base, **changes)
+
     def hf_redundant(self, config: Config) -> frozenset[str]:
         """Name tensors that some files hold although no parameter needs them: a tied head, rotation tables."""
         blocks = (f"model.layers.{index}.self_attn." for index in range(config.num_layers))
         rotations = {f"{block}rotary_emb.inv_freq" for block in blocks}
         return frozenset(rotations | ({"lm_head.weight"} if config.tied_embeddings else set()))
+
+
+def _complete(changes: dict[str, Any], usual: TransformerConfig) -> None:
+    """Add the sizes that follow from others. Raises `ModelConfigError` for missing ones."""
+    needed = (*NEEDED_SIZES, *(() if "vocab_size" in changes else ("vocab_size",)))
+    if missing := [key for key in needed if key not in changes]:
+        reason = " (there is no tokenizer to take it from)" if missing == ["vocab_size"] else ""
+        raise ModelConfigError(
+            f"missing: {', '.join(missing)}{reason}; or give model.flavor, which has all sizes"
+        )
+    changes.setdefault("num_kv_heads", changes["num_heads"])
+    changes.setdefault("tied_embeddings", False)
+    if "head_dim" not in changes:
+        if changes["hidden_size"] % changes["num_heads"]:
+            raise ModelConfigError(
+                f"head_dim is missing, and hidden_size = {changes['hidden_size']} is not a multiple of "
+                f"num_heads = {changes['num_heads']}"
+            )
+        changes["head_dim"] = changes["hidden_size"] // changes["num_heads"]
+
+
+def _mixture(changes: dict[str, Any], base: MoEShape | None, keeps: bool) -> MoEShape | None:
+    """Take the keys of experts out of `changes`. Returns the mixture, or None for a dense feed-forward.
+
+    `keeps`: what is not given is as in `base`, the flavor's mixture. Otherwise only its normalisation is.
+    """
+    given = {key: changes.pop(key) for key in EXPERT_KEYS if key in changes}
+    if "ffn_size" in changes:
+        given["ffn_size"] = changes["ffn_size"]
+    if base is not None and keeps:
+        return replace(base, **given)
+    if base is None and not given.keys() & set(EXPERT_KEYS):
+        return None
+    if missing := [key for key in ("num_experts", "num_chosen", "ffn_size") if key not in given]:
+        raise ModelConfigError(f"missing: {', '.join(missing)}: the model has experts")
+    return MoEShape(**{"balance_coefficient": 0.001, **given})
 
 
 class HFConfig:

@@ -58,7 +58,7 @@ def block_settings(config: GptOssConfig) -> list[BlockSettings]:
 
 
 GPT_OSS: Family[GptOssConfig] = Family(
-    "gpt_oss", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES
+    "gpt_oss", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES, "20B"
 )
 
 

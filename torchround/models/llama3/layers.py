@@ -22,5 +22,5 @@ def block_settings(config: TransformerConfig) -> list[BlockSettings]:
 
 
 LLAMA3: Family[TransformerConfig] = Family(
-    "llama3", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES
+    "llama3", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES, "3-8B"
 )

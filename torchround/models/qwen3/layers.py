@@ -46,5 +46,5 @@ def expert_names(num_experts: int) -> dict[str, HFTensors]:
 
 
 QWEN3: Family[Qwen3Config] = Family(
-    "qwen3", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES
+    "qwen3", FLAVORS, config_from_hf, config_to_hf, block_settings, MODEL_TYPES, "8B"
 )

@@ -1,0 +1,190 @@
+"""An exported folder is complete: `transformers` loads it, generates text and stops, and the card says what it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import train
+from torchround.commands import export_hf
+from torchround.commands.generation_files import byte_tokenizer_files, generation_content
+from torchround.config import TokenizerTable
+from torchround.data import build_tokenizer
+from torchround.hf.model_card import CardFacts, hub_name, model_card
+
+CONFIG = """
+model = { family = "llama3", shape = { num_layers = 1, hidden_size = 16, num_heads = 2, ffn_size = 16 } }
+tokenizer = { name = "bytes" }
+data = { sources = [{ path = "text.jsonl" }] }
+training = { steps = 2, seq_len = 16, global_batch_size = 2, dtype = "float32" }
+engine = { devices = "cpu", cpu_threads = 1, measure_steps = 0 }
+"""
+TEMPLATE = "{% for m in messages %}<|bos|>{{ m.role }}:{{ m.content }}<|eos|>{% endfor %}{% if add_generation_prompt %}<|bos|>assistant:{% endif %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(20)]
+    (tmp_path / "text.jsonl").write_text("\n".join(texts))
+    (tmp_path / "own.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def head(card: str) -> dict:
+    """Read the YAML between the first two lines of dashes."""
+    assert card.startswith("---\n")
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_a_run_from_scratch_leaves_a_folder_from_which_transformers_generates(folder):
+    assert train.main(["--config", "own.toml", "--checkpoint.export=weights"]) == 0
+    output = Path("outputs/own/export/step-2")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    ours = build_tokenizer(TokenizerTable(name="bytes"))
+    text = "def f(x):\n    return 'é' + \"\U0001f600\"  # <|eos|>"
+    assert tokenizer(text.replace("<|eos|>", "")).input_ids == [
+        256,
+        *ours.encode(text.replace("<|eos|>", "")),
+    ]
+    assert tokenizer.decode(ours.encode(text)) == text
+    assert build_tokenizer(TokenizerTable(path=str(output))).encode(text) == ours.encode(text)
+    config = model.generation_config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (256, 257, 258)
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (256, 257)
+    tokens = tokenizer("line", return_tensors="pt")
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[2] = (
+            1e-3  # the end of the text in Llama's vocabulary is an ordinary byte in this one
+        )
+        assert len(model.generate(**tokens, max_new_tokens=4)[0]) == tokens.input_ids.shape[1] + 4
+        model.lm_head.weight.zero_()
+        model.lm_head.weight.view(-1)[257 * 16 : 258 * 16] = model.model.norm.weight.sign()
+        found = model.generate(**tokens, max_new_tokens=4, do_sample=False)[0]
+    assert found[tokens.input_ids.shape[1] :].tolist()[-1] in (257, 0)
+
+
+def test_the_card_says_base_data_settings_and_losses(folder):
+    assert train.main(["--config", "own.toml", "--run.name=a-run", "--checkpoint.export=weights"]) == 0
+    card = Path("outputs/a-run/export/step-2/README.md").read_text()
+    assert head(card) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["torchround"],
+    }
+    last = json.loads(Path("outputs/a-run/metrics.jsonl").read_text().splitlines()[-1])
+    assert "# a-run\n" in card and "trained from scratch" in card
+    assert f"| training loss | {last['loss']:.4f} nats per token (step 2) |" in card
+    assert f"| labels trained on | {last['tokens']:,} |" in card
+    assert "| steps | 2 |" in card and "| training.seq_len | `16` |" in card and "| optimizer.lr |" in card
+    assert "- `text.jsonl`: text, weight 1\n" in card and str(folder) not in card
+
+
+RUN = {
+    "run": {"name": "x", "seed": 0},
+    "model": {"family": "qwen3", "flavor": None, "hf_path": "/secret/place/My-Base"},
+    "data": {
+        "sources": [
+            {"path": "HuggingFaceH4/no_robots", "format": "dataset", "content": "messages", "weight": 2.0},
+            {"path": "/secret/files/`|\n# evil.jsonl", "format": "auto", "content": "text", "weight": 1.0},
+        ]
+    },
+    "training": {"seq_len": 8, "dtype": "bfloat16"},
+    "lora": {"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "called", "known"),
+    [
+        ("/home/u/.cache/hub/models--Qwen--Qwen3-1.7B/snapshots/abc", None, "Qwen/Qwen3-1.7B"),
+        ("/secret/place/My-Base", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("/secret/place/My-Base", "/home/u/models/base", None),
+        ("/secret/place/My-Base", None, None),
+    ],
+)
+def test_a_card_names_the_hub_s_base_and_datasets_but_no_path(base, called, known):
+    card = model_card(CardFacts(RUN, 7, 100, Path(base), called, (), adapters=True))
+    found = head(card)
+    assert found.get("base_model") == known == hub_name(Path(base), called)
+    assert found["datasets"] == ["HuggingFaceH4/no_robots"] and found["library_name"] == "peft"
+    assert found["tags"] == ["torchround", "lora"]
+    assert "/secret" not in card and "/home" not in card
+    assert "\n# evil" not in card and "``" not in card.replace("```", "")
+    assert known or "trained from `My-Base`" in card
+
+
+def test_adapters_alone_have_a_card_too(folder):
+    release = Path("outputs/own/export/step-2")
+    assert train.main(["--config", "own.toml", "--checkpoint.export=weights"]) == 0
+    based = [
+        "--model.shape=none",
+        f"--model.hf_path={release}",
+        "--lora.rank=2",
+        "--checkpoint.export=adapters",
+    ]
+    assert train.main(["--config", "own.toml", "--run.name=two", *based]) == 0
+    card = Path("outputs/two/export/step-2/README.md").read_text()
+    assert head(card)["library_name"] == "peft" and "AutoPeftModelForCausalLM" in card
+    assert "| lora.rank | `2` |" in card
+
+
+def test_after_chats_generation_also_stops_at_the_end_of_a_turn(folder):
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    Path("chats.jsonl").write_text("\n".join([json.dumps(chat)] * 20))
+    Path("template.jinja").write_text(TEMPLATE)
+    # A base whose own settings stop at another token, as a pre-trained base does.
+    assert train.main(["--config", "own.toml", "--checkpoint.export=weights"]) == 0
+    base = Path("outputs/own/export/step-2")
+    settings = json.loads((base / "tokenizer_config.json").read_text()) | {"eos_token": "<|pad|>"}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 258, "temperature": 0.6}))
+    chats = [
+        f"--model.hf_path={base}",
+        "--model.shape=none",
+        "--tokenizer.name=none",
+        "--tokenizer.chat_template=template.jinja",
+        '--data.sources=[{path = "chats.jsonl", content = "messages"}]',
+    ]
+    assert train.main(["--config", "own.toml", "--run.name=chat", *chats, "--checkpoint.export=weights"]) == 0
+    output = Path("outputs/chat/export/step-2")
+    found = json.loads((output / "generation_config.json").read_text())
+    assert found["eos_token_id"] == [258, 257] and found["temperature"] == 0.6
+    assert GenerationConfig.from_pretrained(output).eos_token_id == [258, 257]
+    assert (output / "chat_template.jinja").read_text() == TEMPLATE
+
+
+def test_ids_of_another_vocabulary_are_not_kept(tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "top_p": 0.9}))
+    ids = {"bos_token_id": None, "eos_token_id": 5, "pad_token_id": 6}
+    assert generation_content(tmp_path, ids, same_tokens=False) == {
+        "top_p": 0.9,
+        "eos_token_id": 5,
+        "pad_token_id": 6,
+    }
+    assert generation_content(tmp_path, ids, same_tokens=True)["eos_token_id"] == [1, 2, 5]
+    assert generation_content(None, ids, same_tokens=False) == {"eos_token_id": 5, "pad_token_id": 6}
+
+
+def test_the_files_of_the_byte_tokenizer_name_every_byte_once():
+    files = byte_tokenizer_files(build_tokenizer(TokenizerTable(name="bytes")))
+    vocabulary = files["tokenizer.json"]["model"]["vocab"]
+    assert sorted(vocabulary.values()) == list(range(256)) and len(vocabulary) == 256
+
+
+def test_a_tokenizer_that_is_gone_stops_no_export_but_is_said(folder, caplog):
+    (folder / "tok").mkdir()
+    files = byte_tokenizer_files(build_tokenizer(TokenizerTable(name="bytes")))
+    for name, content in files.items():
+        (folder / "tok" / name).write_text(json.dumps(content))
+    assert train.main(["--config", "own.toml", "--tokenizer.name=none", "--tokenizer.path=tok"]) == 0
+    (folder / "tok" / "tokenizer.json").unlink()
+    assert export_hf.main(["outputs/own/checkpoints/step-2", "exported"]) == 0
+    assert "the export has no generation_config.json of its own" in caplog.text
+    assert Path("exported/model.safetensors").is_file()

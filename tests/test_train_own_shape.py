@@ -1,0 +1,185 @@
+"""`[model.shape]`: a shape of one's own is checked, planned, trained, resumed, compared and exported."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import train
+from torchround.commands import export_hf
+from torchround.commands import plan_run as plan_script
+
+CONFIG = """
+tokenizer = { name = "bytes" }
+data = { sources = [{ path = "text.jsonl" }] }
+training = { steps = 2, seq_len = 16, global_batch_size = 2, dtype = "float32" }
+engine = { devices = "cpu", cpu_threads = 1, measure_steps = 0 }
+[model]
+"""
+SIZES = "num_layers = 2, hidden_size = 24, num_heads = 4, num_kv_heads = 2, head_dim = 10, ffn_size = 40"
+EXPERTS = "num_experts = 3, num_chosen = 2"
+SHAPES = {
+    "llama3": SIZES,
+    "qwen3": SIZES + ", tied_embeddings = true, rope_theta = 5e3, norm_eps = 1e-4, max_positions = 64",
+    "qwen3 with experts": f"{SIZES}, {EXPERTS}, vocab_size = 384",
+    "gpt_oss": f"{SIZES}, {EXPERTS}, window = 5, balance_coefficient = 0.0",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(20)]
+    (tmp_path / "text.jsonl").write_text("\n".join(texts))
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def write(folder: Path, family: str, shape: str, more: str = "") -> list[str]:
+    """Write the config of a run, and return the arguments that name it."""
+    (folder / "own.toml").write_text(f'{CONFIG}family = "{family}"\n{more}\nshape = {{{shape}}}\n')
+    return ["--config", "own.toml"]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_shape_is_planned_trained_resumed_and_exported_as_it_was_given(kind, folder, capsys):
+    arguments = write(folder, kind.split()[0], SHAPES[kind])
+    assert plan_script.main([*arguments, "--device=rtx4090"]) == 0
+    assert train.main([*arguments, "--dry-run"]) == 0
+    assert train.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert f"model    {kind.split()[0]} of its own shape: " in printed and " in 4 layers" in printed
+    assert train.main([*arguments, "--training.steps=3"]) == 0
+    assert export_hf.main(["outputs/own/checkpoints/step-3", "exported"]) == 0
+    content = AutoConfig.from_pretrained("exported")
+    given = dict(part.split(" = ") for part in SHAPES[kind].split(", "))
+    theirs = {
+        "num_layers": content.num_hidden_layers,
+        "hidden_size": content.hidden_size,
+        "num_heads": content.num_attention_heads,
+        "num_kv_heads": content.num_key_value_heads,
+        "head_dim": content.head_dim,
+        "ffn_size": getattr(content, "moe_intermediate_size", content.intermediate_size),
+        "vocab_size": content.vocab_size,
+        "max_positions": content.max_position_embeddings,
+        "norm_eps": content.rms_norm_eps,
+        "rope_theta": content.rope_parameters["rope_theta"],
+        "tied_embeddings": content.tie_word_embeddings,
+        "num_experts": getattr(content, "num_experts", None) or getattr(content, "num_local_experts", None),
+        "num_chosen": getattr(content, "num_experts_per_tok", None),
+        "window": getattr(content, "sliding_window", None),
+        "balance_coefficient": 0.0 if not getattr(content, "output_router_logits", False) else None,
+    }
+    for key, value in given.items():
+        assert theirs[key] == json.loads(value), key
+    assert content.vocab_size == (384 if "vocab_size" in given else 259)
+    model = AutoModelForCausalLM.from_pretrained("exported")
+    assert model(torch.arange(9)[None]).logits.shape == (1, 9, content.vocab_size)
+
+
+def test_a_plan_counts_the_shape(folder, capsys):
+    sizes = {}
+    for layers in (2, 4):
+        write(folder, "llama3", SIZES.replace("num_layers = 2", f"num_layers = {layers}"))
+        assert train.main(["--config", "own.toml", "--run.name", f"of-{layers}"]) == 0
+        printed = capsys.readouterr().out
+        sizes[layers] = int(printed.partition("own shape: ")[2].partition(" parameters")[0].replace(",", ""))
+    attention = 24 * 10 * (4 + 2 + 2 + 4)
+    assert sizes[4] - sizes[2] == 2 * (attention + 3 * 24 * 40 + 2 * 24)
+    assert sizes[2] == 2 * (attention + 3 * 24 * 40 + 2 * 24) + 2 * 259 * 24 + 24
+
+
+def test_a_shape_beside_a_flavor_replaces_only_what_it_names(folder, capsys):
+    arguments = write(folder, "qwen3", "num_layers = 3, num_experts = 4", more='flavor = "debug_moe"')
+    assert train.main([*arguments, "--training.steps=1"]) == 0
+    assert "model    qwen3 debug_moe with other sizes: " in capsys.readouterr().out
+    assert export_hf.main(["outputs/own/checkpoints/step-1", "exported"]) == 0
+    content = json.loads(Path("exported/config.json").read_text())
+    kept = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 56,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+    }
+    changed = {"num_hidden_layers": 3, "num_experts": 4}
+    assert kept.items() | changed.items() <= {
+        (k, v) for k, v in content.items() if isinstance(v, (int, float))
+    }
+
+
+def test_a_run_is_not_resumed_with_another_shape_even_if_its_tensors_are_alike(folder, capsys):
+    assert train.main(write(folder, "llama3", f"{SIZES}, rope_theta = 500.0")) == 0
+    more = "--training.steps=3"
+    assert train.main([*write(folder, "llama3", f"{SIZES}, rope_theta = 600.0"), more]) == 2
+    message = capsys.readouterr().err
+    assert "of another model" in message and "500.0" in message and "600.0" in message
+
+
+MISTAKES = {
+    "a size too few": (
+        ("llama3", "num_layers = 2, hidden_size = 24"),
+        "own.toml: model.shape: missing: num_heads, ffn_size; or give model.flavor",
+    ),
+    "heads that do not divide": (
+        ("llama3", SIZES.replace("num_kv_heads = 2", "num_kv_heads = 3")),
+        "model.shape: num_heads = 4 is not a multiple of num_kv_heads = 3",
+    ),
+    "a width that is no multiple of the heads": (
+        ("qwen3", "num_layers = 2, hidden_size = 25, num_heads = 4, ffn_size = 8"),
+        "model.shape: head_dim is missing, and hidden_size = 25 is not a multiple of num_heads = 4",
+    ),
+    "experts in a family without": (
+        ("llama3", f"{SIZES}, {EXPERTS}"),
+        "model.shape: llama3 has no num_experts, num_chosen; legal: num_layers, hidden_size",
+    ),
+    "no experts in a family that has them": (
+        ("gpt_oss", SIZES),
+        "model.shape: missing: num_experts, num_chosen: the model has experts",
+    ),
+    "more experts chosen than there are": (
+        ("qwen3", f"{SIZES}, num_experts = 2, num_chosen = 3"),
+        "model.shape: num_chosen = 3, must be 1 to num_experts = 2",
+    ),
+    "a vocabulary too small": (
+        ("llama3", f"{SIZES}, vocab_size = 200"),
+        "model.shape: vocab_size = 200, but the tokenizer has 259 tokens",
+    ),
+    "a size of zero": (
+        ("llama3", SIZES.replace("num_layers = 2", "num_layers = 0")),
+        "own.toml: model.shape.num_layers: given 0; legal: an integer of at least 1 and at most 10000",
+    ),
+    "a size as text": (
+        ("llama3", SIZES.replace("ffn_size = 40", 'ffn_size = "40"')),
+        'own.toml: model.shape.ffn_size: given "40"; legal: an integer',
+    ),
+    "an unknown size": (
+        ("llama3", f"{SIZES}, num_hidden_layers = 2"),
+        "own.toml: model.shape.num_hidden_layers: unknown key, given 2; legal in model.shape: num_layers,",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_shape_is_one_message_and_nothing_is_written(name, folder, capsys):
+    (family, shape), expected = MISTAKES[name]
+    assert train.main(write(folder, family, shape)) == 2
+    assert expected in capsys.readouterr().err
+    assert not (folder / "outputs").exists()
+
+
+def test_a_shape_and_a_folder_are_one_too_many(folder, capsys):
+    assert train.main(write(folder, "llama3", SIZES, more='hf_path = "release"')) == 2
+    assert (
+        'model.shape, model.hf_path: given a table and "release"; legal: one of them'
+        in capsys.readouterr().err
+    )
+
+
+def test_a_shape_is_planned_without_its_tokenizer_if_it_says_its_vocabulary(folder, capsys):
+    plan = ["--device=rtx4090", "--tokenizer.name=none", "--tokenizer.path=nowhere"]
+    assert plan_script.main([*write(folder, "llama3", SIZES), *plan]) == 2
+    assert "missing: vocab_size (there is no tokenizer to take it from)" in capsys.readouterr().err
+    assert plan_script.main([*write(folder, "llama3", f"{SIZES}, vocab_size = 300"), *plan]) == 0

@@ -1,0 +1,159 @@
+"""What a Hugging Face folder needs beside its weights so that `transformers` generates text from it.
+
+`config.json` and `generation_config.json` get the ids of special tokens. A model without them would begin and end its text
+by the defaults of its class, which are tokens of another vocabulary. The tokenizer `bytes` has no file, so its export gets
+one.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchround.config import TokenizerTable
+from torchround.data import DataError, MissingTokenizerError, Tokenizer, TokenizerError, build_tokenizer
+from torchround.data.document_types import Conversation
+from torchround.data.opening import CONVERSATIONS
+from torchround.data.text.chat import ChatTemplate
+from torchround.hf import HFError
+
+logger = logging.getLogger(__name__)
+
+GENERATION_FILE = "generation_config.json"
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def write_generation(
+    folder: Path, content: dict[str, Any], run: Mapping[str, Any], base: Path | None, moved: Path | None
+) -> list[str]:
+    """Write `generation_config.json`, and the files of the tokenizer `bytes`; put the special tokens into `content`.
+
+    `content` is that of `config.json`, `run` the run's configuration, `moved` the folder of its tokenizer if it has
+    moved. Returns the names of the files. A tokenizer that is gone is a warning: the weights are exported anyway.
+    """
+    table = run["tokenizer"]
+    path = str(moved or table["path"] or "") or None
+    is_base = table.get("name") is None and base is not None
+    keeps_tokens = is_base and (table["path"] is None or Path(table["path"]).expanduser() == base)
+    try:
+        settings = TokenizerTable(**{**table, "path": path})
+        tokenizer = build_tokenizer(settings, base)
+    except (TokenizerError, MissingTokenizerError) as error:
+        logger.warning("the export has no %s of its own: %s", GENERATION_FILE, error)
+        tokenizer = None
+    ids: dict[str, Any] = {}
+    files: dict[str, dict[str, Any]] = {}
+    if tokenizer is not None:
+        sources = run.get("data", {}).get("sources", ())
+        ids = token_ids(tokenizer, any(source["content"] in CONVERSATIONS for source in sources))
+        if not keeps_tokens:
+            content.update(ids)  # None too: a class may have another default
+        if table.get("name") == "bytes":
+            files = byte_tokenizer_files(tokenizer)
+    settings_found = generation_content(base, ids, keeps_tokens)
+    if settings_found:
+        files[GENERATION_FILE] = settings_found
+    for name, written in files.items():
+        write_json(folder / name, written)
+    return list(files)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file as people read it: indented, with a line break at the end."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def token_ids(tokenizer: Tokenizer, with_chats: bool) -> dict[str, Any]:
+    """Return `bos_token_id`, `eos_token_id` and `pad_token_id` of a model that was trained with the tokenizer.
+
+    Text ends with the token that ends a document. After training on chats it also ends with the one that ends the
+    assistant's turn; then `eos_token_id` is a list.
+    """
+    ends = [tokenizer.eos_id]
+    turn_end = turn_end_id(tokenizer) if with_chats else None
+    if turn_end is not None and turn_end not in ends:
+        ends.append(turn_end)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    return {**ids, "pad_token_id": tokenizer.pad_id}
+
+
+def turn_end_id(tokenizer: Tokenizer) -> int | None:
+    """Return the id of the token that ends the assistant's turn in the chat template; None without a template."""
+    chat = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
+    try:
+        spans = ChatTemplate(tokenizer)(chat)
+    except (TokenizerError, DataError):
+        return None  # no template, or one that no chat of the run was written with
+    ends = [span.text for span in spans if span.learn and span.special]
+    return tokenizer.special_id(ends[-1]) if ends else None
+
+
+def generation_content(base: Path | None, ids: Mapping[str, Any], same_tokens: bool) -> dict[str, Any]:
+    """Return the content of `generation_config.json`: the base's settings, and the ids of special tokens.
+
+    `same_tokens`: the run kept the base's tokenizer. The base's own ids then stay, and the ends that training has added
+    join them. Otherwise they are ids of another vocabulary. Raises `HFError`.
+    """
+    content = _read(base / GENERATION_FILE) if base is not None else {}
+    found = {key: value for key, value in ids.items() if value is not None}
+    if same_tokens and content:
+        ends = _as_list(content.get("eos_token_id"))
+        ends += [end for end in _as_list(found.pop("eos_token_id", None)) if end not in ends]
+        if ends:
+            content["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        return {**found, **content}
+    return {**{key: value for key, value in content.items() if key not in ID_KEYS}, **found}
+
+
+def _as_list(ids: Any) -> list[int]:
+    return [] if ids is None else list(ids) if isinstance(ids, Sequence) else [ids]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise HFError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise HFError(f"{path} does not hold a JSON object")
+    return content
+
+
+def byte_tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """Return the content of `tokenizer.json` and `tokenizer_config.json` that give the tokens of the tokenizer `bytes`."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    # The names of bytes in files of the package tokenizers: printable Latin-1 as itself, the others from U+0100 on.
+    names = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + n) for n, byte in enumerate(others)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [
+        {"id": number, "content": name, **flags, "special": True}
+        for name, number in tokenizer.special.items()
+    ]
+    bos = tokenizer.template_tokens["bos_token"]
+    framed = [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    begins = {
+        "type": "TemplateProcessing",
+        "single": framed,
+        "pair": [*framed, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.special[bos]], "tokens": [bos]}},
+    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    vocabulary = {names[byte]: byte for byte in range(256)}
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": level,
+            "post_processor": begins,
+            "decoder": level,
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        },
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.template_tokens},
+    }
