@@ -172,6 +172,13 @@ def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
     ]
 
 
+def num_parameters(model: LayeredModel) -> tuple[int, int]:
+    """Return the number of parameters, each tied one once, and how many of them are trained."""
+    unique = {id(parameter): parameter for layer in model.layers for parameter in layer.parameters()}
+    trained = sum(parameter.numel() for parameter in unique.values() if parameter.requires_grad)
+    return sum(parameter.numel() for parameter in unique.values()), trained
+
+
 def stored_numel(parameter: torch.nn.Parameter) -> int:
     """Return the elements that a parameter takes in its flat buffers, on the host and on devices."""
     return -(-parameter.numel() // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
@@ -222,10 +229,16 @@ def loader_bytes(data: DataTable, training: TrainingTable) -> int:
 
 
 def host_memory_text(memory: HostMemory) -> str:
-    """Return the memory that any plan needs, and its parts, on one line."""
-    readers = f", readers of files {size_text(memory.reader_bytes)}" if memory.reader_bytes else ""
-    loader = f", batches of data {size_text(memory.loader_bytes)}" if memory.loader_bytes else ""
-    return (
-        f"{size_text(memory.state_bytes)} (weights {size_text(memory.weight_bytes)}, gradients "
-        f"{size_text(memory.gradient_bytes)}, optimizer state {size_text(memory.optimizer_bytes)}{readers}{loader})"
-    )
+    """Return the host memory of a run, and its parts, on one line."""
+    kinds = {
+        "weights": memory.weight_bytes,
+        "gradients": memory.gradient_bytes,
+        "optimizer state": memory.optimizer_bytes,
+        "activations between stages": memory.activation_bytes,
+        "tokens": memory.integer_bytes,
+        "readers of files": memory.reader_bytes,
+        "batches of data": memory.loader_bytes,
+        "virtual devices": memory.device_bytes,
+    }
+    parts = ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds.items() if size)
+    return f"{size_text(memory.total_bytes)} ({parts})"
