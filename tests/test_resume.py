@@ -106,8 +106,10 @@ def test_a_run_resumed_after_a_fault_in_a_stage_equals_one_without_the_fault(
         assert small_runs("faulty", *MODES[mode]) == 1
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("PipelineError: device cpu:") and f"PlantedError: call {call}" in message
-    [rescued] = small_runs.saved("faulty")
-    assert (call - 1) // 8 - 1 <= rescued <= (call - 1) // 8
+    # A state without an update is not saved: a new start makes it again.
+    saved = small_runs.saved("faulty")
+    assert len(saved) <= 1 and 0 not in saved
+    assert (call - 1) // 8 - 1 <= max(saved, default=0) <= (call - 1) // 8
     assert small_runs("faulty", *MODES[mode], ALONE) == 0
     small_runs.assert_same("faulty", "whole")
 

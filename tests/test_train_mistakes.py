@@ -44,6 +44,14 @@ MISTAKES = {
         ["--config", "llama3_1_8b.toml"],
         'configs/llama3_1_8b.toml: tokenizer.path: given "Llama-3.1-8B", but there is no such file or folder',
     ),
+    "a chat template": (
+        ["--config", "debug.toml", "--tokenizer.chat_template=nowhere.jinja"],
+        'command line: tokenizer.chat_template: given "nowhere.jinja", but there is no such file; legal: a file with',
+    ),
+    "a template's variable": (
+        ["--config", "debug.toml", "--tokenizer.chat_template_kwargs={tools = []}"],
+        "tokenizer.chat_template_kwargs: given {tools = []}; legal: a table of variables, none of them messages, ",
+    ),
     "a plan": (
         ["--config", "debug.toml", "--engine.plan={forward = [1], fused = 1, backward = [1]}"],
         "engine.plan covers 2 layers",

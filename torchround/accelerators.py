@@ -280,6 +280,11 @@ def present_kind() -> AcceleratorKind | None:
     return kind if kind is not None and kind.count() else None
 
 
+def maker_of_build() -> str | None:
+    """Return the maker of the GPUs that this build of PyTorch is for, None for a build for the CPU."""
+    return "NVIDIA" if torch.version.cuda else "AMD" if torch.version.hip else None
+
+
 @cache
 def _registered() -> dict[str, AcceleratorKind]:
     # Huawei's Ascend cards come with the package torch_npu, and need nothing of their own here.

@@ -30,9 +30,11 @@ from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers
 from torchround.run.run_folder import RunFolder
 from torchround.run.run_plan import PlanByMeasuring
+from torchround.run.start_checks import disk_need
 from torchround.run.step_meter import StepMeter, flops_per_token
 from torchround.run.step_reports import Dispatched, ReportTargets, StepReports
 from torchround.run.validation import RunValidation
+from torchround.untrusted.progress import Progress
 from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
@@ -94,13 +96,14 @@ class Trainer:
         Raises `RunError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`, after
         saving what can be saved.
         """
-        newest = self._checkpoints.complete_step()
+        newest = self._checkpoints.complete_step(self._loader)
         if newest is not None:
             say(
                 f"{self._folder.path}: the run is complete after {newest} steps; nothing to do "
                 "(raise training.steps to continue)"
             )
             return 0
+        disk_need(self.config, self._folder, self._parts.question).require_one()
         self._allocate()
         if not self._checkpoints.restore(self.store, self._loader):
             self._initialize()
@@ -203,10 +206,10 @@ class Trainer:
             ):
                 self._checkpoints.begin_save(engine)
         # The end of the measuring steps is not the end of the run, so it needs no validation and no checkpoint.
-        self._finish(engine, end is not None or until == self._total_steps, is_stopped=bool(end and end[1]))
+        self._finish(engine, stop, end is not None or until == self._total_steps, bool(end and end[1]))
         return end
 
-    def _finish(self, engine: Engine, is_over: bool, is_stopped: bool) -> None:
+    def _finish(self, engine: Engine, stop: StopRequest, is_over: bool, is_stopped: bool) -> None:
         """Report all steps. At the end of the run also validate, unless a signal stopped it, and save.
 
         Raises `BadStepsError` after saving.
@@ -219,7 +222,7 @@ class Trainer:
         bad = self._bad_steps.error
         if is_over or bad is not None:
             self._reports.log_rest()
-            self._save(engine)
+            self._save(engine, stop)
         if bad is not None:
             raise bad
 
@@ -295,10 +298,10 @@ class Trainer:
         pretrained = self._checkpoints.starting_weights() or self._parts.pretrained
         if pretrained is None:
             say(f"{self._folder.path}: a new run; initialising weights from seed {seed}")
-            self.store.initialize(model, seed)
         else:
             say(f"{self._folder.path}: a new run; reading its weights from {pretrained.folder}")
-            self.store.initialize(model, seed, pretrained.load)
+        progress = Progress("initialising layers", len(model.layers))
+        self.store.initialize(model, seed, None if pretrained is None else pretrained.load, progress.advance)
 
     def _open_metrics(self) -> MetricsLogger:
         metrics = open_metrics(
@@ -344,12 +347,12 @@ class Trainer:
             self._checkpoints.rescue(self.store)
             raise
 
-    def _save(self, engine: Engine) -> None:
+    def _save(self, engine: Engine, stop: StopRequest) -> None:
         """Save the run as it is now, and wait for the save. Raises `CheckpointError`."""
         self._reports.report(leave=0)
         engine.drain()  # the step under way counts as training time
         with self._meter.excluded():
-            self._checkpoints.save_now(engine)
+            self._checkpoints.save_now(engine, lambda: stop.requested)
 
     def _say_what_was_left_out(self) -> None:
         if bad := self._loader.num_bad_records():

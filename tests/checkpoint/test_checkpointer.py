@@ -3,6 +3,8 @@
 import logging
 import mmap
 import os
+import re
+import shutil
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support.disks import files_limited_to
-from torchround.checkpoint import Checkpointer, CheckpointError, load_checkpoint
+from torchround.checkpoint import Checkpointer, CheckpointError, load_checkpoint, verify_checkpoint
 
 STATE = {
     "tokens": 12_345_678_901,
@@ -198,17 +200,71 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_its_path(tmp_path: Path) 
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = Checkpointer(tmp_path / "run", keep_latest_k=1)
     checkpointer.save(1, random_state(1), STATE)
-    (tmp_path / "run" / "step-1").rename(tmp_path / "elsewhere")
-    (tmp_path / "run" / "step-1").symlink_to(tmp_path / "elsewhere")  # which a deletion refuses to follow
-    with caplog.at_level(logging.WARNING):
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
         checkpointer.save(2, random_state(2), STATE)
     assert "could not delete" in caplog.text and "step-1" in caplog.text
     assert checkpointer.latest_step() == 2
-    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+    checkpointer.save(3, random_state(3), STATE)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-3"], "the next save deletes it"
+
+
+def moved_to_another_disk(checkpoint: Path, disk: Path) -> Path:
+    """Move a checkpoint elsewhere, with a link in its place."""
+    checkpoint.rename(disk)
+    checkpoint.symlink_to(disk)
+    return checkpoint
+
+
+def test_a_checkpoint_behind_a_link_is_loaded_and_only_its_link_is_ever_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer, disk = Checkpointer(tmp_path / "run", keep_latest_k=1), tmp_path / "disk"
+    checkpointer.save(1, random_state(1), STATE)
+    link = moved_to_another_disk(tmp_path / "run" / "step-1", disk)
+    views = {name: torch.zeros_like(tensor) for name, tensor in random_state(1).items()}
+    loaded = checkpointer.load_latest(views)
+    assert loaded is not None and loaded.step == 1
+    assert all(torch.equal(view, random_state(1)[name]) for name, view in views.items())
+    for step in (2, 3, 4):
+        checkpointer.save(step, random_state(step), STATE)
+    assert not link.is_symlink() and verify_checkpoint(disk) == 1
+    assert caplog.text.count("only the link is deleted") == 1 and "could not delete" not in caplog.text
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-4"]
+
+
+def test_saving_a_step_again_replaces_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
+    for disk_is_there in (True, False):
+        folder, disk = tmp_path / f"run-{disk_is_there}", tmp_path / f"disk-{disk_is_there}"
+        checkpointer = Checkpointer(folder)
+        checkpointer.save(1, random_state(1), STATE)
+        link = moved_to_another_disk(folder / "step-1", disk)
+        if not disk_is_there:
+            shutil.rmtree(disk)
+        checkpointer.save(1, random_state(2), STATE)
+        assert not link.is_symlink() and verify_checkpoint(link) == 1 and disk.exists() == disk_is_there
+        assert [path.name for path in folder.iterdir()] == ["step-1"]
+
+
+def test_a_link_to_a_disk_that_is_not_there_is_named_and_not_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = Checkpointer(tmp_path / "run")
+    for step in (1, 2):
+        checkpointer.save(step, random_state(step), STATE)
+    shutil.rmtree(moved_to_another_disk(tmp_path / "run" / "step-2", tmp_path / "disk").resolve())
+    views = {name: torch.zeros_like(tensor) for name, tensor in random_state(1).items()}
+    loaded = checkpointer.load_latest(views)
+    assert loaded is not None and loaded.step == 1
+    assert re.search(r"step-2: manifest.json cannot be read.*trying the checkpoint before", caplog.text)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The checkpoint command: what it lists, what it finds damaged, what it deletes and what it leaves."""
 
+import os
 import re
 from pathlib import Path
 
@@ -136,3 +137,20 @@ def test_what_cannot_be_used_is_one_message(
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_list_shows_links_and_ages_that_a_clock_behind_makes_negative(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step-5").rename(tmp_path / "disk")
+    (checkpoints / "step-5").symlink_to(tmp_path / "disk")
+    (checkpoints / "step-6").rename(tmp_path / "gone")
+    (checkpoints / "step-6").symlink_to(tmp_path / "[bold]\x1b[2J")
+    os.utime(checkpoints / "step-4", (2**33, 2**33))
+    assert main(["list", str(run)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert re.search(r"step-4 .* MiB +in the future +complete", lines[4])
+    assert "complete, a link to" in lines[5] and re.search(r"step-5 +0\.00 MiB", lines[5])
+    folded = "".join(lines[6:])
+    assert "damaged: manifest.json cannot be read" in folded and "\x1b" not in folded

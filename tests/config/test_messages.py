@@ -103,7 +103,7 @@ def test_all_missing_required_keys_are_named(tmp_path: Path) -> None:
         "2 problems in the configuration",
         "  run.toml: model.family: missing; legal: a string of at least 1 character",
         "  run.toml: data.sources: missing; legal: an array of at least 1, each element a table "
-        + "{path, format, content, field, weight, split, subset}",
+        + "{path, format, content, field, weight, special_tokens, split, subset}",
     ]
 
 

@@ -71,8 +71,8 @@ RUNS = {
     "a checkpoint that is a link": Case(
         own(outside("step-9")), "step-9: manifest.json cannot be read", OWN, 0
     ),
-    "leftovers that are a link": Case(own(outside("step-9.tmp")), "could not delete .*step-9.tmp", OWN, 0),
-    "trash that is a link": Case(own(outside("step-9.trash")), "could not delete .*step-9.trash", OWN, 0),
+    "leftovers that are a link": Case(own(outside("step-9.tmp")), "step-9.tmp is a link, so only", OWN, 0),
+    "trash that is a link": Case(own(outside("step-9.trash")), "step-9.trash is a link, so only", OWN, 0),
     "checkpoints that are a file": Case(
         own(lambda path: (shutil.rmtree(path / "checkpoints"), (path / "checkpoints").touch())),
         "CheckpointError: the checkpoint of step 8 could not be written .*File exists",

@@ -92,7 +92,8 @@ class SmallRuns:
         return {int(line["step"]): tuple(line[key] for key in keys) for line in self.steps(name)}
 
     def saved(self, name: str) -> list[int]:
-        return sorted(int(path.name[5:]) for path in (self.path(name) / "checkpoints").iterdir())
+        """Return the steps of the checkpoints, rising; none if the run has not saved."""
+        return sorted(int(path.name[5:]) for path in (self.path(name) / "checkpoints").glob("*"))
 
     def state(self, name: str, step: int = STEPS) -> dict[str, torch.Tensor]:
         """Read every tensor of a checkpoint: weights, moments and, in async, the older weights."""

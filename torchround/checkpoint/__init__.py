@@ -1,11 +1,18 @@
 """Checkpoints: written straight from the training state and read back into it, whole or not at all."""
 
-from torchround.checkpoint.checkpointer import Checkpointer, Loaded, load_checkpoint, verify_checkpoint
+from torchround.checkpoint.checkpointer import (
+    Checkpointer,
+    Loaded,
+    load_checkpoint,
+    open_checkpoint,
+    verify_checkpoint,
+)
 from torchround.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
     ForeignCheckpointError,
     NoCheckpointError,
+    NoSpaceError,
 )
 from torchround.checkpoint.tensor_file import SaveWatch
 
@@ -16,7 +23,9 @@ __all__ = [
     "ForeignCheckpointError",
     "Loaded",
     "NoCheckpointError",
+    "NoSpaceError",
     "SaveWatch",
     "load_checkpoint",
+    "open_checkpoint",
     "verify_checkpoint",
 ]

@@ -10,6 +10,7 @@ leaves complete checkpoints and leftovers, and the next save removes the leftove
     step-N.replaced   the former step-N while a new one is renamed; counts as step-N if a kill prevented that
 """
 
+import errno
 import logging
 import re
 import shutil
@@ -25,14 +26,18 @@ from torchround.checkpoint.errors import (
     DamagedCheckpointError,
     ForeignCheckpointError,
     NoCheckpointError,
+    NoSpaceError,
 )
-from torchround.checkpoint.fsync import make_folder, sync_entry
+from torchround.checkpoint.fsync import free_bytes_at, make_folder, sync_entry
 from torchround.checkpoint.manifest import MANIFEST_FILE, Manifest, encode_state, read_manifest
 from torchround.checkpoint.step_folder import check_contents, check_structure, read_into, write_folder
 from torchround.checkpoint.tensor_file import SaveWatch, Unwatched, plan_files
 from torchround.pipeline.memory import size_text
 
 logger = logging.getLogger(__name__)
+
+# Errors of a write that succeeds once there is room: the disk is full, or the user's quota is.
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 _FOLDER_NAME = re.compile(r"step-(0|[1-9]\d*)(\.tmp|\.trash|\.replaced)?")
 
@@ -78,13 +83,15 @@ class Checkpointer:
         tensors: Mapping[str, Tensor],
         state: Mapping[str, Any],
         watch: SaveWatch | None = None,
+        advance: Callable[[int], object] = lambda nbytes: None,
     ) -> Path:
         """Write `tensors` and the JSON-able `state` as `step-N`, then delete checkpoints that are not kept.
 
         Tensors are contiguous CPU tensors of any dtype. Their bytes go straight from their memory to the file, so
         nothing may write to a tensor before `watch.finished_reading` is called for it. Raises `ValueError` before
-        anything is written if a tensor or the state cannot be stored, and `CheckpointError` if the disk fails; earlier
-        checkpoints are then untouched. An exception raised by `watch` leaves the unfinished folder to the next save.
+        anything is written if a tensor or the state cannot be stored, and `CheckpointError` if the disk fails, or
+        `NoSpaceError` if it is full; earlier checkpoints are then untouched. `advance` receives the number of bytes of
+        each write. An exception raised by `watch` leaves the unfinished folder to the next save.
         """
         watch = watch or Unwatched()
         files = plan_files(tensors)
@@ -94,13 +101,15 @@ class Checkpointer:
             # Leftovers first: the new checkpoint may need their room, and the name of the unfinished folder.
             self._clear_leftovers()
             self._require_space(sum(file.size_bytes for file in files) + len(state_json))
-            written = write_folder(self._named(step, ".tmp"), step, files, state_json, watch)
+            written = write_folder(self._named(step, ".tmp"), step, files, state_json, watch, advance)
             watch.before_publishing()
             path = self._publish(step, written)
         except OSError as error:
             shutil.rmtree(self._named(step, ".tmp"), ignore_errors=True)
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; "
+            kind = NoSpaceError if error.errno in _NO_SPACE else CheckpointError
+            reason = error if error.filename else error.strerror or error
+            raise kind(
+                f"the checkpoint of step {step} could not be written to {self.folder}: {reason}; "
                 "earlier checkpoints are untouched"
             ) from error
         # Old checkpoints go only now that the new one is complete. So a save needs room for one more than is kept.
@@ -173,6 +182,14 @@ class Checkpointer:
         for path in list(paths):
             try:
                 # Renamed first: a half-deleted folder must never be listed as a checkpoint.
+                if path.is_symlink():
+                    # A checkpoint that was moved to another disk, with a link in its place. What the link points to
+                    # lies outside this folder, so it stays.
+                    logger.warning(
+                        "%s is a link, so only the link is deleted; %s stays", path, path.readlink()
+                    )
+                    path.unlink()
+                    continue
                 if path.suffix not in (".tmp", ".trash"):
                     path = path.rename(path.with_name(path.name.removesuffix(".replaced") + ".trash"))
                 shutil.rmtree(path)
@@ -183,12 +200,12 @@ class Checkpointer:
         path = self._named(step)
         replaced = self._named(step, ".replaced")
         # A folder that is not empty cannot be renamed over, so the former one steps aside.
-        if path.exists():
+        if path.exists() or path.is_symlink():
             path.rename(replaced)
         written.rename(path)
         # The new name must be on the disk before the former folder is deleted.
         sync_entry(self.folder)
-        if replaced.exists():
+        if replaced.exists() or replaced.is_symlink():
             self.delete([replaced])
         return path
 
@@ -200,9 +217,11 @@ class Checkpointer:
         self.delete(self.leftovers())
 
     def _require_space(self, size_bytes: int) -> None:
-        free_bytes = shutil.disk_usage(self.folder).free
-        if size_bytes > free_bytes:
-            raise OSError(f"it needs {size_text(size_bytes)} and {size_text(free_bytes)} are free")
+        free_bytes = free_bytes_at(self.folder)
+        if free_bytes is not None and size_bytes > free_bytes:
+            raise OSError(
+                errno.ENOSPC, f"it needs {size_text(size_bytes)} and {size_text(free_bytes)} are free"
+            )
 
     def _is_all_of(self, step: int, suffix: str | None) -> bool:
         """Return whether a folder of this suffix is all that is left of step `step`."""
@@ -215,12 +234,22 @@ class Checkpointer:
         entries = []
         for path in self.folder.iterdir():
             match = _FOLDER_NAME.fullmatch(path.name)
-            if match and path.is_dir():
+            # A link whose disk is not there is a checkpoint that cannot be read, and must not be passed over in silence.
+            if match and (path.is_dir() or path.is_symlink()):
                 entries.append((path, int(match[1]), match[2]))
         return entries
 
     def _named(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step-{step}{suffix}"
+
+
+def open_checkpoint(path: Path) -> Manifest:
+    """Read the manifest of the one checkpoint at `path`, and check that its files are there at full size.
+
+    Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`.
+    """
+    _refuse_other_folders(path)
+    return read_manifest(path)
 
 
 def load_checkpoint(
@@ -233,8 +262,7 @@ def load_checkpoint(
     are `tensors` partly overwritten. Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`.
     """
     path = Path(path)
-    _refuse_other_folders(path)
-    return _load(path, read_manifest(path), tensors, optional)
+    return _load(path, open_checkpoint(path), tensors, optional)
 
 
 def verify_checkpoint(path: Path | str, advance: Callable[[int], object] = lambda nbytes: None) -> int:
@@ -244,8 +272,7 @@ def verify_checkpoint(path: Path | str, advance: Callable[[int], object] = lambd
     needs no model and no memory for one. `advance` receives the number of bytes of each step.
     """
     path = Path(path)
-    _refuse_other_folders(path)
-    manifest = read_manifest(path)
+    manifest = open_checkpoint(path)
     check_contents(path, manifest, advance)
     return manifest.step
 

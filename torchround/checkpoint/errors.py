@@ -14,6 +14,10 @@ class CheckpointError(Exception):
         super().__init__(terminal_safe(message, *lines))
 
 
+class NoSpaceError(CheckpointError):
+    """A checkpoint that the disk, or a quota on it, has no room for. The same save succeeds once there is room."""
+
+
 class DamagedCheckpointError(CheckpointError):
     """Missing or altered content: the checkpoint in `folder` cannot be used, but an older one may be intact."""
 

@@ -1,6 +1,7 @@
 """Makes files and folders survive a power cut: a file that is not synced may be lost or empty afterwards."""
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -29,3 +30,14 @@ def make_folder(path: Path) -> None:
         make_folder(path.parent)
     path.mkdir(exist_ok=True)
     sync_entry(path.parent)
+
+
+def free_bytes_at(path: Path) -> int | None:
+    """Return the free bytes of the disk that `path` is, or will be, on. None if the file system does not say."""
+    existing = next((folder for folder in (path, *path.absolute().parents) if folder.is_dir()), None)
+    try:
+        usage = shutil.disk_usage(existing or "/")
+    except OSError:
+        return None
+    # Some file systems of networks have no total, and then no free bytes either.
+    return usage.free if usage.total else None

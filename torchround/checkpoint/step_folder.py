@@ -31,16 +31,30 @@ from torchround.checkpoint.tensor_file import (
     read_tensor_file,
     write_tensor_file,
 )
+from torchround.pipeline.memory import size_text
+from torchround.untrusted.progress import Progress
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-def write_folder(path: Path, step: int, files: list[TensorFile], state_json: bytes, watch: SaveWatch) -> Path:
-    """Create the folder `path` and put everything in it on the disk. An `OSError` may leave a part of it behind."""
+def write_folder(
+    path: Path,
+    step: int,
+    files: list[TensorFile],
+    state_json: bytes,
+    watch: SaveWatch,
+    advance: Callable[[int], object],
+) -> Path:
+    """Create the folder `path` and put everything in it on the disk. An `OSError` may leave a part of it behind.
+
+    `advance` receives the number of bytes of each write of tensors.
+    """
     path.mkdir()
     records = {}
     for file in files:
-        records[file.name] = FileRecord(file.size_bytes, write_tensor_file(path / file.name, file, watch))
+        records[file.name] = FileRecord(
+            file.size_bytes, write_tensor_file(path / file.name, file, watch, advance)
+        )
     write_synced(path / STATE_FILE, state_json)
     records[STATE_FILE] = FileRecord(len(state_json), checksum_of(state_json))
     write_synced(path / MANIFEST_FILE, Manifest(step, records).encode())
@@ -93,12 +107,15 @@ def check_contents(
 
 def read_into(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     """Read every tensor's bytes into place, and compare each file's checksum once the file is read."""
+    total_bytes = sum(record.size_bytes for record in manifest.files.values())
+    progress = Progress(f"reading {path}", total_bytes, size_text)
     for name in _tensor_files(manifest):
         try:
             found = read_tensor_file(path / name, tensors)
         except (OSError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from error
         check_file(path, name, manifest, found)
+        progress.advance(manifest.files[name].size_bytes)
 
 
 def _tensor_files(manifest: Manifest) -> list[str]:

@@ -124,14 +124,20 @@ def plan_files(tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> l
     return [_plan_file(f"tensors-{index:05d}.safetensors", group) for index, group in enumerate(groups)]
 
 
-def write_tensor_file(path: Path, file: TensorFile, watch: SaveWatch) -> str:
-    """Write `file` as the new file `path`, synced to the disk. Returns its checksum."""
+def write_tensor_file(
+    path: Path, file: TensorFile, watch: SaveWatch, advance: Callable[[int], object] = lambda nbytes: None
+) -> str:
+    """Write `file` as the new file `path`, synced to the disk. Returns its checksum.
+
+    `advance` receives the number of bytes of each write.
+    """
     with closing(DirectFile(path)) as out, closing(UncachedPass(out.fileno())) as one_pass:
 
         def write(memory: memoryview) -> None:
             for piece in one_pass.pieces(memory):
                 watch.raise_if_abandoned()
                 out.write(piece)
+                advance(len(piece))
 
         copies = _copy_odd(file, watch)
         write(memoryview(file.header))

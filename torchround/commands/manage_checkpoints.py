@@ -27,6 +27,7 @@ from torchround.config import CheckpointTable, ConfigError, RunTable, load_confi
 from torchround.pipeline.memory import size_text
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.run.validation import best_of, keeps_best, kept_losses
+from torchround.untrusted.terminal import terminal_safe
 
 CHECKPOINTS = "checkpoints"
 AGE_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -70,6 +71,7 @@ def list_all(options: argparse.Namespace) -> int:
     """
     from rich.console import Console  # importing rich draws random numbers, which an import must not
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("folder", "size", "age", "condition", "validation loss", "run", box=None)
     any_damaged = False
@@ -78,10 +80,13 @@ def list_all(options: argparse.Namespace) -> int:
     best = min(losses, key=losses.__getitem__, default=None)
     for path, condition, run_name in conditions(checkpointer):
         with suppress(FileNotFoundError):  # a running process has deleted it meanwhile
-            size_bytes = sum(file.lstat().st_size for file in path.iterdir())
-            age_s = time.time() - path.stat().st_mtime
+            if path.is_symlink():
+                condition += f", a link to {terminal_safe(path.readlink())}"
+            is_there = path.is_dir()  # not so for a link to a disk that is not there
+            size_bytes = sum(file.lstat().st_size for file in path.iterdir()) if is_there else 0
+            age_s = time.time() - (path.stat() if is_there else path.lstat()).st_mtime
             loss = f"{losses[path]:.4f}{', the best' * (path == best)}" if path in losses else ""
-            table.add_row(path.name, size_text(size_bytes), age(age_s), condition, loss, run_name)
+            table.add_row(path.name, size_text(size_bytes), age(age_s), Text(condition), loss, run_name)
             any_damaged |= condition.startswith("damaged")
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     return int(any_damaged)
@@ -216,6 +221,8 @@ def reason(error: CheckpointError, path: Path) -> str:
 
 
 def age(seconds: float) -> str:
-    """Format an age in the largest unit of which it has at least one."""
+    """Format an age in the largest unit of which it has at least one. A clock may be behind the folder's."""
+    if seconds < 0:
+        return "in the future"
     unit_s, unit = next((pair for pair in AGE_UNITS if seconds >= pair[0]), AGE_UNITS[-1])
     return f"{seconds / unit_s:.0f} {unit}"

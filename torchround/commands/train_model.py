@@ -48,7 +48,8 @@ from torchround.run.early_end import BadStepsError
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, host_memory_text, num_parameters
-from torchround.run.run_folder import RunError, RunFolder
+from torchround.run.run_folder import ConfigSource, RunError, RunFolder
+from torchround.run.start_checks import disk_need, require_load_path
 from torchround.run.validation import best_of, kept_losses
 from torchround.trainer import RunParts, Trainer
 from torchround.untrusted.terminal import escape_unprintable, say
@@ -88,6 +89,7 @@ def run(arguments: list[str]) -> int:
     if options.print_config and not options.dry_run:
         print(to_toml(options.config), end="")
         return 0
+    check_start(options)
     if options.dry_run:
         return dry_run(options)
     parts = build(options)
@@ -112,7 +114,7 @@ def build(options: Options) -> RunParts:
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
     numbers, hardware = RunNumbers(config.training, config.engine), find_hardware(config.engine)
-    folder = RunFolder(config.run)
+    folder = run_folder(options)
     question = with_kept_rounds(question_of(config, model, hardware, mapped), folder)
     plan = plan_for(question)  # raises if the run does not fit this machine
     loader, validation = build_loaders(options, tokenizer)
@@ -133,6 +135,20 @@ def build(options: Options) -> RunParts:
     )
 
 
+def run_folder(options: Options) -> RunFolder:
+    """Return the folder of the run, with the file that describes it."""
+    source = ConfigSource(os.path.abspath(options.raw.main_source), options.raw.digest)
+    return RunFolder(options.config.run, source)
+
+
+def check_start(options: Options) -> None:
+    """Raise `RunError` if the folder is the run of another config file, or if there is no checkpoint to start from."""
+    folder = run_folder(options)
+    if not options.is_named_on_command_line:
+        folder.refuse_another_config()
+    require_load_path(options.config, folder)
+
+
 def dry_run(options: Options) -> int:
     """Print the run's plan with all that it needs, or what would make it fit; with `--print-config` the config too."""
     config = options.config
@@ -151,6 +167,9 @@ def dry_run(options: Options) -> int:
     answer = report_plan(with_kept_rounds(question, folder))
     show_plan(answer)
     show_advice(options, machine, answer)
+    need = disk_need(config, folder, question)
+    say(f"disk: {need.text()}")
+    need.require_one()
     return 0 if answer.plan is not None else 2
 
 
@@ -178,8 +197,9 @@ def description(parts: RunParts) -> str:
     lines = [
         f"model    {table.family} {name}: {size}, {training.dtype}",
         f"data     {sources}: {batch}",
-        f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}",
+        f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
         f"host     {host_memory_text(host_memory(parts.question, parts.plan))}",
+        f"disk     {disk_need(parts.config, parts.folder, parts.question).text()}",
     ]
     if parts.config.lora.map_base:
         lines.append(f"mapped   {mapped_text(parts.mapped, parts.model, parts.numbers.dtype)}")

@@ -32,6 +32,8 @@ from torchround.hf.tensor_folder import (
     view_of,
 )
 from torchround.layer import FileTensor, HFTensors
+from torchround.pipeline.memory import size_text
+from torchround.untrusted.progress import Progress as LogLines
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LISTED_NAMES = 20
@@ -232,9 +234,9 @@ def _some(names: list[str]) -> str:
 
 @contextmanager
 def _progress(folder: Path, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function that takes each read's bytes; it draws a bar if the console is a terminal, otherwise nothing."""
+    """Yield a function that takes each read's bytes. A terminal gets a bar, a log file a line now and then."""
     if not sys.stderr.isatty():
-        yield lambda nbytes: None
+        yield LogLines(f"reading {folder}", total_bytes, size_text).advance
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,12 @@ from torchround.data import DataError, Loader
 from torchround.engine.engine import Engine
 from torchround.engine.saver import PendingSave, SaveSource
 from torchround.engine.store.host_store import OLDER_WEIGHTS, HostStore
-from torchround.run.resume import StartingWeights, find_checkpoint
+from torchround.pipeline.memory import size_text
+from torchround.run.last_save import save_with_patience
+from torchround.run.resume import StartingWeights, find_checkpoint, require_complete_as_asked
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.run.validation import ValidationProgress, best_of, kept_losses, loss_in
+from torchround.untrusted.progress import Progress
 from torchround.untrusted.terminal import say
 
 logger = logging.getLogger(__name__)
@@ -68,6 +71,9 @@ class RunCheckpoints:
         self.saved_step = -1  # step 0 can be saved too
         self._first_step = 0
         self._reported_step = 0
+        # Whether the run waits for a save, which then says how far it is. Beside a save that nothing waits for, the
+        # console has the steps.
+        self._waits = False
         # The checkpoints that `validation.keep_best` chooses from: step -> validation loss.
         self._validation_losses: dict[int, float] = {}
         # Position of each save under way, oldest first, and its future result: the line that reports it.
@@ -78,20 +84,23 @@ class RunCheckpoints:
         """Position after the newest step that was dispatched."""
         return self.positions[-1]
 
-    def complete_step(self) -> int | None:
+    def complete_step(self, loader: Loader) -> int | None:
         """Return the step of the newest checkpoint if it reaches `training.steps` and verifies, otherwise None.
 
-        Every byte of it is read. Otherwise a run with a damaged last checkpoint would be called complete.
+        Every byte of it is read. Otherwise a run with a damaged last checkpoint would be called complete. Raises
+        `RunError` if it was trained with other settings than the config's, or on other data than the loader's.
         """
         step = self._checkpointer.latest_step()
         if step is None or step < self._config.training.num_steps:
             return None
+        path = self._checkpointer.checkpoints()[step]
         try:
-            verify_checkpoint(self._checkpointer.checkpoints()[step])
+            verify_checkpoint(path, Progress(f"verifying {path}", text=size_text).advance)
         except DamagedCheckpointError:
             return None  # loading names the damage, and takes the checkpoint before
         except ForeignCheckpointError:
             pass  # written by a newer version; complete as far as this version can tell
+        require_complete_as_asked(path, step, self._config, loader)
         return step
 
     def restore(self, store: HostStore, loader: Loader) -> bool:
@@ -171,16 +180,26 @@ class RunCheckpoints:
 
     def finish_saves(self) -> None:
         """Wait for the saves under way. Their steps must have been reported."""
+        self._waits = True
         while self._under_way:
             self._report(*self._under_way.popleft())
+        self._waits = False
 
-    def save_now(self, engine: Engine) -> None:
-        """Save the run as it is after the newest dispatched step, and wait. Raises `CheckpointError`."""
+    def save_now(self, engine: Engine, stop_requested: Callable[[], bool]) -> None:
+        """Save the run as it is after the newest dispatched step, and wait. If the disk is full, wait for space.
+
+        Raises `CheckpointError`.
+        """
         self.finish_saves()
-        if self.position.step != self.saved_step:
+
+        def save() -> None:
             self.begin_save(engine)
             # Not `_report`: after the last save there is no next one, so a failure ends the run as a fault.
             self._conclude(*self._under_way.popleft())
+
+        if self.position.step != self.saved_step:
+            self._waits = True
+            save_with_patience(save, stop_requested)
 
     def end_saves(self) -> None:
         """After a fault, report the saves that ended with the engine, and forget those that it gave up."""
@@ -206,8 +225,10 @@ class RunCheckpoints:
             logger.warning("an update was not completed, so what it left is not saved; %s", left)
             return
         position = next((p for p in self.positions if p.step == store.step), None)
-        if position is None or position.step == self.saved_step:
+        # At its first step a run has what it began with, which a new start finds again.
+        if position is None or position.step in (self.saved_step, self._first_step):
             return
+        self._waits = True
         try:
             line = self._write(position, store.resume_state(), store.named_views())
         except CheckpointError as error:
@@ -236,7 +257,13 @@ class RunCheckpoints:
             losses[position.step] = loss
         # Set before the save, which deletes older checkpoints once the new one is complete, and only then.
         self._checkpointer.best_step = best_of(losses)
-        path: Path = self._checkpointer.save(position.step, tensors, state, watch)
+        total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        progress = Progress(f"saving step-{position.step}", total_bytes, size_text)
+
+        def advance(nbytes: int) -> None:
+            progress.advance(nbytes, silent=not self._waits)
+
+        path: Path = self._checkpointer.save(position.step, tensors, state, watch, advance)
         self._validation_losses = losses
         return f"saved {path} ({time.monotonic() - start_s:.1f} s)"
 

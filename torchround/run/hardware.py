@@ -7,13 +7,20 @@ from pathlib import Path
 import psutil
 import torch
 
-from torchround.accelerators import PLANNED_KIND, AcceleratorKind, kind_of, known_kinds, present_kind
+from torchround.accelerators import (
+    PLANNED_KIND,
+    AcceleratorKind,
+    kind_of,
+    known_kinds,
+    present_kind,
+)
 from torchround.config import EngineTable
 from torchround.config.usual_names import nearest_value
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Device
 from torchround.engine.errors import EngineUsageError
 from torchround.pipeline.cards import DeviceSpec, find_device
 from torchround.pipeline.memory import GIB
+from torchround.run.missing_cards import why_no_accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +43,7 @@ class Hardware:
     """Devices of one `kind` (`cpu`, or a kind of accelerator by PyTorch's name) and the memory limits of a run.
 
     `device_bytes` is the limit of each device, `host_bytes` that of the host; None is no limit. `spec` is None when the
-    card is not in the table of known devices.
+    card is not in the table of known devices. `note` is said after the devices: why `auto` found no accelerator.
     """
 
     kind: str
@@ -44,6 +51,7 @@ class Hardware:
     device_bytes: int | None
     host_bytes: int | None = None
     spec: DeviceSpec | None = None
+    note: str = ""
 
     def make_devices(self) -> list[Device]:
         """Make the devices without allocating on them. If the machine has fewer GPUs, devices share them in turn."""
@@ -70,7 +78,8 @@ def find_hardware(table: EngineTable) -> Hardware:
     if kind is None:
         count = table.num_devices or 1
         share = int(host_bytes * VIRTUAL_DEVICES_FRACTION) // count
-        return Hardware("cpu", count, _limit(table, share), host_bytes)
+        note = _note_of_absence() if table.devices == "auto" else ""
+        return Hardware("cpu", count, _limit(table, share), host_bytes, note=note)
     present = kind.count()
     count = table.num_devices or present
     # All devices get one limit: a share of the fullest GPU that the run uses, by the largest number of devices on one GPU.
@@ -144,13 +153,27 @@ def _asked_for(table: EngineTable) -> AcceleratorKind | None:
     return here
 
 
+def _note_of_absence() -> str:
+    """Return why `auto` found no accelerator. One warning if the machine has a card, which is then not used."""
+    absence = why_no_accelerator()
+    if absence.has_card:
+        logger.warning(
+            'engine.devices = "auto" found no accelerator, so the run uses the CPU, which is far slower: %s. '
+            'engine.devices = "cpu" asks for that without this warning',
+            absence.reason,
+        )
+    return f": no accelerator found ({absence.reason})"
+
+
 def _not_legal(asked: str, kinds: list[str]) -> str:
     """Say why `asked` is refused where these kinds are legal besides the two words."""
     reason = "PyTorch sees none here"
     if asked not in known_kinds():
         reason = f"no such kind is known{nearest_value(asked, ['auto', 'cpu', *known_kinds()])}"
     elif not kinds:
-        reason += f" (this is torch {torch.__version__})"  # a build for the CPU is the usual cause
+        absence = why_no_accelerator()
+        # A build for the CPU is the usual cause.
+        reason += f" ({absence.reason if absence.has_card else f'this is torch {torch.__version__}'})"
     names = ", ".join(f'"{name}"' for name in ("auto", "cpu", *kinds))
     return f'engine.devices = "{asked}": {reason}; legal: {names}'
 

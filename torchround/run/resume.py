@@ -1,6 +1,7 @@
 """Finds the checkpoint that a run resumes from, checks that it fits, and reports which settings have changed."""
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from torchround.checkpoint import (
     Loaded,
     load_checkpoint,
 )
+from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config
+from torchround.data import DataError, Loader
 from torchround.run.run_folder import RunError
 from torchround.untrusted.terminal import terminal_safe
 
@@ -39,6 +42,14 @@ LOSS_KEYS: Mapping[str, tuple[str, ...]] = {
 MODEL_KEYS: Mapping[str, tuple[str, ...]] = {
     "model": ("family", "flavor", "shape"),
     "lora": ("rank", "targets"),
+}
+# The keys by which a complete run is another one than its config asks for: nothing would be trained with new values.
+RUN_KEYS: Mapping[str, tuple[str, ...]] = {
+    **LOSS_KEYS,
+    "run": ("seed",),
+    "model": (*MODEL_KEYS["model"], *LOSS_KEYS["model"]),
+    "lora": (*MODEL_KEYS["lora"], *LOSS_KEYS["lora"]),
+    "checkpoint": ("load_path", "load"),
 }
 # The keys that decide which tensors a checkpoint holds; an error about tensors names them.
 STORED_KEYS = {**MODEL_KEYS, "lora": ("rank", "targets", "map_base")}
@@ -66,8 +77,8 @@ def find_checkpoint(
     """
     try:
         loaded = checkpointer.load_latest(views, optional)
-        if loaded is None and config.checkpoint.load_path is not None and config.checkpoint.load == "all":
-            loaded = _given_checkpoint(config, config.checkpoint.load_path, views, optional)
+        if loaded is None and (path := given_folder(config)) is not None and config.checkpoint.load == "all":
+            loaded = _given_checkpoint(config, path, views, optional)
     except ForeignCheckpointError as error:
         raise RunError(
             f"{error}{_difference(error, config)}. Resume with the settings it was made with, or give the run a name "
@@ -77,7 +88,59 @@ def find_checkpoint(
         _check_state(loaded)
         _refuse_another_model(loaded, config)
         _warn_of_changes(loaded, config)
+        _warn_of_unused_folder(loaded, config)
     return loaded
+
+
+def given_folder(config: Config) -> Path | None:
+    """Return the folder that `checkpoint.load_path` names."""
+    path = config.checkpoint.load_path
+    return None if path is None else Path(os.path.expanduser(path))
+
+
+def require_complete_as_asked(path: Path, step: int, config: Config, loader: Loader) -> None:
+    """Raise `RunError` if the complete run, whose last checkpoint is `path`, was trained with other settings or data.
+
+    A run that is not complete may change its settings, because they take effect. A complete one would end at once, and a
+    sweep that reuses its name would seem to succeed. A lower `training.steps` alone is a warning.
+    """
+    try:
+        loaded = Loaded(step, read_state(path, read_manifest(path, step)), path, frozenset())
+    except ForeignCheckpointError:
+        return  # written by a newer version, whose settings this one does not know
+    changes = [
+        change
+        for change in _changes(loaded.state, config, RUN_KEYS)
+        if not (change.startswith("checkpoint.") and config.checkpoint.load_path is None)
+    ]
+    instead = "Give this run a name of its own (--run.name NAME)"
+    if all(change.startswith("training.steps ") for change in changes):
+        for change in changes:
+            logger.warning("%s was trained with other settings: %s", path, change)
+    else:
+        if not list(_changes(loaded.state, config, MODEL_KEYS)):
+            instead += ", or raise training.steps to continue with the new settings"
+        raise RunError(
+            f"{path}: the run is complete, and it was trained with other settings: {', '.join(changes)}. Nothing would "
+            f"be trained with the new ones. {instead}"
+        )
+    _check_state(loaded)
+    try:
+        loader.load_state_dict(loaded.state["data"])
+    except DataError as error:
+        raise RunError(
+            f"{path}: the run is complete, and it was trained on other data: {error}. {instead}"
+        ) from error
+
+
+def require_steps_left(config: Config, path: Path, step: int) -> None:
+    """Raise `RunError` if a checkpoint after `step` steps leaves nothing to train."""
+    if step >= config.training.num_steps:
+        raise RunError(
+            f"checkpoint.load_path: {path} is after step {step}, and training.steps is "
+            f'{config.training.num_steps}; legal: more steps, or checkpoint.load = "weights" to begin at step 0 with its '
+            "weights"
+        )
 
 
 @dataclass(frozen=True)
@@ -88,8 +151,9 @@ class StartingWeights:
 
     @property
     def folder(self) -> Path:
-        assert self.config.checkpoint.load_path is not None, "the config checks ask for a folder"
-        return Path(self.config.checkpoint.load_path)
+        folder = given_folder(self.config)
+        assert folder is not None, "the config checks ask for a folder"
+        return folder
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Fill `weights`, named as in `HostStore.weights`. Raises `RunError`."""
@@ -109,7 +173,7 @@ def _difference(error: ForeignCheckpointError, config: Config) -> str:
 
 
 def _given_checkpoint(
-    config: Config, path: str, views: Mapping[str, Tensor], optional: Callable[[str], bool]
+    config: Config, path: Path, views: Mapping[str, Tensor], optional: Callable[[str], bool]
 ) -> Loaded:
     try:
         loaded = load_checkpoint(path, views, optional)
@@ -117,12 +181,7 @@ def _given_checkpoint(
         raise  # the caller adds which settings differ
     except CheckpointError as error:
         raise RunError(f"checkpoint.load_path: {error}") from error
-    if loaded.step >= config.training.num_steps:
-        raise RunError(
-            f"checkpoint.load_path: {path} is after step {loaded.step}, and training.steps is "
-            f'{config.training.num_steps}; legal: more steps, or checkpoint.load = "weights" to begin at step 0 with its '
-            "weights"
-        )
+    require_steps_left(config, path, loaded.step)
     # The page in Weights & Biases stays the other run's, and so do its best checkpoint and the validations since.
     return replace(loaded, state={**loaded.state, "wandb_run_id": None, "validation": None})
 
@@ -150,6 +209,17 @@ def _warn_of_changes(loaded: Loaded, config: Config) -> None:
     if changes := list(_changes(loaded.state, config, LOSS_KEYS)):
         message = f"{loaded.path} was made with other settings; from now on {', '.join(changes)}"
         logger.warning("%s", terminal_safe(message))
+
+
+def _warn_of_unused_folder(loaded: Loaded, config: Config) -> None:
+    """Warn if `checkpoint.load_path` is new, because a run that has checkpoints continues with its own."""
+    path = given_folder(config)
+    is_new = list(_changes(loaded.state, config, {"checkpoint": ("load_path",)}))
+    if path is not None and is_new and loaded.path != path:
+        message = (
+            f"checkpoint.load_path = {path} is not used, because the run continues from its own {loaded.path}"
+        )
+        logger.warning("%s; another run (--run.name NAME) would start from it", terminal_safe(message))
 
 
 def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[str, ...]]) -> list[str]:

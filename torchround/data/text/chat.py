@@ -7,6 +7,7 @@ learnt (`weight`, `train`) are found by rendering once more with marks in them.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from torchround.data.document_types import Conversation, TextSpan
@@ -172,7 +173,7 @@ def _guarded(template: TurnTemplate, conversation: Conversation) -> GuardedConve
     messages, tools = with_reasoning(conversation.messages), list(conversation.tools) or None
     settings = conversation.settings
     strings = list(_strings([messages, tools, settings]))
-    free = [guard for guard in GUARDS if not any(guard in string for string in strings)]
+    free = list(islice((guard for guard in GUARDS if not any(guard in string for string in strings)), 2))
     if len(free) < 2:
         raise DataError("it contains all characters that Unicode reserves for use inside a program")
     guard, spare = free[:2]
@@ -197,7 +198,7 @@ def _written(template: TurnTemplate, guarded: GuardedConversation, conversation:
     if text.replace(guarded.guard, "") != plain:
         raise DataError(
             "a message holds text that looks like a special token, and the chat template does not write it unchanged; "
-            "take such text out of the message"
+            "take such text out of the message, and give reasoning in its own field (reasoning_content)"
         )
     return text
 

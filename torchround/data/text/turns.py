@@ -118,7 +118,7 @@ class TurnTemplate:
         question, answer = _message("user", QUESTION), _message("assistant", ANSWER)
         asked = self._probe([question], add_generation_prompt=True)
         # The text that asks the model to speak is what the prompt adds to the same conversation without it.
-        prompt = self._rest(asked, self._probe([question]))
+        prompt = self._rest(asked, self._probe([question])).lstrip()
         dialogue = self._probe([question, answer, question, answer])
         if dialogue.count(ANSWER) != 2:
             raise TokenizerError(

@@ -79,11 +79,13 @@ class HostStore:
         model: LayeredModel,
         seed: int,
         read_weights: Callable[[Mapping[str, Tensor]], None] | None = None,
+        advance: Callable[[int], object] = lambda layers: None,
     ) -> None:
         """Fill all weights by the layers' own `init_weights`, each layer from its own generator.
 
         For a model that was trained before, `read_weights` fills `weights()`. Layers that have an
-        `init_adapters` then fill by that method what the model was trained without.
+        `init_adapters` then fill by that method what the model was trained without. `advance` receives 1 after
+        each layer.
         """
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
@@ -94,6 +96,7 @@ class HostStore:
             if fill is not None:
                 with torch.no_grad(), bound_to_host(self, index, layer, self._first_used_in(index)):
                     fill(generator)
+            advance(1)
         if read_weights is not None:
             read_weights(self.weights())
         self.refresh_device_weights()

@@ -1,0 +1,184 @@
+"""Room for checkpoints, known at the start and awaited at the end, and a fault before the first update."""
+
+import errno
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+import torchround.run.checkpoints
+import torchround.trainer
+from tests.support.small_run import ASYNC, STEPS, TIED, SmallRuns, before_forward, small_runs
+from torchround.checkpoint import Checkpointer, CheckpointError, NoSpaceError
+from torchround.config import CheckpointTable
+from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
+from torchround.run import start_checks
+from torchround.run.last_save import (
+    MOST_WAIT_AFTER_SIGNAL_S,
+    MOST_WAIT_S,
+    RETRY_S,
+    save_with_patience,
+)
+from torchround.run.start_checks import DiskNeed, num_at_once
+
+__all__ = ["small_runs"]
+
+
+def disk_of(monkeypatch: pytest.MonkeyPatch, free_bytes: int | None) -> None:
+    total = 0 if free_bytes is None else 10**12
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=total, free=free_bytes or 0))
+
+
+@pytest.mark.parametrize(
+    "mode", [[], [ASYNC], [TIED], ["--lora.rank=2"], [ASYNC, "--training.dtype=bfloat16", "--lora.rank=2"]]
+)
+def test_the_size_of_a_checkpoint_is_known_before_anything_is_allocated(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, mode: list[str]
+) -> None:
+    needs: list[DiskNeed] = []
+    find = start_checks.disk_need
+
+    def watched(*arguments: object) -> DiskNeed:
+        needs.append(find(*arguments))  # type: ignore[arg-type]
+        return needs[-1]
+
+    monkeypatch.setattr(torchround.trainer, "disk_need", watched)
+    assert small_runs("run", "--training.steps=1", *mode) == 0
+    saved = small_runs.state("run", 1).values()
+    # A plan counts the padding between parameters, which is not saved.
+    padding = sum(ALIGNMENT_ELEMENTS * view.element_size() for view in saved)
+    assert 0 <= needs[0].checkpoint_bytes - sum(view.nbytes for view in saved) < padding
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "expected"),
+    [
+        ({"interval_steps": 0}, 100, 1),
+        ({"interval_steps": 10}, 100, 3),
+        ({"interval_steps": 60}, 100, 2),
+        ({"interval_steps": 10, "keep_latest_k": 0}, 95, 10),
+        ({"interval_steps": 10, "keep_latest_k": 1, "keep_every_n_steps": 20}, 100, 7),
+        ({"interval_steps": 10, "keep_every_n_steps": 15}, 100, 6),
+        ({"interval_steps": 500}, 7, 1),
+    ],
+)
+def test_the_most_checkpoints_at_once_are_the_kept_ones_and_the_one_being_written(
+    keys: dict[str, int], steps: int, expected: int
+) -> None:
+    assert num_at_once(CheckpointTable(**keys), steps) == expected  # type: ignore[arg-type]
+
+
+def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_at_the_start_and_by_the_dry_run(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small_runs("complete") == 0
+    disk_of(monkeypatch, 150_000)
+    for more in ([], ["--dry-run"]):
+        capsys.readouterr()
+        assert small_runs("run", *more) == 2
+        printed = capsys.readouterr()
+        said = r"a checkpoint takes 0\.2\d MiB; 0\.14 MiB are free"
+        assert re.search(f"run.folder: outputs/run: {said}", printed.err), printed.err
+        assert re.search(said, printed.out) and "new run" not in printed.out
+        assert not (small_runs.path("run") / "config.toml").exists()
+    # A complete run saves nothing more.
+    assert small_runs("complete") == 0
+
+
+def test_a_disk_that_holds_fewer_checkpoints_than_the_run_keeps_is_a_warning(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    often = "--checkpoint.interval_steps=1"
+    disk_of(monkeypatch, 500_000)
+    assert small_runs("run", often) == 0
+    assert re.search("takes [^;]+, up to 3 at once; 0.48 MiB are free, so the disk will be full", caplog.text)
+    caplog.clear()
+    # Two are there already, so one more is needed.
+    assert small_runs("run", often, "--training.steps=6") == 0
+    assert "disk will be full" not in caplog.text
+    disk_of(monkeypatch, None)
+    assert small_runs("elsewhere", often) == 0, "a file system that does not say what is free"
+
+
+# The last save.
+
+
+def full_for(tries: int) -> Callable[[], None]:
+    """Return a save that finds a full disk so many times."""
+    left = [tries]
+
+    def save() -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise NoSpaceError("full")
+
+    return save
+
+
+def test_the_last_save_is_tried_again_until_there_is_space(caplog: pytest.LogCaptureFixture) -> None:
+    slept: list[float] = []
+    save_with_patience(full_for(3), lambda: False, slept.append)
+    assert sum(slept) == 3 * RETRY_S
+    assert len(caplog.messages) == 1 and "a signal gives it up" in caplog.text
+
+
+@pytest.mark.parametrize("was_requested", [False, True])
+def test_the_wait_for_space_is_bounded(was_requested: bool) -> None:
+    slept: list[float] = []
+    with pytest.raises(NoSpaceError):
+        save_with_patience(full_for(10**9), lambda: was_requested, slept.append)
+    assert sum(slept) == (MOST_WAIT_AFTER_SIGNAL_S if was_requested else MOST_WAIT_S)
+
+
+def test_a_signal_gives_the_last_save_up() -> None:
+    slept: list[float] = []
+    with pytest.raises(NoSpaceError):
+        save_with_patience(full_for(10**9), lambda: len(slept) >= 7, slept.append)
+    assert len(slept) == 7
+
+
+def test_another_error_of_the_last_save_is_not_waited_for() -> None:
+    def broken() -> None:
+        raise CheckpointError("read-only")
+
+    with pytest.raises(CheckpointError, match="read-only"):
+        save_with_patience(broken, lambda: False, pytest.fail)
+
+
+def test_a_run_whose_disk_is_full_at_its_last_step_saves_once_there_is_space(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert small_runs("whole") == 0
+    tries = [0]
+    require = Checkpointer._require_space
+
+    def full_twice(self: Checkpointer, size_bytes: int) -> None:
+        tries[0] += 1
+        if tries[0] <= 2:
+            raise OSError(errno.ENOSPC, "planted")
+        require(self, size_bytes)
+
+    slept: list[float] = []
+    monkeypatch.setattr(Checkpointer, "_require_space", full_twice)
+    monkeypatch.setattr(
+        torchround.run.checkpoints, "save_with_patience", partial(save_with_patience, sleep=slept.append)
+    )
+    assert small_runs("run") == 0
+    assert tries == [3] and len(slept) == 2 * RETRY_S
+    small_runs.assert_same("run", "whole", STEPS)
+
+
+def test_a_fault_before_the_first_update_saves_nothing(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(call: int) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        before_forward(patch, 1, fail)
+        assert small_runs("run") == 1
+    assert small_runs.saved("run") == []
+    assert small_runs("run") == 0
