@@ -44,6 +44,11 @@ def build_model(options: Options, vocab_size: int | None = None) -> LayeredModel
     return model
 
 
+def flavors_of(family: str) -> list[str]:
+    """Return the names of a family's flavors."""
+    return list(FAMILIES[family].flavors)
+
+
 def lora_shape(table: LoraTable) -> LoraShape:
     """Return the adapters that `[lora]` asks for."""
     return LoraShape(table.rank, table.alpha, table.dropout, tuple(table.targets))

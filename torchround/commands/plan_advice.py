@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torchround.commands import configured_model
-from torchround.commands.configured_model import build_model
+from torchround.commands.configured_model import build_model, flavors_of
 from torchround.commands.plan_run import question_of
 from torchround.config import Options
 from torchround.pipeline.enough_memory import enough_memory
@@ -34,7 +33,7 @@ def largest_flavor_that_fits(options: Options, hardware: Hardware) -> str | None
     if table.flavor is None or table.shape is not None:
         return None
     sizes: dict[str, int] = {}
-    for name in configured_model.FAMILIES[table.family].flavors:
+    for name in flavors_of(table.family):
         sizes[name], _ = num_parameters(build_model(_with_flavor(options, name)))
     smaller = [name for name in sizes if sizes[name] < sizes[table.flavor] and not name.startswith("debug")]
     for name in sorted(smaller, key=lambda name: -sizes[name]):
