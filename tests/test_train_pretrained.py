@@ -213,38 +213,6 @@ def test_adapters_that_do_not_fit_are_refused(overrides, message, folder, capsys
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (
-            {"init_lora_weights": "pissa"},
-            "init_lora_weights is 'pissa': such adapters belong to a base that was changed",
-        ),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
-        ({"use_dora": True}, "use_dora is not supported"),
-        ({"use_rslora": True}, "use_rslora is not supported"),
-        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is not supported"),
-        ({"kasa_config": {"beta": 1.0}}, "kasa_config is not supported"),
-    ],
-)
-def test_adapters_that_compute_something_else_are_never_taken_as_plain_ones(setting, message, folder, capsys):
-    write_adapters(folder)
-    path = folder / "adapters" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | setting))
-    assert train.main(["--config", "small.toml", *LORA]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_adapters_that_began_in_a_way_that_leaves_the_base_alone_are_read(folder):
-    write_adapters(folder)
-    path = folder / "adapters" / "adapter_config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"init_lora_weights": "gaussian", "velora_config": None})
-    )
-    assert train.main(["--config", "small.toml", *LORA, "--dry-run"]) == 0
-
-
 ADAPTED = ("--lora.rank=2", "--optimizer.lr=0.01", "--training.steps=3")
 MAPPED = (*ADAPTED, "--lora.map_base=true")
 

@@ -25,7 +25,7 @@ from torchround.pipeline.plan_report import RunQuestion
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler, reserve_buffers
-from torchround.run.epoch_steps import EpochSteps, end_of_data_text, unread_text
+from torchround.run.epoch_steps import EpochSteps, end_of_data_text, more_by, unread_text
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers
 from torchround.run.run_folder import RunFolder
@@ -100,7 +100,7 @@ class Trainer:
         if newest is not None:
             say(
                 f"{self._folder.path}: the run is complete after {newest} steps; nothing to do "
-                "(raise training.steps to continue)"
+                f"(raise {more_by(self.config, self._parts.epoch_steps)} to continue)"
             )
             return 0
         disk_need(self.config, self._folder, self._parts.question).require_one()
@@ -120,7 +120,7 @@ class Trainer:
             draw_pictures(self._folder.path)
             self._say_what_was_left_out()
             if (ended_by, exit_code) == COMPLETE:
-                ended_by += unread_text(self.config, self._loader)
+                ended_by += unread_text(self.config, self._loader, self._parts.epoch_steps)
             saved = self._checkpoints.saved_step
             say(f"{self._folder.path}: saved after step {saved} of {self._total_steps}; {ended_by}")
         return exit_code

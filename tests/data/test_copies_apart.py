@@ -113,7 +113,11 @@ def test_too_few_documents_for_a_step_are_said_once(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = write_documents(tmp_path / "eight.jsonl", [8] * 8)
-    list(islice(build_loader(whole(source), tokenizer, 32, 4, 0), 10))
+    loader = build_loader(whole(source), tokenizer, 32, 4, 0)
+    beginning = loader.state_dict()
+    list(islice(loader, 10))
+    loader.load_state_dict(beginning)
+    list(islice(loader, 10))
     (warning,) = warnings_of(caplog)
     assert "documents more than once, from different epochs of source" in warning
     assert "eight.jsonl" in warning and "a smaller training.global_batch_size or more data" in warning

@@ -67,7 +67,8 @@ def test_token_ids_of_the_models_vocabulary_are_legal_beyond_the_tokenizers(
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"tokens": [1, 299, *range(70)]}))
     check(path, tokenizer, content="tokens")
-    data = DataTable(sources=(SourceTable(path=str(path), content="tokens"),), epochs=2)
+    source = SourceTable(path=str(path), content="tokens")
+    data = DataTable(sources=(source,), epochs=2, shuffle_sequences=0)
     loader = build_loader(data, tokenizer, 16, 2, 0, vocab_size=300)
     batch = next(loader)
     assert int(batch.tokens.max()) == 299

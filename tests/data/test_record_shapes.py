@@ -166,10 +166,16 @@ def turn(role: str, text: object) -> dict[str, Any]:
 def test_the_completion_of_a_prompt_is_learnt_and_plain_text_needs_no_template(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    records = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "alone <|eos|>"}]
+    calls = '[{"name": "add"}]'  # JSON as an answer, as data of function calls has it
+    records = [
+        {"prompt": "2+2=", "completion": "4"},
+        {"prompt": "", "completion": "alone <|eos|>"},
+        {"prompt": "call", "completion": calls},
+    ]
     assert trained_on(tmp_path / "x.json", records, tokenizer, "prompt_completion") == [
         ("<|bos|>2+2=4<|eos|>", "4<|eos|>"),
         ("<|bos|>alone <|eos|><|eos|>", "alone <|eos|><|eos|>"),
+        (f"<|bos|>call{calls}<|eos|>", f"{calls}<|eos|>"),
     ]
 
 

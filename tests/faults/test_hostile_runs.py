@@ -17,6 +17,7 @@ from tests.faults.test_hostile_checkpoints import (
     judge_in_copy,
     pipe,
     saved,
+    state,
     tensor_values,
 )
 from tests.support.fork_server import ForkServer
@@ -25,6 +26,7 @@ from tests.support.hostile_cases import Case
 __all__ = ["saved"]
 
 MEASURED = ("--run.name=run", "--training.steps=8", "--engine.plan=none", "--engine.measure_steps=1")
+EPOCHS = ("--run.name=run", "--training.steps=none", "--data.epochs=1")
 OWN = ("--run.name=run", "--training.steps=8")
 
 
@@ -101,6 +103,23 @@ RUNS = {
         "the run is complete",
         (*OWN, "--engine.plan=none"),
         0,
+    ),
+    "a validation that no run had": Case(
+        own(
+            lambda path: state(lambda content: content.update(validation=[1]))(
+                path / "checkpoints" / "step-5"
+            )
+        ),
+        "invalid run state in the checkpoint: .*validation is",
+        OWN,
+    ),
+    "steps of epochs that are a pipe": Case(
+        own(lambda path: os.mkfifo(path / "epoch_steps.json")),
+        "epoch_steps.json .*not an ordinary file",
+        EPOCHS,
+    ),
+    "steps of epochs nested without end": Case(
+        own(lambda path: (path / "epoch_steps.json").write_bytes(DEEP)), "the run is complete", EPOCHS, 0
     ),
     "a lock that is a pipe": Case(
         own(lambda path: ((path / ".lock").unlink(), os.mkfifo(path / ".lock"))),

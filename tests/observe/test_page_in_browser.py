@@ -153,6 +153,30 @@ def test_the_pointer_shows_the_values_of_the_nearest_step(browser: WebDriver, tm
     assert not tip.is_displayed()
 
 
+def test_dragging_across_steps_zooms_all_panels_and_a_button_undoes_it(
+    browser: WebDriver, tmp_path: Path
+) -> None:
+    show(browser, one_run(tmp_path))
+    loss = panel(browser, "loss")
+    before = marks(loss, "y")
+    drawing = loss.find_element(By.TAG_NAME, "svg")
+    scale = drawing.size["width"] / float((drawing.get_dom_attribute("viewBox") or "").split()[2])
+    places = [x * scale - drawing.size["width"] / 2 for x, _ in curves(loss)["training"]]
+    # From a little before step 4 to the right of step 8.
+    drag = (
+        ActionChains(browser).move_to_element_with_offset(drawing, round(places[3]) - 9, 0).click_and_hold()
+    )
+    drag.move_to_element_with_offset(drawing, round(places[7]) + 9, 0).release().perform()
+    for key in ("loss", "lr"):
+        across = marks(panel(browser, key), "x")
+        assert (across[0][1], across[-1][1]) == (4, 8)
+    # The losses from there on are 10 / 4 to 10 / 8, and 11 / 4 in the validation.
+    assert marks(loss, "y")[-1][1] <= 3 < before[-1][1]
+    button = browser.find_element(By.ID, "all")
+    button.click()
+    assert marks(loss, "y") == before and not button.is_displayed()
+
+
 def test_several_runs_share_each_panel_and_the_table_switches_them(
     browser: WebDriver, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Steps from epochs: the number is exact, shown, kept for a resume, and right after a change of the batch size."""
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,9 +113,10 @@ def test_a_run_of_another_batch_size_counts_what_is_left(
 def test_more_epochs_continue_a_complete_run(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert small_runs("run", DERIVED, "--data.epochs=1") == 0
+    for _ in range(2):
+        assert small_runs("run", DERIVED, "--data.epochs=1") == 0
+    assert "nothing to do (raise data.epochs to continue)" in capsys.readouterr().out
     done = small_runs.steps("run")[-1]["step"]
-    capsys.readouterr()
     assert small_runs("run", DERIVED, "--data.epochs=3") == 0
     assert "the run is complete" in capsys.readouterr().out
     assert small_runs.steps("run")[-1]["step"] > done
@@ -132,7 +134,7 @@ def test_steps_that_end_before_the_epochs_are_said_at_the_start_and_at_the_end(
     assert lines[0] == (
         f"steps    3 epochs are {steps} steps; training.steps = 4 ends the run after 0.05 of 3 epochs"
     )
-    assert lines[-1].endswith("the run is complete; 0.06 of 3 epochs of its data are read")
+    assert lines[-1].endswith("the run is complete; 0.05 of 3 epochs of its data are read")
 
 
 def test_data_that_ends_before_the_steps_says_at_which_learning_rate(
@@ -170,6 +172,18 @@ def test_a_record_that_stops_the_count_is_a_mistake_that_names_its_line(
     assert not small_runs.path("run").exists()
 
 
+def test_records_that_are_skipped_are_not_counted_and_warned_of_once(
+    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_text(small_runs.folder / "text.jsonl", lines=12)
+    expected = expected_steps(small_runs.folder, epochs=1)
+    with open(small_runs.folder / "text.jsonl", "a") as text:
+        text.write("no JSON\n")
+    assert small_runs("run", DERIVED, "--data.epochs=1", "--data.on_bad_record=skip") == 0
+    assert small_runs.saved("run") == [expected]
+    assert caplog.text.count("text.jsonl, line 13") == 1
+
+
 def test_a_dry_run_counts_small_data_and_says_when_large_data_is_counted(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +208,24 @@ def test_a_long_count_says_now_and_then_how_far_it_is(
     told = capsys.readouterr().out.splitlines()
     assert len(told) == expected_steps(small_runs.folder, epochs=2) // 3
     assert told[0].startswith("steps    counting them: 3 in ") and " of 2 epochs (" in told[0]
+
+
+@pytest.mark.parametrize("window", ["0", "16", "'auto'"])
+def test_a_large_run_that_ends_before_its_epochs_says_about_how_much_it_read(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], window: str
+) -> None:
+    write_text(small_runs.folder / "text.jsonl", lines=100)
+    monkeypatch.setattr(epoch_steps, "CHEAP_BYTES", 100)
+    monkeypatch.setattr(epoch_steps, "_count_batches", lambda *_: pytest.fail("the data is read"))
+    assert (
+        small_runs("run", "--training.steps=4", "--data.epochs=3", f"--data.shuffle_sequences={window}") == 0
+    )
+    [read] = re.findall(
+        r"the run is complete; (\S+) of 3 epochs of its data are read$", capsys.readouterr().out.strip()
+    )
+    # The reader may be a few documents ahead of the batches.
+    exact = 3 * 4 / expected_steps(small_runs.folder, epochs=3)
+    assert 0 < float(read) < 2 * exact + 0.05
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torchround.run.checkpoints
 import torchround.trainer
 from tests.support.small_run import ASYNC, STEPS, TIED, SmallRuns, before_forward, small_runs
 from torchround.checkpoint import Checkpointer, CheckpointError, NoSpaceError
-from torchround.config import CheckpointTable
+from torchround.config import CheckpointTable, ValidationTable
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.run import start_checks
 from torchround.run.last_save import (
@@ -69,6 +69,14 @@ def test_the_most_checkpoints_at_once_are_the_kept_ones_and_the_one_being_writte
     keys: dict[str, int], steps: int, expected: int
 ) -> None:
     assert num_at_once(CheckpointTable(**keys), steps) == expected  # type: ignore[arg-type]
+
+
+def test_the_best_checkpoint_takes_the_room_of_one_more() -> None:
+    best = ValidationTable(interval_steps=10, keep_best=True)
+    assert num_at_once(CheckpointTable(keep_latest_k=2), 100, best) == 4
+    assert num_at_once(CheckpointTable(keep_latest_k=2), None, best) == 4
+    assert num_at_once(CheckpointTable(keep_latest_k=2, interval_steps=0), 15, best) == 2
+    assert num_at_once(CheckpointTable(keep_latest_k=2), None) == 3
 
 
 def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_at_the_start_and_by_the_dry_run(

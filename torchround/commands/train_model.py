@@ -6,13 +6,17 @@ Exit codes: 0 the run is complete; 1 a fault; 2 a mistake in the config or in th
 after saving.
 """
 
+import json
 import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -60,6 +64,8 @@ MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
     *(PlanError, RunError, HFError),
 )
+# A checkpoint that may take longer than torchrun waits after a signal, at 300 MB/s.
+SLOW_SAVE_BYTES = 9 * 10**9
 FAULTS = (BadStepsError, CheckpointError, DataError, EngineError)
 
 
@@ -69,17 +75,31 @@ def main(arguments: list[str]) -> int:
     try:
         return run(arguments)
     except MISTAKES as error:
-        print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
+        end_with(escape_unprintable(str(error)))
         return 2
     except FAULTS as error:
         # The cause is an error inside a stage or a worker, often in a model's own code: only its traceback says where.
         if isinstance(error, PipelineError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
+        end_with(f"{type(error).__name__}: {escape_unprintable(str(error))}")
         return 1
     except KeyboardInterrupt:
-        print("interrupted before the first step", file=sys.stderr, flush=True)
+        end_with("interrupted before the first step")
         return 128 + signal.SIGINT
+
+
+def end_with(message: str) -> None:
+    """Print the message that ends the command. Under torchrun it also closes torchrun's report, which is printed below it.
+
+    torchrun names a file in which a process may say why it failed, and quotes it at the end of its report.
+    """
+    print(message, file=sys.stderr, flush=True)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    with suppress(OSError):  # the message is on the console
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
 
 
 def run(arguments: list[str]) -> int:
@@ -194,13 +214,19 @@ def description(parts: RunParts) -> str:
     size = f"{total:,} parameters{of_them} in {len(parts.model.layers)} layers"
     sources = ", ".join(source.path for source in parts.config.data.sources)
     batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
+    need = disk_need(parts.config, parts.folder, parts.question)
     lines = [
         f"model    {table.family} {name}: {size}, {training.dtype}",
         f"data     {sources}: {batch}",
         f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
         f"host     {host_memory_text(host_memory(parts.question, parts.plan))}",
-        f"disk     {disk_need(parts.config, parts.folder, parts.question).text()}",
+        f"disk     {need.text()}",
     ]
+    if "TORCHELASTIC_RUN_ID" in os.environ and need.checkpoint_bytes >= SLOW_SAVE_BYTES:
+        lines.append(
+            "torchrun kills a run 30 s after a signal, also while it saves: start it with python train.py, or with "
+            "torchrun --shutdown-timeout SECONDS"
+        )
     if parts.config.lora.map_base:
         lines.append(f"mapped   {mapped_text(parts.mapped, parts.model, parts.numbers.dtype)}")
     return "\n".join(lines)
@@ -271,11 +297,11 @@ def refuse_several_processes(environment: Mapping[str, str]) -> None:
     if processes != "1":
         raise EngineUsageError(
             f"torchrun started {processes} processes on this node; one process drives all its GPUs. "
-            "Launch with `torchrun train.py --config NAME.toml` (no --nproc_per_node), and choose GPUs with "
-            "--engine.num_devices"
+            "Launch with `python train.py --config NAME.toml`, or with torchrun without --nproc_per_node, and choose "
+            "GPUs with --engine.num_devices"
         )
     if world != "1":
         raise EngineUsageError(
             f"torchrun started {world} processes on several nodes; several nodes are not built yet. "
-            "Launch with `torchrun train.py --config NAME.toml` on one node"
+            "Launch with `python train.py --config NAME.toml` on one node"
         )

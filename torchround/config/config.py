@@ -56,8 +56,8 @@ class EngineTable(Table):
     `cpu`."""
 
     num_devices: PositiveInt | None = None
-    """Devices to use, at least 1. If it is more than the number of GPUs, several devices share a GPU. Default: all GPUs, or
-    one for `cpu`."""
+    """Devices to use, at least 1. If it is more than the number of GPUs, several devices share a GPU. Default: all GPUs. For
+    `cpu` as many as `cpu_threads`, or as many as the threads that PyTorch would use, up to 8."""
 
     device_memory_gib: PositiveFloat | None = None
     """Memory that a device may use, in GiB (2^30 bytes), above 0. A lower limit makes smaller stages and larger bubbles.
@@ -125,8 +125,9 @@ class EngineTable(Table):
     `false`: no device takes turns, without measuring. Losses do not depend on it."""
 
     cpu_threads: PositiveInt | None = None
-    """Threads that PyTorch uses inside one operation on the CPU, at least 1. With several `cpu` devices, devices x threads
-    should not exceed the cores. Default: PyTorch's choice."""
+    """Threads that PyTorch uses inside one operation of the host, at least 1: the optimizer's update, initial weights. Bits do
+    not depend on it. A virtual device computes with one thread, because the bits of products, sums and activations would
+    depend on their number; more devices use more cores. Default: PyTorch's choice."""
 
 
 class Config(Table):

@@ -24,6 +24,7 @@ from torchround.data.opening import (
 from torchround.data.order_rules import LATEST, OrderRules, rules_for, rules_of
 from torchround.data.packing.batches import (
     Batches,
+    CopyWatch,
     num_tokens,
     packing_state,
     progress_so_far,
@@ -132,6 +133,7 @@ class Loader(Iterator[MicroBatch]):
         self._mix = mix_settings(data, self._sources, seed, validation)
         self._packs_whole = packs_whole_documents(data)
         self._rules = rules or rules_for(data, seq_len)
+        self._copies = CopyWatch([source.name for source in self._sources])
         self._tokenising: Tokenising | None = None
         self._batches: BaseNode[MicroBatch | DataError] | None = None
         self._position: dict[str, Any] | None = None
@@ -227,16 +229,20 @@ class Loader(Iterator[MicroBatch]):
         return num_tokens(batch, self._tokenizer.pad_id)
 
     def epochs_read(self) -> float:
-        """Return about how many passes were read up to the last batch, over the source that is furthest behind."""
-        if self._position is None:
+        """Return about how many passes the batches so far took, over the source that is furthest behind."""
+        position = self._position
+        if position is None:
             return 0.0
-        progress = progress_so_far(self._position)["reader"]["sources"]
-        return float(
-            min(
-                state["epoch"] + source.share_read(state["place"])
-                for source, state in zip(self._sources, progress, strict=True)
-            )
-        )
+        read = self._passes(progress_so_far(position))
+        if not (taken := position.get("taken")):
+            return read
+        # The reader is at the end of a window of shuffled sequences, of which some have been handed out.
+        begun = self._passes(progress_so_far(packing_state(position)))
+        return begun + (read - begun) * taken / max(self._rules.window, 1)
+
+    def _passes(self, progress: dict[str, Any]) -> float:
+        pairs = zip(self._sources, progress["reader"]["sources"], strict=True)
+        return min(float(state["epoch"] + source.share_read(state["place"])) for source, state in pairs)
 
     def size_bytes(self) -> int | None:
         """Return the bytes that one pass over all sources reads, None if a source's files do not say it."""
@@ -264,7 +270,7 @@ class Loader(Iterator[MicroBatch]):
             sequences = SequenceShuffler(
                 sequences, rules.window, self._mix.seed, across_epochs=not rules.copies_apart
             )
-        batches = Batches(sequences, self._global_batch_size, [source.name for source in self._sources])
+        batches = Batches(sequences, self._global_batch_size, self._copies)
         if not self._data.num_workers:
             batches.reset(self._position)
             return batches

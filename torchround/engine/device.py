@@ -9,9 +9,11 @@ A `DeviceWatcher` sees every operation and event of a device. The watchdog, the 
 watchers.
 """
 
+import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -243,7 +245,9 @@ class CpuDevice(Device):
         return Mark()
 
     def enter_thread(self) -> None:
-        pass
+        # With several threads the bits of most operations depend on their number: a product may cut its sum, and the
+        # ends of an elementwise operation's parts are computed by other instructions than their middles.
+        use_threads_here(1)
 
     def finish(self) -> None:
         pass
@@ -357,3 +361,17 @@ class AcceleratorDevice(Device):
         # PyTorch's allocator takes each buffer back with its last tensor, and keeps it for one of its size. The next
         # engine has buffers of other sizes.
         torch.accelerator.empty_cache()
+
+
+def use_threads_here(count: int) -> None:
+    """Run this thread's parallel operations, PyTorch's and compiled ones, with `count` threads.
+
+    `torch.set_num_threads` would change the number for later threads as well, so this calls OpenMP and MKL themselves,
+    after PyTorch has set this thread up. If one of them cannot be found, PyTorch's number stays there.
+    """
+    torch.get_num_threads()
+    with suppress(OSError):
+        library = ctypes.CDLL(torch._C.__file__)
+        for function in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
+            with suppress(AttributeError):
+                getattr(library, function)(ctypes.c_int(count))

@@ -5,20 +5,19 @@ finished but not undone. An update that failed in the middle is therefore comple
 reported, so that the host store holds a whole number of updates.
 """
 
-import ctypes
 import itertools
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOver
+from torchround.engine.device import use_threads_here
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import TRAINING_PASS, Pass, read_loss
@@ -378,14 +377,3 @@ def update_threads(num_devices: int) -> int:
     """
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(torch.get_num_threads(), max(available - num_devices, available // 2)))
-
-
-def use_threads_here(count: int) -> None:
-    """Run this thread's parallel operations, PyTorch's and compiled ones, with `count` threads.
-
-    `torch.set_num_threads` would change the number for later threads as well, so this calls OpenMP itself,
-    after PyTorch has set this thread up. If OpenMP cannot be found, PyTorch's number stays.
-    """
-    torch.get_num_threads()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(torch._C.__file__).omp_set_num_threads(ctypes.c_int(count))

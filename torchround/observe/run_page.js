@@ -9,7 +9,7 @@ const HEIGHT = 230;
 const MARGIN = { left: 58, right: 14, top: 12, bottom: 24 };
 const MOST_NAMED = 8; // runs that a panel's legend names; the table names all of them
 const hidden = new Set(); // runs that the table has switched off
-const settings = { smoothing: 0, log: false };
+const settings = { smoothing: 0, log: false, zoom: null }; // zoom: [first step, last step] of all panels
 
 // Text of runs gets into the page as text alone, never as markup.
 function html(name, className, ...children) {
@@ -143,14 +143,18 @@ function draw(panel, figure) {
   const width = Math.max(figure.clientWidth - 20, 200);
   const drawing = figure.querySelector("svg");
   drawing.replaceChildren();
+  drawing.onpointerdown = drawing.onpointermove = drawing.onpointerup = null; // of curves that are gone
   drawing.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   legend(panel, figure, curves);
-  const values = curves.flatMap((curve) => curve.points.map((point) => point[1]));
-  if (!values.length) return;
-  const log = settings.log && panel.log && values.every((value) => value > 0);
+  if (!curves.length) return;
   const steps = curves.flatMap((curve) => [curve.points[0][0], curve.points[curve.points.length - 1][0]]);
-  let first = Math.min(...steps), last = Math.max(...steps);
+  let [first, last] = settings.zoom || [Math.min(...steps), Math.max(...steps)];
   if (first === last) { first -= 1; last += 1; }
+  const inside = curves.flatMap((curve) => curve.points.filter(([step]) => step >= first && step <= last));
+  const values = inside.map((point) => point[1]);
+  if (!values.length) return;
+  // Lines begin and end outside a zoom, so every value of a curve has a place on the axis or none has.
+  const log = settings.log && panel.log && curves.every((curve) => curve.points.every((point) => point[1] > 0));
   const [low, high] = range(values, panel, log);
   const x = scale(first, last, MARGIN.left, width - MARGIN.right, false);
   const y = scale(low, high, HEIGHT - MARGIN.bottom, MARGIN.top, log);
@@ -165,8 +169,9 @@ function draw(panel, figure) {
   for (const curve of curves) drawCurve(lines, curve, panel, x, y, log, curves.length);
   const cursor = svg("g", { class: "hover" });
   drawing.append(cursor);
-  drawing.onpointermove = drawing.onpointerdown = (event) => hover(event, panel, figure, curves, x, y, cursor, width);
-  drawing.onpointerleave = () => { cursor.replaceChildren(); figure.querySelector(".tip").hidden = true; };
+  const leave = () => { cursor.replaceChildren(); figure.querySelector(".tip").hidden = true; };
+  const show = (across) => hover(across, panel, figure, curves, [first, last], x, y, cursor, width);
+  follow(drawing, width, [first, last], cursor, show, leave);
 }
 
 function drawCurve(lines, curve, panel, x, y, log, count) {
@@ -218,13 +223,48 @@ function legend(panel, figure, curves) {
     ...shown.map(([name, curve]) => html("span", "", swatch(curve), name)));
 }
 
+// Follows the pointer: it shows values, and dragging it across steps zooms all panels to them.
+function follow(drawing, width, [first, last], cursor, show, leave) {
+  let start = null; // of a drag, in the units of the drawing
+  const place = (event) => {
+    const box = drawing.getBoundingClientRect();
+    const across = ((event.clientX - box.left) / box.width) * width;
+    return Math.max(MARGIN.left, Math.min(across, width - MARGIN.right));
+  };
+  const stepAt = (across) => first + ((across - MARGIN.left) / (width - MARGIN.left - MARGIN.right)) * (last - first);
+  drawing.onpointerdown = (event) => { start = place(event); show(start); };
+  drawing.onpointermove = (event) => {
+    const across = place(event);
+    show(across);
+    if (start !== null) {
+      cursor.append(svg("rect", { class: "drag", x: Math.min(start, across), y: MARGIN.top,
+        width: Math.abs(across - start), height: HEIGHT - MARGIN.top - MARGIN.bottom }));
+    }
+  };
+  drawing.onpointerup = (event) => {
+    const ends = start === null ? [0, 0] : [start, place(event)].sort((a, b) => a - b);
+    start = null;
+    if (ends[1] - ends[0] < 8) return; // a click, not a drag
+    const zoom = [Math.ceil(stepAt(ends[0])), Math.floor(stepAt(ends[1]))];
+    if (zoom[0] < zoom[1]) zoomTo(zoom);
+  };
+  drawing.onpointerleave = drawing.onpointercancel = () => { start = null; leave(); };
+  drawing.ondblclick = () => zoomTo(null);
+}
+
+function zoomTo(steps) {
+  settings.zoom = steps;
+  document.getElementById("all").hidden = steps === null;
+  drawAll();
+}
+
 // Shows what each curve had at the step below the pointer: its newest point up to there.
-function hover(event, panel, figure, curves, x, y, cursor, width) {
-  const box = event.currentTarget.getBoundingClientRect();
-  const across = ((event.clientX - box.left) / box.width) * width;
+function hover(across, panel, figure, curves, [first, last], x, y, cursor, width) {
+  const box = figure.querySelector("svg").getBoundingClientRect();
   let step = null;
   for (const curve of curves) {
     for (const [at] of curve.points) {
+      if (at < first || at > last) continue;
       if (step === null || Math.abs(x(at) - across) < Math.abs(x(step) - across)) step = at;
     }
   }
@@ -234,10 +274,10 @@ function hover(event, panel, figure, curves, x, y, cursor, width) {
   cursor.replaceChildren(svg("line", { class: "cursor", x1: x(step), x2: x(step), y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
   for (const curve of curves) {
     const index = curve.points.findLastIndex((point) => point[0] <= step);
-    if (index < 0) continue;
-    const [at, value, first, low, high] = curve.points[index];
-    if (at === step && first !== undefined) from = Math.min(from, first);
-    const spread = first === undefined ? "" : ` (${written(low, panel.form)} to ${written(high, panel.form)})`;
+    if (index < 0 || curve.points[index][0] < first) continue;
+    const [at, value, begin, low, high] = curve.points[index];
+    if (at === step && begin !== undefined) from = Math.min(from, begin);
+    const spread = begin === undefined ? "" : ` (${written(low, panel.form)} to ${written(high, panel.form)})`;
     const when = at === step ? "" : `, step ${at}`;
     rows.push(html("div", "", swatch(curve), `${nameOf(curve, panel)} ${written(value, panel.form)}${spread}${when}`));
     const dot = svg("circle", { cx: x(at), cy: y(curve.shown[index]), r: 3.5 });
@@ -303,6 +343,7 @@ function controls() {
   };
   const log = document.getElementById("log");
   log.onchange = () => { settings.log = log.checked; drawAll(); };
+  document.getElementById("all").onclick = () => zoomTo(null);
   const system = matchMedia("(prefers-color-scheme: dark)");
   const theme = document.getElementById("theme");
   const dress = () => {

@@ -9,6 +9,7 @@ import hashlib
 import html
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ PANELS = (
 TRAINING, VALIDATION = "training", "validation"
 
 
-@dataclass
+@dataclass(slots=True)
 class CurvePoint:
     """One point of a curve: the values of the logged steps from `first` to `last`."""
 
@@ -69,7 +70,7 @@ class CurvePoint:
     low: float
     high: float
 
-    def add(self, later: "CurvePoint") -> None:
+    def merge(self, later: "CurvePoint") -> None:
         """Take the values of a later point into this one."""
         self.last = later.last
         self.count += later.count
@@ -97,17 +98,24 @@ class CurveSamples:
 
     def add(self, step: int, value: float) -> None:
         """Add the value of a later step."""
-        new = CurvePoint(step, step, 1, value, value, value)
-        if self.points and self.points[-1].count < self._values_per_point:
-            self.points[-1].add(new)
+        newest = self.points[-1] if self.points else None
+        if newest is not None and newest.count < self._values_per_point:
+            # In place: a new point for each of a million values would take most of the time.
+            newest.last = step
+            newest.count += 1
+            newest.total += value
+            if value < newest.low:
+                newest.low = value
+            elif value > newest.high:
+                newest.high = value
             return
         if len(self.points) == MOST_POINTS:
             self._halve()
-        self.points.append(new)
+        self.points.append(CurvePoint(step, step, 1, value, value, value))
 
     def _halve(self) -> None:
         for first, second in zip(self.points[::2], self.points[1::2], strict=True):
-            first.add(second)
+            first.merge(second)
         del self.points[1::2]
         self._values_per_point *= 2
 
@@ -165,7 +173,7 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
 
     Raises `OSError` if the folder has no metrics. A step that is not above the step before it is left out.
     """
-    curves: dict[str, dict[str, CurveSamples]] = {}
+    curves: dict[str, dict[str, CurveSamples]] = defaultdict(lambda: defaultdict(CurveSamples))
     last, newest = {}, -1
     best: tuple[float, int] | None = None
     for step, record in read_records(folder):
@@ -174,7 +182,7 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
         newest, last = step, record
         for panel, label, given in _values(record):
             if (value := finite_number(given)) is not None:
-                curves.setdefault(panel, {}).setdefault(label, CurveSamples()).add(step, value)
+                curves[panel][label].add(step, value)
         loss = finite_number(record.get("validation_loss"))
         if loss is not None and (best is None or loss < best[0]):
             best = loss, step

@@ -8,9 +8,10 @@ done plus a count of what is left after them.
 
 import hashlib
 import json
+import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config, Options
-from torchround.data import DataError, Loader
+from torchround.data import DataError, Loader, reading_order
 from torchround.optim import LRSchedule
+from torchround.run.resume import given_folder
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.untrusted.regular_file import read_regular
 from torchround.untrusted.strict_json import parse_json
@@ -144,24 +146,37 @@ def _count_batches(config: Config, loader: Loader, clock: Callable[[], float]) -
     """Read the loader to its end. Says now and then how far it is."""
     epochs = config.data.epochs or 1
     batches, told_s = 0, clock()
-    for _ in loader:
-        batches += 1
-        now_s = clock()
-        if now_s - told_s >= TELL_EVERY_S:
-            told_s = now_s
-            say(
-                f"steps    counting them: {batches:,} in {loader.epochs_read():.2f} of {passes(epochs)} "
-                "(training.steps = N saves this reading)"
-            )
+    with _quiet(reading_order.logger):
+        for _ in loader:
+            batches += 1
+            now_s = clock()
+            if now_s - told_s >= TELL_EVERY_S:
+                told_s = now_s
+                say(
+                    f"steps    counting them: {batches:,} in {loader.epochs_read():.2f} of {passes(epochs)} "
+                    "(training.steps = N saves this reading)"
+                )
     return batches
+
+
+@contextmanager
+def _quiet(of: logging.Logger) -> Iterator[None]:
+    """Drop the warnings of bad records that are skipped: the run warns of each when it comes to it."""
+    level = of.level
+    of.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        of.setLevel(level)
 
 
 def _saved_start(config: Config, folder: RunFolder) -> tuple[int, dict[str, Any]] | None:
     """Return step and data position of the checkpoint that the run will resume from, None for a run from the start."""
     checkpointer = Checkpointer(folder.checkpoints)
     paths = [path for _, path in reversed(checkpointer.checkpoints().items())]
-    if not paths and config.checkpoint.load_path is not None and config.checkpoint.load == "all":
-        paths = [Path(config.checkpoint.load_path)]
+    given = given_folder(config)
+    if not paths and given is not None and config.checkpoint.load == "all":
+        paths = [given]
     for path in paths:
         try:
             manifest = read_manifest(path)
@@ -214,12 +229,22 @@ def end_of_data_text(schedule: LRSchedule, step: int) -> str:
     return f"the data has come to its end{_unfinished_schedule(schedule, step)}"
 
 
-def unread_text(config: Config, loader: Loader) -> str:
-    """Return how much of the epochs a complete run has read, if some of them is left; otherwise nothing."""
+def more_by(config: Config, counted: EpochSteps | None) -> str:
+    """Return the key that makes a complete run longer."""
+    ends_with_data = counted is not None and counted.steps <= config.training.num_steps
+    return "data.epochs" if ends_with_data else "training.steps"
+
+
+def unread_text(config: Config, loader: Loader, counted: EpochSteps | None) -> str:
+    """Return how much of the epochs a complete run has read, if some of them is left; otherwise nothing.
+
+    If the steps of the epochs were not `counted`, the loader tells about how much it was.
+    """
     epochs = config.data.epochs
-    if epochs is None or (read := loader.epochs_read()) >= epochs:
+    if epochs is None:
         return ""
-    return f"; {_rounded(read)} of {passes(epochs)} of its data are read"
+    read = loader.epochs_read() if counted is None else epochs * config.training.num_steps / counted.steps
+    return "" if read >= epochs else f"; {_rounded(read)} of {passes(epochs)} of its data are read"
 
 
 def _rounded(epochs: float) -> str:

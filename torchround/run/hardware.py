@@ -31,6 +31,9 @@ USABLE_DEVICE_FRACTION = 0.9
 USABLE_HOST_FRACTION = 0.95
 # The share of usable host memory that all virtual devices together may use as their device memory.
 VIRTUAL_DEVICES_FRACTION = 0.5
+# Virtual devices of a run that names no number. Each computes with one thread, so this many use as many cores; with more
+# of them, steps of few micro-batches would leave most idle.
+MOST_VIRTUAL_DEVICES = 8
 # A container's memory limit, in version 2 and version 1 of cgroups. The same folder says how much is in use
 # (`CGROUP_USED`), and how much of that the kernel gives back when memory runs short (`memory.stat`).
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -76,7 +79,8 @@ def find_hardware(table: EngineTable) -> Hardware:
     """Find what `[engine]` asks for on this machine. Raises `EngineUsageError` if it asks for devices that are not here."""
     kind, host_bytes = _asked_for(table), usable_host_bytes(table)
     if kind is None:
-        count = table.num_devices or 1
+        threads = table.cpu_threads or torch.get_num_threads()
+        count = table.num_devices or min(threads, MOST_VIRTUAL_DEVICES)
         share = int(host_bytes * VIRTUAL_DEVICES_FRACTION) // count
         note = _note_of_absence() if table.devices == "auto" else ""
         return Hardware("cpu", count, _limit(table, share), host_bytes, note=note)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchround.checkpoint import Checkpointer, CheckpointError, open_checkpoint
 from torchround.checkpoint.fsync import free_bytes_at
-from torchround.config import CheckpointTable, Config
+from torchround.config import CheckpointTable, Config, ValidationTable
 from torchround.pipeline.memory import OPTIMIZER_BYTES, size_text
 from torchround.pipeline.plan_report import RunQuestion
 from torchround.run.resume import given_folder, require_steps_left
@@ -64,7 +64,7 @@ def disk_need(config: Config, folder: RunFolder, question: RunQuestion) -> DiskN
     return DiskNeed(
         folder=folder.path,
         checkpoint_bytes=checkpoint_bytes(question),
-        num_at_once=num_at_once(config.checkpoint, config.training.num_steps),
+        num_at_once=num_at_once(config.checkpoint, config.training.steps, config.validation),
         num_present=len(checkpointer.complete_steps()),
         free_bytes=None if free_bytes is None else free_bytes + leftovers,
     )
@@ -80,16 +80,26 @@ def checkpoint_bytes(question: RunQuestion) -> int:
     return per_trained * count.trained + question.element_bytes * count.frozen
 
 
-def num_at_once(table: CheckpointTable, total_steps: int) -> int:
-    """Return the most checkpoints that are on the disk at once: the kept ones, and the one that is being written."""
+def num_at_once(
+    table: CheckpointTable, total_steps: int | None, validation: ValidationTable | None = None
+) -> int:
+    """Return the most checkpoints that are on the disk at once: the kept ones, and the one that is being written.
+
+    Without `total_steps`, which may not be counted yet, it leaves out those that are kept for ever.
+    """
+    best = int(validation is not None and validation.keep_best)
+    if total_steps is None:
+        return table.keep_latest_k + 1 + best if table.keep_latest_k else 1
     interval = table.interval_steps or total_steps
     num_saves = -(-total_steps // interval)
+    if validation is not None and best:
+        num_saves += total_steps // validation.interval_steps
     if not table.keep_latest_k:
         return num_saves
     for_ever = 0
     if table.keep_every_n_steps:
         for_ever = total_steps // math.lcm(interval, table.keep_every_n_steps)
-    return min(num_saves, table.keep_latest_k + 1 + for_ever)
+    return min(num_saves, table.keep_latest_k + 1 + best + for_ever)
 
 
 def require_load_path(config: Config, folder: RunFolder) -> None:

@@ -125,13 +125,17 @@ def _kind(value: Any) -> str:
 
 
 def _unpacked(value: Any) -> Any:
-    """Return messages that a column of text holds as JSON, as CSV does. Text that is no JSON list stays text."""
+    """Return messages that a column of text holds as JSON, as CSV does. Other text stays text, lists of calls too."""
     if isinstance(value, str) and value.lstrip()[:2] in ("[{", "[ ", "[\n"):
         try:
             found = json.loads(value)
         except (ValueError, RecursionError):
             return value
-        return found if isinstance(found, list) else value
+        # A prompt or an answer may itself be JSON: only messages have these fields.
+        if isinstance(found, list) and all(
+            isinstance(item, dict) and {"role", "from"} & item.keys() for item in found
+        ):
+            return found
     return value
 
 

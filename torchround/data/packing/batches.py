@@ -1,6 +1,10 @@
-"""Turns packed sequences into the batch of a step, and that batch into its micro-batches."""
+"""Turns packed sequences into the batch of a step, and that batch into its micro-batches.
 
-from collections.abc import Sequence
+It also notices batches that have a document twice, because an epoch is too small to fill them.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -11,25 +15,27 @@ from torchdata.nodes import BaseNode
 
 from torchround.data.errors import DataError
 from torchround.data.packing.contiguous import PackedSequence
-from torchround.data.packing.copies import CopyWatch
 from torchround.layer import IGNORED_LABEL, MicroBatch, most_documents
 from torchround.pipeline.partition import split_evenly
+from torchround.untrusted.terminal import terminal_safe
+
+logger = logging.getLogger(__name__)
 
 
 class Batches(BaseNode[MicroBatch | DataError]):
     """Batches `[G, T]` of G sequences each; fewer in the last batch of limited data.
 
     An error takes the place of the batch that it falls into. Nothing is kept between batches, so the state of `source`
-    is the whole state. `names` has the name of each source, for messages.
+    is the whole state. `copies` looks at each batch.
     """
 
     def __init__(
-        self, source: BaseNode[PackedSequence | DataError], global_batch_size: int, names: Sequence[str]
+        self, source: BaseNode[PackedSequence | DataError], global_batch_size: int, copies: "CopyWatch"
     ) -> None:
         super().__init__()
         self._source = source
         self._global_batch_size = global_batch_size
-        self._copies = CopyWatch(names)
+        self._copies = copies
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin at the start, or at the saved state."""
@@ -53,6 +59,47 @@ class Batches(BaseNode[MicroBatch | DataError]):
             raise StopIteration
         self._copies.look(rows)
         return stack(rows)
+
+
+class CopyWatch:
+    """Looks for documents of different epochs that are the same, until it has found some and warned once.
+
+    `names` has the name of each source.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._has_warned = False
+
+    def look(self, rows: Sequence[PackedSequence]) -> None:
+        """Warn if a document comes from two epochs in the sequences of one batch."""
+        # Most batches have documents of one epoch of each source: nothing is compared then.
+        if self._has_warned or not self._mixes_epochs(rows):
+            return
+        epochs: dict[tuple[int, bytes], set[int]] = {}
+        for source, epoch, tokens in self._documents(rows):
+            epochs.setdefault((source, tokens), set()).add(epoch)
+        repeated = [source for (source, _), found in epochs.items() if len(found) > 1]
+        if repeated:
+            self._has_warned = True
+            text = (
+                f"a batch of {len(rows)} sequences has {len(repeated)} documents more than once, from different "
+                f"epochs of source {self._names[repeated[0]]!r}: an epoch of it has too few documents for a batch; "
+                "a smaller training.global_batch_size or more data keeps the copies apart (shown once)"
+            )
+            logger.warning("%s", terminal_safe(text))
+
+    def _mixes_epochs(self, rows: Sequence[PackedSequence]) -> bool:
+        origins = {origin for row in rows for origin in row.origins if origin[1] >= 0}
+        return len(origins) > len({source for source, _ in origins})
+
+    def _documents(self, rows: Sequence[PackedSequence]) -> Iterator[tuple[int, int, bytes]]:
+        """Yield source, epoch and tokens of each document whose epoch is known."""
+        for row in rows:
+            starts = [*np.flatnonzero(row.positions == 0).tolist(), len(row.tokens)]
+            for number, (source, epoch) in enumerate(row.origins):
+                if epoch >= 0:
+                    yield source, epoch, row.tokens[starts[number] : starts[number + 1]].tobytes()
 
 
 def packing_state(position: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""Bits do not depend on `engine.cpu_threads`: initial weights, losses and trained weights, in every family and dtype."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from torchround.config import EngineTable
+from torchround.engine.device import CpuDevice
+from torchround.run import hardware
+from torchround.run.hardware import MOST_VIRTUAL_DEVICES, find_hardware
+
+# Sums over 1024 tokens, and 1024 x 56 activations whose third and fourth part do not end at a vector register.
+CONFIG = """
+tokenizer = { name = "bytes" }
+data = { sources = [{ path = "text.txt" }] }
+training = { steps = 2, seq_len = 1024, global_batch_size = 2, micro_batch_size = 1 }
+engine = { devices = "cpu", num_devices = 1, measure_steps = 0 }
+lr_schedule = { warmup_steps = 0 }
+[model]
+shape = { num_layers = 1, hidden_size = 64, num_heads = 2, ffn_size = 56 }
+"""
+EXPERTS = ["--model.shape.num_experts=3", "--model.shape.num_chosen=2"]
+FAMILIES = {"llama3": [], "qwen3": [], "qwen3 with experts": EXPERTS, "gpt_oss": EXPERTS}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "text.txt").write_text("".join(chr(32 + (index * index) % 90) for index in range(9000)))
+    (tmp_path / "threads.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def trained(name: str, *arguments: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train, and return the losses and all tensors of the last checkpoint."""
+    assert train.main(["--config", "threads.toml", f"--run.name={name}", *arguments]) == 0
+    run = Path("outputs") / name
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    files = (run / "checkpoints" / "step-2").glob("*.safetensors")
+    return losses, {key: tensor for path in files for key, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trained_run_has_the_same_bits_with_any_number_of_threads(family, dtype, folder):
+    given = [f"--model.family={family.split()[0]}", f"--training.dtype={dtype}", *FAMILIES[family]]
+    losses, tensors = trained("one", *given, "--engine.cpu_threads=1")
+    for threads in (2, 4):
+        again = trained(f"of-{threads}", *given, f"--engine.cpu_threads={threads}")
+        assert again[0] == losses, threads
+        assert all(torch.equal(tensor, again[1][name]) for name, tensor in tensors.items()), threads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_virtual_device_computes_one_product_with_one_thread(dtype):
+    before, results = torch.get_num_threads(), []
+    left, right = (torch.randn(shape).to(dtype) for shape in ((100, 2048), (2048, 768)))
+
+    def compute() -> None:
+        CpuDevice(0).enter_thread()
+        results.append((torch.get_num_threads(), left @ right))
+
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            thread = threading.Thread(target=compute)
+            thread.start()
+            thread.join()
+            assert torch.get_num_threads() == threads, "the other threads keep theirs"
+    finally:
+        torch.set_num_threads(before)
+    assert [number for number, _ in results] == [1, 1, 1]
+    assert all(torch.equal(product, results[0][1]) for _, product in results)
+
+
+def test_as_many_virtual_devices_as_threads_use_the_cores(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert find_hardware(EngineTable(devices="cpu")).num_devices == 5
+    assert find_hardware(EngineTable(devices="cpu", cpu_threads=3)).num_devices == 3
+    assert find_hardware(EngineTable(devices="cpu", cpu_threads=64)).num_devices == MOST_VIRTUAL_DEVICES
+    assert find_hardware(EngineTable(devices="cpu", cpu_threads=3, num_devices=1)).num_devices == 1
+    monkeypatch.setattr(hardware, "present_kind", lambda: None)
+    assert find_hardware(EngineTable()).num_devices == 5
