@@ -36,8 +36,12 @@ def build_model(options: Options, vocab_size: int | None = None) -> LayeredModel
     `vocab_size` is the tokenizer's. Without one, the model keeps the vocabulary of its flavor, shape or folder.
     Raises `ConfigError` or `ModelConfigError`.
     """
+    warn_of_positions(options, model_config(options, vocab_size)[1])
+    return _built(options, vocab_size)
+
+
+def _built(options: Options, vocab_size: int | None) -> LayeredModel:
     family, config = model_config(options, vocab_size)
-    warn_of_positions(options, config)
     model, lora = family.build(config), options.config.lora
     if lora.rank:
         add_adapters(model, family.hf_names(config), lora_shape(lora))
@@ -170,7 +174,7 @@ def check_weights(options: Options, vocab_size: int | None) -> None:
 
     `vocab_size` as in `build_model`. Raises `ConfigError`, `ModelConfigError` or `HFError`.
     """
-    find_weights(options, build_model(options, vocab_size))
+    find_weights(options, _built(options, vocab_size))
 
 
 def map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) -> Mapped:
