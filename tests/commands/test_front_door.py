@@ -71,6 +71,18 @@ def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback(words: li
     assert done.stderr == "" and done.returncode in (0, 141), done.stderr
 
 
+def test_a_reader_that_leaves_the_list_of_benchmarks_early_gets_no_traceback() -> None:
+    code = (
+        "import os, runpy\n"
+        "reader, writer = os.pipe()\n"
+        "os.close(reader)\n"
+        "os.dup2(writer, 1)\n"
+        "runpy.run_module('benchmarks', run_name='__main__')\n"
+    )
+    done = python("-c", code)
+    assert done.stderr == "" and done.returncode in (0, 141), done.stderr
+
+
 def test_the_dispatcher_lists_its_commands_and_refuses_others() -> None:
     start = "import sys; from torchround.commands import main; sys.argv[0] = 'torchround'; main()"
     listed, unknown, plan = python("-c", start), python("-c", start, "trian"), python("-c", start, "plan")
