@@ -29,7 +29,7 @@ from torchround.commands.configured_model import (
     model_config,
 )
 from torchround.commands.export_hf import Export, export
-from torchround.commands.plan_run import configured_question, question_of, show_plan
+from torchround.commands.plan_run import configured_question, question_of, show_advice, show_plan
 from torchround.config import ConfigError, Options, parse_command_line, to_toml
 from torchround.data import (
     DataError,
@@ -46,12 +46,12 @@ from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.models import ModelConfigError
 from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan_report import RunQuestion, plan_for, report_plan
+from torchround.pipeline.plan_report import RunQuestion, host_memory, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.early_end import BadStepsError
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
-from torchround.run.numbers import RunNumbers, host_memory_text
+from torchround.run.numbers import RunNumbers, host_memory_text, num_parameters
 from torchround.run.run_folder import ConfigSource, RunError, RunFolder
 from torchround.run.start_checks import disk_need, require_load_path
 from torchround.run.validation import best_of, kept_losses
@@ -170,19 +170,23 @@ def check_start(options: Options) -> None:
 
 
 def dry_run(options: Options) -> int:
-    """Print the config, and the run's plan with all that it needs, or what would make it fit."""
+    """Print the run's plan with all that it needs, or what would make it fit; with `--print-config` the config too."""
     config = options.config
-    print(to_toml(config))
-    tokenizer = find_tokenizer(options)
-    check_weights(options, tokenizer.vocab_size)
-    question = configured_question(options, tokenizer.vocab_size, find_hardware(config.engine))
-    folder = RunFolder(config.run)
-    # Finds the mistakes that only show when the data is looked at.
-    loader, _ = build_loaders(options, tokenizer)
-    if text := dry_text(config, loader, folder):
-        say(text)
+    if options.print_config:
+        print(to_toml(config))
+    tokenizer = tokenizer_if_here(options)
+    vocab_size = None if tokenizer is None else tokenizer.vocab_size
+    check_weights(options, vocab_size)
+    machine, folder = find_hardware(config.engine), RunFolder(config.run)
+    question = configured_question(options, vocab_size, machine)
+    if tokenizer is not None:
+        # Finds the mistakes that only show when the data is looked at.
+        loader, _ = build_loaders(options, tokenizer)
+        if text := dry_text(config, loader, folder):
+            say(text)
     answer = report_plan(with_kept_rounds(question, folder))
     show_plan(answer)
+    show_advice(options, machine, answer)
     need = disk_need(config, folder, question)
     say(f"disk: {need.text()}")
     need.require_one()
@@ -205,9 +209,9 @@ def description(parts: RunParts) -> str:
     name = table.flavor or table.hf_path or "of its own shape"
     if table.flavor and table.shape:
         name = f"{name} with other sizes"
-    counts = parts.question.parameters
-    trained = f" ({counts.trained:,} of them trained)" if counts.frozen else ""
-    size = f"{counts.trained + counts.frozen:,} parameters{trained} in {len(parts.model.layers)} layers"
+    total, trained = num_parameters(parts.model)
+    of_them = f" ({trained:,} of them trained)" if trained < total else ""
+    size = f"{total:,} parameters{of_them} in {len(parts.model.layers)} layers"
     sources = ", ".join(source.path for source in parts.config.data.sources)
     batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
     need = disk_need(parts.config, parts.folder, parts.question)
@@ -215,7 +219,7 @@ def description(parts: RunParts) -> str:
         f"model    {table.family} {name}: {size}, {training.dtype}",
         f"data     {sources}: {batch}",
         f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
-        f"host     {host_memory_text(replace(parts.question, rounds=parts.plan.rounds).state())}",
+        f"host     {host_memory_text(host_memory(parts.question, parts.plan))}",
         f"disk     {need.text()}",
     ]
     if "TORCHELASTIC_RUN_ID" in os.environ and need.checkpoint_bytes >= SLOW_SAVE_BYTES:
@@ -254,6 +258,18 @@ def find_tokenizer(options: Options) -> Tokenizer:
         return build_tokenizer(config.tokenizer, config.model.hf_path)
     except MissingTokenizerError as error:
         raise options.error(error.key, error.message) from error
+
+
+def tokenizer_if_here(options: Options) -> Tokenizer | None:
+    """Return the tokenizer for a dry run; None, with a line that says so, if it is not on this machine."""
+    try:
+        return build_tokenizer(options.config.tokenizer, options.config.model.hf_path)
+    except MissingTokenizerError as error:
+        missing = options.error(error.key, error.message)
+        say(
+            f"{missing}\nthe run needs it; planned without, for the vocabulary of the model and no look at the data"
+        )
+        return None
 
 
 def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Iterable[MicroBatch]]:

@@ -21,7 +21,7 @@ usage: python train.py --config NAME.toml [--table.key VALUE ...]
   --config NAME.toml   the run; looked up as given, then in configs/
   --table.key VALUE    any key below, for example --training.steps 20; VALUE is TOML, a bare word is a string
   --print-config       print the resolved configuration as TOML, then stop
-  --dry-run            print the resolved configuration, the plan and the memory it needs, then stop
+  --dry-run            print the plan and the memory it needs, then stop (--print-config: and the configuration)
   --help               print this text
 """
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchround.pipeline.costs import Costs, ParameterCounts
-from torchround.pipeline.host_buffers import HostBatch
+from torchround.pipeline.host_buffers import HostBatch, whole_pages
 from torchround.pipeline.partition import Partition, Stage, StageKind
 
 GIB = 2**30
@@ -18,6 +18,8 @@ MIB = 2**20
 # Staging buffers of a device: two for incoming activations, two for incoming gradients, two for outputs of
 # either kind. With two of each, one is filled or emptied while the other is computed with.
 STAGING_BUFFERS = 6
+# The outputs of a plan of one stage are losses.
+LOSS_BUFFERS = 2
 # A device rounds gradients to the dtype they travel in, if that is not the one they were accumulated in. It
 # does so piece by piece, in one buffer of this many elements.
 ROUNDING_ELEMENTS = 4 * 2**20
@@ -53,6 +55,11 @@ class MemoryLimits:
     batch: HostBatch | None = None
     devices_on_host: int = 0
     rounds_bytes: int = 0
+
+    def micro_batches_at_once(self, num_micro_batches: int, rounds: int) -> int:
+        """Return how many micro-batches a device holds the integers of: of a round, in a validation of all."""
+        validates = self.batch is not None and self.batch.validates
+        return num_micro_batches if validates else -(-num_micro_batches // rounds)
 
     def __post_init__(self) -> None:
         if self.recompute not in ("stage", "layer"):
@@ -103,10 +110,18 @@ def device_memory(
     return DeviceMemory(
         weights_bytes=weights_bytes,
         gradients_bytes=in_slots + rounded,
-        staging_bytes=STAGING_BUFFERS * max(layer.boundary_bytes for layer in costs.layers),
+        staging_bytes=staging_space(partition, costs),
         integers_bytes=limits.integer_bytes * micro_batches_per_round,
         compute_bytes=max(stage_compute_bytes(stage, costs, limits.recompute) for stage in stages),
     )
+
+
+def staging_space(partition: Partition, costs: Costs) -> int:
+    """Compute the staging buffers of a device: for the largest boundary between stages; for one stage, for losses."""
+    cuts = {stage.start for stage in partition.stages()} - {0}
+    if not cuts:
+        return LOSS_BUFFERS * costs.layers[-1].boundary_bytes
+    return STAGING_BUFFERS * max(costs.layers[cut - 1].boundary_bytes for cut in cuts)
 
 
 def weight_space(partition: Partition, num_devices: int, bytes_of: Callable[[Stage], int]) -> int:
@@ -247,10 +262,15 @@ def host_state(
     """
     versions = 2 if update == "async" else 1
     summed = parameters.trained if rounds > 1 else parameters.tied
+    in_one_part = parameters.trained - summed
+    landing_bytes = gradient_bytes * (summed + parameters.tied)
+    if parameters.bundles:
+        # Parts of sums land in buffers of the pool, which are whole pages.
+        added_up = [(numel, uses) for numel, uses in parameters.bundles if rounds * uses > 1]
+        landing_bytes = sum(uses * whole_pages(numel * gradient_bytes) for numel, uses in added_up)
     return HostMemory(
         weight_bytes=element_bytes * (versions * parameters.trained + parameters.frozen),
-        gradient_bytes=max(4, gradient_bytes) * summed
-        + gradient_bytes * (parameters.trained + parameters.tied),
+        gradient_bytes=max(4, gradient_bytes) * summed + gradient_bytes * in_one_part + landing_bytes,
         optimizer_bytes=OPTIMIZER_BYTES * parameters.trained,
         mapped_bytes=element_bytes * parameters.mapped,
     )
