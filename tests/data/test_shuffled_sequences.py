@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torchdata.nodes import IterableWrapper
 
@@ -165,6 +165,7 @@ def resumed(loader: Loader, state: dict[str, Any]) -> list[Any]:
     stop=st.integers(0, 10_000),
     workers=st.tuples(st.integers(0, 3), st.integers(0, 3)),
 )
+@example(packing="best_fit", window=2, stop=3688, workers=(0, 0))  # a window that begins inside a group
 def test_a_run_resumes_in_the_middle_of_a_window_with_any_number_of_workers(
     make_loader: MakeLoader, packing: str, window: int, stop: int, workers: tuple[int, int]
 ) -> None:

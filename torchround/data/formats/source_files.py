@@ -16,6 +16,8 @@ import numpy as np
 
 from torchround.data.document_types import TokenIds
 from torchround.data.errors import DataError, DataFileError, cannot_be_read
+from torchround.pipeline.memory import size_text
+from torchround.untrusted.progress import Progress
 
 logger = logging.getLogger(__name__)
 PYTHON_STDLIB = "python-stdlib"
@@ -184,7 +186,9 @@ def line_starts(path: Path) -> TokenIds:
     """Return the byte offset `[lines]` of each line. A newline at the end of the file begins no further line."""
     starts = array("q", [0])  # grows in place: joining arrays at the end would need twice the memory
     offset = 0
+    progress = Progress(f"indexing {path}", text=size_text)
     for block in _blocks(path):
+        progress.advance(len(block))
         ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n"))
         starts.frombytes((ends.astype(np.int64) + (offset + 1)).tobytes())
         offset += len(block)

@@ -129,7 +129,10 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
         super().reset(initial_state)
         state = initial_state or {"window": 0, "taken": 0, "packing": None}
         self._packer.reset(state["packing"])
-        self._begin(self._window(state["window"], self._packer.state_dict()), state["taken"])
+        # The saved state and not the packer's own: a packer of whole documents goes back to its group's start, and its
+        # progress there would end the window elsewhere.
+        begun = state["packing"] or self._packer.state_dict()
+        self._begin(self._window(state["window"], begun), state["taken"])
 
     def _begin(self, window: Window, taken: int) -> None:
         self._current: Window = window
