@@ -10,10 +10,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from torchround.config.config import Config, PlanTable
+from torchround.config.data_tables import SourceTable
 from torchround.config.errors import show
 from torchround.config.key_types import KeyType, Table, describe
 from torchround.config.model_shape import ShapeTable
-from torchround.config.tables import SourceTable
 
 USAGE = """\
 usage: python train.py --config NAME.toml [--table.key VALUE ...]

@@ -178,7 +178,8 @@ def _from_pair(prompt: Any, completion: Any, record: dict[str, Any], learns_all:
         if isinstance(value, str):
             value = [{"role": role, "content": value}]
         if not isinstance(value, list) or not value:
-            raise DataError(f"field {name!r} is {_kind(value)}, not a string or a list of messages")
+            given = "an empty list" if value == [] else _kind(value)
+            raise DataError(f"field {name!r} is {given}, not a string or a list of messages")
         turns.append([_message(message, index) for index, message in enumerate(value)])
     if not any(message["role"] == "assistant" for message in turns[1]):
         raise DataError("field 'completion' has no message of the assistant")

@@ -142,14 +142,15 @@ def kind_of(path: Path, format: str) -> str:
     """Return `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`. The format `auto` decides by the ending of the name."""
     if format != "auto":
         return format
-    if path.name.endswith(JSONL_ENDINGS):
+    # Some systems write endings in capitals (`EXPORT.CSV`), which would otherwise be one text.
+    if path.name.lower().endswith(JSONL_ENDINGS):
         return "jsonl"
-    return KINDS.get(path.suffix, "text")
+    return KINDS.get(path.suffix.lower(), "text")
 
 
 def is_compressed(path: Path) -> bool:
     """Say whether the file is compressed, by the ending of its name."""
-    return path.suffix in (".gz", ".zst")
+    return path.suffix.lower() in (".gz", ".zst")
 
 
 def size_bytes(path: Path) -> int:

@@ -136,7 +136,7 @@ def _unpacked_lines(path: Path, file_bytes: int, start: int) -> Documents:
 
 
 def _decompressed(path: Path) -> Iterator[bytes]:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         with gzip.open(path, "rb") as file:
             while chunk := file.read1(CHUNK_BYTES):  # `read` would lose the data just before a cut
                 yield chunk
