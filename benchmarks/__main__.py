@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.frame import Benchmark
+from torchround.commands import run_command
 
 # Name of the command: module and constant. A module is imported only when it is asked for, because several need
 # packages that the others do without.
@@ -53,4 +54,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -142,7 +142,7 @@ class Soak:
 
             def send(child: Child) -> None:
                 if trouble == "signalled":  # before the first step there is no handler
-                    child.wait_until(lambda text: "\nstep " in text or "is complete" in text)
+                    child.wait_until(lambda text: "  step " in text or "is complete" in text)
                 time.sleep(wait_s)
                 child.send(number)
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Names that stand for a user's own file, or for what a run leaves (a test of the trainer looks for that one).
-NOT_OURS = {"other.toml", "chats.toml", "config.toml", "metrics.jsonl"}
+NOT_OURS = {"model.safetensors", "other.toml", "chats.toml", "config.toml", "metrics.jsonl"}
 SHORT_RUN = ["--training.steps=2", "--lr_schedule.warmup_steps=1"]
 
 

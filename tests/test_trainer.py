@@ -156,7 +156,7 @@ def test_a_dry_run_prints_config_plan_and_memory_and_leaves_nothing(
     small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files_of(small_runs.folder)
-    assert small_runs("run", "--dry-run") == 0
+    assert small_runs("run", "--dry-run", "--print-config") == 0
     printed = capsys.readouterr().out
     assert "[training]" in printed and "optimizer state" in printed and "each device needs" in printed
     rows = [line.split()[1] for line in printed.splitlines() if line.strip()[:1].isdigit()]

@@ -24,7 +24,7 @@ from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import RunQuestion
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
-from torchround.run.engine_parts import build_engine, build_store, layer_compiler
+from torchround.run.engine_parts import build_engine, build_store, layer_compiler, reserve_buffers
 from torchround.run.epoch_steps import EpochSteps, end_of_data_text, more_by, unread_text
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers
@@ -334,6 +334,7 @@ class Trainer:
             )
         try:
             with engine:
+                reserve_buffers(engine, self.config.training, self.config.validation.interval_steps > 0)
                 self._traces.start()
                 yield engine
             self._traces.finish()

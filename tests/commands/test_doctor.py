@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from torchround.commands import doctor
+from torchround.config import EngineTable
 from torchround.engine.device import CpuDevice
 from torchround.pipeline.memory import GIB
-from torchround.run import machine
+from torchround.run import hardware, machine
 from torchround.run.hardware import Hardware
+from torchround.run.missing_cards import Absence
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,9 +49,46 @@ def test_it_says_what_the_machine_has_and_whether_each_shipped_config_fits(
         assert found[name], name
     shipped = {path.name for path in (ROOT / "configs").glob("*.toml")}
     assert shipped <= set(found)
-    assert found["debug.toml"].startswith("fits: host memory ")
+    assert re.fullmatch(
+        r"fits: host memory .+iB, each of 2 devices .+iB, a checkpoint .+iB", found["debug.toml"]
+    )
     assert re.match(r"does not fit: .* need \d+\.\d\d GiB of host memory", found["qwen3_235b_lora.toml"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_why_no_card_is_used_is_said_once_and_not_as_a_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(hardware, "present_kind", lambda: None)
+    monkeypatch.setattr(
+        hardware, "why_no_accelerator", lambda: Absence("the driver is not loaded", has_card=True)
+    )
+    config = tmp_path / "auto.toml"
+    config.write_text('base = "debug.toml"\n[engine]\ndevices = "auto"\n')
+    assert doctor.main(["--folder", str(tmp_path), "--config", str(config)]) == 0
+    printed = capsys.readouterr().out
+    assert facts(printed)["devices"] == (
+        "1 virtual, on the processor: no accelerator found (the driver is not loaded)"
+    )
+    assert printed.count("not loaded") == 1 and caplog.messages == []
+    hardware.find_hardware(EngineTable())  # elsewhere it stays a warning
+    assert len(caplog.messages) == 1
+
+
+def test_devices_that_cannot_be_used_are_said_and_the_rest_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(table: EngineTable) -> Hardware:
+        raise RuntimeError("no memory can be taken on the card\nmore lines of PyTorch")
+
+    monkeypatch.setattr(doctor, "find_hardware", broken)
+    assert doctor.main(["--folder", str(tmp_path), "--config", "debug.toml"]) == 0
+    found = facts(capsys.readouterr().out)
+    assert found["devices"] == "cannot be used: no memory can be taken on the card"
+    assert found["disk"] and found["debug.toml"] == "cannot be planned: no memory can be taken on the card"
 
 
 def test_a_config_is_planned_for_the_devices_here_as_a_run_would_be(
@@ -113,6 +152,13 @@ def test_a_disk_that_was_not_measured_has_no_rate(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(machine, "_write", full)
     assert machine.disk_text(tmp_path) == f"not measured in {tmp_path}: No space left on device"
     assert list(tmp_path.iterdir()) == []
+
+    def read_only(*_: object, **__: object) -> float:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(machine, "_write", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    assert machine.disk_text(tmp_path) == f"not measured in {tmp_path}: Read-only file system"
 
 
 def test_a_file_system_without_direct_reads_gets_no_rate_of_reading(

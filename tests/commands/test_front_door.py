@@ -71,6 +71,48 @@ def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback(words: li
     assert done.stderr == "" and done.returncode in (0, 141), done.stderr
 
 
+def test_a_reader_that_leaves_the_list_of_benchmarks_early_gets_no_traceback() -> None:
+    code = (
+        "import os, runpy\n"
+        "reader, writer = os.pipe()\n"
+        "os.close(reader)\n"
+        "os.dup2(writer, 1)\n"
+        "runpy.run_module('benchmarks', run_name='__main__')\n"
+    )
+    done = python("-c", code)
+    assert done.stderr == "" and done.returncode in (0, 141), done.stderr
+
+
+def test_output_that_cannot_be_written_is_one_message_and_output_that_was_closed_is_none() -> None:
+    code = (
+        "import os, sys\n"
+        "from torchround.commands import run_command\n"
+        "run_command(lambda arguments: print('figures') or 0)\n"
+    )
+    for redirection, expected, said in (
+        (">/dev/full", 1, "standard output cannot be written: [Errno 28] No space left on device\n"),
+        (">&-", 0, ""),
+    ):
+        done = subprocess.run(
+            # Buffered, as Python is unless a variable says otherwise.
+            [
+                "env",
+                "-u",
+                "PYTHONUNBUFFERED",
+                "sh",
+                "-c",
+                f'exec "$0" -c "$1" {redirection}',
+                sys.executable,
+                code,
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (expected, said)
+
+
 def test_the_dispatcher_lists_its_commands_and_refuses_others() -> None:
     start = "import sys; from torchround.commands import main; sys.argv[0] = 'torchround'; main()"
     listed, unknown, plan = python("-c", start), python("-c", start, "trian"), python("-c", start, "plan")

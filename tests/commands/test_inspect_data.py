@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiktoken
 
-from torchround.commands.inspect_data import main
+from torchround.commands.inspect_data import main, text_of
+from torchround.data import Tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -153,6 +155,13 @@ def test_a_long_document_is_shown_whole_if_asked_for_with_what_is_not_learnt_ins
     shown = f"{start}{'a' * 90}<|eos|>{inner}{'b' * 90}<|eos|>"
     assert main(["--whole", *overrides]) == 0 and shown in capsys.readouterr().out
     assert main(overrides) == 0 and "inner" not in capsys.readouterr().out
+
+
+def test_an_id_in_a_gap_of_the_vocabulary_is_shown_as_a_number() -> None:
+    encoding = tiktoken.Encoding(
+        "with a gap", pat_str=".", mergeable_ranks={b"a": 0, b"b": 1}, special_tokens={"<|end|>": 9}
+    )
+    assert text_of([0, 5, 1, 12], Tokenizer(encoding, None, 9, 9)) == "a<id 5>b<id 12>"
 
 
 def test_token_ids_of_the_model_that_the_tokenizer_does_not_know_are_shown_as_numbers(

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from torchround.commands import plan_run
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "plan.py"
 SERVER = ["--device", "rtx4090", "--num-devices", "8", "--host-memory-gib", "800"]
@@ -156,3 +158,39 @@ def test_a_machine_that_cannot_be_is_refused_with_what_is_legal(
         plan("--config", "debug.toml", "--device", "rtx4090", option, given)
     assert ended.value.code == 2
     assert f"argument {option}: given {given}; legal: " in capsys.readouterr().err
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert plan_run.main(["--config", "qwen3_32b.toml", "--device", "rtx4090", *arguments]) == 1
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_run_that_does_not_fit_gets_a_smaller_flavor_and_the_memory_that_would_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = lines_of(capsys, "--num-devices", "8", "--host-memory-gib", "300")
+    [flavor] = [line for line in lines if "model.flavor = " in line and line.endswith(": fits")]
+    [enough] = [line for line in lines if line.startswith("  as it is, the run fits with ")]
+    gib = float(enough.split()[7])
+    keys = ["--config", "qwen3_32b.toml", "--device", "rtx4090", "--num-devices", "8", "--host-memory-gib"]
+    assert plan_run.main([*keys, f"{gib + 0.01}"]) == 0, "as much as it says is enough"
+    assert gib < 800
+    name = flavor.split('"')[1]
+    assert plan_run.main([*keys, "300", "--model.flavor", name]) == 0
+    assert "debug" not in name
+
+
+def test_a_run_of_adapters_is_not_told_to_use_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(capsys, "--host-memory-gib", "10", "--lora-rank", "8")
+    assert not any("lora.rank" in line for line in lines)
+    assert not any("still does not fit" in line for line in lines)
+
+
+def test_flavors_that_are_only_tried_are_not_warned_of(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    # Longer than any flavor of the family knows; smaller ones are built to be counted.
+    keys = ["--num-devices", "8", "--host-memory-gib", "300", "--training.seq_len", "50000"]
+    assert lines_of(capsys, *keys)
+    [said] = caplog.messages
+    assert '"32B" knows only 40960 positions' in said

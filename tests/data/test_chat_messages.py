@@ -23,6 +23,7 @@ from torchround.data import DataError, Tokenizer
 from torchround.data.document_types import Conversation, Document
 from torchround.data.formats.content import RecordReader
 from torchround.data.text.chat import ChatTemplate
+from torchround.data.text.messages import REASONING
 
 FAMILIES = {"llama3": "llama3", "qwen3": "qwen3", "qwen3_thinking": "qwen3", "gpt_oss": "gpt_oss"}
 EACH_TEMPLATE = pytest.mark.parametrize("name", FAMILIES)
@@ -179,6 +180,16 @@ def test_reasoning_reaches_the_template_under_each_of_its_names_as_in_transforme
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folders[FAMILIES[name]] / "tokenizer.json"))
     template = SAME_DAY + released(name)
     assert text == theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
+
+
+@pytest.mark.parametrize("empty", [None, ""])
+@pytest.mark.parametrize("field", REASONING)
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_names_of_reasoning_without_a_value_do_not_hide_the_one_that_has_it(
+    templates: dict[str, ChatTemplate], name: str, field: str, empty: str | None
+) -> None:
+    fields = dict.fromkeys(REASONING, empty) | {field: "the thought"}
+    assert "the thought" in written(templates[name], [question("one"), answer("two", **fields)])
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning", "tool_calls"])

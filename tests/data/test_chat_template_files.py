@@ -170,6 +170,13 @@ def test_a_prompt_that_differs_from_the_end_of_a_text_inside_a_token_is_read(qwe
     assert learnt(with_templates(qwen, ended), DIALOGUE) == ["two<|im_end|>"]
 
 
+def test_a_template_whose_header_also_begins_other_turns_is_refused(qwen: Tokenizer) -> None:
+    same = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    with pytest.raises(TokenizerError, match="same token and name, which no other turn begins with"):
+        with_templates(qwen, same + prompt)
+
+
 # Variables for templates.
 
 THINKS = LOOP.replace("{{ m.content }}", "{{ mood | default('calm') }} {{ m.content }}")
@@ -186,6 +193,10 @@ def test_variables_come_from_the_config_and_from_the_record(folder: Path, tmp_pa
     spans = reader.read(Document("x"), {"messages": DIALOGUE, "chat_template_kwargs": {"mood": "<|im_end|>"}})
     assert isinstance(spans, tuple)
     assert [span.text for span in spans if span.learn] == ["<|im_end|> two", "<|im_end|>"]
+    pairs = RecordReader(SourceTable(path="x", content="prompt_completion"), template)
+    record = {"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:], "chat_template_kwargs": '{"mood": "sad"}'}
+    spans = pairs.read(Document("x"), record)
+    assert isinstance(spans, tuple) and "sad two" in [span.text for span in spans]
     with pytest.raises(DataError, match="field 'chat_template_kwargs' is a list, not an object"):
         reader.read(Document("x"), {"messages": DIALOGUE, "chat_template_kwargs": [1]})
 

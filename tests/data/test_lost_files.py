@@ -97,6 +97,17 @@ def test_a_file_that_is_lost_or_changed_in_mid_run_stops_it_and_the_position_is_
     assert loader.num_bad_records() == 0
 
 
+def test_a_file_that_is_lost_before_the_first_batch_is_no_bad_record_either(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    for name in "abc":
+        write_text(tmp_path / f"{name}.txt")
+    loader = loader_of(tmp_path / "*.txt", tokenizer, on_bad_record="skip")
+    (tmp_path / "b.txt").unlink()
+    with pytest.raises(DataFileError, match=r"b\.txt: cannot be read"):
+        loader.check_first_records()
+
+
 def test_a_source_of_one_record_is_read_again_in_each_epoch(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": "only " * 30}))
     loader = loader_of(tmp_path / "x.jsonl", tokenizer, on_bad_record="skip")

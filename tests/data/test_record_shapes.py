@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tests.support.batch_contents import TEMPLATE, documents
 from torchround.config import DataTable, SourceTable, TokenizerTable
 from torchround.data import DataError, Tokenizer, build_loader, build_tokenizer
-from torchround.data.formats import json_array
+from torchround.data.formats import file_index, json_array
 from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
+from torchround.untrusted import data_limits
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,35 @@ def test_every_element_of_a_json_array_is_a_record_however_it_is_written_and_sca
     # In another order too: records are read by their places and not one after another.
     last = source.first_documents(len(rows))[-1]
     assert source.read(last, 0)[0] == rows[-1]["text"]
+
+
+def short_lines(patch: pytest.MonkeyPatch, most_bytes: int) -> None:
+    """Bound a line, and so a record, by `most_bytes`."""
+    for module in (data_limits, file_index, json_array):
+        patch.setattr(module, "MOST_LINE_BYTES", most_bytes)
+
+
+def test_an_array_on_one_line_may_be_longer_than_a_line_of_records_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_lines(monkeypatch, 1000)
+    texts = [f"text {number} " * 20 for number in range(50)]
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([{"text": text} for text in texts]))
+    assert read_all(open_source(SourceTable(path=str(path)))) == (texts, [])
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [("text," + "long " * 300, "the line at byte 0 is longer"), ("", "row 1: it is blank")],
+)
+def test_a_header_of_csv_that_names_no_columns_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: str, message: str
+) -> None:
+    short_lines(monkeypatch, 1000)
+    (tmp_path / "x.csv").write_text(f"{header}\na\nb\n")
+    with pytest.raises(DataError, match=rf"x\.csv.*{message}"):
+        open_source(SourceTable(path=str(tmp_path / "x.csv")))
 
 
 @pytest.mark.parametrize(
@@ -166,10 +196,16 @@ def turn(role: str, text: object) -> dict[str, Any]:
 def test_the_completion_of_a_prompt_is_learnt_and_plain_text_needs_no_template(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    records = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "alone <|eos|>"}]
+    calls = '[{"name": "add"}]'  # JSON as an answer, as data of function calls has it
+    records = [
+        {"prompt": "2+2=", "completion": "4"},
+        {"prompt": "", "completion": "alone <|eos|>"},
+        {"prompt": "call", "completion": calls},
+    ]
     assert trained_on(tmp_path / "x.json", records, tokenizer, "prompt_completion") == [
         ("<|bos|>2+2=4<|eos|>", "4<|eos|>"),
         ("<|bos|>alone <|eos|><|eos|>", "alone <|eos|><|eos|>"),
+        (f"<|bos|>call{calls}<|eos|>", f"{calls}<|eos|>"),
     ]
 
 

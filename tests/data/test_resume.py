@@ -100,7 +100,16 @@ WORKERS = st.tuples(st.integers(0, 3), st.integers(0, 3))
     packing=EACH_PACKING,
     shuffle=st.booleans(),
     epochs=st.integers(1, 2),
-    more=st.sampled_from([{}, {"validation_fraction": 0.3}, {"weight_by": "size"}, {"loss_on": "all"}]),
+    more=st.sampled_from(
+        [
+            {},
+            {"shuffle_sequences": 0},
+            {"shuffle_sequences": 5},
+            {"validation_fraction": 0.3},
+            {"weight_by": "size"},
+            {"loss_on": "all"},
+        ]
+    ),
     stop=st.integers(0, 10_000),
     workers=WORKERS,
 )

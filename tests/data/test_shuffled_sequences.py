@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torchdata.nodes import IterableWrapper
 
@@ -95,6 +95,19 @@ def test_a_window_ends_with_an_epoch_of_small_data(tmp_path: Path, tokenizer: To
     assert loader.state_dict()["position"]["window"] == 5
 
 
+def test_the_epochs_that_are_read_rise_evenly_if_an_epoch_is_smaller_than_a_window(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    lines = [json.dumps({"text": f"document {number:03} " * 8}) for number in range(80)]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    data = DataTable(sources=(SourceTable(path=str(tmp_path / "x.jsonl")),), epochs=1)
+    loader = build_loader(data, tokenizer, SEQ_LEN, 4, 0)
+    read = [loader.epochs_read() for _ in loader]
+    even = [min(1.0, (number + 1) / len(read)) for number in range(len(read))]
+    # The last batch may have fewer sequences, so each other one is a little more than its share.
+    assert len(read) > 30 and read == pytest.approx(even, abs=1 / len(read))
+
+
 class CountingPacker(IterableWrapper):
     """Numbered sequences of two tokens, in epochs of 50 documents; counts what was asked for."""
 
@@ -165,6 +178,7 @@ def resumed(loader: Loader, state: dict[str, Any]) -> list[Any]:
     stop=st.integers(0, 10_000),
     workers=st.tuples(st.integers(0, 3), st.integers(0, 3)),
 )
+@example(packing="best_fit", window=2, stop=3688, workers=(0, 0))  # a window that begins inside a group
 def test_a_run_resumes_in_the_middle_of_a_window_with_any_number_of_workers(
     make_loader: MakeLoader, packing: str, window: int, stop: int, workers: tuple[int, int]
 ) -> None:
@@ -270,6 +284,36 @@ def test_a_bad_record_stops_a_run_where_its_window_began(
     assert before == whole[: len(before)] and len(before) * 4 % WINDOW == 0
     (broken / "records.jsonl").write_text((repaired / "records.jsonl").read_text())
     assert before + resumed(make_loader(**keys, folder=broken), loader.state_dict()) == whole
+
+
+def test_a_window_that_is_used_up_in_changed_files_is_followed_by_the_next(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """The window ends with the epoch, and the records of the changed file are a third as long."""
+
+    def loader_of(times: int) -> Loader:
+        lines = [json.dumps({"text": f"document {number:03} " * times}) for number in range(40)]
+        (tmp_path / "x.jsonl").write_text("\n".join(lines))
+        source = SourceTable(path=str(tmp_path / "x.jsonl"))
+        return build_loader(DataTable(sources=(source,), on_changed_files="go_on"), tokenizer, SEQ_LEN, 4, 0)
+
+    before = loader_of(12)
+    list(islice(before, 15))
+    assert before.state_dict()["position"]["window"] == 0
+    loader = loader_of(4)
+    loader.load_state_dict(before.state_dict())
+    assert len(list(islice(loader, 3))) == 3
+    assert loader.state_dict()["position"]["window"] == 1
+
+
+def test_validation_speaks_of_no_earlier_order(
+    corpus: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    validation = ValidationTable(sources=(SourceTable(path=str(corpus / "*.txt")),), max_batches=1)
+    batches = build_validation_loader(validation, tokenizer, SEQ_LEN, 2)
+    assert len(list(batches)) == 1
+    assert "order" not in caplog.text
 
 
 def test_validation_is_not_shuffled(corpus: Path, tokenizer: Tokenizer) -> None:

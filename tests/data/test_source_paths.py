@@ -130,3 +130,11 @@ def test_json_lines_under_another_ending_are_read_as_one_text_with_a_warning(
             build_loader(data, tokenizer, 16, 1, 0).check_first_records()
         warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert ["looks like JSON Lines" in record.getMessage() for record in warnings] == [True] * warns
+
+
+def test_endings_in_capitals_mean_what_small_ones_mean(tmp_path: Path) -> None:
+    (tmp_path / "A.CSV").write_text("text\na\n")
+    (tmp_path / "B.JSON").write_text('[{"text": "b"}]')
+    (tmp_path / "C.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "c"}'))
+    source = open_source(SourceTable(path=f"{tmp_path}/*"))
+    assert [source.read(document, 0)[0] for document in source.first_documents(9)] == ["a", "b", "c"]

@@ -9,6 +9,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torchround.untrusted.progress
 from torchround.config import SourceTable
 from torchround.data import DataError
 from torchround.data.document_types import Document
@@ -207,3 +208,17 @@ def test_a_file_that_disappears_is_named_when_it_is_read(tmp_path: Path) -> None
 def test_a_path_with_brackets_that_exists_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "part[1].txt").write_text("text")
     assert read_all(open_source(SourceTable(path=str(tmp_path / "part[1].txt")))) == ["text"]
+
+
+def test_indexing_that_takes_long_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n' * 9)
+    table = SourceTable(path=str(tmp_path / "*.jsonl"))
+    open_source(table)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(torchround.untrusted.progress, "EVERY_S", 0.0)
+    open_source(table)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"indexing {tmp_path / 'a.jsonl'}: 0.00 MiB") and "2 of 2 (100 %)" in lines[-1]

@@ -308,13 +308,13 @@ def test_a_contradictory_source_is_named_when_it_is_opened(
 
 
 @pytest.mark.parametrize(
-    ("package", "write", "extra"),
-    [("zstandard", write_zstd, "zstd"), ("pyarrow.parquet", write_parquet, "parquet")],
+    ("package", "write", "installed_as"),
+    [("zstandard", write_zstd, "zstandard"), ("pyarrow.parquet", write_parquet, "pyarrow")],
 )
-def test_a_package_that_is_not_installed_is_asked_for_by_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, write: Write, extra: str
+def test_a_package_that_is_not_installed_is_asked_for_by_its_name_on_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, write: Write, installed_as: str
 ) -> None:
     table = write(tmp_path, RECORDS)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=rf"pip install 'torchround\[{extra}\]'"):
+    with pytest.raises(DataError, match=f"pip install {installed_as} "):
         walk(open_source(table))

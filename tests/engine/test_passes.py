@@ -112,3 +112,38 @@ def test_layers_that_declare_no_sizes_take_buffers_when_they_need_them(monkeypat
             train_step(engine, batch)
         engine.drain()
         assert taken(engine) == before and not nothing_is_taken_in_need(engine)
+
+
+@POLICIES
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_run_can_be_reserved_before_its_first_step(policy, validates):
+    model = toy_model(tied=True)
+    batches = toy_batches(STEPS, micro_batches=5)
+    shapes = [tuple(micro_batch.tokens.shape) for micro_batch in batches[0]]
+    with toy_engine(
+        model, toy_store(model, policy=policy), PARTITIONS["forward coarser"], 3, rounds=2
+    ) as engine:
+        engine.reserve(shapes, validates)
+        before = engine.pool.num_allocations
+        for batch in batches:
+            train_step(engine, batch)
+            results = [engine.evaluate(batch) for batch in batches[:2]] if validates else []
+            assert all(result.loss() > 0 for result in results)
+        engine.drain()
+        assert engine.pool.num_allocations == before and nothing_is_taken_in_need(engine)
+
+
+def test_the_shorter_last_batch_uses_the_buffers_of_longer_ones():
+    """Its micro-batches are smaller than any before: 5 sequences are cut into 3 and 2, 1 into 1."""
+    model = toy_model()
+    with toy_engine(model, toy_store(model), PARTITIONS["one layer a stage"], 2) as engine:
+        full = toy_batches(1, micro_batches=4)[0]
+        train_step(engine, full)
+        train_step(engine, full)
+        engine.drain()
+        before = taken(engine)
+        shorter = [micro_batch.with_tensors(t[:1] for t in micro_batch.tensors()) for micro_batch in full[:3]]
+        train_step(engine, shorter)
+        train_step(engine, full)
+        engine.drain()
+        assert taken(engine) == before and nothing_is_taken_in_need(engine)

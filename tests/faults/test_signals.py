@@ -40,7 +40,7 @@ def stop_until_complete(
         child = fork_server.start("trains", arguments, folder=runs.folder)
         number = moment.choice(STOP_SIGNALS)
         if stops < at_most:
-            child.wait_until(lambda text: "\nstep " in text)
+            child.wait_until(lambda text: "  step " in text)
             time.sleep(moment.uniform(0, 0.1))
             child.send(number)
         child.wait()

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from tests.support.step_records import record
 from torchround.config import MetricsTable
 from torchround.observe import MetricsFile, MetricsLogger, StepRecord, open_metrics
-from torchround.observe.reporters import ConsoleReport
+from torchround.observe.reporters import ConsoleReport, _connect
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,6 +101,7 @@ def test_a_resumed_run_continues_file_and_step_count(
     assert "step 4/4" in capsys.readouterr().out
 
 
+WITH_A_KEY = {"WANDB_API_KEY": "0" * 40}
 WANDB_PROGRAM = """
 import os, sys
 from pathlib import Path
@@ -186,14 +188,47 @@ def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path) -> None:
     assert output == {"wandb imported": "False", "run id": "None"}
 
 
-def test_wandb_that_cannot_start_costs_one_warning_and_its_run_id_is_kept(tmp_path: Path) -> None:
-    # Online without a key and without a network; the run it had is still the one to rejoin later.
-    output, stderr = run_with_wandb(
-        tmp_path, "online", run_id="abc12345", WANDB_BASE_URL="http://127.0.0.1:9"
-    )
+@pytest.fixture
+def closed_port() -> int:
+    """Return a port of this machine at which nothing listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+    return port
+
+
+def test_wandb_without_a_network_logs_offline_with_one_warning(tmp_path: Path, closed_port: int) -> None:
+    """The run it had is still the one to rejoin, and all records are there to be sent later."""
+    url = f"http://127.0.0.1:{closed_port}"
+    output, stderr = run_with_wandb(tmp_path, "online", run_id="abc12345", WANDB_BASE_URL=url, **WITH_A_KEY)
     assert output["run id"] == "abc12345"
-    assert stderr.count("reporting to wandb failed") == 1
+    assert stderr.count("so it is logged offline to") == 1 and "ConnectionRefusedError" in stderr
+    assert "reporting to wandb failed" not in stderr and "Traceback" not in stderr
+    assert [entry["loss"] for entry in logged_by_wandb(tmp_path, "abc12345")] == [1.0, 2.0, 3.0]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_wandb_that_cannot_start_costs_one_warning_and_its_run_id_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "wandb.py").write_text("raise RuntimeError('a broken installation')")
+    search = f"{tmp_path / 'broken'}{os.pathsep}{ROOT}"
+    output, stderr = run_with_wandb(tmp_path, "online", run_id="abc12345", PYTHONPATH=search)
+    assert output["run id"] == "abc12345"
+    assert stderr.count("reporting to wandb failed: RuntimeError: a broken installation") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_proxy_is_asked_in_place_of_the_server_behind_it(
+    monkeypatch: pytest.MonkeyPatch, closed_port: int, scheme: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("no_proxy", "")
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        _connect(f"{scheme}://no-such-host.invalid")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        with pytest.raises(ConnectionRefusedError):
+            _connect(f"{scheme}://127.0.0.1:{closed_port}")
 
 
 def test_wandb_processes_that_die_cost_one_warning(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ MISTAKES: dict[str, tuple[Prepare, str, str]] = {
     "a letter of globs": (
         writes("part[1].txt", "text"),
         'path="part[1]*.txt"',
-        "no file matches (working directory: ",
+        "; [ begins a set of letters in a glob, and [[] means the letter [ itself",
     ),
     "a link to a disk that is not there": (lost_link, 'path="*.txt"', "x.txt is a link to "),
     "ids of another vocabulary": (

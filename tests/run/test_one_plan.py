@@ -85,8 +85,8 @@ def test_a_run_whose_boundaries_do_not_fit_host_memory_is_refused_before_anythin
     with monkeypatch.context() as patch:
         patch.setattr("torchround.trainer.build_store", none_is_made)
         question = run_question(debug_model(), RunNumbers(TRAINING, EngineTable()), plenty)
-        # Room for weights, gradients, optimizer state and tokens, and 64 KiB for what passes between stages.
-        needed = question.state().state_bytes + 8 * 32 * 512 + 2**16
+        # Room for weights, gradients, optimizer state, two batches and the integers of two, and 64 KiB for what passes between stages.
+        needed = question.state().state_bytes + (2 + 2) * 8 * 32 * 512 + 2**16
         on_this_machine(patch, replace(plenty, host_bytes=needed))
         for more in ([], ["--dry-run"]):
             # The window of shuffled sequences is counted too; these bytes have no room for one.

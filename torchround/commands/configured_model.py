@@ -30,18 +30,24 @@ Mapped = Mapping[str, Sequence[FileTensor]]
 """Frozen weights that stay in the files they were released in (`lora.map_base`), by parameter name."""
 
 
-def build_model(options: Options, vocab_size: int | None = None) -> LayeredModel:
+def build_model(options: Options, vocab_size: int | None = None, *, warns: bool = True) -> LayeredModel:
     """Build the configured model on `meta`; with `lora.rank`, frozen and with adapters.
 
-    `vocab_size` is the tokenizer's. Without one, the model keeps the vocabulary of its flavor, shape or folder.
-    Raises `ConfigError` or `ModelConfigError`.
+    `vocab_size` is the tokenizer's. Without one, the model keeps the vocabulary of its flavor, shape or folder. With
+    `warns`, it says if documents may be longer than the model knows. Raises `ConfigError` or `ModelConfigError`.
     """
     family, config = model_config(options, vocab_size)
-    warn_of_positions(options, config)
+    if warns:
+        warn_of_positions(options, config)
     model, lora = family.build(config), options.config.lora
     if lora.rank:
         add_adapters(model, family.hf_names(config), lora_shape(lora))
     return model
+
+
+def flavors_of(family: str) -> list[str]:
+    """Return the names of a family's flavors."""
+    return list(FAMILIES[family].flavors)
 
 
 def lora_shape(table: LoraTable) -> LoraShape:
@@ -59,12 +65,14 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[Family[Any],
         raise options.unknown_name("model.flavor", table.flavor, family.flavors)
     if table.shape is not None:
         shape = table.shape.model_dump(exclude_none=True)
+        if table.flavor is not None and (rows := _flavor_vocab(options, vocab_size)) is not None:
+            shape.setdefault("vocab_size", rows)
         try:
             return family, family.config_from_shape(shape, table.flavor, vocab_size)
         except ModelConfigError as error:
             raise options.error("model.shape", str(error)) from error
     if table.flavor is not None:
-        return family, family.config_from_flavor(table.flavor, vocab_size=vocab_size)
+        return family, family.config_from_flavor(table.flavor, vocab_size=_flavor_vocab(options, vocab_size))
     path, content = _read_config_json(options)
     _refuse_another_family(options, path, content.get("model_type"))
     _refuse_quantised(options, path, content)
@@ -76,6 +84,19 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[Family[Any],
             "legal: a tokenizer with at most as many",
         )
     return family, config
+
+
+def _flavor_vocab(options: Options, vocab_size: int | None) -> int | None:
+    """Return the vocabulary of a flavor's model: its own, unless the tokenizer has more tokens.
+
+    A smaller one leaves rows unused. It does not make a model of another size of the one that was asked for. Only
+    `debug` has no vocabulary of its own.
+    """
+    table = options.config.model
+    assert table.flavor is not None, "only a flavor has a vocabulary of its own"
+    if vocab_size is None or table.flavor == "debug":
+        return vocab_size
+    return max(vocab_size, FAMILIES[table.family].config_from_flavor(table.flavor).vocab_size)
 
 
 def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
@@ -152,7 +173,7 @@ def check_weights(options: Options, vocab_size: int | None) -> None:
 
     `vocab_size` as in `build_model`. Raises `ConfigError`, `ModelConfigError` or `HFError`.
     """
-    find_weights(options, build_model(options, vocab_size))
+    find_weights(options, build_model(options, vocab_size, warns=False))
 
 
 def map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) -> Mapped:

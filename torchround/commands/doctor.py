@@ -8,28 +8,36 @@ devices and the memory that are free now. Nothing is trained, and nothing is lef
 """
 
 import argparse
+import logging
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torchround.commands.plan_run import configured_question, known_vocab_size
 from torchround.config import ConfigError, EngineTable, parse_command_line
 from torchround.config.load import find_config
 from torchround.data import TokenizerError
-from torchround.engine.errors import EngineUsageError
+from torchround.engine.errors import EngineError
 from torchround.hf import HFError
 from torchround.models import ModelConfigError
 from torchround.pipeline.memory import size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan_report import report_plan
+from torchround.run import hardware
 from torchround.run.hardware import find_hardware
 from torchround.run.machine import Fact, device_facts, disk_text, system_facts
+from torchround.run.start_checks import checkpoint_bytes
 from torchround.untrusted.terminal import say, terminal_safe
 
 NAME_WIDTH, WIDTH = 22, 100  # in characters; the width if the output is not a terminal
-UNPLANNABLE = (ConfigError, ModelConfigError, EngineUsageError, TokenizerError, HFError, PlanError)
+# A card that cannot be used makes PyTorch raise RuntimeError.
+UNPLANNABLE = (
+    *(ConfigError, ModelConfigError, EngineError, TokenizerError, HFError, PlanError),
+    RuntimeError,
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -55,22 +63,38 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(terminal_safe(f"doctor: {error}"), file=sys.stderr)
         return 2
-    for fact in machine(options.folder):
-        show(fact)
-    say("\nconfigs, planned for these devices and the memory that is free now")
     shipped = configs or shipped_configs()
-    if not shipped:
-        say("  none: the shipped ones are in the clone's configs/, which is not here")
-    for config in shipped:
-        for fact in config_facts(config):
+    with without_warnings(hardware.__name__):  # why no accelerator was found is a fact here, and is said once
+        for fact in machine(options.folder):
             show(fact)
+        say("\nconfigs, planned for these devices and the memory that is free now")
+        if not shipped:
+            say("  none: the shipped ones are in the clone's configs/, which is not here")
+        for config in shipped:
+            for fact in config_facts(config):
+                show(fact)
     return 0
+
+
+@contextmanager
+def without_warnings(name: str) -> Iterator[None]:
+    """Keep a module's warnings back for a while."""
+    log = logging.getLogger(name)
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def machine(folder: Path) -> Iterator[Fact]:
     """Yield what this machine has, the disk of `folder` included."""
     yield from system_facts()
-    yield from device_facts(find_hardware(EngineTable()))
+    try:
+        yield from device_facts(find_hardware(EngineTable()))
+    except (EngineError, RuntimeError) as error:  # a card in use by others, or a driver that fails
+        yield "devices", f"cannot be used: {_reason(error)}"
     yield "disk", disk_text(folder)
 
 
@@ -88,17 +112,24 @@ def config_facts(path: Path) -> Iterator[Fact]:
         )
         answer = report_plan(question)
     except UNPLANNABLE as error:
-        yield path.name, f"cannot be planned: {error}"
+        yield path.name, f"cannot be planned: {_reason(error)}"
         return
     if answer.plan is not None and answer.device is not None:
         devices = f"each of {question.num_devices} devices {size_text(answer.device.total_bytes)}"
-        yield path.name, f"fits: host memory {size_text(answer.host.total_bytes)}, {devices}"
+        host, disk = size_text(answer.host.total_bytes), size_text(checkpoint_bytes(question))
+        yield path.name, f"fits: host memory {host}, {devices}, a checkpoint {disk}"
     else:
         # `plan` lists the changes that would help, and tries each.
         yield path.name, f"does not fit: {answer.problem.partition('. What would help')[0]}"
     first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     if first.startswith("# "):
         yield "", f"written for: {first.removeprefix('# ').partition('. ')[0]}"
+
+
+def _reason(error: Exception) -> str:
+    """Return the message; of PyTorch's errors the first line, because advice to programmers follows it."""
+    text = str(error)
+    return text.partition("\n")[0] if isinstance(error, RuntimeError) else text
 
 
 def show(fact: Fact) -> None:

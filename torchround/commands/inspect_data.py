@@ -150,10 +150,10 @@ def text_of(ids: list[int], tokenizer: Tokenizer) -> str:
     try:
         return tokenizer.decode(ids)
     except KeyError:
-        return "".join(
-            tokenizer.decode([number]) if number < tokenizer.vocab_size else f"<id {number}>"
-            for number in ids
-        )
+        # A vocabulary may have gaps, too.
+        if len(ids) == 1:
+            return f"<id {ids[0]}>"
+        return "".join(text_of([number], tokenizer) for number in ids)
 
 
 def shortened(text: str, most_characters: int | None) -> str:

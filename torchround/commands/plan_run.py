@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise CommandError("--print-config and --dry-run are switches of train.py; a plan never trains")
         if given.lora_rank:
             options = _with_adapters(options, given.lora_rank)
-        question = configured_question(options, known_vocab_size(options), hardware(given, options.config))
-        answer = report_plan(question)
+        machine = hardware(given, options.config)
+        answer = report_plan(configured_question(options, known_vocab_size(options), machine))
     except (
         *(ConfigError, ModelConfigError, CommandError, EngineUsageError),
         *(TokenizerError, HFError, PlanError, UnknownPeakError),
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     show_plan(answer)
+    show_advice(options, machine, answer)
     return 0 if answer.plan is not None else 1
 
 
@@ -182,6 +183,14 @@ def show_plan(answer: PlanReport) -> None:
     console.print(rendered(answer), highlight=False, soft_wrap=not is_terminal)
 
 
+def show_advice(options: Options, machine: Hardware, answer: PlanReport) -> None:
+    """Print what would make a run fit that does not."""
+    from torchround.commands.plan_advice import advice  # which asks this module for its questions
+
+    for line in advice(options, machine, answer):
+        print(line)
+
+
 def rendered(report: PlanReport) -> "Group":
     """Turn the report into tables and lines for a console."""
     from rich.console import Group  # draws random numbers when imported, which an import must not
@@ -196,7 +205,7 @@ def rendered(report: PlanReport) -> "Group":
             *_speed_lines(report),
         ]
     else:
-        parts += [f"does not fit: {report.problem}", *_change_lines(report)]
+        parts += [f"does not fit: {report.problem}"]
     parts += [*_faster_lines(report), _length_line(report)]
     return Group(*(part for part in parts if part))  # type: ignore[arg-type]
 
@@ -207,8 +216,7 @@ def _host_table(report: PlanReport) -> "Table":
         "weights": host.weight_bytes,
         "gradients": host.gradient_bytes,
         "optimizer state": host.optimizer_bytes,
-        "activations between stages": host.activation_bytes,
-        "tokens": host.integer_bytes,
+        **({} if report.plan is None else _plan_rows(host)),
         **({"readers of files": host.reader_bytes} if host.reader_bytes else {}),
         "batches of data": host.loader_bytes,
         **({"virtual devices": host.device_bytes} if host.device_bytes else {}),
@@ -222,6 +230,10 @@ def _host_table(report: PlanReport) -> "Table":
     for name, size in rows.items():
         table.add_row(name, size_text(size))
     return table
+
+
+def _plan_rows(host: HostMemory) -> dict[str, int]:
+    return {"activations between stages": host.activation_bytes, "tokens": host.integer_bytes}
 
 
 def _plan_table(plan: Plan, timed: bool) -> "Table":
@@ -302,11 +314,6 @@ def _faster_lines(report: PlanReport) -> Iterator[str]:
     basis = "" if report.question.device is not None else ", if time is in proportion to FLOPs"
     for change in sorted(report.faster, key=lambda change: -change.gain):
         yield f"{change.setting} would take {100 * change.gain:.0f} % less time per step{basis}"
-
-
-def _change_lines(report: PlanReport) -> Iterator[str]:
-    for change in report.changes:
-        yield f"  with {change.setting}: {'fits' if change.fits else 'still does not fit'}"
 
 
 def _length_line(report: PlanReport) -> str:

@@ -174,7 +174,7 @@ def write_files(
         options.trace.write_text(json.dumps(trace))
     if options.plot:
         try:
-            from torchround.commands.plot_timeline import plot_reports
+            from torchround.observe.timeline_picture import plot_reports
         except ModuleNotFoundError as error:
             raise CommandError(f"--plot needs {error.name}: pip install matplotlib") from None
         plot_reports(reports, setting.costs.num_layers, options.plot, title(setting, options))

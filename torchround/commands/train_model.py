@@ -6,13 +6,17 @@ Exit codes: 0 the run is complete; 1 a fault; 2 a mistake in the config or in th
 after saving.
 """
 
+import json
 import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -25,7 +29,7 @@ from torchround.commands.configured_model import (
     model_config,
 )
 from torchround.commands.export_hf import Export, export
-from torchround.commands.plan_run import configured_question, question_of, show_plan
+from torchround.commands.plan_run import configured_question, question_of, show_advice, show_plan
 from torchround.config import ConfigError, Options, parse_command_line, to_toml
 from torchround.data import (
     DataError,
@@ -42,12 +46,12 @@ from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.models import ModelConfigError
 from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan_report import RunQuestion, plan_for, report_plan
+from torchround.pipeline.plan_report import RunQuestion, host_memory, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.early_end import BadStepsError
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
-from torchround.run.numbers import RunNumbers, host_memory_text
+from torchround.run.numbers import RunNumbers, host_memory_text, num_parameters
 from torchround.run.run_folder import ConfigSource, RunError, RunFolder
 from torchround.run.start_checks import disk_need, require_load_path
 from torchround.run.validation import best_of, kept_losses
@@ -60,6 +64,8 @@ MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
     *(PlanError, RunError, HFError),
 )
+# A checkpoint that may take longer than torchrun waits after a signal, at 300 MB/s.
+SLOW_SAVE_BYTES = 9 * 10**9
 FAULTS = (BadStepsError, CheckpointError, DataError, EngineError)
 
 
@@ -69,17 +75,31 @@ def main(arguments: list[str]) -> int:
     try:
         return run(arguments)
     except MISTAKES as error:
-        print(escape_unprintable(str(error)), file=sys.stderr, flush=True)
+        end_with(escape_unprintable(str(error)))
         return 2
     except FAULTS as error:
         # The cause is an error inside a stage or a worker, often in a model's own code: only its traceback says where.
         if isinstance(error, PipelineError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        print(f"{type(error).__name__}: {escape_unprintable(str(error))}", file=sys.stderr, flush=True)
+        end_with(f"{type(error).__name__}: {escape_unprintable(str(error))}")
         return 1
     except KeyboardInterrupt:
-        print("interrupted before the first step", file=sys.stderr, flush=True)
+        end_with("interrupted before the first step")
         return 128 + signal.SIGINT
+
+
+def end_with(message: str) -> None:
+    """Print the message that ends the command. Under torchrun it also closes torchrun's report, which is printed below it.
+
+    torchrun names a file in which a process may say why it failed, and quotes it at the end of its report.
+    """
+    print(message, file=sys.stderr, flush=True)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    with suppress(OSError):  # the message is on the console
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
 
 
 def run(arguments: list[str]) -> int:
@@ -150,19 +170,23 @@ def check_start(options: Options) -> None:
 
 
 def dry_run(options: Options) -> int:
-    """Print the config, and the run's plan with all that it needs, or what would make it fit."""
+    """Print the run's plan with all that it needs, or what would make it fit; with `--print-config` the config too."""
     config = options.config
-    print(to_toml(config))
-    tokenizer = find_tokenizer(options)
-    check_weights(options, tokenizer.vocab_size)
-    question = configured_question(options, tokenizer.vocab_size, find_hardware(config.engine))
-    folder = RunFolder(config.run)
-    # Finds the mistakes that only show when the data is looked at.
-    loader, _ = build_loaders(options, tokenizer)
-    if text := dry_text(config, loader, folder):
-        say(text)
+    if options.print_config:
+        print(to_toml(config))
+    tokenizer = tokenizer_if_here(options)
+    vocab_size = None if tokenizer is None else tokenizer.vocab_size
+    check_weights(options, vocab_size)
+    machine, folder = find_hardware(config.engine), RunFolder(config.run)
+    question = configured_question(options, vocab_size, machine)
+    if tokenizer is not None:
+        # Finds the mistakes that only show when the data is looked at.
+        loader, _ = build_loaders(options, tokenizer)
+        if text := dry_text(config, loader, folder):
+            say(text)
     answer = report_plan(with_kept_rounds(question, folder))
     show_plan(answer)
+    show_advice(options, machine, answer)
     need = disk_need(config, folder, question)
     say(f"disk: {need.text()}")
     need.require_one()
@@ -185,18 +209,24 @@ def description(parts: RunParts) -> str:
     name = table.flavor or table.hf_path or "of its own shape"
     if table.flavor and table.shape:
         name = f"{name} with other sizes"
-    counts = parts.question.parameters
-    trained = f" ({counts.trained:,} of them trained)" if counts.frozen else ""
-    size = f"{counts.trained + counts.frozen:,} parameters{trained} in {len(parts.model.layers)} layers"
+    total, trained = num_parameters(parts.model)
+    of_them = f" ({trained:,} of them trained)" if trained < total else ""
+    size = f"{total:,} parameters{of_them} in {len(parts.model.layers)} layers"
     sources = ", ".join(source.path for source in parts.config.data.sources)
     batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
+    need = disk_need(parts.config, parts.folder, parts.question)
     lines = [
         f"model    {table.family} {name}: {size}, {training.dtype}",
         f"data     {sources}: {batch}",
         f"devices  {parts.hardware.num_devices} x {parts.hardware.kind}{parts.hardware.note}",
-        f"host     {host_memory_text(replace(parts.question, rounds=parts.plan.rounds).state())}",
-        f"disk     {disk_need(parts.config, parts.folder, parts.question).text()}",
+        f"host     {host_memory_text(host_memory(parts.question, parts.plan))}",
+        f"disk     {need.text()}",
     ]
+    if "TORCHELASTIC_RUN_ID" in os.environ and need.checkpoint_bytes >= SLOW_SAVE_BYTES:
+        lines.append(
+            "torchrun kills a run 30 s after a signal, also while it saves: start it with python train.py, or with "
+            "torchrun --shutdown-timeout SECONDS"
+        )
     if parts.config.lora.map_base:
         lines.append(f"mapped   {mapped_text(parts.mapped, parts.model, parts.numbers.dtype)}")
     return "\n".join(lines)
@@ -230,6 +260,18 @@ def find_tokenizer(options: Options) -> Tokenizer:
         raise options.error(error.key, error.message) from error
 
 
+def tokenizer_if_here(options: Options) -> Tokenizer | None:
+    """Return the tokenizer for a dry run; None, with a line that says so, if it is not on this machine."""
+    try:
+        return build_tokenizer(options.config.tokenizer, options.config.model.hf_path)
+    except MissingTokenizerError as error:
+        missing = options.error(error.key, error.message)
+        say(
+            f"{missing}\nthe run needs it; planned without, for the vocabulary of the model and no look at the data"
+        )
+        return None
+
+
 def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Iterable[MicroBatch]]:
     """Build the training data, and the validation batches, which are empty when validation is off."""
     config, training = options.config, options.config.training
@@ -255,11 +297,11 @@ def refuse_several_processes(environment: Mapping[str, str]) -> None:
     if processes != "1":
         raise EngineUsageError(
             f"torchrun started {processes} processes on this node; one process drives all its GPUs. "
-            "Launch with `torchrun train.py --config NAME.toml` (no --nproc_per_node), and choose GPUs with "
-            "--engine.num_devices"
+            "Launch with `python train.py --config NAME.toml`, or with torchrun without --nproc_per_node, and choose "
+            "GPUs with --engine.num_devices"
         )
     if world != "1":
         raise EngineUsageError(
             f"torchrun started {world} processes on several nodes; several nodes are not built yet. "
-            "Launch with `torchrun train.py --config NAME.toml` on one node"
+            "Launch with `python train.py --config NAME.toml` on one node"
         )

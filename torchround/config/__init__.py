@@ -2,19 +2,17 @@
 
 from torchround.config.command_line import Options, parse_command_line
 from torchround.config.config import Config, EngineTable, PlanTable
+from torchround.config.data_tables import DataTable, SourceTable, TokenizerTable
 from torchround.config.errors import MODEL_FOLDER, ConfigError, nearest, show
 from torchround.config.load import load_config
 from torchround.config.tables import (
     CheckpointTable,
-    DataTable,
     LoraTable,
     LRScheduleTable,
     MetricsTable,
     ModelTable,
     OptimizerTable,
     RunTable,
-    SourceTable,
-    TokenizerTable,
     TraceTable,
     TrainingTable,
     ValidationTable,

@@ -23,7 +23,7 @@ class Options:
     """Print the resolved config as TOML, then stop."""
 
     dry_run: bool
-    """Print the resolved config, the plan and the memory it needs, then stop."""
+    """Print the plan and the memory it needs, then stop; with `print_config` the resolved config first."""
 
     raw: RawConfig
     """The tables before they were checked, for the source of each key in a message."""

@@ -1,27 +1,22 @@
 """`Config`, a whole run: one attribute per TOML table. A component takes its own table, never the whole.
 
-The engine's table is here too; the others are in `tables.py`.
+The engine's table is here too; the others are in `tables.py` and `data_tables.py`.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from torchround.config.key_types import Legal, Many, Table
+from torchround.config.data_tables import DataTable, TokenizerTable
+from torchround.config.key_types import Legal, Many, Name, NonNegativeInt, PositiveFloat, PositiveInt, Table
 from torchround.config.tables import (
     CheckpointTable,
-    DataTable,
     LoraTable,
     LRScheduleTable,
     MetricsTable,
     ModelTable,
-    Name,
-    NonNegativeInt,
     OptimizerTable,
-    PositiveFloat,
-    PositiveInt,
     RunTable,
-    TokenizerTable,
     TraceTable,
     TrainingTable,
     ValidationTable,

@@ -10,18 +10,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from torchround.config.config import Config, PlanTable
+from torchround.config.data_tables import SourceTable
 from torchround.config.errors import show
 from torchround.config.key_types import KeyType, Table, describe
 from torchround.config.model_shape import ShapeTable
-from torchround.config.tables import SourceTable
 
 USAGE = """\
-usage: torchrun train.py --config NAME.toml [--table.key VALUE ...]
+usage: python train.py --config NAME.toml [--table.key VALUE ...]
 
   --config NAME.toml   the run; looked up as given, then in configs/
   --table.key VALUE    any key below, for example --training.steps 20; VALUE is TOML, a bare word is a string
   --print-config       print the resolved configuration as TOML, then stop
-  --dry-run            print the resolved configuration, the plan and the memory it needs, then stop
+  --dry-run            print the plan and the memory it needs, then stop (--print-config: and the configuration)
   --help               print this text
 """
 
@@ -31,7 +31,7 @@ PAGE_HEAD = """\
 Reference: every key of a run's TOML file. `python -m torchround.config` writes this page from the docstrings of
 `torchround/config/`. Do not edit it.
 
-A run is one TOML file: `torchrun train.py --config NAME.toml`. The name is looked up as given, then in `configs/`
+A run is one TOML file: `python train.py --config NAME.toml`. The name is looked up as given, then in `configs/`
 of the working directory and of the repository. One message names every mistake (file, key, type, range, combination)
 before any work begins, and the exit code is 2.
 

@@ -21,7 +21,7 @@ from torchround.data.opening import (
     open_sources,
     packs_whole_documents,
 )
-from torchround.data.order_rules import LATEST, OrderRules, rules_for, rules_of
+from torchround.data.order_rules import OrderRules, rules_for, rules_of
 from torchround.data.packing.batches import (
     Batches,
     CopyWatch,
@@ -194,7 +194,7 @@ class Loader(Iterator[MicroBatch]):
             logger.warning("%s; %s", terminal_safe(notice), what)
             if self._packs_whole and position:
                 position = with_packing_state(position, in_changed_files(packing_state(position)))
-        if rules.number < LATEST:
+        if rules.number < self._rules.number:
             logger.info("the data keep the order of the version that the run began with")
         self.close()  # what is prefetched belongs to the old position
         self._position, self._rules = position, rules
@@ -238,7 +238,8 @@ class Loader(Iterator[MicroBatch]):
             return read
         # The reader is at the end of a window of shuffled sequences, of which some have been handed out.
         begun = self._passes(progress_so_far(packing_state(position)))
-        return begun + (read - begun) * taken / max(self._rules.window, 1)
+        # A window may have ended early. Positions of earlier versions do not have its number of sequences.
+        return begun + (read - begun) * taken / max(position.get("sequences", self._rules.window), 1)
 
     def _passes(self, progress: dict[str, Any]) -> float:
         pairs = zip(self._sources, progress["reader"]["sources"], strict=True)

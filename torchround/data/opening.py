@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torchround.config import DataTable, SourceTable
 from torchround.data.document_types import Content, Conversation, Document, TextSpan
-from torchround.data.errors import DataError, TokenizerError
+from torchround.data.errors import DataError, DataFileError, TokenizerError
 from torchround.data.formats.content import RecordReader, Render
 from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
@@ -83,6 +83,8 @@ def _check_source(table: SourceTable, source: Source, tokenizer: Tokenizer, most
     for document in source.first_documents(DOCUMENTS_READ if is_plain else ALL_BAD):
         try:
             content, _ = source.read(document, 0)
+        except DataFileError:
+            raise  # no record is at fault: leaving such documents out would hide it
         except DataError as error:
             first_error, num_bad = first_error or error, num_bad + 1
         else:

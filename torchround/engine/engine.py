@@ -146,6 +146,12 @@ class Engine:
         )
         self._life.start([*(worker.thread for worker in workers), *others], optimizer_worker)
 
+    def reserve(self, shapes: Sequence[tuple[int, int]], validates: bool) -> None:
+        """Take all buffers of the run now, as `BufferReservation.reserve_run`; without it the passes do as they come."""
+        with self._life.call():
+            run = (shapes, self.partition, self.settings.rounds, self._step, validates)
+            self._board.post(FIRST_SIZES(0), self._reservation.reserve_run(*run))
+
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Dispatch one training step: loss and gradients of all micro-batches.
 
@@ -282,8 +288,8 @@ class Engine:
             shape=shape,
             sizes=sizes,
         )
-        if self._next_pass == 0:
-            self._board.post(FIRST_SIZES(0), sizes)
+        if self._next_pass == 0 and not self._board.ready(FIRST_SIZES(0)):
+            self._board.post(FIRST_SIZES(0), (sizes,))
         self._next_pass += 1
         return pass_
 

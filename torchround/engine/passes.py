@@ -19,9 +19,17 @@ from torchround.engine.worker.activation_transfers import HostTensors, StagingSi
 from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.host_buffers import HeldPass, pass_buffers
+from torchround.pipeline.host_buffers import HeldPass, pass_buffers, whole_pages
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
-from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask
+from torchround.pipeline.partition import (
+    Partition,
+    Stage,
+    StageKind,
+    StageTask,
+    evaluation_tasks,
+    step_tasks,
+)
+from torchround.pipeline.plan_report import INTEGER_TENSORS
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class StageJob:
 
 
 # Posted before the first stage job, so that every device has its buffers by then.
-FIRST_SIZES = HandOver[StagingSizes]("the first pass")
+FIRST_SIZES = HandOver[tuple[StagingSizes, ...]]("the first pass")
 STAGE_JOB = HandOver[StageJob]("stage slot {0} to be handed out")
 TRAINING_PASS = HandOver[Pass]("step {0} to be dispatched")
 
@@ -104,6 +112,21 @@ class PassShape:
             tuple(task.micro_batches for task in tasks if task.stage_index == 0),
             tuple(micro_batch.tokens.shape for micro_batch in micro_batches),
             tuple(Packing.of(micro_batch.tensors()).nbytes for micro_batch in micro_batches),
+            step,
+            version,
+        )
+
+    @staticmethod
+    def planned(
+        tasks: Sequence[StageTask], shapes: Sequence[tuple[int, int]], training: bool, step: int, version: int
+    ) -> "PassShape":
+        """Return the shape of a pass whose micro-batches have these `[B, T]`."""
+        return PassShape(
+            training,
+            tuple(task.stage for task in tasks if task.round == 0),
+            tuple(task.micro_batches for task in tasks if task.stage_index == 0),
+            tuple(torch.Size(shape) for shape in shapes),
+            tuple(INTEGER_TENSORS * aligned(8 * batch * tokens) for batch, tokens in shapes),
             step,
             version,
         )
@@ -223,6 +246,8 @@ class BufferReservation:
         if any(bundle.mapped for bundle in store.bundles):
             self._always[READER_BUFFER_BYTES] += READER_BUFFERS * sum(dev.pins_host_memory for dev in devices)
         self._reserved: dict[tuple[PassShape, PassShape, bool], StagingSizes] = {}
+        self._shapes: set[torch.Size] = set()
+        self._integer_bytes: dict[torch.Size, int] = {}
         pool.reserve(self._always)
 
     def reserve_for(self, this: PassShape, before: PassShape | None) -> StagingSizes:
@@ -244,10 +269,55 @@ class BufferReservation:
         # already and this costs a look-up.
         key = this, before, this.runs_beside(before)
         if key not in self._reserved:
+            self._stand_in_for_shorter(this)
             ahead = len(this.stages) if this.runs_beside(before) else self._frozen_stages(this)
             self._pool.reserve(self._needed(this, before, ahead))
             self._reserved[key] = self._sizes(this)
         return self._reserved[key]
+
+    def reserve_run(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        partition: Partition,
+        rounds: int,
+        step: int,
+        validates: bool,
+    ) -> tuple[StagingSizes, ...]:
+        """Reserve the buffers of all passes from training step `step` on.
+
+        Steps have micro-batches of these `[B, T]`. If the run `validates`, evaluations of as many come between.
+        Returns the staging space that devices need. Raises `HostMemoryError`.
+        """
+        count = len(shapes)
+        tasks = step_tasks(partition, count, min(rounds, count), self._num_devices)
+        version = self._store.policy.version_read(step)
+        training = PassShape.planned(tasks, shapes, True, step, version)
+        sizes = self.reserve_for(training, None)
+        if not validates:
+            return (sizes,)
+        tasks = evaluation_tasks(partition, count, self._num_devices)
+        evaluation = PassShape.planned(tasks, shapes, False, step + 1, step + 1)
+        between = self.reserve_for(evaluation, training)
+        self.reserve_for(evaluation, evaluation)
+        self.reserve_for(training, evaluation)
+        return sizes, between
+
+    def _stand_in_for_shorter(self, this: PassShape) -> None:
+        """Let a shorter batch, such as the last one of limited data, use the buffers of longer ones."""
+        longest = max(self._shapes, default=None)
+        layers = range(1, len(self._model.layers))
+        for shape, integer_bytes in zip(this.shapes, this.integer_bytes, strict=True):
+            if (
+                longest is not None
+                and shape not in self._shapes
+                and shape[1:] == longest[1:]
+                and shape < longest
+            ):
+                self._pool.stand_in(integer_bytes, self._integer_bytes[longest])
+                for cut in layers:
+                    self._pool.stand_in(self._bytes(cut, shape), self._bytes(cut, longest))
+        self._shapes.update(this.shapes)
+        self._integer_bytes.update(zip(this.shapes, this.integer_bytes, strict=True))
 
     def _sizes(self, this: PassShape) -> StagingSizes:
         # Layer 0 reads the micro-batch alone, so no boundary lies before it.
@@ -270,7 +340,8 @@ class BufferReservation:
             _held(before, shapes, 0),
             _held(this, shapes, ahead),
             self._num_devices,
-            boundary_bytes=lambda cut, size: self._bytes(cut, shapes[size]),
+            # In whole pages before they are counted: two boundaries of about a size can use one buffer in turn.
+            boundary_bytes=lambda cut, size: whole_pages(self._bytes(cut, shapes[size])),
             integer_bytes=lambda size: integers[shapes[size]],
         )
         return needed + self._always

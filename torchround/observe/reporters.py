@@ -5,7 +5,9 @@ catches that.
 """
 
 import json
+import logging
 import os
+import socket
 import sys
 import time
 from collections import deque
@@ -14,9 +16,13 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from torchround.observe.record import StepRecord, perplexity
 from torchround.pipeline.memory import GIB, size_text
+
+logger = logging.getLogger(__name__)
 
 # The ETA takes the time per step from so many of the newest lines.
 _ETA_LINES = 20
@@ -25,6 +31,9 @@ _ETA_LINES = 20
 SEPARATOR = "  "
 # The time of day and the separator after it, and the width of a console that does not tell its own.
 TIME_WIDTH, DEFAULT_WIDTH = 10, 80
+
+# Seconds to wait for the server of Weights & Biases to answer a connection, and for the library to start a run there.
+_CONNECT_S, _WANDB_START_S = 5.0, 30.0
 
 # The most lines kept in memory while the disk fails (about 10 MB). They are written once it works again.
 KEPT_LINES = 10_000
@@ -242,8 +251,9 @@ class WandbLogger:
     """One run of Weights & Biases. `run_id` goes into checkpoints; a resumed run passes it in to join the same run.
 
     `offline` writes to `folder/wandb` and needs no network and no account. Each part of a resumed run is a
-    folder of its own there with the same id, and `wandb sync --append` joins them. Every method raises
-    whatever the library raises.
+    folder of its own there with the same id, and `wandb sync --append` joins them. `online` falls back to
+    `offline`, with one warning, if the service cannot be reached or does not take the run. Every method
+    raises whatever the library raises.
     """
 
     def __init__(
@@ -258,18 +268,37 @@ class WandbLogger:
         import wandb  # here, so that a run without it never pays for the import
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            mode=mode,
-            project=project,
-            name=name,
-            dir=str(folder),
-            config=dict(config),
-            id=run_id,
-            # Offline there is no server to look the id up on, and the library would warn.
-            resume="allow" if run_id is not None and mode == "online" else None,
-            # Otherwise the library would put itself between our console lines and standard output.
-            settings=wandb.Settings(console="off"),
-        )
+
+        def start(mode: Literal["online", "offline"]) -> Any:
+            return wandb.init(
+                mode=mode,
+                project=project,
+                name=name,
+                dir=str(folder),
+                config=dict(config),
+                id=run_id,
+                # Offline there is no server to look the id up on, and the library would warn.
+                resume="allow" if run_id is not None and mode == "online" else None,
+                # Otherwise the library would put itself between our console lines and standard output.
+                settings=wandb.Settings(console="off", init_timeout=_WANDB_START_S),
+            )
+
+        if mode == "online":
+            try:
+                # The library itself tries for a minute and a half before it says that there is no network.
+                _connect(str(wandb.setup().settings.base_url))
+                self._run = start("online")
+            except Exception as error:  # noqa: BLE001  (without a page the figures are still wanted)
+                logger.warning(
+                    "Weights & Biases does not take this run (%s: %s), so it is logged offline to %s; `wandb "
+                    "sync` sends it later",
+                    type(error).__name__,
+                    error,
+                    folder / "wandb",
+                )
+                mode = "offline"
+        if mode == "offline":
+            self._run = start("offline")
         # The library drops records of a step that it has seen, but after a resume the steps since the last
         # checkpoint come again. As a metric of its own, `step` is only an axis.
         self._run.define_metric("*", step_metric="step")
@@ -285,6 +314,16 @@ class WandbLogger:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def _connect(url: str) -> None:
+    """Connect to the server of a URL, or to the proxy in front of it, and hang up. Raises `OSError` within seconds."""
+    parts = urlsplit(url)
+    proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
+    if proxy is not None:
+        parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    socket.create_connection((parts.hostname or "", port), timeout=_CONNECT_S).close()
 
 
 Reporter = ConsoleReport | MetricsFile | WandbLogger

@@ -161,12 +161,15 @@ class ParameterCounts:
     - `frozen`: parameters without one that are in host memory.
     - `tied`: the part of `trained` that several layers use.
     - `mapped`: frozen parameters that stay in files; they are not in `frozen`.
+    - `bundles`: for each group of trained parameters that travel together their number and how many layers use
+      them. Without it, buffers that gradients land in are counted without the rest of their last page.
     """
 
     trained: int
     frozen: int = 0
     tied: int = 0
     mapped: int = 0
+    bundles: tuple[tuple[int, int], ...] = ()
 
 
 def costs_from_work(

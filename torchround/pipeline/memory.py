@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchround.pipeline.costs import Costs, ParameterCounts
-from torchround.pipeline.host_buffers import HostBatch
+from torchround.pipeline.host_buffers import HostBatch, whole_pages
 from torchround.pipeline.partition import Partition, Stage, StageKind
 
 GIB = 2**30
@@ -18,6 +18,8 @@ MIB = 2**20
 # Staging buffers of a device: two for incoming activations, two for incoming gradients, two for outputs of
 # either kind. With two of each, one is filled or emptied while the other is computed with.
 STAGING_BUFFERS = 6
+# The outputs of a plan of one stage are losses.
+LOSS_BUFFERS = 2
 # A device rounds gradients to the dtype they travel in, if that is not the one they were accumulated in. It
 # does so piece by piece, in one buffer of this many elements.
 ROUNDING_ELEMENTS = 4 * 2**20
@@ -53,6 +55,11 @@ class MemoryLimits:
     batch: HostBatch | None = None
     devices_on_host: int = 0
     rounds_bytes: int = 0
+
+    def micro_batches_at_once(self, num_micro_batches: int, rounds: int) -> int:
+        """Return how many micro-batches a device holds the integers of: of a round, in a validation of all."""
+        validates = self.batch is not None and self.batch.validates
+        return num_micro_batches if validates else -(-num_micro_batches // rounds)
 
     def __post_init__(self) -> None:
         if self.recompute not in ("stage", "layer"):
@@ -103,10 +110,18 @@ def device_memory(
     return DeviceMemory(
         weights_bytes=weights_bytes,
         gradients_bytes=in_slots + rounded,
-        staging_bytes=STAGING_BUFFERS * max(layer.boundary_bytes for layer in costs.layers),
+        staging_bytes=staging_space(partition, costs),
         integers_bytes=limits.integer_bytes * micro_batches_per_round,
         compute_bytes=max(stage_compute_bytes(stage, costs, limits.recompute) for stage in stages),
     )
+
+
+def staging_space(partition: Partition, costs: Costs) -> int:
+    """Compute the staging buffers of a device: for the largest boundary between stages; for one stage, for losses."""
+    cuts = {stage.start for stage in partition.stages()} - {0}
+    if not cuts:
+        return LOSS_BUFFERS * costs.layers[-1].boundary_bytes
+    return STAGING_BUFFERS * max(costs.layers[cut - 1].boundary_bytes for cut in cuts)
 
 
 def weight_space(partition: Partition, num_devices: int, bytes_of: Callable[[Stage], int]) -> int:
@@ -178,26 +193,6 @@ def rounds_in_flight(num_devices: int, num_stages: int, rounds: int, update: str
     return min(1 + -(-(num_devices - 1) // (num_stages - num_devices)), rounds_under_way)
 
 
-def host_activation_bytes(
-    partition: Partition, costs: Costs, num_devices: int, num_micro_batches: int, rounds: int, update: str
-) -> int:
-    """Bound the host memory for activations and gradients between stages.
-
-    The planner checks its host limit with this bound, because it is quick to compute for many partitions;
-    `host_buffers.boundary_pool_bytes` is what a run allocates, and is no larger.
-
-    Each micro-batch under way holds the input of every stage but the first layer's, and one gradient on its
-    way. An input is kept until the backward if a backward stage starts there, otherwise until the next stage
-    has it.
-    """
-    stages = partition.stages()
-    cuts = {stage.start for stage in stages} - {0}
-    per_micro_batch = sum(costs.layers[cut - 1].boundary_bytes for cut in cuts)
-    per_micro_batch += max(layer.boundary_bytes for layer in costs.layers)
-    alive = rounds_in_flight(num_devices, len(stages), rounds, update) * -(-num_micro_batches // rounds)
-    return per_micro_batch * alive
-
-
 def size_text(num_bytes: int) -> str:
     """Format bytes in GiB, or in MiB below a tenth of a GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:.2f} MiB"
@@ -208,7 +203,8 @@ class HostMemory:
     """The host memory of a run in bytes, by kind.
 
     `reader_bytes` is for readers of weights in files, `loader_bytes` for batches of data that are being made,
-    `device_bytes` the memory of virtual devices. No sum includes `mapped_bytes`: the kernel keeps as much of those files in memory as is free.
+    `device_bytes` the memory of virtual devices. No sum includes `mapped_bytes`: the kernel keeps as much of those files
+    in memory as is free.
     """
 
     weight_bytes: int
@@ -247,10 +243,15 @@ def host_state(
     """
     versions = 2 if update == "async" else 1
     summed = parameters.trained if rounds > 1 else parameters.tied
+    in_one_part = parameters.trained - summed
+    landing_bytes = gradient_bytes * (summed + parameters.tied)
+    if parameters.bundles:
+        # Parts of sums land in buffers of the pool, which are whole pages.
+        added_up = [(numel, uses) for numel, uses in parameters.bundles if rounds * uses > 1]
+        landing_bytes = sum(uses * whole_pages(numel * gradient_bytes) for numel, uses in added_up)
     return HostMemory(
         weight_bytes=element_bytes * (versions * parameters.trained + parameters.frozen),
-        gradient_bytes=max(4, gradient_bytes) * summed
-        + gradient_bytes * (parameters.trained + parameters.tied),
+        gradient_bytes=max(4, gradient_bytes) * summed + gradient_bytes * in_one_part + landing_bytes,
         optimizer_bytes=OPTIMIZER_BYTES * parameters.trained,
         mapped_bytes=element_bytes * parameters.mapped,
     )

@@ -111,9 +111,12 @@ class Plan:
         )
         if not timed:
             speed = f"{bubble} if time is in proportion to FLOPs; the step time is unknown until steps are measured"
+        # Of a virtual device only the buffers are counted while it runs (`device_peak_gib`).
+        compute_bytes = max((stage.compute_bytes for stage in self.stages), default=0)
+        buffers = f", {size_text(self.device_bytes - compute_bytes)} of it buffers" if compute_bytes else ""
         return (
             f"{self.num_micro_batches} micro-batches in {self.rounds} round(s) on {self.num_devices} device(s), "
-            f"{self.update}: {speed}; {size_text(self.device_bytes)} per device"
+            f"{self.update}: {speed}; {size_text(self.device_bytes)} per device{buffers}"
         )
 
     def runs(self) -> list[tuple[int, int, PlannedStage]]:

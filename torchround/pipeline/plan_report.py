@@ -219,12 +219,14 @@ def _state_problem(question: RunQuestion) -> InfeasiblePlanError | None:
     missing_gib = state.short_by(question.host_bytes)
     if not missing_gib or question.host_bytes is None:
         return None
+    loader = f", and batches of data {size_text(state.loader_bytes)} of them" if state.loader_bytes else ""
+    keys = (*STATE_KEYS, "data.shuffle_sequences = 0") if state.loader_bytes else STATE_KEYS
     message = (
-        f"weights, gradients and optimizer state need {size_text(state.state_bytes)} of host memory, and "
+        f"weights, gradients and optimizer state need {size_text(state.state_bytes)} of host memory{loader}, and "
         f"{size_text(question.host_bytes)} are available: {size_text(round(missing_gib * GIB))} are missing. "
-        f"What would help: {', '.join(STATE_KEYS)}"
+        f"What would help: {', '.join(keys)}"
     )
-    return InfeasiblePlanError(message, "", missing_gib, STATE_KEYS)
+    return InfeasiblePlanError(message, "", missing_gib, keys)
 
 
 def host_memory(question: RunQuestion, plan: Plan | None) -> HostMemory:
@@ -245,8 +247,9 @@ def host_memory(question: RunQuestion, plan: Plan | None) -> HostMemory:
 def _device(question: RunQuestion, costs: Costs, plan: Plan | None) -> DeviceMemory | None:
     if plan is None:
         return None
-    size = -(-question.num_micro_batches // plan.rounds)
-    return device_memory(plan.partition, costs, question.num_devices, size, question.limits())
+    limits = question.limits()
+    size = limits.micro_batches_at_once(question.num_micro_batches, plan.rounds)
+    return device_memory(plan.partition, costs, question.num_devices, size, limits)
 
 
 def _transfers(question: RunQuestion, costs: Costs, plan: Plan | None) -> Transfers | None:

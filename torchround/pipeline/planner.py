@@ -169,7 +169,7 @@ def why_infeasible(
     finest = Partition(ones, 1, ones)
     chosen = partition or finest
     # The most rounds have the fewest micro-batches each, and so need the least memory for integers.
-    size = -(-problem.num_micro_batches // max(rounds_choices))
+    size = problem.limits.micro_batches_at_once(problem.num_micro_batches, max(rounds_choices))
     needed = device_memory(chosen, problem.costs, problem.num_devices, size, problem.limits)
     limit = problem.limits.device_bytes
     if limit is not None and needed.total_bytes > limit:

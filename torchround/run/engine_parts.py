@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from torchround.accelerators import kind_of
-from torchround.config import EngineTable, OptimizerTable
+from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine, EngineSettings
@@ -11,6 +11,7 @@ from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import SpikeBounds
+from torchround.pipeline.partition import split_evenly
 from torchround.pipeline.plan import Plan
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, compiles_layers
@@ -68,6 +69,13 @@ def build_engine(
         turns=turns,
     )
     return Engine(model, store, devices, plan.partition, optimizer=optimizer, settings=settings)
+
+
+def reserve_buffers(engine: Engine, training: TrainingTable, validates: bool) -> None:
+    """Take the host buffers and the device space of the whole run before its first step. Raises `HostMemoryError`."""
+    count = -(-training.global_batch_size // training.micro_batch_size)
+    parts = split_evenly(training.global_batch_size, count)
+    engine.reserve([(len(part), training.seq_len) for part in parts], validates)
 
 
 def compiles_update(table: EngineTable, store: HostStore) -> bool:

@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from torchround.accelerators import AcceleratorKind, present_kind
+from torchround.checkpoint.fsync import free_bytes_at
 from torchround.checkpoint.uncached_io import DirectFile
 from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.errors import EngineError
@@ -60,7 +61,7 @@ def device_facts(hardware: Hardware) -> Iterator[Fact]:
     kind = present_kind()
     devices = hardware.make_devices()
     if hardware.kind == "cpu" or kind is None:
-        yield "devices", f"{len(devices)} virtual, on the processor: no accelerator is used"
+        yield "devices", f"{len(devices)} virtual, on the processor{hardware.note}"
         yield "link", link_text(devices[0])
         return
     for index in range(kind.count()):
@@ -83,8 +84,12 @@ def disk_text(folder: Path) -> str:
     except OSError as error:
         return f"not measured in {folder}: {error.strerror or error}"
     finally:
-        path.unlink(missing_ok=True)
-    where = f"{size_text(DISK_BYTES)} once, in {folder}"
+        # A read-only disk refuses this too, though nothing is there.
+        with suppress(OSError):
+            path.unlink()
+    free_bytes = free_bytes_at(folder)
+    free = "" if free_bytes is None else f"; {size_text(free_bytes)} are free"
+    where = f"{size_text(DISK_BYTES)} once, in {folder}{free}"
     if read_s is None:
         return f"{_rate(DISK_BYTES, written_s)} written through the page cache and synced, reads not measured: {where}"
     return f"{_rate(DISK_BYTES, written_s)} written, {_rate(DISK_BYTES, read_s)} read, past the page cache: {where}"

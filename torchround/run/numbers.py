@@ -4,6 +4,7 @@ Everything that counts, plans or builds takes them from here, so that the plan o
 and the `plan` command cannot disagree: `run_question` puts them together, and `pipeline/plan_report.py` answers.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -171,6 +172,13 @@ def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
     ]
 
 
+def num_parameters(model: LayeredModel) -> tuple[int, int]:
+    """Return the number of parameters, each tied one once, and how many of them are trained."""
+    unique = {id(parameter): parameter for layer in model.layers for parameter in layer.parameters()}
+    trained = sum(parameter.numel() for parameter in unique.values() if parameter.requires_grad)
+    return sum(parameter.numel() for parameter in unique.values()), trained
+
+
 def stored_numel(parameter: torch.nn.Parameter) -> int:
     """Return the elements that a parameter takes in its flat buffers, on the host and on devices."""
     return -(-parameter.numel() // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
@@ -182,18 +190,21 @@ def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> Param
     Parameters named in `mapped` are frozen and counted apart, without padding: files have none.
     """
     # By identity: a tied parameter is one object in several layers.
-    users: dict[int, int] = {}
+    users: dict[int, tuple[str, ...]] = {}
     parameters = {}
     in_files: set[int] = set()
     for name, layer in zip(model.names, model.layers, strict=True):
         for path, parameter in layer.named_parameters():
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
+            users[id(parameter)] = (*users.get(id(parameter), ()), name)
             parameters[id(parameter)] = parameter
             if f"{name}.{path}" in mapped:
                 in_files.add(id(parameter))
     trained = {
         key: stored_numel(parameter) for key, parameter in parameters.items() if parameter.requires_grad
     }
+    bundles: Counter[tuple[str, ...]] = Counter()
+    for key, numel in trained.items():
+        bundles[users[key]] += numel
     return ParameterCounts(
         trained=sum(trained.values()),
         frozen=sum(
@@ -201,8 +212,9 @@ def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> Param
             for key, parameter in parameters.items()
             if key not in trained.keys() | in_files
         ),
-        tied=sum(numel for key, numel in trained.items() if users[key] > 1),
+        tied=sum(numel for key, numel in trained.items() if len(users[key]) > 1),
         mapped=sum(parameters[key].numel() for key in in_files),
+        bundles=tuple((numel, len(layers)) for layers, numel in bundles.items()),
     )
 
 
@@ -217,10 +229,16 @@ def loader_bytes(data: DataTable, training: TrainingTable) -> int:
 
 
 def host_memory_text(memory: HostMemory) -> str:
-    """Return the memory that any plan needs, and its parts, on one line."""
-    readers = f", readers of files {size_text(memory.reader_bytes)}" if memory.reader_bytes else ""
-    loader = f", batches of data {size_text(memory.loader_bytes)}" if memory.loader_bytes else ""
-    return (
-        f"{size_text(memory.state_bytes)} (weights {size_text(memory.weight_bytes)}, gradients "
-        f"{size_text(memory.gradient_bytes)}, optimizer state {size_text(memory.optimizer_bytes)}{readers}{loader})"
-    )
+    """Return the host memory of a run, and its parts, on one line."""
+    kinds = {
+        "weights": memory.weight_bytes,
+        "gradients": memory.gradient_bytes,
+        "optimizer state": memory.optimizer_bytes,
+        "activations between stages": memory.activation_bytes,
+        "tokens": memory.integer_bytes,
+        "readers of files": memory.reader_bytes,
+        "batches of data": memory.loader_bytes,
+        "virtual devices": memory.device_bytes,
+    }
+    parts = ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds.items() if size)
+    return f"{size_text(memory.total_bytes)} ({parts})"

@@ -52,10 +52,13 @@ def check_data_position(position: Any, limits: PositionLimits) -> None:
 
 def _check_window(position: Mapping[str, Any], limits: PositionLimits) -> None:
     """Check the part of a position that `SequenceShuffler` adds."""
-    _require(position.keys() == {"packing", "window", "taken", "so_far"}, "position", list(position))
+    # Positions of earlier versions have no number of sequences.
+    names = position.keys() | {"sequences"}
+    _require(names == {"packing", "window", "taken", "sequences", "so_far"}, "position", list(position))
     _check_numbers("window", [position["window"]])
     # A state is saved at the start of the next window instead of the end of a full one.
     _check_numbers("taken", [position["taken"]], limits.shuffle_window)
+    _check_numbers("sequences", [position.get("sequences", 0)], limits.shuffle_window + 1)
     _check_so_far(position["so_far"], limits)
 
 

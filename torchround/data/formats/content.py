@@ -6,7 +6,7 @@ instruction and output. Each fault of a record is a `DataError` that says where 
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,7 @@ class RecordReader:
             if not completion:
                 raise DataError("field 'completion' is an empty string")
             return self.render_pair(prompt, completion)
-        return self._rendered(_from_pair(prompt, completion, record.get("tools"), self.learns_all))
+        return self._rendered(_from_pair(prompt, completion, record, self.learns_all))
 
     def _value(self, record: dict[str, Any]) -> Any:
         names = (self.table.field,) if self.table.field else DEFAULT_FIELDS[self.table.content]
@@ -125,13 +125,17 @@ def _kind(value: Any) -> str:
 
 
 def _unpacked(value: Any) -> Any:
-    """Return messages that a column of text holds as JSON, as CSV does. Text that is no JSON list stays text."""
+    """Return messages that a column of text holds as JSON, as CSV does. Other text stays text, lists of calls too."""
     if isinstance(value, str) and value.lstrip()[:2] in ("[{", "[ ", "[\n"):
         try:
             found = json.loads(value)
         except (ValueError, RecursionError):
             return value
-        return found if isinstance(found, list) else value
+        # A prompt or an answer may itself be JSON: only messages have these fields.
+        if isinstance(found, list) and all(
+            isinstance(item, dict) and {"role", "from"} & item.keys() for item in found
+        ):
+            return found
     return value
 
 
@@ -164,27 +168,26 @@ def _from_messages(value: Any, record: dict[str, Any]) -> Conversation:
     system = _optional_text(record, "system")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    settings = record.get("chat_template_kwargs") or {}
-    if not isinstance(settings, dict):
-        raise DataError(f"field 'chat_template_kwargs' is a {type(settings).__name__}, not an object")
-    return replace(_conversation(messages, record.get("tools")), settings=settings)
+    return _conversation(messages, record)
 
 
-def _from_pair(prompt: Any, completion: Any, tools: Any, learns_all: bool) -> Conversation:
+def _from_pair(prompt: Any, completion: Any, record: dict[str, Any], learns_all: bool) -> Conversation:
     """Return the conversation of a prompt and its completion. A plain text is a message of the user or the assistant."""
     turns = []
     for name, value, role in (("prompt", prompt, "user"), ("completion", completion, "assistant")):
         if isinstance(value, str):
             value = [{"role": role, "content": value}]
         if not isinstance(value, list) or not value:
-            raise DataError(f"field {name!r} is {_kind(value)}, not a string or a list of messages")
+            given = "an empty list" if value == [] else _kind(value)
+            raise DataError(f"field {name!r} is {given}, not a string or a list of messages")
         turns.append([_message(message, index) for index, message in enumerate(value)])
     if not any(message["role"] == "assistant" for message in turns[1]):
         raise DataError("field 'completion' has no message of the assistant")
     for message in turns[0]:
         if message["role"] == "assistant" and not learns_all:
             message["train"] = False  # answers in the prompt are examples for the model to read
-    return _conversation([*turns[0], *turns[1]], tools)
+            message.pop("weight", None)
+    return _conversation([*turns[0], *turns[1]], record)
 
 
 def _joined_parts(parts: list[Any], where: str) -> str:
@@ -242,7 +245,7 @@ def _from_alpaca(record: dict[str, Any]) -> Conversation:
     as_fields = [
         _message({"role": role, "content": content}, index) for index, (role, content) in enumerate(messages)
     ]
-    return _conversation(as_fields, None)
+    return _conversation(as_fields, {})
 
 
 def _optional_text(record: dict[str, Any], name: str) -> str:
@@ -253,15 +256,26 @@ def _optional_text(record: dict[str, Any], name: str) -> str:
     return value
 
 
-def _conversation(messages: list[dict[str, Any]], tools: Any) -> Conversation:
+def _conversation(messages: list[dict[str, Any]], record: dict[str, Any]) -> Conversation:
+    """Return the conversation of these messages, with the tools and the template's variables of the record."""
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"no message of the assistant; roles: {', '.join(m['role'] for m in messages)}")
-    # Some data sets hold tools as JSON text, because a column of parquet needs one shape for all of its rows.
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else []
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"field 'tools' is not valid JSON: {error}") from error
+    tools, settings = _from_json(record, "tools"), _from_json(record, "chat_template_kwargs")
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"field 'tools' is a {type(tools).__name__}, not a list")
-    return Conversation(tuple(messages), tuple(tools or ()))
+    if settings is not None and not isinstance(settings, dict):
+        raise DataError(f"field 'chat_template_kwargs' is a {type(settings).__name__}, not an object")
+    # A column of parquet gives each row all names, with null for the ones that a record does not have.
+    given = {name: value for name, value in (settings or {}).items() if value is not None}
+    return Conversation(tuple(messages), tuple(tools or ()), given)
+
+
+def _from_json(record: dict[str, Any], name: str) -> Any:
+    """Return a field that some data sets hold as JSON text, because a column of parquet needs one shape for all rows."""
+    value = record.get(name)
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"field {name!r} is not valid JSON: {error}") from error

@@ -21,13 +21,16 @@ from torchround.data.errors import DataError, cannot_be_read
 from torchround.data.formats.json_array import json_array_starts
 from torchround.data.formats.source_files import (
     BYTE_ORDER_MARK,
+    SCAN_BYTES,
     kind_of,
     line_starts,
     refuse_changed,
     refuse_packed,
     size_bytes,
 )
+from torchround.pipeline.memory import size_text
 from torchround.untrusted.data_limits import MOST_LINE_BYTES, TOO_LONG, read_bounded_line
+from torchround.untrusted.progress import Progress
 
 UNITS = {"jsonl": "line", "json": "record", "csv": "row", "tsv": "row"}
 SPACE_AND_COMMA = b" \t\r\n,"
@@ -129,14 +132,12 @@ def _opens_array(path: Path) -> bool:
     """Say whether a `.json` file is an array, and not JSON Lines. Raises `DataError` if it is neither."""
     try:
         with path.open("rb") as file:
-            line = read_bounded_line(file).removeprefix(BYTE_ORDER_MARK)
-            while line.isspace():
-                line = read_bounded_line(file)
+            line = _first_line(file)
     except OSError as error:
         raise cannot_be_read(path, error) from error
     except ValueError as error:
         raise DataError(f"{path}: its first line is {error}") from error
-    if not line or line.lstrip().startswith(b"["):
+    if not line or line == b"[":
         return bool(line)
     try:
         is_object = isinstance(json.loads(line), dict)
@@ -151,6 +152,18 @@ def _opens_array(path: Path) -> bool:
     return False
 
 
+def _first_line(file: BinaryIO) -> bytes:
+    """Read the first line that is not blank. An array often is one line, of any length: only its bracket is read."""
+    file.seek(len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0)
+    visible = b""
+    while not visible and (block := file.read(SCAN_BYTES)):
+        visible = block.lstrip()
+    if visible.startswith(b"["):
+        return b"["
+    file.seek(-len(visible), os.SEEK_CUR)
+    return read_bounded_line(file)
+
+
 # CSV.
 
 
@@ -163,6 +176,7 @@ def csv_rows(lines: Iterator[str] | list[str], delimiter: str) -> Iterator[list[
 def _index_csv(path: Path, kind: str, file: BinaryIO, file_bytes: int) -> FileIndex:
     """Index the rows of CSV. A row may take several lines, inside quotes."""
     consumed = 0
+    progress = Progress(f"indexing {path}", text=size_text)
 
     def lines() -> Iterator[str]:
         nonlocal consumed
@@ -171,12 +185,15 @@ def _index_csv(path: Path, kind: str, file: BinaryIO, file_bytes: int) -> FileIn
                 # Latin 1 keeps one character per byte. Everything that parts rows is ASCII.
                 yield line.removeprefix(b"" if consumed else BYTE_ORDER_MARK).decode("latin-1")
                 consumed += len(line)
+                progress.advance(len(line))
         except ValueError as error:
             raise DataError(f"{path}: the line at byte {consumed} is {error}") from error
 
     delimiter = "\t" if kind == "tsv" else _delimiter(file)
     rows = csv_rows(lines(), delimiter)
     header = _header(path, rows)
+    if not header and file_bytes:
+        raise DataError(f"{path}, row 1: it is blank; the first row names the columns")
     starts = array("q")
     while True:
         # The reader takes exactly the lines of a row, so the next row begins after them. The row before is counted by now.
@@ -193,7 +210,7 @@ def _index_csv(path: Path, kind: str, file: BinaryIO, file_bytes: int) -> FileIn
 
 def _delimiter(file: BinaryIO) -> str:
     """Return the delimiter of the header: a semicolon, as some spreadsheets write, if it has no comma."""
-    header = read_bounded_line(file)
+    header = file.readline(MOST_LINE_BYTES)
     file.seek(0)
     return ";" if b";" in header and b"," not in header else ","
 

@@ -8,7 +8,9 @@ from typing import BinaryIO
 import numpy as np
 
 from torchround.data.document_types import TokenIds
+from torchround.pipeline.memory import size_text
 from torchround.untrusted.data_limits import MOST_LINE_BYTES
+from torchround.untrusted.progress import Progress
 
 SCAN_BYTES = 1 << 20
 VISIBLE = re.compile(r"[^ \t\r\n]")
@@ -67,7 +69,7 @@ class _ArrayScan:
         self._decode = json.JSONDecoder().raw_decode
         self._text, self._at = "", 0
         self._base = 0  # the byte of the file at which `_text` begins
-        self._ended = False
+        self._progress = Progress(f"indexing {file.name}", text=size_text)
 
     @property
     def byte(self) -> int:
@@ -116,6 +118,7 @@ class _ArrayScan:
         kept = self._text[self._at :]
         # Twice as much each time: a long value is parsed again from its beginning, a few times and not once per block.
         data = self._file.read(max(SCAN_BYTES, len(kept)))
+        self._progress.advance(len(data))
         self._base += self._at
         self._text, self._at = kept + data.decode("latin-1"), 0
         return bool(data)

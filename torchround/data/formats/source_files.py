@@ -16,6 +16,8 @@ import numpy as np
 
 from torchround.data.document_types import TokenIds
 from torchround.data.errors import DataError, DataFileError, cannot_be_read
+from torchround.pipeline.memory import size_text
+from torchround.untrusted.progress import Progress
 
 logger = logging.getLogger(__name__)
 PYTHON_STDLIB = "python-stdlib"
@@ -140,14 +142,15 @@ def kind_of(path: Path, format: str) -> str:
     """Return `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`. The format `auto` decides by the ending of the name."""
     if format != "auto":
         return format
-    if path.name.endswith(JSONL_ENDINGS):
+    # Some systems write endings in capitals (`EXPORT.CSV`), which would otherwise be one text.
+    if path.name.lower().endswith(JSONL_ENDINGS):
         return "jsonl"
-    return KINDS.get(path.suffix, "text")
+    return KINDS.get(path.suffix.lower(), "text")
 
 
 def is_compressed(path: Path) -> bool:
     """Say whether the file is compressed, by the ending of its name."""
-    return path.suffix in (".gz", ".zst")
+    return path.suffix.lower() in (".gz", ".zst")
 
 
 def size_bytes(path: Path) -> int:
@@ -184,7 +187,9 @@ def line_starts(path: Path) -> TokenIds:
     """Return the byte offset `[lines]` of each line. A newline at the end of the file begins no further line."""
     starts = array("q", [0])  # grows in place: joining arrays at the end would need twice the memory
     offset = 0
+    progress = Progress(f"indexing {path}", text=size_text)
     for block in _blocks(path):
+        progress.advance(len(block))
         ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n"))
         starts.frombytes((ends.astype(np.int64) + (offset + 1)).tobytes())
         offset += len(block)

@@ -21,6 +21,7 @@ from torchround.data.formats.content import RecordReader
 from torchround.data.formats.file_index import index_file
 from torchround.data.formats.source_files import PIECE_SIZE, piece_end, read_file_piece
 from torchround.data.shuffling import EpochKey, Order, epoch_order
+from torchround.untrusted.progress import Progress
 
 BLOCK_RECORDS = 8192
 BLOCK_BYTES = 1 << 25
@@ -114,7 +115,11 @@ class IndexedFiles(Source):
 
     def __init__(self, table: SourceTable, records: RecordReader, paths: list[Path]) -> None:
         super().__init__(table, records)
-        self._files = [index_file(path, table.format) for path in paths]
+        self._files = []
+        progress = Progress(f"indexing the files of {table.path}", len(paths))
+        for path in paths:
+            self._files.append(index_file(path, table.format))
+            progress.advance()
         self._sizes = [file.file_bytes for file in self._files]
         if not any(self._sizes):
             raise DataError(f"source {table.path!r}: all of its {len(paths)} files are empty")

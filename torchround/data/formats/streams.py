@@ -136,12 +136,12 @@ def _unpacked_lines(path: Path, file_bytes: int, start: int) -> Documents:
 
 
 def _decompressed(path: Path) -> Iterator[bytes]:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         with gzip.open(path, "rb") as file:
             while chunk := file.read1(CHUNK_BYTES):  # `read` would lose the data just before a cut
                 yield chunk
         return
-    zstandard = _optional("zstandard", "zstd", path)
+    zstandard = _optional("zstandard", path)
     with path.open("rb", buffering=CHUNK_BYTES) as file:
         frame = None
         while data := file.read(FEED_BYTES):
@@ -170,8 +170,8 @@ def _zstd_error() -> type[Exception]:
 
 def _parquet_parts(path: Path, records: RecordReader) -> list[StreamPart]:
     """Return one part per row group, so that the records of a large file come in another order than its own."""
-    parquet = _optional("pyarrow.parquet", "parquet", path)
-    unreadable = (*UNREADABLE, _optional("pyarrow", "parquet", path).ArrowException)
+    parquet = _optional("pyarrow.parquet", path)
+    unreadable = (*UNREADABLE, _optional("pyarrow", path).ArrowException)
     file_bytes = size_bytes(path)
     try:
         with parquet.ParquetFile(path) as file:
@@ -253,7 +253,7 @@ def _row(path: Path, number: int, record: Record) -> Document:
 
 def _dataset_parts(table: SourceTable) -> list[StreamPart]:
     """Return row ranges of a dataset in memory or on disk, or the shards of a streamed one."""
-    package = _optional("datasets", "datasets", table.path)
+    package = _optional("datasets", table.path)
     try:
         loaded = _load_dataset(package, table)
     except Exception as error:  # the package raises many kinds; each means that it could not load the dataset
@@ -351,11 +351,10 @@ def _refuse_to_count(table: SourceTable) -> int:
     )
 
 
-def _optional(module: str, extra: str, where: Path | str) -> Any:
+def _optional(module: str, where: Path | str) -> Any:
     """Import a package that only some sources need. Raises a `DataError` that says how to install it."""
+    package = module.split(".")[0]  # also its name on the package index
     try:
         return __import__(module, fromlist=["*"])
     except ImportError as error:
-        raise DataError(
-            f"{where} needs the package {module.split('.')[0]}: pip install 'torchround[{extra}]' ({error})"
-        ) from error
+        raise DataError(f"{where} needs the package {package}: pip install {package} ({error})") from error

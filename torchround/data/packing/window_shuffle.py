@@ -4,8 +4,9 @@ Documents follow one another, so the sequences of one book would fill many batch
 a window fix its order; the order of all windows together does not depend on the batch size or on threads.
 
 A saved position has the packer's state at the window's start and how many sequences are handed out. It stays small, and
-a resumed run packs one window again. While a window is handed out, the next one is packed at the same pace: no batch has
-to wait for a whole window, and both together hold as many sequences as one.
+a resumed run packs one window again. While a window is handed out, the next one is packed at the same pace: both together
+hold as many sequences as one, and no batch waits for a whole window but the first one, and one after a window that ended
+early with its epoch.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torchround.data.errors import DataError
 from torchround.data.packing.batches import progress_so_far
 from torchround.data.packing.contiguous import PackedSequence, positions_from
 from torchround.data.shuffling import shuffled
+from torchround.untrusted.progress import Progress
 
 AUTO_SEQUENCES = 4096
 AUTO_TOKENS = 1 << 24
@@ -129,7 +131,10 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
         super().reset(initial_state)
         state = initial_state or {"window": 0, "taken": 0, "packing": None}
         self._packer.reset(state["packing"])
-        self._begin(self._window(state["window"], self._packer.state_dict()), state["taken"])
+        # The saved state and not the packer's own: a packer of whole documents goes back to its group's start, and its
+        # progress there would end the window elsewhere.
+        begun = state["packing"] or self._packer.state_dict()
+        self._begin(self._window(state["window"], begun), state["taken"])
 
     def _begin(self, window: Window, taken: int) -> None:
         self._current: Window = window
@@ -138,28 +143,29 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
         self._is_shuffled: bool = False
 
     def get_state(self) -> dict[str, Any]:
-        """Return where the packer was at the window's start, and how many sequences of the window are handed out.
+        """Return where the packer was at the window's start, and how many of the window's sequences are handed out.
 
-        `so_far` holds the reader's progress and the number of long documents up to the window's end, for reports alone.
+        For reports alone, `sequences` is the number of all of them, 0 until it is known, and `so_far` holds the reader's
+        progress and the number of long documents up to the window's end.
         """
         window = self._current
         return {
             "window": window.number,
             "taken": self._taken,
+            "sequences": self._taken + len(window.waiting) if self._is_shuffled else 0,
             "packing": window.state,
             "so_far": progress_so_far(window.state_after if self._taken else window.state),
         }
 
     def next(self) -> PackedSequence | DataError:
         """Return the next sequence. Raises `StopIteration` when the data has ended."""
-        window = self._current
-        while not window.is_full:
-            window.take_from(self._packer)
+        window = self._filled()
+        # In changed files, the window of a saved position may have fewer sequences than were handed out.
+        while not window.waiting and not window.is_last and window.error is None:
+            self._begin(self._window(window.number + 1, window.state_after), 0)
+            window = self._filled()
         if window.error is not None:
             return window.error
-        if not self._is_shuffled:
-            window.shuffle(self._seed, self._taken)
-            self._is_shuffled = True
         if not window.waiting:
             raise StopIteration
         sequence = window.waiting.pop().unpacked()
@@ -167,6 +173,19 @@ class SequenceShuffler(BaseNode[PackedSequence | DataError]):
         if not window.is_last:
             self._look_ahead(window)
         return sequence
+
+    def _filled(self) -> Window:
+        """Return the current window with all of its sequences, in the order that they leave in."""
+        window = self._current
+        if not window.is_full:
+            progress = Progress("packing sequences to shuffle", self._window_size)
+            while not window.is_full:
+                window.take_from(self._packer)
+                progress.advance()
+        if not self._is_shuffled and window.error is None:
+            window.shuffle(self._seed, self._taken)
+            self._is_shuffled = True
+        return window
 
     def _look_ahead(self, window: Window) -> None:
         """Take a sequence for the next window, and turn to that window if this one is empty."""

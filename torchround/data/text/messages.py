@@ -24,9 +24,11 @@ def with_reasoning(messages: Sequence[Message]) -> list[Any]:
     """
     copies = []
     for message in messages:
-        reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+        # Tables give each row all of their columns: a name may be there without a value.
+        reasoning = next((message[name] for name in REASONING if message.get(name)), None)
         if reasoning is not None:
-            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+            thinking = message.get("thinking") or reasoning
+            message = {**message, "thinking": thinking, "reasoning_content": reasoning}
         copies.append(message)
     return copies
 

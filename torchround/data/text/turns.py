@@ -118,7 +118,8 @@ class TurnTemplate:
         question, answer = _message("user", QUESTION), _message("assistant", ANSWER)
         asked = self._probe([question], add_generation_prompt=True)
         # The text that asks the model to speak is what the prompt adds to the same conversation without it.
-        prompt = self._rest(asked, self._probe([question])).lstrip()
+        alone = self._probe([question])
+        prompt = self._rest(asked, alone).lstrip()
         dialogue = self._probe([question, answer, question, answer])
         if dialogue.count(ANSWER) != 2:
             raise TokenizerError(
@@ -137,8 +138,7 @@ class TurnTemplate:
         self._header = self._common([prompt, *headers])
         after = [self.marks.search(dialogue, place) for place in answer_starts]
         ends = {match[0] for match in after if match is not None}
-        parts = self.parts(dialogue)
-        if not ends or sum(self._is_header(parts, index) for index in range(len(parts))) != 2:
+        if not ends or self._num_headers(alone):
             raise TokenizerError(
                 f"{self._where}: it begins the assistant's turns with {headers} and ends them with {sorted(ends)}; "
                 "needed: the same token and name, which no other turn begins with, and a special or added token"
@@ -163,8 +163,11 @@ class TurnTemplate:
     def _has_several_headers(self) -> bool:
         """Say whether one message is written with several headers: its thoughts apart from its answer."""
         message = _message("assistant", ANSWER) | {"thinking": THOUGHT, "reasoning_content": THOUGHT}
-        parts = self.parts(self._probe([_message("user", QUESTION), message]))
-        return sum(self._is_header(parts, index) for index in range(len(parts))) > 1
+        return self._num_headers(self._probe([_message("user", QUESTION), message])) > 1
+
+    def _num_headers(self, text: str) -> int:
+        parts = self.parts(text)
+        return sum(self._is_header(parts, index) for index in range(len(parts)))
 
     def _rest(self, text: str, shorter: str) -> str:
         """Return what is left of `text` after the beginning that it shares with another text."""

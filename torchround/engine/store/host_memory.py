@@ -58,7 +58,8 @@ def _accelerator() -> AcceleratorKind:
 class HostAllocator:
     """An allocator of host buffers, page-locked if `pinned` is set, which keeps track of what is locked.
 
-    `what` says whose memory it is, for messages. After the first failure to lock it warns once, and everything that it allocates later stays pageable.
+    `what` says whose memory it is, for messages. After the first failure to lock it warns once, and everything that it
+    allocates later stays pageable.
     """
 
     def __init__(self, pinned: bool, locker: PageLocker | None = None, what: str = "the host store") -> None:
@@ -228,6 +229,7 @@ class HostPool:
         self._lock = threading.Lock()
         self._free: dict[int, deque[HostBuffer]] = defaultdict(deque)
         self._owned: Counter[int] = Counter()
+        self._stand_ins: dict[int, int] = {}
         self._buffers: list[HostBuffer] = []
         self.reserved_bytes = 0
 
@@ -246,7 +248,10 @@ class HostPool:
 
         One allocation holds all missing ones.
         """
-        missing = in_whole_pages(counts) - self._owned
+        wanted: Counter[int] = Counter()
+        for size, number in in_whole_pages(counts).items():
+            wanted[self._stand_ins.get(size, size)] += number
+        missing = wanted - self._owned
         space = self._memory.allocate(
             sum(size * number for size, number in missing.items()), for_devices=True
         )
@@ -255,12 +260,19 @@ class HostPool:
         for part in space.split(sizes) if sizes else ():
             self.give(self._add(part), busy=[])
 
+    def stand_in(self, nbytes: int, larger_bytes: int) -> None:
+        """Let buffers of `larger_bytes` stand in for those of `nbytes`, unless the pool has some of that size."""
+        size, larger = whole_pages(nbytes), whole_pages(larger_bytes)
+        if size < larger and not self._owned[size]:
+            self._stand_ins.setdefault(size, larger)
+
     def take(self, nbytes: int) -> HostBuffer:
         """Return a buffer of `nbytes`: a free one, otherwise a new one.
 
         A new one page-locks memory in the middle of a step, which `reserve` is there to avoid.
         """
         size = whole_pages(nbytes)
+        size = self._stand_ins.get(size, size)
         buffer = self._take_free(size)
         if buffer is None:
             buffer = self._add(self._memory.allocate(size, for_devices=True))

@@ -98,7 +98,8 @@ class DeviceWorker:
     def _main(self) -> None:
         try:
             self._device.enter_thread()
-            self._activations.prepare(self._await(FIRST_SIZES(0)))
+            for sizes in self._await(FIRST_SIZES(0)):
+                self._activations.prepare(sizes)
             while True:
                 self._run(self._await(STAGE_JOB(self._next_slot)))
                 self._next_slot += self._setup.num_devices  # slots are dealt to devices in turn

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchround.pipeline.costs import UPDATE_BYTES, Costs
-from torchround.pipeline.memory import STAGING_BUFFERS, MemoryLimits, device_memory
+from torchround.pipeline.memory import LOSS_BUFFERS, STAGING_BUFFERS, MemoryLimits, device_memory
 from torchround.pipeline.partition import Partition, split_evenly
 from torchround.pipeline.search.batch_time import BatchTimes, batch_async_seconds, batch_sync_seconds
 from torchround.pipeline.search.host_table import HostTable
@@ -108,7 +108,7 @@ class PlanningProblem:
 
     def device_bytes(self, partition: Partition, rounds: int) -> int:
         """Return what each device allocates."""
-        size = -(-self.num_micro_batches // rounds)
+        size = self.limits.micro_batches_at_once(self.num_micro_batches, rounds)
         return device_memory(partition, self.costs, self.num_devices, size, self.limits).total_bytes
 
     def host_bytes(self, candidate: Candidate) -> int:
@@ -124,7 +124,8 @@ class PlanningProblem:
         """Return what each device allocates [K]; zeros if no limit depends on it."""
         if not self.memory.counts_devices:
             return np.zeros(len(rows), dtype=np.int64)
-        return self.memory.device_bytes(rows, self.num_devices, -(-self.num_micro_batches // rounds))
+        size = self.limits.micro_batches_at_once(self.num_micro_batches, rounds)
+        return self.memory.device_bytes(rows, self.num_devices, size)
 
     def fits(self, rows: PartitionBatch, rounds: int) -> Booleans:
         """Check rows [K] against the memory limits."""
@@ -202,7 +203,11 @@ class MemoryTable:
         self.counts_devices = limits.device_bytes is not None or limits.devices_on_host > 0
         self.weights = _running([layer.weight_bytes for layer in layers])
         self.gradients = _running([layer.gradient_bytes for layer in layers])
-        self.staging_bytes = STAGING_BUFFERS * max(layer.boundary_bytes for layer in layers)
+        # By first layer of a stage, its input; entry 0 is unused.
+        self.inputs = np.array([0, *(layer.boundary_bytes for layer in layers[:-1])], dtype=np.int64)
+        # Of any plan of several stages, for ranges that must not leave out what fits.
+        self.least_staging = STAGING_BUFFERS * min(self.inputs[1:].tolist(), default=0)
+        self.loss_bytes = LOSS_BUFFERS * layers[-1].boundary_bytes
         if self.counts_devices:
             self.compute = _compute_table(costs, limits.recompute)
             single = np.arange(self.num_layers)
@@ -236,6 +241,7 @@ class MemoryTable:
             self.compute,
             even,
         )
+        needed[0, -1] += self.loss_bytes - self.least_staging  # a plan of one stage stages losses alone
         first = np.argmax((needed <= self.limits.device_bytes) | (start >= stop - 1), axis=0)
         zero = np.zeros(1, dtype=np.int64)
         room = self.limits.device_bytes - int(self._needed(zero, zero, zero, even)[0])
@@ -254,7 +260,7 @@ class MemoryTable:
             + neighbours
             + self._rounding_bytes(gradients)
             + np.maximum(compute, self.largest[2])
-            + self.staging_bytes
+            + self.least_staging
         )
 
     def _rounding_bytes(self, largest: Integers) -> Integers:
@@ -278,7 +284,9 @@ class MemoryTable:
         # Each layer is in a fused or backward stage too, which
         # needs at least what a forward stage with it needs.
         compute = np.where(has_gradients, self.compute[starts, stops], 0).max(axis=1)
-        return np.asarray(slots + self._rounding_bytes(gradients.max(axis=1)) + compute + self.staging_bytes)
+        staging = STAGING_BUFFERS * self.inputs[starts].max(axis=1)
+        staging = np.where(rows.num_stages == 1, self.loss_bytes, staging)
+        return np.asarray(slots + self._rounding_bytes(gradients.max(axis=1)) + compute + staging)
 
 
 def _most_of_two(sizes: Integers, is_last: Booleans, is_first: Booleans, num_devices: int) -> Integers:

@@ -32,6 +32,7 @@ from torchround.pipeline.search.partition_batch import (
 )
 from torchround.pipeline.search.planning_problem import SAME_STEP, PlanningProblem
 from torchround.pipeline.search.systematic_search import (
+    coarse_partitions,
     greedy_partition,
     greedy_partitions,
     num_partitions,
@@ -171,10 +172,10 @@ def _seeds(problem: PlanningProblem) -> list[Partition]:
 def _anything_that_fits(
     problem: PlanningProblem, seeds: Sequence[Partition], rounds_choices: Sequence[int]
 ) -> Candidate | None:
-    """Try the seeds in all numbers of rounds, however slow: limits are so tight that no search could start."""
+    """Try the seeds and coarse plans in all numbers of rounds, however slow: limits are so tight that no search could start."""
     best: Candidate | None = None
     for rounds in rounds_choices:
-        for seed in seeds:
+        for seed in [*seeds, *coarse_partitions(problem, rounds)]:
             if problem.fits_limits(candidate := Candidate(seed, rounds)):
                 best = problem.better(best, candidate)
     return best

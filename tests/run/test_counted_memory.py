@@ -1,0 +1,135 @@
+"""The dry run and the run agree: 30 random settings take the memory that is counted, and with one byte less are refused.
+
+The allocators' own counters are compared: the host store, the pool of host buffers, and the buffers of each device.
+Activations of virtual devices belong to PyTorch's allocator on the host, which counts nothing; those are as planned.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from torchround.config import EngineTable, OptimizerTable, TrainingTable
+from torchround.data import cut
+from torchround.layer import LayeredModel, MicroBatch
+from torchround.models import FAMILIES, LoraShape, add_adapters
+from torchround.pipeline.memory import MIB
+from torchround.pipeline.plan import Plan
+from torchround.pipeline.plan_report import RunQuestion, fits, host_memory, plan_for, report_plan
+from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.run.engine_parts import build_engine, build_store, reserve_buffers
+from torchround.run.hardware import Hardware
+from torchround.run.numbers import RunNumbers, run_question
+
+
+class RandomSetting:
+    """A tiny model, a batch and an engine, all drawn from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.family = draw.choice(["llama3", "qwen3", "gpt_oss"])
+        self.fields = {"num_layers": draw.randint(1, 3)}
+        if self.family != "gpt_oss":
+            self.fields["tied_embeddings"] = draw.choice([True, False])
+        self.adapters = draw.choice([False, False, True])
+        batch = draw.randint(2, 9)
+        micro_batch = draw.randint(1, min(4, batch))
+        dtype = draw.choice(["float32", "bfloat16"])
+        self.training = TrainingTable(
+            seq_len=draw.choice([32, 40, 128]),
+            global_batch_size=batch,
+            micro_batch_size=micro_batch,
+            dtype=dtype,
+        )
+        self.engine = EngineTable(
+            update=draw.choice(["sync", "async"]),
+            rounds=draw.choice([None, None, min(2, -(-batch // micro_batch)), "auto"]),
+            recompute=draw.choice(["stage", "layer"]),
+            grad_dtype=draw.choice(["auto", "float32"]),
+            accumulate_dtype=draw.choice(["float32", "bfloat16"]),
+            compile=False,
+        )
+        self.devices = draw.randint(1, 4)
+        self.device_bytes = draw.randint(12, 40) * MIB
+        self.validates = draw.choice([True, False])
+        self.numbers = RunNumbers(self.training, self.engine)
+
+    def model(self) -> LayeredModel:
+        family = FAMILIES[self.family]
+        config = family.config_from_flavor("debug", **self.fields)
+        built: LayeredModel = family.build(config)
+        if self.adapters:
+            add_adapters(built, family.hf_names(config), LoraShape(4, 8.0, 0.0, ("q_proj", "v_proj")))
+        return built
+
+    def question(self, host_bytes: int | None = None) -> RunQuestion:
+        hardware = Hardware("cpu", self.devices, self.device_bytes, host_bytes)
+        return run_question(self.model(), self.numbers, hardware, validates=self.validates)
+
+    def least_plan(self) -> Plan:
+        """Return the plan that needs least host memory: with a byte less there is none."""
+        plan = plan_for(self.question())
+        while True:
+            needed = host_memory(self.question(), plan).total_bytes
+            try:
+                plan = plan_for(self.question(needed - 1))
+            except InfeasiblePlanError:
+                assert report_plan(self.question(needed - 1)).plan is None
+                assert not fits(self.question(needed - 1))
+                return plan
+
+    def batch(self, seed: int) -> MicroBatch:
+        training = self.training
+        shape = (training.global_batch_size, training.seq_len)
+        tokens = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(seed))
+        positions = torch.arange(training.seq_len).expand(shape).contiguous()
+        return MicroBatch(tokens, tokens.roll(-1, 1), positions, torch.zeros_like(tokens))
+
+    def measured_bytes(self, plan: Plan) -> int:
+        """Run three steps, with validations between if there are any; return all that was allocated."""
+        model, hardware = self.model(), Hardware("cpu", self.devices, self.device_bytes)
+        store = build_store(model, self.numbers, hardware)
+        store.initialize(model, 0)
+        devices = hardware.make_devices()
+        with build_engine(model, store, devices, plan, self.numbers, OptimizerTable()) as engine:
+            reserve_buffers(engine, self.training, self.validates)
+            reserved = engine.pool.allocated_bytes
+            parts = [cut(self.batch(seed), self.training.micro_batch_size) for seed in range(3)]
+            for micro_batches in parts:
+                engine.forward_backward(micro_batches)
+                engine.step(1e-3)
+                if self.validates:
+                    results = [engine.evaluate(validation) for validation in parts[:2]]
+                    assert all(result.loss() > 0 for result in results)
+            engine.drain()
+            assert engine.pool.allocated_bytes == reserved, "steps took more than was reserved before them"
+            peaks = [device.peak_bytes() for device in devices]
+            assert max(peaks) <= self.device_bytes
+            activations = max(stage.compute_bytes for stage in plan.stages) * self.devices
+            return store.nbytes() + engine.pool.allocated_bytes + sum(peaks) + activations
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_run_takes_what_is_counted_and_with_a_byte_less_it_is_refused(seed: int) -> None:
+    setting = RandomSetting(seed)
+    least, fastest = setting.least_plan(), plan_for(setting.question())
+    for plan in dict.fromkeys([least, fastest]):
+        counted = host_memory(setting.question(), plan).total_bytes
+        assert fits(setting.question(counted))
+        assert setting.measured_bytes(plan) == counted
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_device_takes_what_is_counted_and_with_a_byte_less_the_run_is_refused(seed: int) -> None:
+    setting = RandomSetting(seed)
+    plan = plan_for(setting.question())
+    while True:
+        smaller = replace(setting.question(), device_bytes=plan.device_bytes - 1)
+        try:
+            plan = plan_for(smaller)
+        except InfeasiblePlanError as error:
+            assert "of a device" in str(error) and not fits(smaller)
+            break
+    setting.device_bytes = plan.device_bytes
+    assert setting.measured_bytes(plan) == host_memory(setting.question(), plan).total_bytes

@@ -1,0 +1,76 @@
+"""Each shipped config fits the machine that its first line names: with its validation, before and after measuring."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchround.commands.configured_model import build_model
+from torchround.commands.plan_run import question_of
+from torchround.config import parse_command_line
+from torchround.engine.results import one_layer_a_stage
+from torchround.pipeline.cards import find_device
+from torchround.pipeline.memory import GIB
+from torchround.pipeline.plan_report import RunQuestion, host_memory, plan_for
+from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.run.hardware import USABLE_DEVICE_FRACTION, USABLE_HOST_FRACTION, Hardware
+from torchround.run.run_plan import PlanByMeasuring
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+MACHINE = re.compile(r"# (\d+) x (RTX 4090) \((\d+) GB\), (\d+) GB of host memory")
+
+
+def question_for(config: Path, *keys: str) -> RunQuestion | None:
+    """Ask for the plan of a config on the machine in its first line; None if any machine will do."""
+    first = config.read_text(encoding="utf-8").splitlines()[0]
+    machine = MACHINE.match(first)
+    if machine is None:
+        assert first.startswith("# Any machine")
+        return None
+    cards, card, device_gib, host_gib = machine.groups()
+    hardware = Hardware(
+        "cuda",
+        int(cards),
+        int(USABLE_DEVICE_FRACTION * int(device_gib) * GIB),
+        int(USABLE_HOST_FRACTION * int(host_gib) * GIB),
+        find_device(card),
+    )
+    options = parse_command_line(["--config", str(config), *keys])
+    return question_of(options.config, build_model(options), hardware, ())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "validation", [(), ("--validation.interval_steps=10", "--data.validation_fraction=0.1")]
+)
+def test_a_shipped_config_fits_its_machine_while_it_measures_and_afterwards(
+    config: Path, validation: tuple[str, ...]
+) -> None:
+    question = question_for(config, *validation)
+    if question is None:
+        return
+    assert question.validates is bool(validation)
+    plan = plan_for(question)
+    planning = PlanByMeasuring(question, plan, None, 0, 3, 100)
+    assert planning.until == 3 and planning.settled == plan, "it measures under this very plan"
+    # After measuring, layers may take other times in proportion; the limits stay.
+    costs = question.costs()
+    other = (
+        replace(layer, forward_s=layer.forward_s * (1 + index % 3), backward_s=layer.backward_s * 1.5)
+        for index, layer in enumerate(costs.layers)
+    )
+    for made in (plan, plan_for(question, replace(costs, layers=tuple(other)))):
+        assert host_memory(question, made).total_bytes <= (question.host_bytes or 0)
+        assert made.device_bytes <= (question.device_bytes or 0)
+
+
+def test_one_layer_a_stage_would_not_fit_the_machine_of_the_smallest_config() -> None:
+    """Such steps measured before: 143 GiB of boundaries on a machine of 96 GB."""
+    question = question_for(next(path for path in CONFIGS if path.stem == "qwen3_1_7b"))
+    assert question is not None
+    finest = one_layer_a_stage(question.costs().num_layers)
+    with pytest.raises(InfeasiblePlanError, match="host memory"):
+        plan_for(replace(question, given=(finest, 1)))
+    plan = plan_for(replace(question, given=(finest, 1), host_bytes=None))
+    assert plan.host_activation_bytes > 96 * GIB

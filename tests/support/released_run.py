@@ -1,0 +1,53 @@
+"""A small released model on disk, a config that trains it, and what its runs leave."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+CONFIG = """
+model = { family = "llama3", hf_path = "release" }
+tokenizer = { name = "bytes" }
+data = { sources = [{ path = "text.jsonl" }] }
+training = { steps = 1, seq_len = 16, global_batch_size = 2, dtype = "float32" }
+engine = { devices = "cpu", cpu_threads = 1 }
+optimizer = { lr = 1e-30, weight_decay = 0.0 }
+"""
+
+
+ADAPTED = ("--lora.rank=2", "--optimizer.lr=0.01", "--training.steps=3")
+MAPPED = (*ADAPTED, "--lora.map_base=true")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 300, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
+    LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(tmp_path / "release")
+    (tmp_path / "small.toml").write_text(CONFIG)
+    texts = [json.dumps({"text": f"line {index} of some text"}) for index in range(20)]
+    (tmp_path / "text.jsonl").write_text("\n".join(texts))
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def change_config(folder: Path, **changes) -> None:
+    path = folder / "release" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def saved(folder: Path, name: str, step: int = 3) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for path in (folder / "outputs" / name / "checkpoints" / f"step-{step}").glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def exported(folder: Path, step: int = 1) -> Path:
+    return folder / "outputs" / "small" / "export" / f"step-{step}"

@@ -1,0 +1,50 @@
+"""`checkpoint.export`: what a complete run leaves in Hugging Face format."""
+
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+import train
+from tests.support.released_run import MAPPED, exported, folder, saved
+
+__all__ = ["folder"]
+
+
+def test_a_complete_run_leaves_its_model_in_hugging_face_format(folder, capsys):
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
+    released = load_file(folder / "release" / "model.safetensors")
+    tensors = load_file(exported(folder) / "model.safetensors")
+    assert tensors.keys() == released.keys()
+    assert all(torch.equal(tensor, released[name]) for name, tensor in tensors.items())  # lr = 1e-30
+    assert LlamaForCausalLM.from_pretrained(exported(folder)).config.num_hidden_layers == 2
+    capsys.readouterr()
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
+    assert "nothing to do" in capsys.readouterr().out  # nor is it written again
+
+
+def test_a_complete_run_is_exported_when_the_key_is_set_later(folder):
+    assert train.main(["--config", "small.toml"]) == 0
+    assert not exported(folder).exists()
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 0
+    assert (exported(folder) / "config.json").is_file()
+
+
+def test_exported_adapters_start_another_run(folder):
+    (folder / "given.jinja").write_text("a template")
+    template = "--tokenizer.chat_template=given.jinja"
+    assert train.main(["--config", "small.toml", *MAPPED, template, "--checkpoint.export=adapters"]) == 0
+    assert (exported(folder, 3) / "chat_template.jinja").read_text() == "a template"
+    again = ("--run.name=again", f"--lora.path={exported(folder, 3)}", "--optimizer.lr=1e-30")
+    assert train.main(["--config", "small.toml", "--lora.rank=2", "--training.steps=1", *again]) == 0
+    before, after = saved(folder, "small"), saved(folder, "again", step=1)
+    adapters = [name for name in before if name.startswith("weights/") and "lora_" in name]
+    assert len(adapters) == 16 and all(torch.equal(before[name], after[name]) for name in adapters)
+
+
+def test_an_export_that_cannot_be_written_says_that_the_checkpoint_is_intact(folder, capsys):
+    assert train.main(["--config", "small.toml"]) == 0
+    (exported(folder).parent).write_text("a file where a folder should be")
+    assert train.main(["--config", "small.toml", "--checkpoint.export=weights"]) == 2
+    assert "step-1 is whole, and scripts/export_hf.py exports it" in capsys.readouterr().err
+    assert train.main(["--config", "small.toml", "--checkpoint.export=adapters"]) == 2
+    assert "legal: " in capsys.readouterr().err
