@@ -89,12 +89,12 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[Family[Any],
 def _flavor_vocab(options: Options, vocab_size: int | None) -> int | None:
     """Return the vocabulary of a flavor's model: its own, unless the tokenizer has more tokens.
 
-    A smaller one leaves rows unused. It does not make a model of another size of the one that was asked for. Only
-    `debug` has no vocabulary of its own.
+    A smaller one leaves rows unused. It does not make a model of another size of the one that was asked for.
+    Flavors called `debug` have no vocabulary of their own.
     """
     table = options.config.model
     assert table.flavor is not None, "only a flavor has a vocabulary of its own"
-    if vocab_size is None or table.flavor == "debug":
+    if vocab_size is None or table.flavor.startswith("debug"):
         return vocab_size
     return max(vocab_size, FAMILIES[table.family].config_from_flavor(table.flavor).vocab_size)
 
