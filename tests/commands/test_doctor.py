@@ -78,6 +78,19 @@ def test_why_no_card_is_used_is_said_once_and_not_as_a_warning(
     assert len(caplog.messages) == 1
 
 
+def test_devices_that_cannot_be_used_are_said_and_the_rest_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(table: EngineTable) -> Hardware:
+        raise RuntimeError("no memory can be taken on the card\nmore lines of PyTorch")
+
+    monkeypatch.setattr(doctor, "find_hardware", broken)
+    assert doctor.main(["--folder", str(tmp_path), "--config", "debug.toml"]) == 0
+    found = facts(capsys.readouterr().out)
+    assert found["devices"] == "cannot be used: no memory can be taken on the card"
+    assert found["disk"] and found["debug.toml"] == "cannot be planned: no memory can be taken on the card"
+
+
 def test_a_config_is_planned_for_the_devices_here_as_a_run_would_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +152,13 @@ def test_a_disk_that_was_not_measured_has_no_rate(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(machine, "_write", full)
     assert machine.disk_text(tmp_path) == f"not measured in {tmp_path}: No space left on device"
     assert list(tmp_path.iterdir()) == []
+
+    def read_only(*_: object, **__: object) -> float:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(machine, "_write", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    assert machine.disk_text(tmp_path) == f"not measured in {tmp_path}: Read-only file system"
 
 
 def test_a_file_system_without_direct_reads_gets_no_rate_of_reading(

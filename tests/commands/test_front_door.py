@@ -83,6 +83,36 @@ def test_a_reader_that_leaves_the_list_of_benchmarks_early_gets_no_traceback() -
     assert done.stderr == "" and done.returncode in (0, 141), done.stderr
 
 
+def test_output_that_cannot_be_written_is_one_message_and_output_that_was_closed_is_none() -> None:
+    code = (
+        "import os, sys\n"
+        "from torchround.commands import run_command\n"
+        "run_command(lambda arguments: print('figures') or 0)\n"
+    )
+    for redirection, expected, said in (
+        (">/dev/full", 1, "standard output cannot be written: [Errno 28] No space left on device\n"),
+        (">&-", 0, ""),
+    ):
+        done = subprocess.run(
+            # Buffered, as Python is unless a variable says otherwise.
+            [
+                "env",
+                "-u",
+                "PYTHONUNBUFFERED",
+                "sh",
+                "-c",
+                f'exec "$0" -c "$1" {redirection}',
+                sys.executable,
+                code,
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (expected, said)
+
+
 def test_the_dispatcher_lists_its_commands_and_refuses_others() -> None:
     start = "import sys; from torchround.commands import main; sys.argv[0] = 'torchround'; main()"
     listed, unknown, plan = python("-c", start), python("-c", start, "trian"), python("-c", start, "plan")

@@ -218,6 +218,7 @@ def test_the_command_writes_the_page_of_several_runs(
     [
         (["missing"], "missing/metrics.jsonl is not there; legal: folders of runs"),
         (["run", "--output", "no/page.html"], "--output no/page.html: there is no folder no"),
+        (["run", "--output", "empty"], "directory"),
         (["empty"], "no step is logged in empty/metrics.jsonl"),
     ],
 )

@@ -3,10 +3,14 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.small_run import ASYNC, SmallRuns, small_runs, write_text
+from torchround.config import load_config
+from torchround.run import resume
+from torchround.run.run_folder import RunError
 
 __all__ = ["small_runs"]
 
@@ -48,6 +52,40 @@ def test_a_complete_run_of_other_settings_is_refused_and_left_as_it_is(
     for change in SAME_RUN:
         assert small_runs("run", change) == 0, change
         assert COMPLETE in capsys.readouterr().out
+
+
+def test_other_adapters_to_start_from_are_refused_and_may_be_left_out_later(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapters that a run began with, and the sums of its products, are part of what it trained."""
+    assert small_runs("run") == 0
+    folder = small_runs.path("run") / "checkpoints" / "step-5"
+    before = load_config("small.toml")
+    before = before.model_copy(update={"lora": before.lora.model_copy(update={"path": "first"})})
+
+    def saved(path: Path, manifest: object) -> dict[str, object]:
+        return {**read_state(path, manifest), "config": before.model_dump(mode="json")}
+
+    read_state = resume.read_state
+    monkeypatch.setattr(resume, "read_state", saved)
+
+    def require(**changes: object) -> None:
+        config = before.model_copy(update=changes)
+        resume.require_complete_as_asked(
+            folder, 5, config, SimpleNamespace(load_state_dict=lambda state: None)
+        )
+
+    require()
+    require(lora=before.lora.model_copy(update={"path": None}))
+    with pytest.raises(RunError, match="lora.path 'first' -> 'second'"):
+        require(lora=before.lora.model_copy(update={"path": "second"}))
+    with pytest.raises(RunError, match="training.fp16_accumulation False -> True"):
+        require(training=before.training.model_copy(update={"fp16_accumulation": True}))
+    with pytest.raises(RunError, match="raise training.steps or data.epochs to continue"):
+        require(
+            optimizer=before.optimizer.model_copy(update={"lr": 1.0}),
+            data=before.data.model_copy(update={"epochs": 2}),
+        )
 
 
 def test_fewer_steps_leave_it_complete_with_a_warning_and_more_steps_train_on(

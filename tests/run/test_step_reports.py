@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from tests.support.small_run import SmallRuns, before_step, interrupt, small_runs, write_text
+from torchround.run.step_meter import StepMeter
 from torchround.run.validation import RunValidation
 
 __all__ = ["small_runs"]
@@ -72,6 +73,18 @@ def test_a_bad_record_leaves_the_last_step_in_the_metrics(small_runs: SmallRuns)
         small_runs("run", "--data.shuffle=false", "--training.steps=50", "--metrics.log_every_steps=100") == 1
     )
     assert logged(small_runs, "run") == small_runs.saved("run") != []
+
+
+def test_a_fault_is_saved_even_if_the_last_record_cannot_be_made(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device that has failed may not even tell how much memory it held."""
+    monkeypatch.setattr(RunValidation, "loss", raises)
+    monkeypatch.setattr(StepMeter, "record", raises)
+    with pytest.raises(OSError, match="planted"):
+        small_runs("run", *VALIDATED, "--validation.interval_steps=3", "--metrics.log_every_steps=100")
+    assert small_runs.saved("run") == [3]
+    assert "step 3 is missing in the metrics: planted" in caplog.text
 
 
 def test_a_fault_leaves_the_last_finished_step_in_the_metrics(

@@ -93,6 +93,17 @@ def test_a_better_checkpoint_that_cannot_be_saved_leaves_the_best_one_there_is(
     assert small_runs.saved("run") == [4, 9]
 
 
+def test_a_last_step_that_is_saved_before_its_validation_is_saved_with_it_too(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 4 is the last one by its number, and due to be saved; only the end of the run validates it."""
+    with_losses(monkeypatch, {3: 3.0, 4: 1.0})
+    interval = ("--validation.interval_steps=3", "--checkpoint.interval_steps=2", "--training.steps=4")
+    assert small_runs("run", *LONG, *interval, "--validation.keep_best=true") == 0
+    assert small_runs.saved_state("run", 4)["validation"]["loss"] == 1.0
+    assert kept_losses(Checkpointer(small_runs.path("run") / "checkpoints"))[4] == 1.0
+
+
 def test_the_best_checkpoint_is_the_one_that_is_exported(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:

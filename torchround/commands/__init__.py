@@ -52,7 +52,8 @@ def run_command(command: Callable[[list[str]], int]) -> NoReturn:
     """Run a command with the arguments of this process, and exit with its code.
 
     A reader that closes our output early, as `| head` does, ends the command without a traceback. Any other broken pipe
-    is a fault of the command, and raises.
+    is a fault of the command, and raises. Output that cannot be written, as on a full disk, is one message, and a command
+    that succeeded otherwise ends with 1.
     """
     code: int | str | None
     try:
@@ -60,14 +61,18 @@ def run_command(command: Callable[[list[str]], int]) -> NoReturn:
     except SystemExit as end:  # argparse, after --help or a mistake
         code = end.code
     except BrokenPipeError:
-        if not _has_no_reader(sys.stdout.fileno()):
+        if sys.stdout is None or not _has_no_reader(sys.stdout.fileno()):
             raise
         code = 128 + signal.SIGPIPE
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes once more at exit. What is left in the buffer must then have somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:  # None if it was closed before the start, as by `>&-`
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            # Python flushes once more at exit. What is left in the buffer must then have somewhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if not isinstance(error, BrokenPipeError):
+                print(f"standard output cannot be written: {error}", file=sys.stderr)
+                code = code or 1
     sys.exit(code)
 
 

@@ -20,7 +20,7 @@ from torchround.commands.plan_run import configured_question, known_vocab_size
 from torchround.config import ConfigError, EngineTable, parse_command_line
 from torchround.config.load import find_config
 from torchround.data import TokenizerError
-from torchround.engine.errors import EngineUsageError
+from torchround.engine.errors import EngineError
 from torchround.hf import HFError
 from torchround.models import ModelConfigError
 from torchround.pipeline.memory import size_text
@@ -33,7 +33,11 @@ from torchround.run.start_checks import checkpoint_bytes
 from torchround.untrusted.terminal import say, terminal_safe
 
 NAME_WIDTH, WIDTH = 22, 100  # in characters; the width if the output is not a terminal
-UNPLANNABLE = (ConfigError, ModelConfigError, EngineUsageError, TokenizerError, HFError, PlanError)
+# A card that cannot be used makes PyTorch raise RuntimeError.
+UNPLANNABLE = (
+    *(ConfigError, ModelConfigError, EngineError, TokenizerError, HFError, PlanError),
+    RuntimeError,
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -87,7 +91,10 @@ def without_warnings(name: str) -> Iterator[None]:
 def machine(folder: Path) -> Iterator[Fact]:
     """Yield what this machine has, the disk of `folder` included."""
     yield from system_facts()
-    yield from device_facts(find_hardware(EngineTable()))
+    try:
+        yield from device_facts(find_hardware(EngineTable()))
+    except (EngineError, RuntimeError) as error:  # a card in use by others, or a driver that fails
+        yield "devices", f"cannot be used: {_reason(error)}"
     yield "disk", disk_text(folder)
 
 
@@ -105,7 +112,7 @@ def config_facts(path: Path) -> Iterator[Fact]:
         )
         answer = report_plan(question)
     except UNPLANNABLE as error:
-        yield path.name, f"cannot be planned: {error}"
+        yield path.name, f"cannot be planned: {_reason(error)}"
         return
     if answer.plan is not None and answer.device is not None:
         devices = f"each of {question.num_devices} devices {size_text(answer.device.total_bytes)}"
@@ -117,6 +124,12 @@ def config_facts(path: Path) -> Iterator[Fact]:
     first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     if first.startswith("# "):
         yield "", f"written for: {first.removeprefix('# ').partition('. ')[0]}"
+
+
+def _reason(error: Exception) -> str:
+    """Return the message; of PyTorch's errors the first line, because advice to programmers follows it."""
+    text = str(error)
+    return text.partition("\n")[0] if isinstance(error, RuntimeError) else text
 
 
 def show(fact: Fact) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -115,8 +116,13 @@ def draw_curves(curves: Sequence[LossCurve], picture: Path) -> None:
         axes.legend()
     # Replaced in one go, so that a viewer never sees half a picture.
     unfinished = picture.with_name(picture.name + ".tmp")
-    figure.savefig(unfinished, dpi=DOTS_PER_INCH, format="png")
-    unfinished.replace(picture)
+    try:
+        figure.savefig(unfinished, dpi=DOTS_PER_INCH, format="png")
+        unfinished.replace(picture)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def _draw(axes: "Axes", curve: LossCurve, colour: str, named: bool) -> None:

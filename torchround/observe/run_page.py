@@ -11,6 +11,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -227,10 +228,15 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _replace(output: Path, text: str) -> None:
-    """Write a file in one go, so that a browser never reads half a page."""
+    """Write a file in one go, so that a browser never reads half a page. A failure leaves nothing behind."""
     unfinished = output.with_name(output.name + ".tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(output)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(output)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def _list(value: Any) -> list[Any]:

@@ -69,6 +69,8 @@ class RunCheckpoints:
         self.wandb_run_id: str | None = None
         self.skipped_steps = 0
         self.saved_step = -1  # step 0 can be saved too
+        # The validations that the checkpoint of `saved_step` knows of.
+        self._saved_validation: ValidationProgress | None = None
         self._first_step = 0
         self._reported_step = 0
         # Whether the run waits for a save, which then says how far it is. Beside a save that nothing waits for, the
@@ -143,7 +145,7 @@ class RunCheckpoints:
         self.positions.append(RunPosition(loaded.step, state["tokens"], state["data"], progress))
         self._first_step = self._reported_step = loaded.step
         if loaded.path.parent == self._folder.checkpoints:  # another run's checkpoint is not saved here yet
-            self.saved_step = loaded.step
+            self.saved_step, self._saved_validation = loaded.step, progress
         say(f"resuming after step {loaded.step} from {loaded.path} ({time.monotonic() - start_s:.1f} s)")
         return True
 
@@ -197,7 +199,9 @@ class RunCheckpoints:
             # Not `_report`: after the last save there is no next one, so a failure ends the run as a fault.
             self._conclude(*self._under_way.popleft())
 
-        if self.position.step != self.saved_step:
+        # The end of a run validates a step whose number may have been due to be saved before.
+        position = self.position
+        if (position.step, position.validation) != (self.saved_step, self._saved_validation):
             self._waits = True
             save_with_patience(save, stop_requested)
 
@@ -286,7 +290,7 @@ class RunCheckpoints:
         self._note_saved(position, pending.result())
 
     def _note_saved(self, position: RunPosition, line: str) -> None:
-        self.saved_step = position.step
+        self.saved_step, self._saved_validation = position.step, position.validation
         say(line)
 
 

@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +84,9 @@ def disk_text(folder: Path) -> str:
     except OSError as error:
         return f"not measured in {folder}: {error.strerror or error}"
     finally:
-        path.unlink(missing_ok=True)
+        # A read-only disk refuses this too, though nothing is there.
+        with suppress(OSError):
+            path.unlink()
     free_bytes = free_bytes_at(folder)
     free = "" if free_bytes is None else f"; {size_text(free_bytes)} are free"
     where = f"{size_text(DISK_BYTES)} once, in {folder}{free}"

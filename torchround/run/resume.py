@@ -31,7 +31,7 @@ LOSS_KEYS: Mapping[str, tuple[str, ...]] = {
     "model": ("hf_path",),  # frozen weights that stay in their files are read from there again
     "training": (
         *("steps", "seq_len", "global_batch_size", "micro_batch_size", "dtype", "max_norm"),
-        *("on_spike", "spike_factor", "spike_window"),
+        *("on_spike", "spike_factor", "spike_window", "fp16_accumulation"),
     ),
     "engine": ("update", "rounds", "grad_dtype", "accumulate_dtype"),
     "optimizer": (),
@@ -48,7 +48,7 @@ RUN_KEYS: Mapping[str, tuple[str, ...]] = {
     **LOSS_KEYS,
     "run": ("seed",),
     "model": (*MODEL_KEYS["model"], *LOSS_KEYS["model"]),
-    "lora": (*MODEL_KEYS["lora"], *LOSS_KEYS["lora"]),
+    "lora": (*MODEL_KEYS["lora"], *LOSS_KEYS["lora"], "path"),
     "checkpoint": ("load_path", "load"),
 }
 # The keys that decide which tensors a checkpoint holds; an error about tensors names them.
@@ -108,10 +108,13 @@ def require_complete_as_asked(path: Path, step: int, config: Config, loader: Loa
         loaded = Loaded(step, read_state(path, read_manifest(path, step)), path, frozenset())
     except ForeignCheckpointError:
         return  # written by a newer version, whose settings this one does not know
+    # A run has no more need of what it began with, so the keys of that may be left out by now.
+    left_out = ["checkpoint."] if config.checkpoint.load_path is None else []
+    left_out += ["lora.path "] if config.lora.path is None else []
     changes = [
         change
         for change in _changes(loaded.state, config, RUN_KEYS)
-        if not (change.startswith("checkpoint.") and config.checkpoint.load_path is None)
+        if not change.startswith(tuple(left_out))
     ]
     instead = "Give this run a name of its own (--run.name NAME)"
     if all(change.startswith("training.steps ") for change in changes):
@@ -119,7 +122,8 @@ def require_complete_as_asked(path: Path, step: int, config: Config, loader: Loa
             logger.warning("%s was trained with other settings: %s", path, change)
     else:
         if not list(_changes(loaded.state, config, MODEL_KEYS)):
-            instead += ", or raise training.steps to continue with the new settings"
+            longer = "training.steps" if config.data.epochs is None else "training.steps or data.epochs"
+            instead += f", or raise {longer} to continue with the new settings"
         raise RunError(
             f"{path}: the run is complete, and it was trained with other settings: {', '.join(changes)}. Nothing would "
             f"be trained with the new ones. {instead}"

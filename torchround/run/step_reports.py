@@ -89,9 +89,16 @@ class StepReports:
             to.metrics.log(to.meter.record(step, tokens, done.lr, validation_loss))
 
     def report_finished(self, updates: int) -> None:
-        """After a fault, report the steps up to number `updates`, as far as their figures are still there."""
+        """After a fault, report the steps up to number `updates`, as far as their figures are still there.
+
+        Never raises: the caller then saves what the fault left.
+        """
         try:
             self.report(leave=sum(step.position.step > updates for step in self._under_way))
         except Exception as error:  # noqa: BLE001  (the fault itself is raised)
             logger.warning("step %d is missing in the metrics: %s", self._under_way[0].position.step, error)
-        self.log_rest()
+        try:
+            self.log_rest()
+        except Exception as error:  # noqa: BLE001  (a device that failed may not tell its figures)
+            newest = self._newest.position.step if self._newest else 0
+            logger.warning("step %d is missing in the metrics: %s", newest, error)
