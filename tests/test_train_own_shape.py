@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import train
 from torchround.commands import export_hf
 from torchround.commands import plan_run as plan_script
+from torchround.commands.configured_model import model_config
+from torchround.config import parse_command_line
 
 CONFIG = """
 tokenizer = { name = "bytes" }
@@ -183,3 +185,12 @@ def test_a_shape_is_planned_without_its_tokenizer_if_it_says_its_vocabulary(fold
     assert plan_script.main([*write(folder, "llama3", SIZES), *plan]) == 2
     assert "missing: vocab_size (there is no tokenizer to take it from)" in capsys.readouterr().err
     assert plan_script.main([*write(folder, "llama3", f"{SIZES}, vocab_size = 300"), *plan]) == 0
+
+
+def test_a_shape_beside_a_named_flavor_keeps_its_vocabulary(folder):
+    """A tokenizer of few tokens does not change the size of the model, and a plan without the tokenizer counts the same."""
+    arguments = write(folder, "llama3", "num_layers = 1", more='flavor = "3.2-1B"')
+    assert model_config(parse_command_line(arguments), 259)[1].vocab_size == 128256
+    assert model_config(parse_command_line(arguments), 130000)[1].vocab_size == 130000
+    arguments = write(folder, "llama3", "num_layers = 1, vocab_size = 512", more='flavor = "3.2-1B"')
+    assert model_config(parse_command_line(arguments), 259)[1].vocab_size == 512

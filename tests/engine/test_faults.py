@@ -17,7 +17,13 @@ from tests.support.toy import (
     train,
 )
 from torchround.engine.device import CpuDevice
-from torchround.engine.errors import DeviceMemoryError, EngineUsageError, FaultLocation, PipelineError
+from torchround.engine.errors import (
+    DeviceMemoryError,
+    EngineUsageError,
+    FaultLocation,
+    HostMemoryError,
+    PipelineError,
+)
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
 
@@ -323,3 +329,12 @@ def test_a_non_finite_gradient_skips_the_update_and_is_counted():
         assert_same_state(store.named_views(), before)
         train(engine, BATCHES[1:2])
     assert store.applied_updates == 2
+
+
+def test_host_memory_that_the_system_refuses_to_a_virtual_device_is_named():
+    device = CpuDevice(0)
+    with pytest.raises(
+        HostMemoryError, match=r"refused .* GiB of host memory for cpu:0.*engine.host_memory_gib"
+    ):
+        device.allocate(2**60)
+    assert device.peak_bytes() == 0

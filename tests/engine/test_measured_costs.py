@@ -1,14 +1,24 @@
 """Costs measured from real steps are the layers' own times."""
 
 import time
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from tests.support.toy import PARTITIONS, ToyBlock, toy_batches, toy_engine, toy_model, toy_store
+from tests.support.toy import (
+    PARTITIONS,
+    ToyBlock,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+)
 from torchround.engine.optimizer_worker import BundleUpdate
 from torchround.engine.results import DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.partition import StageKind, StageTask
+from torchround.pipeline.partition import Stage, StageKind, StageTask
 from torchround.pipeline.timeline import TaskKind
 
 COUNTED = Costs(tuple(LayerCost(f"layer.{index}", 1.0, 2.0, weight_bytes=7) for index in range(7)), hop_s=0.5)
@@ -107,6 +117,61 @@ def test_a_layers_time_is_the_median_of_its_samples_so_that_one_slow_sample_does
     costs = costs_from_reports(COUNTED, reports)
     assert [layer.forward_s for layer in costs.layers] == [2.0] * 6 + [1.0]
     assert [layer.backward_s for layer in costs.layers] == [4.0] * 6 + [2.0]
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_each_layer_is_a_span_of_its_own_under_any_plan_and_the_results_are_the_same(name, layerwise):
+    partition, found = PARTITIONS[name], []
+    for times_layers in (True, False):
+        model = toy_model()
+        store = toy_store(model)
+        settings = {"times_layers": times_layers, "layerwise_recompute": layerwise}
+        with toy_engine(model, store, partition, 2, **settings) as engine:
+            result = engine.forward_backward(toy_batches(1, micro_batches=3)[0])
+            engine.step(1e-2)
+            engine.drain()
+            loss, reports = result.loss(), list(result.reports())
+        if times_layers:
+            spans = Counter(
+                (span.kind, span.layers.start) for report in reports for span in report.spans if span.layers
+            )
+            assert all(len(span.layers) == 1 for report in reports for span in report.spans)
+        found.append((loss, store.named_views()))
+    inner = [TaskKind.FORWARD, TaskKind.BACKWARD]
+    assert spans == {
+        **{(kind, layer): 3 for kind in inner for layer in range(6)},
+        **{(TaskKind.RECOMPUTE, layer): 3 for layer in range(sum(partition.backward))},
+        (TaskKind.FUSED, 6): 3,
+    }
+    assert found[0][0] == found[1][0]
+    assert_same_state(*(views for _, views in found))
+
+
+def test_a_layer_that_runs_again_in_its_backward_is_not_counted_twice():
+    """With `recompute = "layer"` all layers but a stage's last run again, in the span of their backward."""
+    stage = Stage(StageKind.BACKWARD, 0, 3)
+    task = StageTask(slot=0, device=0, round=0, stage_index=2, stage=stage, micro_batches=range(1))
+    spans = tuple(
+        DeviceSpan(kind, At(0.0), At(seconds), layers=range(layer, layer + 1))
+        for layer in range(3)
+        for kind, seconds in ((TaskKind.RECOMPUTE, 1.0 + layer), (TaskKind.BACKWARD, 10.0))
+    )
+    head = StageReport(
+        replace(task, stage=Stage(StageKind.FUSED, 3, 4)),
+        0,
+        None,
+        At(0.0),
+        0.0,
+        (DeviceSpan(TaskKind.FUSED, At(0.0), At(3.0), layers=range(3, 4)),),
+        0,
+        0,
+    )
+    reports = [StageReport(task, 0, None, At(0.0), 0.0, spans, 0, 0), head]
+    counted = Costs(COUNTED.layers[:4])
+    layers = costs_from_reports(counted, reports, recompute="layer").layers
+    assert [layer.forward_s for layer in layers[:3]] == [1.0, 2.0, 3.0]
+    assert [layer.backward_s for layer in layers[:3]] == [9.0, 8.0, 10.0]
 
 
 def test_one_layer_a_stage_is_the_finest_partition():

@@ -212,3 +212,18 @@ def test_an_index_cannot_point_outside_its_folder(hf, tmp_path):
     (tmp_path / "release" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(HFError, match="is not the name of a file beside it"):
         read(release)
+
+
+def test_a_file_without_tensors_lacks_them_all(hf, tmp_path):
+    release = hf.release("llama3", tmp_path)
+    save_file({}, tmp_path / SINGLE)
+    with pytest.raises(HFError, match="missing: model.embed_tokens.weight"):
+        read(release)
+
+
+def test_a_trainers_own_files_are_not_taken_for_weights(hf, tmp_path):
+    release = hf.release("llama3", tmp_path)
+    (tmp_path / SINGLE).rename(tmp_path / "model-00001-of-00002.safetensors")
+    (tmp_path / "training_args.bin").touch()
+    with pytest.raises(HFError, match=r"found: .*model-00001-of-00002.safetensors.*training_args.bin\)"):
+        read(release)

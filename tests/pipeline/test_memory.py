@@ -14,7 +14,6 @@ from torchround.pipeline.memory import (
     MemoryLimits,
     ParameterCounts,
     device_memory,
-    host_activation_bytes,
     host_state,
     rounding,
     rounds_in_flight,
@@ -117,16 +116,6 @@ def test_a_stage_keeps_all_its_activations_or_one_layer_and_the_outputs() -> Non
     assert stage.compute_bytes == 40 + 40 + 30 + 90
     layer = device_memory(whole, LAYERS, 1, 1, MemoryLimits(recompute="layer"))
     assert layer.compute_bytes == (30 + 90) + (8 + 8 + 8 + 1)
-
-
-def test_every_boundary_is_kept_once_for_each_micro_batch_alive() -> None:
-    # Cuts before block.1 (backward), block.2 = head (forward and backward): 8 bytes each, 8 for a gradient.
-    per_micro_batch = 8 + 8 + 8
-    partition = Partition((3,), 1, (2, 1))
-    assert host_activation_bytes(partition, LAYERS, 2, 6, 1, "sync") == 6 * per_micro_batch
-    # Two rounds of three; N - 1 = 1 further slot reaches into the next round.
-    assert host_activation_bytes(partition, LAYERS, 2, 6, 2, "sync") == 2 * 3 * per_micro_batch
-    assert host_activation_bytes(partition, LAYERS, 2, 6, 1, "async") == 2 * 6 * per_micro_batch
 
 
 @pytest.mark.parametrize(

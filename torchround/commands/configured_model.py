@@ -30,18 +30,15 @@ Mapped = Mapping[str, Sequence[FileTensor]]
 """Frozen weights that stay in the files they were released in (`lora.map_base`), by parameter name."""
 
 
-def build_model(options: Options, vocab_size: int | None = None) -> LayeredModel:
+def build_model(options: Options, vocab_size: int | None = None, *, warns: bool = True) -> LayeredModel:
     """Build the configured model on `meta`; with `lora.rank`, frozen and with adapters.
 
-    `vocab_size` is the tokenizer's. Without one, the model keeps the vocabulary of its flavor, shape or folder.
-    Raises `ConfigError` or `ModelConfigError`.
+    `vocab_size` is the tokenizer's. Without one, the model keeps the vocabulary of its flavor, shape or folder. With
+    `warns`, it says if documents may be longer than the model knows. Raises `ConfigError` or `ModelConfigError`.
     """
-    warn_of_positions(options, model_config(options, vocab_size)[1])
-    return _built(options, vocab_size)
-
-
-def _built(options: Options, vocab_size: int | None) -> LayeredModel:
     family, config = model_config(options, vocab_size)
+    if warns:
+        warn_of_positions(options, config)
     model, lora = family.build(config), options.config.lora
     if lora.rank:
         add_adapters(model, family.hf_names(config), lora_shape(lora))
@@ -68,6 +65,8 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[Family[Any],
         raise options.unknown_name("model.flavor", table.flavor, family.flavors)
     if table.shape is not None:
         shape = table.shape.model_dump(exclude_none=True)
+        if table.flavor is not None and (rows := _flavor_vocab(options, vocab_size)) is not None:
+            shape.setdefault("vocab_size", rows)
         try:
             return family, family.config_from_shape(shape, table.flavor, vocab_size)
         except ModelConfigError as error:
@@ -174,7 +173,7 @@ def check_weights(options: Options, vocab_size: int | None) -> None:
 
     `vocab_size` as in `build_model`. Raises `ConfigError`, `ModelConfigError` or `HFError`.
     """
-    find_weights(options, _built(options, vocab_size))
+    find_weights(options, build_model(options, vocab_size, warns=False))
 
 
 def map_base(weights: PretrainedWeights, model: LayeredModel, config: Config) -> Mapped:

@@ -122,7 +122,9 @@ def export(request: Export) -> str:
         written = write_generation(folder, content, run, trained.base, request.tokenizer)
         write_json(folder / "config.json", content)
         (folder / CARD_FILE).write_text(model_card(trained.facts), encoding="utf-8")
-    return f"{request.output}: {', '.join(['config.json', *files, *copied, *written, CARD_FILE])}"
+    # The tokenizer `bytes` writes its files over copied ones.
+    names = dict.fromkeys(["config.json", *files, *copied, *written, CARD_FILE])
+    return f"{request.output}: {', '.join(names)}"
 
 
 class Trained:
@@ -217,7 +219,7 @@ def card_facts(
 ) -> CardFacts:
     """Collect what the model card says. The losses are in the run's folder, if the checkpoint still is."""
     step = read_manifest(request.checkpoint).step
-    metrics = request.checkpoint.resolve().parents[1] / METRICS_FILE
+    metrics = request.checkpoint.resolve().parent.parent / METRICS_FILE
     name = content.get("_name_or_path")
     return CardFacts(
         run=state["config"],

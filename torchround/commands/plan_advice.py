@@ -34,11 +34,12 @@ def largest_flavor_that_fits(options: Options, hardware: Hardware) -> str | None
         return None
     sizes: dict[str, int] = {}
     for name in flavors_of(table.family):
-        sizes[name], _ = num_parameters(build_model(_with_flavor(options, name)))
+        sizes[name], _ = num_parameters(build_model(_with_flavor(options, name), warns=False))
     smaller = [name for name in sizes if sizes[name] < sizes[table.flavor] and not name.startswith("debug")]
     for name in sorted(smaller, key=lambda name: -sizes[name]):
         changed = _with_flavor(options, name)
-        if fits(replace(question_of(changed.config, build_model(changed), hardware, ()), given=None)):
+        model = build_model(changed, warns=False)
+        if fits(replace(question_of(changed.config, model, hardware, ()), given=None)):
             return name
     return None
 

@@ -37,8 +37,8 @@ class ShapeTable(Table):
     """Width of the feed-forward; in a model with experts, of each expert."""
 
     vocab_size: Size | None = None
-    """Rows of the embedding, at least as many as the tokenizer has tokens; a multiple of 128 is fast. Default: as many as
-    the tokenizer has tokens."""
+    """Rows of the embedding, at least as many as the tokenizer has tokens; a multiple of 128 is fast. Default: the
+    flavor's, or as many as the tokenizer has tokens if these are more, or if there is no flavor."""
 
     max_positions: Positions | None = None
     """Longest sequence that the model is meant for, in tokens. Nothing is allocated for it. Default: the family's."""

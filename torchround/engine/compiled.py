@@ -374,8 +374,13 @@ def _counted_as_progress(board: Board) -> Iterator[None]:
 
 
 def _deterministic_options() -> dict[str, Any]:
-    """Return options that keep Inductor from choosing by measured times how sums add up: equal runs give equal bits."""
-    return {"deterministic": True} if "deterministic" in torch._inductor.list_options() else {}
+    """Return options with which equal runs give equal bits.
+
+    Inductor then does not choose by measured times how sums add up. Code for virtual devices has one thread, because it
+    splits sums by threads, and the number of the thread that compiles would be in the cached code.
+    """
+    options = {"deterministic": True, "cpp.threads": 1}
+    return {name: value for name, value in options.items() if name in torch._inductor.list_options()}
 
 
 def _missing_compiler(device: str) -> str | None:

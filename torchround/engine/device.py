@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchround.accelerators import kind_of
-from torchround.engine.errors import DeviceMemoryError
+from torchround.engine.errors import DeviceMemoryError, HostMemoryError
 from torchround.pipeline.memory import GIB
 
 T = TypeVar("T")
@@ -261,9 +261,17 @@ class CpuDevice(Device):
                 f"{self.name} cannot allocate {nbytes / GIB:.3f} GiB: it has {self._limit_bytes / GIB:.3f} GiB, "
                 f"and {self._allocated_bytes / GIB:.3f} GiB of that is in use"
             )
+        try:
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise HostMemoryError(
+                f"the system refused {nbytes / GIB:.3f} GiB of host memory for {self.name}: other processes took it "
+                "meanwhile, or a limit of the process is lower than what is free (ulimit -v). Lower "
+                "engine.host_memory_gib so that the plan keeps within it, or free memory"
+            ) from error
         self._allocated_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return buffer
 
     def _copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
         destination.copy_(source)

@@ -128,7 +128,9 @@ def _files(folder: Path, single_file: str) -> list[Path]:
         raise HFError(f"{folder}: no such folder")
     names = sorted(path.name for path in folder.iterdir())
     lacks = f"{folder}: has neither {single_file} nor {INDEX_FILE} "
-    if others := [name for name in names if Path(name).suffix in OTHER_FORMATS]:
+    others = [name for name in names if Path(name).suffix in OTHER_FORMATS]
+    # Trainers leave files of these endings beside safetensors (`training_args.bin`); those say nothing about the weights.
+    if others and not any(name.endswith(".safetensors") for name in names):
         raise HFError(
             f"{lacks}but {', '.join(others[:4])}, a format that torchround does not read; legal: a release in "
             "safetensors format, or what transformers makes of this one: "
@@ -170,8 +172,11 @@ def quantised_kind(content: Mapping[str, Any]) -> str | None:
 
 def quantised_tensors(tensors: Iterable[StoredTensor]) -> str | None:
     """Return the kind of quantisation that tensors show by their types and names; None if they show none."""
-    kinds, names = zip(*((tensor.dtype_name, tensor.name) for tensor in tensors), strict=True)
-    if any(kind.startswith("F8_E") for kind in kinds) and any("weight_scale" in name for name in names):
+    kinds = {tensor.name: tensor.dtype_name for tensor in tensors}
+    names = kinds.keys()
+    if any(kind.startswith("F8_E") for kind in kinds.values()) and any(
+        "weight_scale" in name for name in names
+    ):
         return "an FP8"
     if any(name.endswith((".qweight", ".qzeros")) for name in names):
         return "an AWQ or GPTQ"

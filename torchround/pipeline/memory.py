@@ -193,26 +193,6 @@ def rounds_in_flight(num_devices: int, num_stages: int, rounds: int, update: str
     return min(1 + -(-(num_devices - 1) // (num_stages - num_devices)), rounds_under_way)
 
 
-def host_activation_bytes(
-    partition: Partition, costs: Costs, num_devices: int, num_micro_batches: int, rounds: int, update: str
-) -> int:
-    """Bound the host memory for activations and gradients between stages.
-
-    The planner checks its host limit with this bound, because it is quick to compute for many partitions;
-    `host_buffers.boundary_pool_bytes` is what a run allocates, and is no larger.
-
-    Each micro-batch under way holds the input of every stage but the first layer's, and one gradient on its
-    way. An input is kept until the backward if a backward stage starts there, otherwise until the next stage
-    has it.
-    """
-    stages = partition.stages()
-    cuts = {stage.start for stage in stages} - {0}
-    per_micro_batch = sum(costs.layers[cut - 1].boundary_bytes for cut in cuts)
-    per_micro_batch += max(layer.boundary_bytes for layer in costs.layers)
-    alive = rounds_in_flight(num_devices, len(stages), rounds, update) * -(-num_micro_batches // rounds)
-    return per_micro_batch * alive
-
-
 def size_text(num_bytes: int) -> str:
     """Format bytes in GiB, or in MiB below a tenth of a GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:.2f} MiB"
@@ -223,7 +203,8 @@ class HostMemory:
     """The host memory of a run in bytes, by kind.
 
     `reader_bytes` is for readers of weights in files, `loader_bytes` for batches of data that are being made,
-    `device_bytes` the memory of virtual devices. No sum includes `mapped_bytes`: the kernel keeps as much of those files in memory as is free.
+    `device_bytes` the memory of virtual devices. No sum includes `mapped_bytes`: the kernel keeps as much of those files
+    in memory as is free.
     """
 
     weight_bytes: int

@@ -58,7 +58,8 @@ def _accelerator() -> AcceleratorKind:
 class HostAllocator:
     """An allocator of host buffers, page-locked if `pinned` is set, which keeps track of what is locked.
 
-    `what` says whose memory it is, for messages. After the first failure to lock it warns once, and everything that it allocates later stays pageable.
+    `what` says whose memory it is, for messages. After the first failure to lock it warns once, and everything that it
+    allocates later stays pageable.
     """
 
     def __init__(self, pinned: bool, locker: PageLocker | None = None, what: str = "the host store") -> None:

@@ -83,8 +83,9 @@ class ForwardWithGraph:
     """A stage's forward with everything that its backward needs: all activations, or one layer's with `layerwise`.
 
     Backward stages recompute by it from their boundary activation; the fused stage runs its only forward by
-    it. `run_to` makes the forward, at once or layer by layer. Each layer has a graph of its own, so that its backward is a step of its own: the layer's gradients
-    are final, and its activations gone, before the backward of the layer below begins.
+    it. `run_to` makes the forward, at once or layer by layer. Each layer has a graph of its own, so that its
+    backward is a step of its own: the layer's gradients are final, and its activations gone, before the backward of
+    the layer below begins.
 
     Layerwise keeps only layer inputs and recomputes each layer again in the backward, as gradient
     checkpointing does. It costs one more forward and holds the activations of one layer instead of the

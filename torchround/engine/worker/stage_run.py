@@ -31,10 +31,10 @@ BackwardCall = Callable[[Gradients, int], Gradients | None]
 class StageRun:
     """A stage job under way: its layers, bound to the slots of its weights and, if it has a backward, its gradients.
 
-    `num_layers` are those of the model. With `times_layers`, each layer's computations are spans of their own, of
-    every micro-batch: only the head's forward and backward are one. `wait` waits for a hand-over of another device. With `on_final`, the
-    backward of the last micro-batch is done layer by layer, and `on_final(layer)` is called once all that
-    adds to the gradients of a layer is enqueued. `spans` are the computations so far.
+    `num_layers` is the number of the model's layers. With `times_layers`, each layer's computations are spans of their
+    own, of every micro-batch: only the head's forward and backward are one. `wait` waits for a hand-over of another
+    device. With `on_final`, the backward of the last micro-batch is done layer by layer, and `on_final(layer)` is called
+    once all that adds to the gradients of a layer is enqueued. `spans` are the computations so far.
     """
 
     def __init__(

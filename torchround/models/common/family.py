@@ -116,7 +116,8 @@ def _complete(changes: dict[str, Any], usual: TransformerConfig) -> None:
 def _mixture(changes: dict[str, Any], base: MoEShape | None, keeps: bool) -> MoEShape | None:
     """Take the keys of experts out of `changes`. Returns the mixture, or None for a dense feed-forward.
 
-    `keeps`: what is not given is as in `base`, the flavor's mixture. Otherwise only its normalisation is.
+    `keeps`: what is not given is as in `base`, the flavor's mixture. Otherwise `base` only says whether the family is
+    one of mixtures alone.
     """
     given = {key: changes.pop(key) for key in EXPERT_KEYS if key in changes}
     if "ffn_size" in changes:

@@ -1,0 +1,60 @@
+"""The search decides about host memory by bounds of the count that the engine reserves by, never against that count."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.random_costs import partitions
+from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.host_buffers import HostBatch, PoolCount
+from torchround.pipeline.memory import MemoryLimits
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.search.host_table import HostTable
+from torchround.pipeline.search.partition_batch import batch_of
+
+LAYERS = 6
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> HostBatch:
+    """Draw micro-batches of up to two sizes, with boundaries that are alike or not, in bytes or in pages."""
+    outputs = st.tuples(*[st.integers(1, 9000)] * LAYERS) | st.builds(
+        lambda n: (n,) * LAYERS, st.integers(1, 9000)
+    )
+    output_bytes = tuple(draw(st.lists(outputs, min_size=1, max_size=2)))
+    sizes = draw(st.lists(st.integers(0, len(output_bytes) - 1), min_size=1, max_size=7))
+    return HostBatch(
+        # Longer micro-batches come first, as a batch is cut.
+        sizes=tuple(sorted(sizes)),
+        output_bytes=output_bytes,
+        integer_bytes=draw(st.sampled_from([None, (100, 5000)[: len(output_bytes)]])),
+        frozen_layers=draw(st.sampled_from([0, 2, LAYERS])),
+        validates=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    batch=batches(),
+    chosen=st.lists(partitions(LAYERS), min_size=1, max_size=3),
+    num_devices=st.integers(1, 8),
+    rounds=st.integers(1, 7),
+    update=st.sampled_from(["sync", "async"]),
+)
+def test_a_plan_fits_exactly_where_the_pool_of_the_engine_does(
+    batch: HostBatch, chosen: list[Partition], num_devices: int, rounds: int, update: str
+) -> None:
+    costs = Costs(tuple(LayerCost(str(n), 1.0, 2.0, boundary_bytes=1) for n in range(LAYERS)))
+    rounds, rows = min(rounds, len(batch.sizes)), batch_of(chosen)
+    pool, every = PoolCount(batch, num_devices, update), np.ones(len(chosen), dtype=np.bool_)
+    nothing = np.zeros(len(chosen), dtype=np.int64)
+    counted = [pool.nbytes(partition, rounds) for partition in chosen]
+
+    def table(host_bytes: int) -> HostTable:
+        limits = MemoryLimits(host_bytes=host_bytes, batch=batch)
+        return HostTable(costs, limits, num_devices, len(batch.sizes), update)
+
+    assert (table(0).bytes_of(rows, rounds, nothing) <= counted).all()
+    for limit in {*counted, *(max(0, nbytes - 1) for nbytes in counted)}:
+        fits = table(limit).fits(rows, rounds, nothing, every)
+        assert fits.tolist() == [nbytes <= limit for nbytes in counted]
