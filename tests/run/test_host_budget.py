@@ -1,5 +1,6 @@
 """Host memory is counted before it is allocated, and counted right."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ import torchround.run.hardware
 from torchround.config import EngineTable, TrainingTable
 from torchround.layer import FileTensor, LayeredModel
 from torchround.models import FAMILIES, LoraShape, add_adapters
-from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory
-from torchround.pipeline.plan_report import plan_for
+from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, whole_pages
+from torchround.pipeline.plan_report import longest_tokens, plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.run.engine_parts import build_store
 from torchround.run.hardware import Hardware, available_host_bytes
@@ -47,8 +48,10 @@ def test_the_budget_is_what_the_host_store_allocates(
     budget = budget_of(model(**shape), numbers)
     store = build_store(model(**shape), numbers, CPU)
     store.allocate_gradients(rounds)
-    landing = sum(bundle.numel * len(bundle.layers) for bundle in store.trained if bundle.adds_up)
-    landing *= store.gradient_dtype.itemsize  # in the engine's pool
+    # Parts of sums land in buffers of the engine's pool, which are whole pages.
+    summed = [bundle for bundle in store.trained if bundle.adds_up]
+    itemsize = store.gradient_dtype.itemsize
+    landing = sum(len(bundle.layers) * whole_pages(bundle.numel * itemsize) for bundle in summed)
     assert budget.state_bytes == store.nbytes() + landing
     gradients = [bundle.gradient.nbytes for bundle in store.trained if bundle.gradient is not None]
     assert budget.gradient_bytes == sum(gradients) + landing
@@ -84,9 +87,23 @@ def test_too_little_memory_is_an_error_with_what_is_missing() -> None:
     needed = budget_of(model(), numbers).state_bytes
     scarce = Hardware("cpu", 1, 2**30, host_bytes=needed - 2**20)
     with pytest.raises(
-        InfeasiblePlanError, match=r"1\.00 MiB are missing\. What would help: .*model\.flavor"
+        InfeasiblePlanError, match=r"1\.00 MiB are missing\. What would help: a smaller model \(model\.flavor"
     ):
         plan_for(run_question(model(), numbers, scarce))
+
+
+def test_each_length_is_tried_with_its_own_batches_of_data() -> None:
+    """Sequences of 16 Mi tokens need 1 GiB of batches; the ones that fit, far less."""
+    numbers = RunNumbers(TrainingTable(seq_len=2**24, global_batch_size=2), EngineTable())
+    scarce = Hardware("cpu", 1, 2**30, host_bytes=budget_of(model(), numbers).state_bytes + 2**29)
+    question = run_question(
+        model(), numbers, scarce, loader_bytes_for=lambda tokens, batch: 32 * tokens * batch
+    )
+    with pytest.raises(InfeasiblePlanError, match=r"What would help: a smaller training\.seq_len") as caught:
+        plan_for(question)
+    # None of these is advice: each is the default, which is in force.
+    assert not any(key in str(caught.value) for key in ("dtype", "engine.update", "engine.rounds"))
+    assert longest_tokens(question) == longest_tokens(replace(question, seq_len=1024)) > 0
 
 
 def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchround.commands import CommandError
@@ -80,7 +81,7 @@ def question_of(
         hardware,
         mapped,
         validates=config.validation.interval_steps > 0,
-        loader_bytes=loader_bytes(config.data, config.training),
+        loader_bytes_for=partial(loader_bytes, config.data),
     )
 
 

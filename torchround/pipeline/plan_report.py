@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, ParameterCounts
@@ -32,13 +32,6 @@ INTEGER_TENSORS = 4
 ALIGNMENT_BYTES = 256
 # Sequence lengths are tried in multiples of this, up to the limit.
 LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22
-# Changes of the config that make a run's weights, gradients and optimizer state smaller.
-STATE_KEYS = (
-    "a smaller model.flavor",
-    'training.dtype = "bfloat16"',
-    'engine.update = "sync"',
-    "engine.rounds = 1",
-)
 # The least gain in step time that a report mentions.
 CLEARLY_FASTER = 0.03
 
@@ -52,7 +45,8 @@ class RunQuestion:
     - `given`: a partition and its number of rounds, in place of the planner's choice.
     - `device_bytes`, `host_bytes`: memory that the run may use; None is no limit.
     - `reader_bytes`: host memory through which weights in files go up to the devices.
-    - `loader_bytes`: host memory of the batches of data that are being made.
+    - `loader_bytes_for(tokens, batch)`: host memory of the data loader, for batches of so many sequences of so many
+      tokens; None if no data is loaded.
     - `devices_on_host`: whether the devices are virtual, so that their memory is host memory.
     - `validates`: whether validations come between steps.
     """
@@ -74,7 +68,7 @@ class RunQuestion:
     accumulate_bytes: int = 4
     float16_gradients: bool = False
     reader_bytes: int = 0
-    loader_bytes: int = 0
+    loader_bytes_for: Callable[[int, int], int] | None = field(default=None, compare=False)
     devices_on_host: bool = False
     validates: bool = False
     given: tuple[Partition, int] | None = None
@@ -98,7 +92,9 @@ class RunQuestion:
     def state_of(self, rounds: int) -> HostMemory:
         """Count the host memory that any plan of so many rounds needs."""
         state = host_state(self.parameters, self.update, rounds, self.element_bytes, self.gradient_bytes)
-        return replace(state, reader_bytes=self.reader_bytes, loader_bytes=self.loader_bytes)
+        loader = self.loader_bytes_for
+        loader_bytes = 0 if loader is None else loader(self.seq_len, self.global_batch_size)
+        return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
 
     def integer_bytes(self, sequences: int) -> int:
         """Count the bytes of the integers of a micro-batch of so many sequences."""
@@ -219,14 +215,33 @@ def _state_problem(question: RunQuestion) -> InfeasiblePlanError | None:
     missing_gib = state.short_by(question.host_bytes)
     if not missing_gib or question.host_bytes is None:
         return None
-    loader = f", and batches of data {size_text(state.loader_bytes)} of them" if state.loader_bytes else ""
-    keys = (*STATE_KEYS, "data.shuffle_sequences = 0") if state.loader_bytes else STATE_KEYS
+    keys = tuple(_state_changes(question, state))
+    loader = f", batches of data {size_text(state.loader_bytes)}" if state.loader_bytes else ""
     message = (
-        f"weights, gradients and optimizer state need {size_text(state.state_bytes)} of host memory{loader}, and "
-        f"{size_text(question.host_bytes)} are available: {size_text(round(missing_gib * GIB))} are missing. "
-        f"What would help: {', '.join(keys)}"
+        f"weights, gradients and optimizer state need {size_text(state.state_bytes - state.loader_bytes)} of host "
+        f"memory{loader}, and {size_text(question.host_bytes)} are available: "
+        f"{size_text(round(missing_gib * GIB))} are missing. What would help: {', '.join(keys)}"
     )
     return InfeasiblePlanError(message, "", missing_gib, keys)
+
+
+def _state_changes(question: RunQuestion, state: HostMemory) -> Iterator[str]:
+    """Name the changes that make the state smaller, the largest part first; none that is in force already."""
+    of_data = ("a smaller training.seq_len or training.global_batch_size", "a smaller data.shuffle_sequences")
+    counts = question.parameters
+    if 2 * state.loader_bytes > state.state_bytes:
+        yield from of_data
+    yield "a smaller model (model.flavor or model.shape)"
+    if counts.trained and not counts.frozen + counts.mapped:
+        yield "adapters on frozen weights (lora.rank)"
+    if question.element_bytes > 2:
+        yield 'training.dtype = "bfloat16"'
+    if question.update != "sync":
+        yield 'engine.update = "sync"'
+    if isinstance(question.rounds, int) and question.rounds > 1:
+        yield "engine.rounds = 1"
+    if state.loader_bytes and 2 * state.loader_bytes <= state.state_bytes:
+        yield from of_data
 
 
 def host_memory(question: RunQuestion, plan: Plan | None) -> HostMemory:

@@ -5,7 +5,7 @@ and the `plan` command cannot disagree: `run_question` puts them together, and `
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,11 +65,11 @@ def run_question(
     mapped: Collection[str] = (),
     *,
     validates: bool = False,
-    loader_bytes: int = 0,
+    loader_bytes_for: Callable[[int, int], int] | None = None,
 ) -> RunQuestion:
     """Return what the planner has to know of the run of `model`, adapters included, on `hardware`.
 
-    `mapped` are names of frozen weights that stay in their files. `validates` and `loader_bytes` are as in
+    `mapped` are names of frozen weights that stay in their files. `validates` and `loader_bytes_for` are as in
     `RunQuestion`. Raises `EngineUsageError` if `engine.plan` is a file
     without a plan, or a plan for another number of layers, or if the devices lack a switch that the run asks for.
     """
@@ -111,7 +111,7 @@ def run_question(
         accumulate_bytes=numbers.accumulate_dtype.itemsize,
         float16_gradients=numbers.gradient_dtype is torch.float16,
         reader_bytes=READER_BUFFERS * READER_BUFFER_BYTES * hardware.num_devices if reads_files else 0,
-        loader_bytes=loader_bytes,
+        loader_bytes_for=loader_bytes_for,
         devices_on_host=hardware.kind == "cpu",
         validates=validates,
         given=given,
@@ -218,14 +218,14 @@ def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> Param
     )
 
 
-def loader_bytes(data: DataTable, training: TrainingTable) -> int:
+def loader_bytes(data: DataTable, seq_len: int, global_batch_size: int) -> int:
     """Count the large buffers of the data loader: the window that sequences are shuffled in, and batches being made."""
     token_bytes = INTEGER_TENSORS * 8
     # The batch of the step under way, the next one, and with workers the batches that wait for it.
     batches = 2 + (PREFETCHED_BATCHES if data.num_workers else 0)
-    window = rules_for(data, training.seq_len).window
-    token_total = training.seq_len * batches * training.global_batch_size
-    return token_bytes * token_total + WAITING_TOKEN_BYTES * training.seq_len * window
+    window = rules_for(data, seq_len).window
+    token_total = seq_len * batches * global_batch_size
+    return token_bytes * token_total + WAITING_TOKEN_BYTES * seq_len * window
 
 
 def host_memory_text(memory: HostMemory) -> str:
