@@ -63,7 +63,7 @@ def test_one_bad_record_at_the_beginning_is_found_only_if_it_would_stop_the_run(
 def test_token_ids_of_the_models_vocabulary_are_legal_beyond_the_tokenizers(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """The vocabulary of the model here has 300 tokens, that of the tokenizer 259."""
+    """The model here has 300 tokens, the tokenizer 259."""
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"tokens": [1, 299, *range(70)]}))
     check(path, tokenizer, content="tokens")

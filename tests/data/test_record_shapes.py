@@ -85,13 +85,17 @@ def test_an_array_on_one_line_may_be_longer_than_a_line_of_records_may_be(
 
 @pytest.mark.parametrize(
     ("header", "message"),
-    [("text," + "long " * 300, "the line at byte 0 is longer"), ("", "row 1: it is blank")],
+    [
+        (b"text," + b"long " * 300, "the line at byte 0 is longer"),
+        (b"", "row 1: it is blank"),
+        ("text".encode("utf-16"), "row 1: the header is not valid UTF-8 .byte 0xff.; export the file"),
+    ],
 )
 def test_a_header_of_csv_that_names_no_columns_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes, message: str
 ) -> None:
     short_lines(monkeypatch, 1000)
-    (tmp_path / "x.csv").write_text(f"{header}\na\nb\n")
+    (tmp_path / "x.csv").write_bytes(header + b"\na\nb\n")
     with pytest.raises(DataError, match=rf"x\.csv.*{message}"):
         open_source(SourceTable(path=str(tmp_path / "x.csv")))
 
@@ -249,6 +253,16 @@ def test_a_bad_pair_is_named(
         trained_on(tmp_path / "x.json", [record], chat_tokenizer, "prompt_completion")
 
 
+def test_a_file_whose_records_are_in_a_field_says_how_to_take_them_out(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    (tmp_path / "x.json").write_text(json.dumps({"data": [{"text": "a"}]}))
+    with pytest.raises(DataError, match=r"""no field 'text'; fields: data .*jq -c '\.\["data"\]\[\]'"""):
+        build_loader(
+            DataTable(sources=(SourceTable(path=f"{tmp_path}/x.json"),)), tokenizer, 9, 1, 0
+        ).check_first_records()
+
+
 def test_messages_without_a_template_say_so(tmp_path: Path, tokenizer: Tokenizer) -> None:
     records = [{"prompt": "a", "completion": [turn("assistant", "b")]}]
     with pytest.raises(DataError, match=r"record 1: .*no chat template.*give tokenizer.chat_template"):
@@ -268,11 +282,12 @@ def test_parts_of_a_content_are_joined_and_parts_that_are_no_text_are_named(
         trained_on(tmp_path / "x.json", records, chat_tokenizer, "messages")
 
 
+@pytest.mark.parametrize("begins", ["[{", "\n [\r\n\t{"])
 def test_messages_in_a_column_of_csv_are_read_from_their_json(
-    tmp_path: Path, chat_tokenizer: Tokenizer
+    tmp_path: Path, chat_tokenizer: Tokenizer, begins: str
 ) -> None:
     out = io.StringIO(newline="")
-    messages = json.dumps([turn("user", "a, b"), turn("assistant", 'said "c"')])
+    messages = json.dumps([turn("user", "a, b"), turn("assistant", 'said "c"')]).replace("[{", begins, 1)
     csv.writer(out).writerows([("messages",), (messages,)])
     (tmp_path / "x.csv").write_text(out.getvalue())
     source = SourceTable(path=str(tmp_path / "x.csv"), content="messages")

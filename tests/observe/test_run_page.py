@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import logging
+import os
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -14,7 +15,7 @@ import pytest
 
 from tests.support.step_records import ENGINE, write_run
 from torchround.commands.draw_page import main
-from torchround.observe import run_page
+from torchround.observe import loss_curve, run_page
 from torchround.observe.run_page import MOST_POINTS, CurveSamples, draw_pictures, read_run, write_page
 
 HOSTILE_NAMES = [
@@ -153,6 +154,25 @@ def test_lines_that_are_cut_off_or_hold_something_else_draw_nothing(tmp_path: Pa
         file.write(line.encode("utf-8", "surrogateescape"))
     (run,) = figures(page_of(tmp_path / "run"))["runs"]
     assert [step for step, _ in curve(run, "loss", "training")] == [1, 2]
+
+
+def test_a_pipe_in_the_place_of_metrics_is_refused_and_an_endless_line_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run's folder may come from a stranger."""
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "metrics.jsonl")
+    assert main([str(tmp_path / "pipe")]) == 2
+    assert capsys.readouterr().err == f"page: {tmp_path}/pipe/metrics.jsonl: not an ordinary file\n"
+    run = write_run(tmp_path / "run", range(1, 3))
+    monkeypatch.setattr(loss_curve, "MOST_LINE_BYTES", 2**12)
+    # A record after the limit is a part of the same line.
+    hidden = json.dumps({"step": 3, "loss": 1.0})
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(
+            "x" * 2**12 + hidden[:-1] + " " * 2**12 + "}\n" + json.dumps({"step": 4, "loss": 2.0}) + "\n"
+        )
+    assert [step for step, _ in loss_curve.read_records(run)] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("values", [1, MOST_POINTS, MOST_POINTS + 1, 25 * MOST_POINTS + 3])

@@ -283,11 +283,9 @@ def test_the_error_names_what_is_missing_on_a_device_with_figures() -> None:
 
 
 def test_the_error_names_what_is_missing_on_the_host_with_figures() -> None:
-    layers = tuple(
-        LayerCost(f"block.{i}", 1.0, 2.0, weight_bytes=GIB // 4, boundary_bytes=GIB) for i in range(4)
-    )
+    layers = tuple(LayerCost(f"block.{i}", 1.0, 2.0, weight_bytes=GIB, boundary_bytes=GIB) for i in range(4))
     # A device holds six staging buffers and two layers, so there are three boundaries between stages.
-    limit = MemoryLimits(device_bytes=13 * GIB // 2, host_bytes=5 * GIB // 2)
+    limit = MemoryLimits(device_bytes=8 * GIB, host_bytes=5 * GIB // 2)
     with pytest.raises(InfeasiblePlanError, match=r"host memory.*0\.50 GiB are missing") as caught:
         make_plan(Costs(layers), 1, 1, limits=limit)
     assert "training.global_batch_size" in caught.value.keys

@@ -95,8 +95,8 @@ class DataTable(Table):
     files, parquet files and datasets are shuffled by parts, and in each part by blocks of up to 8192 records."""
 
     shuffle_sequences: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"
-    """Packed sequences per window that are put into a random order, fixed by `run.seed`, 0 to 65536; 0 leaves them in
-    the order in which they were packed. It spreads a long document over many batches. `auto`: windows of about 16 Mi
+    """Packed sequences of a shuffle window, 0 to 65536. They are put into a random order, fixed by `run.seed`; 0 leaves them
+    in the order in which they were packed. It spreads a long document over many batches. `auto`: windows of about 16 Mi
     tokens, at most 4096 sequences; 0 if documents stay whole or `shuffle` is off. A window ends early after an epoch.
     Host memory: 9 bytes per token of a window, 72 MiB at 2048 tokens per sequence. A resumed run packs its window again."""
 

@@ -56,7 +56,8 @@ def build_loader(
 ) -> "Loader":
     """Make a loader of batches `[global_batch_size, seq_len]`, endless unless `data.epochs` or `epochs` is given.
 
-    `vocab_size` is the model's, which bounds data that is token ids; default: the tokenizer's. Raises `DataError` if a source is missing or empty, `TokenizerError` if conversations have no template.
+    `vocab_size` is the model's, which bounds data that is token ids; default: the tokenizer's. Raises `DataError` if a
+    source is missing or empty, `TokenizerError` if conversations have no template.
     """
     if epochs is not None:
         data = data.model_copy(update={"epochs": epochs})

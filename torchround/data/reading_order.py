@@ -52,7 +52,8 @@ class MixSettings:
 class DocumentPiece:
     """A part of document `number` of source number `source`, and whether it is the first and the last part.
 
-    `special_tokens`: names of special tokens in its text are tokens. Document numbers continue from epoch to epoch, and include documents that are empty or cannot be used.
+    `special_tokens`: names of special tokens in its text are tokens. Document numbers continue from epoch to epoch, and
+    include documents that are empty or cannot be used.
     """
 
     content: Content

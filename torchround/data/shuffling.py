@@ -28,7 +28,7 @@ class EpochKey:
 def epoch_order(count: int, key: EpochKey) -> Order:
     """Return `range(count)` in the order of an epoch; 4 bytes per number.
 
-    Each order by itself is as random as that of `shuffled`. If `key.first` is given, each number also keeps its place in
+    Each order by itself is as random as one of `shuffled`. If `key.first` is given, each number also keeps its place in
     the first epoch's order to within a quarter of the epoch. Otherwise the last documents of an epoch could be the
     first ones of the next, so that a step would train twice on the same ones.
     """

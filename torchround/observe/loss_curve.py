@@ -8,8 +8,11 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from torchround.untrusted.regular_file import open_regular
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 PICTURE_FILE = "loss.png"
+MOST_LINE_BYTES = 2**20  # of a line; one of eight devices has about 2 KiB
 WIDTH_INCHES, HEIGHT_INCHES = 8.0, 4.5
 DOTS_PER_INCH = 120
 MOST_PLAIN_POINTS = 100  # a longer curve is drawn thinly, with its mean over a window on top
@@ -72,10 +76,16 @@ def read_losses(folder: Path) -> LossCurve:
 def read_records(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the step and the record of each line of a run's metrics. Raises `OSError` if the folder has none.
 
-    A line that was cut off, or that is no record of a step, is left out.
+    A line that was cut off, that is longer than `MOST_LINE_BYTES`, or that is no record of a step, is left out.
     """
-    with open(folder / METRICS_FILE, encoding="utf-8", errors="replace") as file:
-        for line in file:
+    path = folder / METRICS_FILE
+    try:
+        opened = open_regular(path)
+    except OSError as error:
+        # The folder may come from a stranger: a pipe in the file's place has no name in its error.
+        raise error if error.filename else OSError(f"{path}: {error}") from None
+    with BufferedReader(opened) as file:  # type: ignore[type-var]
+        for line in _lines(file):
             record = _parsed(line)
             step = record.get("step")
             if type(step) is int:
@@ -171,10 +181,20 @@ def _running_means(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def _parsed(line: str) -> dict[str, Any]:
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines that are not too long. A longer one is read in parts, so it cannot fill the memory."""
+    begins = True
+    for part in iter(lambda: file.readline(MOST_LINE_BYTES), b""):
+        ends = part.endswith(b"\n")
+        if begins and (ends or len(part) < MOST_LINE_BYTES):
+            yield part
+        begins = ends
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
     """Return the record of a line; an empty one for a line that was cut off when its process was killed."""
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 PAGE_FILE = "page.html"
 MOST_POINTS = 800  # of a curve: more than the pixels of its width on most screens
 MOST_STEP = 2**53  # JavaScript's numbers are exact up to here
+MOST_DEVICES = 256  # with curves of their own
 MOST_NAME = 200  # letters of a run's name
 
 
@@ -240,7 +241,7 @@ def _replace(output: Path, text: str) -> None:
 
 
 def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    return value[:MOST_DEVICES] if isinstance(value, list) else []
 
 
 def _short(value: float) -> float:

@@ -5,6 +5,7 @@ instruction and output. Each fault of a record is a `DataError` that says where 
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 DEFAULT_FIELDS = {"text": ("text",), "messages": ("messages", "conversations"), "tokens": ("tokens",)}
 ALPACA_FIELDS = ("instruction", "input", "output", "system", "history")
 PAIR_FIELDS = ("prompt", "completion")
+LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,11 @@ class RecordReader:
         hint = " (the source's key field names the one to read)"
         if meant not in (None, self.table.content):
             hint = f' (is it a source of content = "{meant}"?)'
+        inside = next((name for name, held in record.items() if _holds_records(held)), None)
+        if meant is None and inside is not None:
+            hint = (
+                f" (if the records are in {inside!r}, jq -c '.[{json.dumps(inside)}][]' writes them as lines)"
+            )
         raise DataError(_no_field(record, names) + hint)
 
     def _rendered(self, conversation: Conversation) -> Spans:
@@ -119,6 +126,12 @@ def _required(record: dict[str, Any], name: str) -> Any:
     return record[name]
 
 
+def _holds_records(value: Any) -> bool:
+    """Say whether a field holds a list of objects that are no messages."""
+    is_list = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return is_list and not {"role", "from"} & value[0].keys()
+
+
 def _kind(value: Any) -> str:
     """Name the type of a value, as a message says it."""
     return "null" if value is None else f"a {type(value).__name__}"
@@ -126,7 +139,7 @@ def _kind(value: Any) -> str:
 
 def _unpacked(value: Any) -> Any:
     """Return messages that a column of text holds as JSON, as CSV does. Other text stays text, lists of calls too."""
-    if isinstance(value, str) and value.lstrip()[:2] in ("[{", "[ ", "[\n"):
+    if isinstance(value, str) and LIST_OF_OBJECTS.match(value):
         try:
             found = json.loads(value)
         except (ValueError, RecursionError):
@@ -162,7 +175,9 @@ def _ids(value: Any, vocab_size: int | None) -> TokenIds:
 
 def _from_messages(value: Any, record: dict[str, Any]) -> Conversation:
     if not isinstance(value, list) or not value:
-        raise DataError("the messages are not a list with at least one message")
+        given = "text that is no such list in JSON" if isinstance(value, str) else _kind(value)
+        given = "an empty one" if value == [] else given
+        raise DataError(f"the messages are not a list with at least one message, but {given}")
     messages = [_message(message, index) for index, message in enumerate(value)]
     # ShareGPT and others keep the system prompt beside the messages.
     system = _optional_text(record, "system")

@@ -218,7 +218,12 @@ def _delimiter(file: BinaryIO) -> str:
 def _header(path: Path, rows: Iterator[list[str]]) -> tuple[str, ...]:
     try:
         names = [name.encode("latin-1").decode() for name in next(rows, [])]
-    except (csv.Error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}, row 1: the header is not valid UTF-8 (byte 0x{error.object[error.start]:02x}); "
+            "export the file as CSV in UTF-8"
+        ) from error
+    except csv.Error as error:
         raise DataError(f"{path}, row 1: the header is not valid CSV: {error}") from error
     if len(set(names)) < len(names) or "" in names:
         raise DataError(f"{path}, row 1: the header has an empty or a repeated name: {', '.join(names)}")

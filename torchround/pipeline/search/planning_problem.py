@@ -205,7 +205,8 @@ class MemoryTable:
         self.gradients = _running([layer.gradient_bytes for layer in layers])
         # By first layer of a stage, its input; entry 0 is unused.
         self.inputs = np.array([0, *(layer.boundary_bytes for layer in layers[:-1])], dtype=np.int64)
-        self.staging_bytes = STAGING_BUFFERS * max(layer.boundary_bytes for layer in layers)
+        # Of any plan of several stages, for ranges that must not leave out what fits.
+        self.least_staging = STAGING_BUFFERS * min(self.inputs[1:].tolist(), default=0)
         self.loss_bytes = LOSS_BUFFERS * layers[-1].boundary_bytes
         if self.counts_devices:
             self.compute = _compute_table(costs, limits.recompute)
@@ -240,6 +241,7 @@ class MemoryTable:
             self.compute,
             even,
         )
+        needed[0, -1] += self.loss_bytes - self.least_staging  # a plan of one stage stages losses alone
         first = np.argmax((needed <= self.limits.device_bytes) | (start >= stop - 1), axis=0)
         zero = np.zeros(1, dtype=np.int64)
         room = self.limits.device_bytes - int(self._needed(zero, zero, zero, even)[0])
@@ -258,7 +260,7 @@ class MemoryTable:
             + neighbours
             + self._rounding_bytes(gradients)
             + np.maximum(compute, self.largest[2])
-            + self.staging_bytes
+            + self.least_staging
         )
 
     def _rounding_bytes(self, largest: Integers) -> Integers:
