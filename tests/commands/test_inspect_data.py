@@ -1,9 +1,12 @@
-"""`scripts/inspect_data.py` on a small corpus whose numbers are known, in a process of its own."""
+"""`scripts/inspect_data.py` on a small corpus whose numbers are known."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -38,23 +41,25 @@ def prepare(folder: Path) -> None:
     )
 
 
-def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
+def inspect(folder: Path, *arguments: str) -> list[str]:
+    """Run the command. Returns the lines that it prints."""
     prepare(folder)
-    command = [
-        sys.executable,
-        str(REPOSITORY / "scripts" / "inspect_data.py"),
-        "--config",
-        str(folder / "x.toml"),
-    ]
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
-    return subprocess.run(
-        [*command, *arguments], check=False, capture_output=True, encoding="utf-8", env=environment
-    )
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(["--config", str(folder / "x.toml"), *arguments]) == 0
+    return printed.getvalue().splitlines()
 
 
 def test_documents_of_a_sequence_are_shown_with_what_is_not_learnt_marked(tmp_path: Path) -> None:
-    lines = inspect(tmp_path).stdout.splitlines()
+    prepare(tmp_path)
+    script = str(REPOSITORY / "scripts" / "inspect_data.py")
+    process = subprocess.run(
+        [sys.executable, script, "--config", str(tmp_path / "x.toml")],
+        check=True,
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
+    lines = process.stdout.splitlines()
     assert lines[:6] == [
         "--- batch 0, sequence 0",
         "   0      12 tokens  «<|bos|>»0123456789<|eos|>",
@@ -67,7 +72,7 @@ def test_documents_of_a_sequence_are_shown_with_what_is_not_learnt_marked(tmp_pa
 
 
 def test_sources_are_listed_with_their_tokens_and_longest_documents(tmp_path: Path) -> None:
-    assert inspect(tmp_path).stdout.splitlines()[8:] == [
+    assert inspect(tmp_path)[8:] == [
         f"--- {tmp_path}/a.txt: 1 documents, 12 tokens (23.5%)",
         f"          12 tokens  {tmp_path}/a.txt",
         f"--- {tmp_path}/b.jsonl: 2 documents, 39 tokens (76.5%)",
@@ -96,7 +101,7 @@ def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what
         "--data.epochs=1",
         "--sequences=4",
         "--training.global_batch_size=4",
-    ).stdout.splitlines()
+    )
     assert lines[:9] == [
         "--- batch 0, sequence 0",
         "   0      14 tokens  «<|bos|>u:q<|eos|><|bos|>a:»aaaaa<|eos|>",
@@ -122,13 +127,12 @@ def test_conversations_are_shown_with_what_is_learnt_how_full_they_pack_and_what
         ("--training.seq_len=0", "training.seq_len"),
     ],
 )
-def test_a_users_mistake_ends_with_code_2_and_a_message_without_traceback(
-    tmp_path: Path, override: str, message: str
+def test_a_users_mistake_ends_with_code_2_and_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
-    process = inspect(tmp_path, override)
-    assert process.returncode == 2
-    assert message in process.stderr
-    assert "Traceback" not in process.stderr
+    prepare(tmp_path)
+    assert main(["--config", str(tmp_path / "x.toml"), override]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_long_document_is_shown_whole_if_asked_for_with_what_is_not_learnt_inside_it(
@@ -155,6 +159,20 @@ def test_a_long_document_is_shown_whole_if_asked_for_with_what_is_not_learnt_ins
     shown = f"{start}{'a' * 90}<|eos|>{inner}{'b' * 90}<|eos|>"
     assert main(["--whole", *overrides]) == 0 and shown in capsys.readouterr().out
     assert main(overrides) == 0 and "inner" not in capsys.readouterr().out
+
+
+def test_the_rate_counts_the_sequences_that_wait_in_a_window(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the clock here is a second after the one before, so a batch takes a second."""
+    prepare(tmp_path)
+    (tmp_path / "a.txt").write_text("a" * (40 * 16 - 2))
+    monkeypatch.setattr("torchround.commands.inspect_data.time.perf_counter", count().__next__)
+    sources = f"--data.sources=[{{path='{tmp_path}/a.txt'}}]"
+    arguments = ["--config", f"{tmp_path}/x.toml", sources, "--data.epochs=1", "--batches=1"]
+    for window, rate in ((0, 32), (20, 20 * 16)):
+        assert main([*arguments, f"--data.shuffle_sequences={window}"]) == 0
+        assert f"read at {rate} tokens/s" in capsys.readouterr().out
 
 
 def test_an_id_in_a_gap_of_the_vocabulary_is_shown_as_a_number() -> None:

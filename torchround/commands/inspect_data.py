@@ -108,7 +108,11 @@ def print_batches(config: Config, tokenizer: Tokenizer, vocab_size: int, options
         print(
             f"--- {loader.num_long_documents()} documents longer than a sequence: {config.data.long_documents}"
         )
-    print(f"--- read at {tokens / read_s:,.0f} tokens/s, start of the pipeline included")
+    # A window of shuffled sequences is packed before its first one is handed out.
+    position = loader.state_dict()["position"]
+    waiting = position.get("sequences", 0) - position.get("taken", 0)
+    packed = tokens * (1 + waiting * training.seq_len / positions)
+    print(f"--- read at {packed / read_s:,.0f} tokens/s, start of the pipeline included")
 
 
 def print_rows(
