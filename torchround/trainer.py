@@ -199,7 +199,8 @@ class Trainer:
                 measured_by.add(result)
             # One step stays under way, so that the devices compute while the step before it is reported.
             self._reports.report(leave=1)
-            if self._validation.is_due(self._position.step):
+            # The last step too: it may be due to be saved, and its checkpoint should know its validation.
+            if self._validation.is_due(self._position.step, self._total_steps):
                 self._validate(engine)
             if self._is_due(self.config.checkpoint.interval_steps) or self._validation.keeps(
                 self._position.validation, self._position.step

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.support.small_run import ASYNC, SmallRuns, before_step, interrupt, small_runs
+from tests.support.small_run import ASYNC, SmallRuns, before_step, interrupt, small_runs, write_text
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.commands import train_model
 from torchround.commands.manage_checkpoints import main as manage
@@ -93,15 +93,29 @@ def test_a_better_checkpoint_that_cannot_be_saved_leaves_the_best_one_there_is(
     assert small_runs.saved("run") == [4, 9]
 
 
-def test_a_last_step_that_is_saved_before_its_validation_is_saved_with_it_too(
+def test_data_that_ends_leaves_a_checkpoint_that_knows_its_validation(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 4 is the last one by its number, and due to be saved; only the end of the run validates it."""
+    """Every step is saved at once, and only the end of the data shows which one was the last."""
+    monkeypatch.setattr(RunValidation, "loss", lambda self, engine: 1.0)
+    write_text(small_runs.folder / "text.jsonl", lines=9)
+    ends = ("--training.steps=1000", "--data.epochs=1", "--checkpoint.interval_steps=1")
+    assert (
+        small_runs("run", *LONG, *ends, "--validation.interval_steps=500", "--validation.keep_best=true") == 0
+    )
+    last = small_runs.saved("run")[-1]
+    assert kept_losses(Checkpointer(small_runs.path("run") / "checkpoints")) == {last: 1.0}
+
+
+def test_a_last_step_that_is_due_to_be_saved_is_saved_once_and_with_its_validation(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 4 is the last one, and no interval validates it."""
     with_losses(monkeypatch, {3: 3.0, 4: 1.0})
     interval = ("--validation.interval_steps=3", "--checkpoint.interval_steps=2", "--training.steps=4")
     assert small_runs("run", *LONG, *interval, "--validation.keep_best=true") == 0
     assert small_runs.saved_state("run", 4)["validation"]["loss"] == 1.0
-    assert kept_losses(Checkpointer(small_runs.path("run") / "checkpoints"))[4] == 1.0
+    assert capsys.readouterr().out.count("checkpoints/step-4 (") == 1
 
 
 def test_the_best_checkpoint_is_the_one_that_is_exported(

@@ -199,7 +199,7 @@ class RunCheckpoints:
             # Not `_report`: after the last save there is no next one, so a failure ends the run as a fault.
             self._conclude(*self._under_way.popleft())
 
-        # The end of a run validates a step whose number may have been due to be saved before.
+        # If the data ends, the newest step is validated then, and it may have been saved before.
         position = self.position
         if (position.step, position.validation) != (self.saved_step, self._saved_validation):
             self._waits = True

@@ -87,9 +87,9 @@ class RunValidation:
         """Whether the run is validated at all."""
         return self._table.interval_steps > 0
 
-    def is_due(self, step: int) -> bool:
-        """Whether step `step` of the run is validated whatever follows it."""
-        return self.is_on and step % self._table.interval_steps == 0
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether step `step` of the run is validated whatever follows it: at each interval, and the last step."""
+        return self.is_on and (step % self._table.interval_steps == 0 or step == last_step)
 
     def keeps(self, progress: ValidationProgress | None, step: int) -> bool:
         """Whether `step` has the best loss so far and `validation.keep_best` asks for its checkpoint."""
