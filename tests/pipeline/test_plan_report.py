@@ -99,11 +99,11 @@ def test_a_state_that_does_not_fit_proposes_nothing_that_the_run_has_already() -
     # Its parameters alone take more than one MiB.
     tight = replace(QUESTION, host_bytes=MIB)
     plain = report_plan(replace(tight, update="sync", rounds=1, element_bytes=2, loader_bytes=0))
-    assert plain.problem.endswith("What would help: a smaller model")
+    assert plain.problem.endswith("What would help: a smaller model.flavor")
     costly = report_plan(replace(tight, update="async", rounds=2, element_bytes=4, loader_bytes=3 * MIB))
     assert "of host memory (3.00 MiB of it for batches of data), and 1.00 MiB are available" in costly.problem
     assert costly.problem.endswith(
-        'a smaller model, training.dtype = "bfloat16", engine.update = "sync", engine.rounds = 1, '
+        'a smaller model.flavor, training.dtype = "bfloat16", engine.update = "sync", engine.rounds = 1, '
         "data.shuffle_sequences = 0"
     )
 

@@ -224,7 +224,7 @@ def _state_problem(question: RunQuestion) -> InfeasiblePlanError | None:
 
 def _state_keys(question: RunQuestion) -> Iterator[str]:
     """Yield the changes that make a run's state smaller, without those that it has already."""
-    yield "a smaller model"
+    yield "a smaller model.flavor"
     if question.element_bytes > 2:
         yield 'training.dtype = "bfloat16"'
     if question.update != "sync":
