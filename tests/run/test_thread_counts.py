@@ -58,6 +58,48 @@ def test_a_trained_run_has_the_same_bits_with_any_number_of_threads(family, dtyp
         assert all(torch.equal(tensor, again[1][name]) for name, tensor in tensors.items()), threads
 
 
+@pytest.mark.compiles
+def test_compiled_layers_have_the_same_bits_with_any_number_of_threads(folder, monkeypatch):
+    """Inductor writes a number of threads into its code, and keeps that code for the next run."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
+    given = ["--model.family=llama3", "--engine.compile=true", "--training.dtype=bfloat16"]
+    losses, tensors = trained("one", *given, "--engine.cpu_threads=1")
+    again = trained("of-4", *given, "--engine.cpu_threads=4")
+    assert again[0] == losses
+    assert all(torch.equal(tensor, again[1][name]) for name, tensor in tensors.items())
+
+
+def test_a_backward_runs_in_the_thread_that_asks_for_it_also_inside_another_backward():
+    """Otherwise a virtual device's one thread would not be the one that computes its gradients."""
+    seen = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append((threading.current_thread(), torch.get_num_threads()))
+            return gradient
+
+    class Inside(Seen):
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.enable_grad():  # as compiled layers do
+                Seen.apply(torch.ones(1, requires_grad=True)).sum().backward()
+            return gradient
+
+    def compute() -> None:
+        CpuDevice(0).enter_thread()
+        Inside.apply(Seen.apply(torch.ones(1, requires_grad=True))).sum().backward()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert seen == [(thread, 1)] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_virtual_device_computes_one_product_with_one_thread(dtype):
     before, results = torch.get_num_threads(), []
