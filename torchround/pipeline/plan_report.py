@@ -32,13 +32,6 @@ INTEGER_TENSORS = 4
 ALIGNMENT_BYTES = 256
 # Sequence lengths are tried in multiples of this, up to the limit.
 LENGTH_STEP, LONGEST_LENGTH = 1024, 1 << 22
-# Changes of the config that make a run's weights, gradients and optimizer state smaller.
-STATE_KEYS = (
-    "a smaller model.flavor",
-    'training.dtype = "bfloat16"',
-    'engine.update = "sync"',
-    "engine.rounds = 1",
-)
 # The least gain in step time that a report mentions.
 CLEARLY_FASTER = 0.03
 
@@ -219,14 +212,27 @@ def _state_problem(question: RunQuestion) -> InfeasiblePlanError | None:
     missing_gib = state.short_by(question.host_bytes)
     if not missing_gib or question.host_bytes is None:
         return None
-    loader = f", and batches of data {size_text(state.loader_bytes)} of them" if state.loader_bytes else ""
-    keys = (*STATE_KEYS, "data.shuffle_sequences = 0") if state.loader_bytes else STATE_KEYS
+    loader = f" ({size_text(state.loader_bytes)} of it for batches of data)" if state.loader_bytes else ""
+    keys = tuple(_state_keys(question))
     message = (
         f"weights, gradients and optimizer state need {size_text(state.state_bytes)} of host memory{loader}, and "
         f"{size_text(question.host_bytes)} are available: {size_text(round(missing_gib * GIB))} are missing. "
         f"What would help: {', '.join(keys)}"
     )
     return InfeasiblePlanError(message, "", missing_gib, keys)
+
+
+def _state_keys(question: RunQuestion) -> Iterator[str]:
+    """Yield the changes that make a run's state smaller, without those that it has already."""
+    yield "a smaller model.flavor"
+    if question.element_bytes > 2:
+        yield 'training.dtype = "bfloat16"'
+    if question.update != "sync":
+        yield 'engine.update = "sync"'
+    if question.rounds != 1:
+        yield "engine.rounds = 1"
+    if question.loader_bytes:
+        yield "data.shuffle_sequences = 0"
 
 
 def host_memory(question: RunQuestion, plan: Plan | None) -> HostMemory:
