@@ -1,18 +1,21 @@
 """Runs that continue in files with a changed record, when half of a group of whole documents is used up."""
 
+import gzip
 import json
 from collections import Counter
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.batch_contents import documents
 from torchround.config import DataTable, SourceTable
-from torchround.data import Tokenizer, build_loader
+from torchround.data import Loader, Tokenizer, build_loader
 from torchround.data.errors import DataError
 from torchround.data.packing import best_fit as best_fit_module
 from torchround.layer import MicroBatch
@@ -150,3 +153,32 @@ def test_a_forged_group_without_an_end_is_an_error_and_not_an_endless_search(
         DataError, match=r"end at \[\d+, \d+\], by which there are over 16 times as many tokens"
     ):
         run.resume(1)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.parquet", "x.jsonl"])
+def test_a_file_that_has_lost_records_ends_its_epoch_and_the_next_one_has_what_is_left(
+    tmp_path: Path, tokenizer: Tokenizer, name: str, shuffle: bool
+) -> None:
+    """The position is in a block of 60 records; of these, 12 are left."""
+
+    def loader_of(count: int) -> Loader:
+        records = [{"text": text_of(number)} for number in range(count)]
+        if name.endswith("parquet"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / name)
+        else:
+            data = "\n".join(map(json.dumps, records)).encode()
+            (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+        keys: dict[str, Any] = {"shuffle": shuffle, "shuffle_sequences": 0}
+        sources = (SourceTable(path=str(tmp_path / name)),)
+        return build_loader(
+            DataTable(sources=sources, epochs=2, on_changed_files="go_on", **keys), tokenizer, SEQ_LEN, 2, 3
+        )
+
+    before = loader_of(60)
+    list(islice(before, 8))
+    loader = loader_of(12)
+    loader.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    read = tokenizer.decode([token for batch in loader for token in batch.tokens.flatten().tolist()])
+    assert loader.epochs_read() == 2
+    assert all(text_of(number) in read for number in range(12))

@@ -99,7 +99,7 @@ MISTAKES: dict[str, tuple[Prepare, str, str]] = {
     "ids of another vocabulary": (
         writes("x.jsonl", lines(tokens=[1, 151_000])),
         'path="x.jsonl", content="tokens"',
-        "x.jsonl, line 1: token ids from 1 to 151000; the vocabulary has 0 to 258",
+        "x.jsonl, line 1: token ids from 1 to 151000; the vocabulary has 0 to 259",
     ),
     "messages without a template": (
         writes("x.jsonl", lines(prompt=[{"role": "user", "content": "a"}], completion="b")),

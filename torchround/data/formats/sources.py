@@ -216,11 +216,12 @@ class RecordStream(Source):
         rank, start, index = cursor
         while rank < len(self._parts):
             block = self._find_block(rank, start, key)
-            if block:
+            if index < len(block):
                 ends = index + 1 == len(block)
                 after = [rank, start + len(block), 0] if ends else [rank, start, index + 1]
                 return block[index], after
-            rank, start, index = rank + 1, 0, 0
+            # In changed files, a block may have fewer records than when the cursor was saved.
+            rank, start, index = (rank, start + len(block), 0) if block else (rank + 1, 0, 0)
         return None
 
     def first_documents(self, count: int) -> list[Document]:
