@@ -112,6 +112,7 @@ def index(weight_map: Any):
     def prepare_index(folder: Path) -> None:
         (folder / "outside.safetensors").write_bytes(b"precious")
         path = release(folder)
+        (path / "model.safetensors").unlink()  # an index beside it is not read
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
     return prepare_index
@@ -233,7 +234,9 @@ MODELS = {
     ),
     "an index of lists": Case(index({"a": ["b"]}), "index.json", PRETRAINED),
     "an index nested without end": Case(
-        with_file("model.safetensors.index.json", DEEP), "index.json cannot be read", PRETRAINED
+        with_file("model.safetensors.index.json", DEEP, "model.safetensors"),
+        "index.json cannot be read",
+        PRETRAINED,
     ),
     "a config nested without end": Case(
         with_file("config.json", DEEP), "config.json cannot be read", PRETRAINED

@@ -98,13 +98,15 @@ def test_a_change_that_is_said_to_fit_does() -> None:
 def test_a_state_that_does_not_fit_proposes_nothing_that_the_run_has_already() -> None:
     # Its parameters alone take more than one MiB.
     tight = replace(QUESTION, host_bytes=MIB)
-    plain = report_plan(replace(tight, update="sync", rounds=1, element_bytes=2, loader_bytes=0))
-    assert plain.problem.endswith("What would help: a smaller model.flavor")
-    costly = report_plan(replace(tight, update="async", rounds=2, element_bytes=4, loader_bytes=3 * MIB))
-    assert "of host memory (3.00 MiB of it for batches of data), and 1.00 MiB are available" in costly.problem
+    plain = report_plan(replace(tight, update="sync", rounds=1, element_bytes=2))
+    assert plain.problem.endswith("model.shape), adapters on frozen weights (lora.rank)")
+    costly = report_plan(
+        replace(tight, update="async", rounds=2, element_bytes=4, loader_bytes_for=lambda *_: 3 * MIB)
+    )
+    assert "of host memory, batches of data 3.00 MiB, and 1.00 MiB are available" in costly.problem
     assert costly.problem.endswith(
-        'a smaller model.flavor, training.dtype = "bfloat16", engine.update = "sync", engine.rounds = 1, '
-        "data.shuffle_sequences = 0"
+        'training.dtype = "bfloat16", engine.update = "sync", engine.rounds = 1, '
+        "a smaller training.seq_len or training.global_batch_size, a smaller data.shuffle_sequences"
     )
 
 
