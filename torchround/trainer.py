@@ -21,7 +21,7 @@ from torchround.observe import MetricsLogger, open_metrics
 from torchround.observe.run_page import draw_pictures
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
-from torchround.pipeline.plan_report import RunQuestion
+from torchround.pipeline.run_question import RunQuestion
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler, reserve_buffers

@@ -124,9 +124,7 @@ def test_a_given_template_that_is_not_there_names_the_key_and_the_path(tmp_path:
         build_tokenizer(gone)
     (tmp_path / "latin.jinja").write_bytes(b"\xe9")
     latin = TokenizerTable(name="bytes", chat_template=str(tmp_path / "latin.jinja"))
-    with pytest.raises(
-        TokenizerError, match=r"^tokenizer.chat_template: given .*cannot be read"
-    ):
+    with pytest.raises(TokenizerError, match=r"^tokenizer.chat_template: given .*cannot be read"):
         build_tokenizer(latin)
 
 

@@ -9,8 +9,9 @@ from torchround.pipeline.costs import Costs, LayerCost, ParameterCounts
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import micro_batches_to_hide, plan_transfers
-from torchround.pipeline.plan_report import RunQuestion, fits, longest_tokens, report_plan
+from torchround.pipeline.plan_report import fits, longest_tokens, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.pipeline.run_question import RunQuestion
 
 CARD = DeviceSpec("card", 24, 10, {"bfloat16": 1e12})
 MIB = 1 << 20
@@ -106,7 +107,7 @@ def test_a_state_that_does_not_fit_proposes_nothing_that_the_run_has_already() -
     assert "of host memory, batches of data 3.00 MiB, and 1.00 MiB are available" in costly.problem
     assert costly.problem.endswith(
         'training.dtype = "bfloat16", engine.update = "sync", engine.rounds = 1, '
-        "a smaller training.seq_len or training.global_batch_size, a smaller data.shuffle_sequences"
+        "a smaller training.seq_len, training.global_batch_size or data.shuffle_sequences"
     )
 
 

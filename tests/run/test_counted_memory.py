@@ -16,8 +16,9 @@ from torchround.layer import LayeredModel, MicroBatch
 from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.pipeline.memory import MIB
 from torchround.pipeline.plan import Plan
-from torchround.pipeline.plan_report import RunQuestion, fits, host_memory, plan_for, report_plan
+from torchround.pipeline.plan_report import fits, host_memory, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.pipeline.run_question import RunQuestion
 from torchround.run.engine_parts import build_engine, build_store, reserve_buffers
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question

@@ -13,8 +13,9 @@ from torchround.layer import LayeredModel
 from torchround.models import FAMILIES
 from torchround.pipeline import plan_report
 from torchround.pipeline.memory import MIB
-from torchround.pipeline.plan_report import RunQuestion, plan_for
+from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.pipeline.run_question import RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.numbers import RunNumbers, run_question
 

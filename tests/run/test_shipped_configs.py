@@ -12,8 +12,9 @@ from torchround.config import parse_command_line
 from torchround.engine.results import one_layer_a_stage
 from torchround.pipeline.cards import find_device
 from torchround.pipeline.memory import GIB
-from torchround.pipeline.plan_report import RunQuestion, fits, host_memory, plan_for
+from torchround.pipeline.plan_report import fits, host_memory, plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.pipeline.run_question import RunQuestion
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, USABLE_HOST_FRACTION, Hardware
 from torchround.run.run_plan import PlanByMeasuring
 

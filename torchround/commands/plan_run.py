@@ -26,7 +26,8 @@ from torchround.pipeline.cards import DeviceSpec, UnknownPeakError, device_names
 from torchround.pipeline.memory import GIB, HostMemory, size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan import Plan, PlannedStage
-from torchround.pipeline.plan_report import PlanReport, RunQuestion, report_plan
+from torchround.pipeline.plan_report import PlanReport, report_plan
+from torchround.pipeline.run_question import RunQuestion
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, Hardware, planned_kind
 from torchround.run.numbers import RunNumbers, loader_bytes, run_question
 

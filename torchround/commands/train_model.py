@@ -46,8 +46,9 @@ from torchround.hf import HFError
 from torchround.layer import MicroBatch
 from torchround.models import ModelConfigError
 from torchround.pipeline.partition import PlanError
-from torchround.pipeline.plan_report import RunQuestion, host_memory, plan_for, report_plan
+from torchround.pipeline.plan_report import host_memory, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.pipeline.run_question import RunQuestion
 from torchround.run.early_end import BadStepsError
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware

@@ -29,7 +29,7 @@ from torchround.pipeline.partition import (
     evaluation_tasks,
     step_tasks,
 )
-from torchround.pipeline.plan_report import INTEGER_TENSORS
+from torchround.pipeline.run_question import INTEGER_TENSORS
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torchround.layer import LayeredModel, LayerWork, runs_fused
 from torchround.pipeline.cards import ASSUMED_DEVICE
 from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
-from torchround.pipeline.plan_report import INTEGER_TENSORS, RunQuestion
+from torchround.pipeline.run_question import INTEGER_TENSORS, RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.run_plan import given_plan
 
@@ -65,7 +65,7 @@ def run_question(
     mapped: Collection[str] = (),
     *,
     validates: bool = False,
-    loader_bytes_for: Callable[[int, int], int] | None = None,
+    loader_bytes_for: Callable[[int, int], int] = lambda tokens, batch: 0,
 ) -> RunQuestion:
     """Return what the planner has to know of the run of `model`, adapters included, on `hardware`.
 

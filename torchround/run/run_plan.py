@@ -15,8 +15,9 @@ from torchround.engine.errors import EngineUsageError
 from torchround.engine.results import StepResult, costs_from_reports
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import Plan, PlannedStage
-from torchround.pipeline.plan_report import RunQuestion, plan_for
+from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
+from torchround.pipeline.run_question import RunQuestion
 
 logger = logging.getLogger(__name__)
 

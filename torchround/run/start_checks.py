@@ -9,7 +9,7 @@ from torchround.checkpoint import Checkpointer, CheckpointError, open_checkpoint
 from torchround.checkpoint.fsync import free_bytes_at
 from torchround.config import CheckpointTable, Config, ValidationTable
 from torchround.pipeline.memory import OPTIMIZER_BYTES, size_text
-from torchround.pipeline.plan_report import RunQuestion
+from torchround.pipeline.run_question import RunQuestion
 from torchround.run.resume import given_folder, require_steps_left
 from torchround.run.run_folder import RunError, RunFolder
 

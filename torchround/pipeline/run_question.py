@@ -1,0 +1,114 @@
+"""A run to be planned: all that the planner has to know of its config, its model and its machine, in numbers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torchround.pipeline.cards import DeviceSpec
+from torchround.pipeline.costs import Costs, ParameterCounts
+from torchround.pipeline.host_buffers import HostBatch
+from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding
+from torchround.pipeline.partition import Partition, split_evenly
+
+# Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token,
+# and begins at a multiple of ALIGNMENT_BYTES.
+INTEGER_TENSORS = 4
+ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True)
+class RunQuestion:
+    """A run to be planned.
+
+    - `costs_for(tokens, sequences, accumulate_bytes)`: the layers' costs for micro-batches of so many
+      sequences of so many tokens, with gradients accumulated in so many bytes per element.
+    - `given`: a partition and its number of rounds, in place of the planner's choice.
+    - `device_bytes`, `host_bytes`: memory that the run may use; None is no limit.
+    - `reader_bytes`: host memory through which weights in files go up to the devices.
+    - `loader_bytes_for(tokens, batch)`: host memory of the data loader, for batches of so many sequences of so many
+      tokens.
+    - `devices_on_host`: whether the devices are virtual, so that their memory is host memory.
+    - `validates`: whether validations come between steps.
+    """
+
+    costs_for: Callable[[int, int, int], Costs]
+    parameters: ParameterCounts
+    seq_len: int
+    global_batch_size: int
+    micro_batch_size: int
+    num_devices: int
+    device: DeviceSpec | None
+    device_bytes: int | None
+    host_bytes: int | None = None
+    update: str = "sync"
+    rounds: int | str = 1
+    recompute: str = "stage"
+    element_bytes: int = 2
+    gradient_bytes: int = 2
+    accumulate_bytes: int = 4
+    float16_gradients: bool = False
+    reader_bytes: int = 0
+    loader_bytes_for: Callable[[int, int], int] = field(default=lambda tokens, batch: 0, compare=False)
+    devices_on_host: bool = False
+    validates: bool = False
+    given: tuple[Partition, int] | None = None
+
+    @property
+    def num_micro_batches(self) -> int:
+        return -(-self.global_batch_size // self.micro_batch_size)
+
+    @property
+    def longest_micro_batch(self) -> int:
+        """Sequences of the first micro-batch. If the batch does not divide evenly, the first ones get one more."""
+        return -(-self.global_batch_size // self.num_micro_batches)
+
+    def costs(self) -> Costs:
+        return self.costs_for(self.seq_len, self.longest_micro_batch, self.accumulate_bytes)
+
+    def state(self) -> HostMemory:
+        """Count the host memory that any plan needs."""
+        return self.state_of(self.rounds if isinstance(self.rounds, int) else 1)
+
+    def state_of(self, rounds: int) -> HostMemory:
+        """Count the host memory that any plan of so many rounds needs."""
+        state = host_state(self.parameters, self.update, rounds, self.element_bytes, self.gradient_bytes)
+        loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
+        return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
+
+    def integer_bytes(self, sequences: int) -> int:
+        """Count the bytes of the integers of a micro-batch of so many sequences."""
+        each = -(-8 * sequences * self.seq_len // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return INTEGER_TENSORS * each
+
+    def host_batch(self) -> HostBatch:
+        """Describe the micro-batches of a step as the pool of host buffers holds them."""
+        sequences = [len(part) for part in split_evenly(self.global_batch_size, self.num_micro_batches)]
+        sizes = sorted(set(sequences), reverse=True)
+        costs = [self.costs_for(self.seq_len, size, self.accumulate_bytes) for size in sizes]
+        gradients = [layer.gradient_bytes for layer in costs[0].layers]
+        return HostBatch(
+            sizes=tuple(sizes.index(size) for size in sequences),
+            output_bytes=tuple(tuple(layer.boundary_bytes for layer in of_size.layers) for of_size in costs),
+            integer_bytes=tuple(self.integer_bytes(size) for size in sizes),
+            frozen_layers=next((index for index, size in enumerate(gradients) if size), len(gradients)),
+            validates=self.validates,
+        )
+
+    def limits(self) -> MemoryLimits:
+        host_bytes = self.host_bytes
+        if host_bytes is not None:
+            host_bytes = max(0, host_bytes - self.state().state_bytes)
+        # `state()` counts one round if the config gives no number; a plan of several rounds also keeps their sums.
+        is_open = not isinstance(self.rounds, int)
+        rounds_bytes = self.state_of(2).state_bytes - self.state_of(1).state_bytes if is_open else 0
+        # Devices never add up in float16, so sums that travel as float16 are always converted.
+        rounded = self.gradient_bytes != self.accumulate_bytes or self.float16_gradients
+        return MemoryLimits(
+            self.device_bytes,
+            host_bytes,
+            self.integer_bytes(self.longest_micro_batch),
+            self.recompute,
+            batch=self.host_batch(),
+            devices_on_host=self.num_devices if self.devices_on_host else 0,
+            rounds_bytes=rounds_bytes,
+            **(rounding(self.accumulate_bytes, self.gradient_bytes) if rounded else {}),
+        )
