@@ -152,7 +152,9 @@ def hardware(given: argparse.Namespace, config: Config) -> Hardware:
         )
     numbers = (given.device_memory_gib, given.device_tflops, given.pcie_gb_per_s)
     if card is None and any(number is None for number in numbers):
-        raise CommandError("give --device, or --device-memory-gib, --device-tflops and --pcie-gb-per-s")
+        raise CommandError(
+            f"give --device ({', '.join(device_names())}), or --device-memory-gib, --device-tflops and --pcie-gb-per-s"
+        )
     memory_gib, tflops, pcie = numbers
     dtype = config.training.dtype
     # A given peak is that of the run's dtype, the only one that the plan asks for.
