@@ -40,6 +40,10 @@ BAD = [
     ('{"messages": ["x"]}', r"line 2: message 0 is a str, not an object"),
     ('{"messages": [{"content": "x"}]}', r"line 2: message 0 has no role; fields: content"),
     (
+        '{"messages": [{"role": "user", "text": "x"}]}',
+        r"line 2: message 0 \(user\) has no content; fields: role, text",
+    ),
+    (
         '{"messages": [{"role": "user", "content": 7}]}',
         r"line 2: message 0 \(user\): the content is a int, not a string",
     ),

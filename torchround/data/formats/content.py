@@ -234,6 +234,9 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     # Calls and thoughts may come without any answer.
     if content is None and any(fields.get(name) for name in ("tool_calls", *REASONING)):
         fields["content"] = ""
+    elif not message.keys() & {"content", "value"}:
+        given = ", ".join(map(str, message))
+        raise DataError(f"message {index} ({fields['role']}) has no content; fields: {given}")
     elif not isinstance(content, str):
         raise DataError(f"message {index} ({fields['role']}): the content is {_kind(content)}, not a string")
     return fields
