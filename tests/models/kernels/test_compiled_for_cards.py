@@ -4,6 +4,9 @@ import pytest
 
 from tests.support.compiled_kernels import compiled
 
+# Triton takes tens of seconds, so these are no part of the default tier.
+pytestmark = pytest.mark.compiles
+
 # The oldest cards that compute in bfloat16, and Hopper; GeForce of 2022 and of 2025, and a card of AMD's.
 CARDS = [
     "cuda-80",

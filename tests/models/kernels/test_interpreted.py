@@ -5,6 +5,9 @@ import pytest
 from tests.support import gated_cases, grouped_cases, loss_cases, norm_cases, sink_cases
 from tests.support.interpreted import outcomes
 
+# Triton takes tens of seconds, so these are no part of the default tier.
+pytestmark = pytest.mark.compiles
+
 MODULES = (gated_cases, grouped_cases, loss_cases, norm_cases, sink_cases)
 
 
