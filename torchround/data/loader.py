@@ -42,7 +42,7 @@ from torchround.untrusted.terminal import terminal_safe
 
 logger = logging.getLogger(__name__)
 PREFETCHED_BATCHES = 2
-REPAIRED = "if a record was repaired, --data.on_changed_files go_on keeps the place"
+REPAIRED = "if a record was repaired, or documents were added, --data.on_changed_files go_on keeps the place"
 
 
 def build_loader(

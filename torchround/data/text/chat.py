@@ -107,7 +107,10 @@ class ChatTemplate:
 def _no_template(tokenizer: Tokenizer) -> str:
     file = tokenizer.templates.file
     has = "no chat template beside it" if file is None else f'no template named "default" in {file}'
-    return f"a source holds conversations, but tokenizer {tokenizer.name!r} has {has}; give tokenizer.chat_template"
+    return (
+        f"a source holds conversations, but tokenizer {tokenizer.name!r} has {has}; give tokenizer.chat_template "
+        "(docs/data.md has a short one)"
+    )
 
 
 def _marked(parts: Sequence[TextSpan], learn: bool) -> list[TextSpan]:
