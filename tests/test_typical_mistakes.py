@@ -4,12 +4,10 @@ Each ends with exit code 2, without a traceback, and leaves the folder as it was
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
 import train
 
@@ -118,14 +116,6 @@ MISTAKES = {
         ("--validation.interval_steps=1",),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    """Restore the number of threads, which a run may set for the whole process."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
