@@ -5,21 +5,33 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.host_buffers import HeldPass, held_cuts, most_buffers
+from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.host_buffers import (
+    HeldPass,
+    boundary_pool_bytes,
+    held_cuts,
+    kept_cuts,
+    most_buffers,
+)
 from torchround.pipeline.partition import Partition, Stage, StageKind, evaluation_tasks, step_tasks
 
 FORWARD, FUSED, BACKWARD = StageKind.FORWARD, StageKind.FUSED, StageKind.BACKWARD
 
 
-def most_alive(passes, num_devices, ahead):
+def most_alive(passes, num_devices, ahead, stale_layers=None):
     """Find the most boundaries alive at once, by trying every order of single micro-batches.
 
     `passes` are lists of stage tasks. A device takes its slots in order, a slot its micro-batches; a micro-batch
-    needs the stage before it; only `ahead` stages of a pass may begin before the pass before it is done.
+    needs the stage before it; only `ahead` stages of a pass may begin before the pass before it is done. With
+    `stale_layers` (`bounded`) a stage waits instead for the gradients of its own layers, except a forward stage for
+    those of stale layers, whose inputs are all kept.
     """
     tasks = [(number, task) for number, tasks in enumerate(passes) for task in tasks]
     first = {number: next(i for i, (n, _) in enumerate(tasks) if n == number) for number, _ in tasks}
     kept = [{t.stage.start for t in of_pass if t.stage.kind is BACKWARD} - {0} for of_pass in passes]
+    split = max((task.stage.stop for _, task in tasks if task.stage.kind is BACKWARD), default=0)
+    for cuts in kept:
+        cuts |= {cut for cut in range(1, (stale_layers or 0) + 1) if cut < split}
     last_layer = max(task.stage.stop for _, task in tasks)
 
     def may_run(state, i):
@@ -32,14 +44,28 @@ def most_alive(passes, num_devices, ahead):
         if task.stage_index and state[i - 1] <= state[i]:
             return False
         waits = number and task.stage_index >= ahead
-        return not waits or all(state[j] == len(tasks[j][1].micro_batches) for j in range(first[number]))
+        before = [j for j in range(first[number])]
+        if stale_layers is not None and number:
+            stale = stale_layers if task.stage.kind is FORWARD else 0
+            layers = set(range(max(task.stage.start, stale), task.stage.stop))
+            before = [j for j in before if tasks[j][1].stage.kind is not FORWARD]
+            before = [
+                j for j in before if layers & set(range(tasks[j][1].stage.start, tasks[j][1].stage.stop))
+            ]
+            waits = bool(layers)
+        return not waits or all(state[j] == len(tasks[j][1].micro_batches) for j in before)
 
     def run(alive, i, done):
         number, task = tasks[i]
         stage, m = task.stage, task.micro_batches[done]
         readers = Counter(dict(alive))
-        if stage.start > 0:
-            readers[number, "input", stage.start, m] -= 1
+        cuts = (
+            {stage.start}
+            if stage.kind is not BACKWARD
+            else kept[number] & set(range(stage.start, stage.stop))
+        )
+        for cut in cuts - {0}:
+            readers[number, "input", cut, m] -= 1
         if stage.kind is BACKWARD:
             readers[number, "gradient", stage.stop, m] -= 1
         if stage.kind is FORWARD:
@@ -95,6 +121,31 @@ def test_the_pool_is_as_large_as_the_worst_order_of_the_devices_needs(partition,
     needed = most_alive([one, two], num_devices, ahead)
     bound = planned(partition.stages(), sizes, min(ahead, len(partition.stages())), num_devices)
     assert bound == needed
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(PARTITIONS), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3))
+def test_no_order_of_bounded_steps_needs_more_than_the_pool_has(
+    partition, num_devices, micro_batches, stale_layers
+):
+    """Two steps overlap as far as each layer's own update allows; the inputs of stale layers wait for their backward."""
+    stale_layers = min(stale_layers, partition.num_layers - partition.fused)
+    one = step_tasks(partition, micro_batches, 1, num_devices)
+    two = step_tasks(partition, micro_batches, 1, num_devices, len(one))
+    needed = most_alive([one, two], num_devices, 0, stale_layers)
+    costs = Costs(tuple(LayerCost(f"{i}", 1.0, 2.0, boundary_bytes=1) for i in range(partition.num_layers)))
+    bound = boundary_pool_bytes(partition, costs, num_devices, micro_batches, 1, "bounded", stale_layers)
+    assert bound >= needed
+    inner = [cut for cut in range(1, stale_layers + 1) if cut < partition.num_layers - partition.fused]
+    assert needed >= micro_batches * len(inner), "after the forward every micro-batch holds them"
+
+
+def test_the_inputs_of_stale_layers_wait_for_their_backward_stage():
+    stages = Partition((3, 3), 1, (2, 2, 2)).stages()
+    assert held_cuts(stages, 3) == [[], [1, 2, 3], [1, 2, 3, 4, 6], [1, 2, 3, 4, 6], [1, 2, 3, 4], [1, 2], []]
+    # The fused stage takes its input at once, so no backward stage needs it.
+    assert kept_cuts(stages, 6) == {1, 2, 3, 4, 5}
+    assert kept_cuts(stages) == {2, 4}
 
 
 def test_a_forward_only_pass_holds_one_boundary_for_each_micro_batch():

@@ -11,7 +11,7 @@ Shapes: N devices, S stages of a pass.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,19 +29,34 @@ class HeldPass:
     - `rounds`: for each round the number of micro-batches of each size. The caller chooses what a size stands
       for.
     - `ahead`: how many of its stages may begin before the previous pass is finished.
+    - `stale_layers`: layers at the start of the model whose inputs are all kept for their backward (`bounded`).
     """
 
     stages: tuple[Stage, ...]
     rounds: tuple[Mapping[int, int], ...]
     ahead: int
+    stale_layers: int = 0
 
 
-def held_cuts(stages: Sequence[Stage]) -> list[list[int]]:
+def kept_cuts(stages: Sequence[Stage], stale_layers: int = 0) -> frozenset[int]:
+    """Return the layers whose input is kept from forward to backward.
+
+    A backward stage takes the input of its first layer. In `bounded` it also takes the input of each layer up to
+    layer `stale_layers`: the forward has computed those inputs with older weights.
+    """
+    backward = [stage for stage in stages if stage.kind is StageKind.BACKWARD]
+    split = max((stage.stop for stage in backward), default=0)
+    starts = {stage.start for stage in backward}
+    return frozenset(starts.union(range(1, min(stale_layers + 1, split)))) - {0}
+
+
+def held_cuts(stages: Sequence[Stage], stale_layers: int = 0) -> list[list[int]]:
     """List the cuts that a micro-batch holds on the host after 0 to S stages.
 
-    A cut is the index of the layer whose input, or the gradient of whose input, is held.
+    A cut is the index of the layer whose input, or the gradient of whose input, is held. `stale_layers` is as in
+    `kept_cuts`.
     """
-    kept = {stage.start for stage in stages if stage.kind is StageKind.BACKWARD} - {0}
+    kept = kept_cuts(stages, stale_layers)
     held: list[list[int]] = [[]]
     waiting: set[int] = set()
     for stage in stages:
@@ -50,7 +65,7 @@ def held_cuts(stages: Sequence[Stage]) -> list[list[int]]:
             waiting |= {cut for cut in kept if stage.start < cut <= stage.stop}
             under_way = stage.stop
         else:
-            waiting.discard(stage.start)
+            waiting.difference_update(range(stage.start, stage.stop))
             under_way = stage.start
         # A boundary that is kept anyway needs no second buffer on its way; the last stage hands nothing on.
         is_new = under_way not in waiting and stage is not stages[-1]
@@ -150,10 +165,13 @@ class HostBatch:
 class PoolCount:
     """The bytes that the pool needs for a plan of one run, as `BufferReservation` reserves them."""
 
-    def __init__(self, batch: HostBatch, num_devices: int, update: str) -> None:
+    def __init__(self, batch: HostBatch, num_devices: int, update: str, stale_layers: int = 0) -> None:
         self.batch = batch
         self._num_devices = num_devices
-        self._is_async = update == "async"
+        # In `bounded` a stage waits for its own layers alone. All stages are counted as if they could run beside the
+        # previous pass: its order is one of the orders of `async`.
+        self._overlaps = update != "sync"
+        self._stale_layers = stale_layers
         # If all inner boundaries of a size are alike, a buffer is as good as another, and numbers are enough.
         self._is_even = all(len(set(outputs[:-1])) <= 1 for outputs in batch.output_bytes)
         self._weights: dict[int, Counter[int]] = {}
@@ -180,10 +198,9 @@ class PoolCount:
         stages = partition.stages()
         forward = stages[: len(partition.forward) + 1]
         frozen = sum(stage.stop <= self.batch.frozen_layers for stage in forward)
-        train = HeldPass(stages, self.batch.in_rounds(rounds), 0)
-        after_update = HeldPass(stages, train.rounds, frozen)
-        at_once = HeldPass(stages, train.rounds, len(stages))
-        pairs = [(train, at_once if self._is_async else after_update)]
+        train = HeldPass(stages, self.batch.in_rounds(rounds), 0, self._stale_layers)
+        after_update, at_once = replace(train, ahead=frozen), replace(train, ahead=len(stages))
+        pairs = [(train, at_once if self._overlaps else after_update)]
         if self.batch.validates:
             whole = self.batch.in_rounds(1)
             evaluated = tuple(Stage(StageKind.FORWARD, stage.start, stage.stop) for stage in forward)
@@ -198,7 +215,7 @@ class PoolCount:
     ) -> int:
         """Compute `boundary_bytes` from numbers of boundaries: many times as fast, for the search."""
         held = {
-            stages: np.array([len(cuts) for cuts in held_cuts(stages)])
+            stages: np.array([len(cuts) for cuts in held_cuts(stages, self._stale_layers)])
             for stages in {stages for pair in pairs for stages in (pair[0].stages, pair[1].stages)}
         }
         total = 0
@@ -254,12 +271,17 @@ def _range_maxima(values: "np.ndarray") -> "np.ndarray":
 
 
 def boundary_pool_bytes(
-    partition: Partition, costs: Costs, num_devices: int, num_micro_batches: int, rounds: int, update: str
+    partition: Partition,
+    costs: Costs,
+    num_devices: int,
+    num_micro_batches: int,
+    rounds: int,
+    update: str,
+    stale_layers: int = 0,
 ) -> int:
     """Compute the bytes of the boundaries of a plan if all micro-batches have the length that the costs are for."""
-    return PoolCount(boundaries_of(costs, num_micro_batches), num_devices, update).boundary_bytes(
-        partition, rounds
-    )
+    batch = boundaries_of(costs, num_micro_batches)
+    return PoolCount(batch, num_devices, update, stale_layers).boundary_bytes(partition, rounds)
 
 
 def boundaries_of(costs: Costs, num_micro_batches: int) -> HostBatch:
@@ -269,7 +291,7 @@ def boundaries_of(costs: Costs, num_micro_batches: int) -> HostBatch:
 
 def _buffers_after(held: HeldPass, bytes_of: Callable[[int, int], int]) -> dict[int, list[Counter[int]]]:
     """Count the buffers, by their bytes, that a micro-batch of each size holds after 0 to S stages."""
-    cuts = held_cuts(held.stages)
+    cuts = held_cuts(held.stages, held.stale_layers)
     sizes = {size for round_sizes in held.rounds for size in round_sizes}
     return {size: [Counter(bytes_of(cut, size) for cut in passed) for passed in cuts] for size in sizes}
 
