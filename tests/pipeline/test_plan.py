@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.support.random_costs import all_partitions, costs, limits
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.host_buffers import boundary_pool_bytes
 from torchround.pipeline.memory import GIB, MemoryLimits, device_memory
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.plan import Plan, read_partition
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.pipeline.pool_count import boundary_pool_bytes
 from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 
 COSTS = Path(__file__).parents[2] / "docs" / "costs"
