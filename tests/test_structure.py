@@ -22,13 +22,14 @@ TOP_LEVEL = {
 }
 
 # What each room may import besides itself; `commands`, which is not named here, may import every room.
-BELOW_ENGINE = {"config", "layer", "pipeline", "untrusted"}
+BELOW_ENGINE = {"config", "keeping", "layer", "pipeline", "untrusted"}
 BELOW_RUN = BELOW_ENGINE | {"accelerators", "optim", "data", "checkpoint", "hf", "observe", "engine"}
 MAY_IMPORT: dict[str, set[str]] = {
     "untrusted": set(),  # defence against hostile input, which every room may use
     "accelerators": set(),  # what differs by kind of device, which layers and the engine ask
     "layer": {"accelerators", "untrusted"},
-    "models": {"accelerators", "layer", "untrusted"},
+    "keeping": set(),  # kept activations, between the layers' code and the engine
+    "models": {"accelerators", "keeping", "layer", "untrusted"},
     "config": {"untrusted"},
     "pipeline": {"config", "untrusted"},
     "optim": BELOW_ENGINE | {"accelerators"},
