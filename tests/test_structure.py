@@ -22,7 +22,7 @@ TOP_LEVEL = {
 }
 
 # What each room may import besides itself; `commands`, which is not named here, may import every room.
-BELOW_ENGINE = {"config", "keeping", "layer", "pipeline", "untrusted"}
+BELOW_ENGINE = {"config", "layer", "pipeline", "untrusted"}
 BELOW_RUN = BELOW_ENGINE | {"accelerators", "optim", "data", "checkpoint", "hf", "observe", "engine"}
 MAY_IMPORT: dict[str, set[str]] = {
     "untrusted": set(),  # defence against hostile input, which every room may use
@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": BELOW_ENGINE,
     "hf": BELOW_ENGINE | {"checkpoint"},
     "observe": BELOW_ENGINE,
-    "engine": BELOW_ENGINE | {"accelerators", "optim", "observe"},
+    "engine": BELOW_ENGINE | {"accelerators", "keeping", "optim", "observe"},
     "run": BELOW_RUN,
     "trainer": BELOW_RUN | {"run"},
 }

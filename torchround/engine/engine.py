@@ -11,7 +11,7 @@ The engine stops at the first fault; the call in progress, and each later one, r
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -61,6 +61,7 @@ MOST_PASSES_UNDER_WAY = 2
 class EngineSettings:
     """Settings of an engine. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
 
+    `clip = "layer"` clips each bundle by its own norm, with its share of `max_norm` (`optim.layer_max_norm`).
     `times_layers` measures each layer for `costs_from_reports`, at the cost of more marks in the streams.
     `compile_update` compiles the optimizer's update before the first update (`optim/kernel.py`). `compiler`
     compiles the layers; engines of one model that follow each other may share it. `turns` are groups of
@@ -69,6 +70,7 @@ class EngineSettings:
 
     rounds: int = 1
     max_norm: float = 1.0
+    clip: Literal["global", "layer"] = "global"
     layerwise_recompute: bool = False
     times_layers: bool = False
     accumulate_dtype: torch.dtype = torch.float32
@@ -135,6 +137,7 @@ class Engine:
             self.pool,
             optimizer,
             self.settings.max_norm,
+            self.settings.clip,
             self._life.fail,
             num_threads=update_threads(len(self.devices)),
             compiles=self.settings.compile_update,

@@ -60,6 +60,7 @@ def build_engine(
     settings = EngineSettings(
         rounds=plan.rounds,
         max_norm=numbers.training.max_norm,
+        clip=numbers.training.clip,
         layerwise_recompute=table.recompute == "layer",
         times_layers=times_layers,
         accumulate_dtype=numbers.accumulate_dtype,
