@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice, Device, DeviceWatcher
-from torchround.engine.engine import Engine, EngineSettings
+from torchround.engine.engine import Engine
+from torchround.engine.settings import EngineSettings
+from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import IGNORED_LABEL, LayeredModel, LayerWork, MicroBatch, decayed_names
 from torchround.optim import adamw_update_, clip_scale, sum_of_squares
@@ -144,6 +146,8 @@ def toy_engine(
     **settings,
 ) -> Engine:
     devices = [wrap(CpuDevice(index)) for index in range(num_devices)]
+    if store.policy is BOUNDED:
+        settings = {"clip": "layer", **settings}
     settings = EngineSettings(**{"max_norm": MAX_NORM, "hang_timeout_s": 60.0, **settings})
     return Engine(model, store, devices, partition, optimizer=OPTIMIZER, settings=settings, observer=observer)
 

@@ -6,7 +6,8 @@ from torchround.accelerators import kind_of
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
-from torchround.engine.engine import Engine, EngineSettings
+from torchround.engine.engine import Engine
+from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import FileTensor, LayeredModel
