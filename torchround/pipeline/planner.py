@@ -201,6 +201,13 @@ def why_infeasible(
     ones = (1,) * (problem.num_layers - 1)
     finest = Partition(ones, 1, ones)
     chosen = partition or finest
+    if (stale_layers := problem.stale_layers or 0) > problem.num_layers - chosen.fused:
+        return InfeasiblePlanError(
+            f"{stale_layers} stale layers need a fused stage that begins after them, and the given plan's begins at "
+            f"layer {problem.num_layers - chosen.fused}. What would help: a smaller engine.stale_layers, or another "
+            "engine.plan",
+            *(problem.costs.layers[stale_layers].name, 0.0, ("engine.stale_layers", "engine.plan")),
+        )
     # The most rounds have the fewest micro-batches each, and so need the least memory for integers.
     size = problem.limits.micro_batches_at_once(problem.num_micro_batches, max(rounds_choices))
     needed = device_memory(chosen, problem.costs, problem.num_devices, size, problem.limits)
