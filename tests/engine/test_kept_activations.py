@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from tests.support.toy import (
-    BLOCKS,
     KEPT,
     PARTITIONS,
     PlainLoop,
-    ToyBlock,
     assert_same_state,
     toy_batches,
     toy_engine,
@@ -16,13 +14,14 @@ from tests.support.toy import (
     toy_store,
     train,
 )
-from torchround.engine.device import Stream
-from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.store.bundles import SYNC
 
 LR = 1e-2
 
 
-def trained(partition, num_devices, policy=SYNC, dtype=torch.float32, micro_batches=4, tied=False, **settings):
+def trained(
+    partition, num_devices, policy=SYNC, dtype=torch.float32, micro_batches=4, tied=False, **settings
+):
     """Return the losses and the state after four steps."""
     model = toy_model(tied)
     store = toy_store(model, dtype, policy=policy)

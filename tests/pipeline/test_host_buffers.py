@@ -5,23 +5,51 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchround.pipeline.host_buffers import HeldPass, held_cuts, held_kept, most_buffers
+from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.host_buffers import HeldPass, held_cuts, held_kept, kept_cuts, most_buffers
 from torchround.pipeline.partition import Partition, Stage, StageKind, evaluation_tasks, step_tasks
-from torchround.pipeline.pool_count import HostBatch, PoolCount, keeping_layers
+from torchround.pipeline.pool_count import HostBatch, PoolCount, boundary_pool_bytes, keeping_layers
 
 FORWARD, FUSED, BACKWARD = StageKind.FORWARD, StageKind.FUSED, StageKind.BACKWARD
 
 
-def most_alive(passes, num_devices, ahead, kept_layers=(), counted=None):
+def alive_after(alive, number, task, m, kept_cuts, kept_layers, last_layer):
+    """Return what is alive, with its readers, after the task of pass `number` has run micro-batch `m`."""
+    stage = task.stage
+    own = set(range(stage.start, stage.stop))
+    readers = Counter(dict(alive))
+    readers.subtract(
+        (number, "input", cut, m)
+        for cut in (kept_cuts & own if stage.kind is BACKWARD else {stage.start}) - {0}
+    )
+    if stage.kind is BACKWARD:
+        readers[number, "gradient", stage.stop, m] -= 1
+        readers.subtract((number, "kept", layer, m) for layer in kept_layers & own)
+    if stage.kind is FORWARD:
+        readers.update((number, "kept", layer, m) for layer in kept_layers & own)
+        for cut in range(stage.start + 1, min(stage.stop, last_layer - 1) + 1):
+            readers[number, "input", cut, m] += (cut in kept_cuts) + (cut == stage.stop)
+    elif stage.start > 0:
+        readers[number, "gradient", stage.start, m] += 1
+    assert all(count >= 0 for count in readers.values())
+    return frozenset((key, count) for key, count in readers.items() if count)
+
+
+def most_alive(passes, num_devices, ahead, kept_layers=(), counted=None, stale_layers=None):
     """Find the most boundaries and kept activations alive at once, by trying every order of single micro-batches.
 
     `passes` are lists of stage tasks. A device takes its slots in order, a slot its micro-batches; a micro-batch
     needs the stage before it; only `ahead` stages of a pass may begin before the pass before it is done. `kept_layers`
     keep activations from their forward stage to their backward stage. With `counted`, things of this kind count alone.
+    With `stale_layers` (`bounded`) a stage waits instead for the gradients of its own layers, except a forward stage
+    for those of stale layers, whose inputs are all kept.
     """
     tasks = [(number, task) for number, tasks in enumerate(passes) for task in tasks]
     first = {number: next(i for i, (n, _) in enumerate(tasks) if n == number) for number, _ in tasks}
     kept = [{t.stage.start for t in of_pass if t.stage.kind is BACKWARD} - {0} for of_pass in passes]
+    split = max((task.stage.stop for _, task in tasks if task.stage.kind is BACKWARD), default=0)
+    for cuts in kept:
+        cuts |= {cut for cut in range(1, (stale_layers or 0) + 1) if cut < split}
     again = [
         {layer for t in of_pass if t.stage.kind is BACKWARD for layer in range(t.stage.start, t.stage.stop)}
         for of_pass in passes
@@ -38,27 +66,16 @@ def most_alive(passes, num_devices, ahead, kept_layers=(), counted=None):
         if task.stage_index and state[i - 1] <= state[i]:
             return False
         waits = number and task.stage_index >= ahead
-        return not waits or all(state[j] == len(tasks[j][1].micro_batches) for j in range(first[number]))
-
-    def run(alive, i, done):
-        number, task = tasks[i]
-        stage, m = task.stage, task.micro_batches[done]
-        readers = Counter(dict(alive))
-        if stage.start > 0:
-            readers[number, "input", stage.start, m] -= 1
-        if stage.kind is BACKWARD:
-            readers[number, "gradient", stage.stop, m] -= 1
-        mine = set(kept_layers) & set(range(stage.start, stage.stop))
-        if stage.kind is BACKWARD:
-            readers.subtract((number, "kept", layer, m) for layer in mine)
-        if stage.kind is FORWARD:
-            readers.update((number, "kept", layer, m) for layer in mine & again[number])
-            for cut in range(stage.start + 1, min(stage.stop, last_layer - 1) + 1):
-                readers[number, "input", cut, m] += (cut in kept[number]) + (cut == stage.stop)
-        elif stage.start > 0:
-            readers[number, "gradient", stage.start, m] += 1
-        assert all(count >= 0 for count in readers.values())
-        return frozenset((key, count) for key, count in readers.items() if count)
+        before = [j for j in range(first[number])]
+        if stale_layers is not None and number:
+            stale = stale_layers if task.stage.kind is FORWARD else 0
+            layers = set(range(max(task.stage.start, stale), task.stage.stop))
+            before = [j for j in before if tasks[j][1].stage.kind is not FORWARD]
+            before = [
+                j for j in before if layers & set(range(tasks[j][1].stage.start, tasks[j][1].stage.stop))
+            ]
+            waits = bool(layers)
+        return not waits or all(state[j] == len(tasks[j][1].micro_batches) for j in before)
 
     start = (0,) * len(tasks)
     seen, found, most = {start: frozenset()}, [start], 0
@@ -69,7 +86,9 @@ def most_alive(passes, num_devices, ahead, kept_layers=(), counted=None):
             if may_run(state, i):
                 after = (*state[:i], state[i] + 1, *state[i + 1 :])
                 if after not in seen:
-                    seen[after] = run(seen[state], i, state[i])
+                    number, task = tasks[i]
+                    held = kept[number], again[number] & set(kept_layers), last_layer
+                    seen[after] = alive_after(seen[state], number, task, task.micro_batches[state[i]], *held)
                     found.append(after)
     return most
 
@@ -164,6 +183,31 @@ def test_the_planner_counts_kept_activations_as_the_engine_reserves_them(
         )
     assert pool.boundary_bytes(partition, rounds, kept) == sum(n * nbytes for nbytes, n in most.items())
     assert pool.boundary_bytes(partition, rounds, ((),) * len(kept)) == pool.boundary_bytes(partition, rounds)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(PARTITIONS), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3))
+def test_no_order_of_bounded_steps_needs_more_than_the_pool_has(
+    partition, num_devices, micro_batches, stale_layers
+):
+    """Two steps overlap as far as each layer's own update allows; the inputs of stale layers wait for their backward."""
+    stale_layers = min(stale_layers, partition.num_layers - partition.fused)
+    one = step_tasks(partition, micro_batches, 1, num_devices)
+    two = step_tasks(partition, micro_batches, 1, num_devices, len(one))
+    needed = most_alive([one, two], num_devices, 0, stale_layers=stale_layers)
+    costs = Costs(tuple(LayerCost(f"{i}", 1.0, 2.0, boundary_bytes=1) for i in range(partition.num_layers)))
+    bound = boundary_pool_bytes(partition, costs, num_devices, micro_batches, 1, "bounded", stale_layers)
+    assert bound >= needed
+    inner = [cut for cut in range(1, stale_layers + 1) if cut < partition.num_layers - partition.fused]
+    assert needed >= micro_batches * len(inner), "after the forward every micro-batch holds them"
+
+
+def test_the_inputs_of_stale_layers_wait_for_their_backward_stage():
+    stages = Partition((3, 3), 1, (2, 2, 2)).stages()
+    assert held_cuts(stages, 3) == [[], [1, 2, 3], [1, 2, 3, 4, 6], [1, 2, 3, 4, 6], [1, 2, 3, 4], [1, 2], []]
+    # The fused stage takes its input at once, so no backward stage needs it.
+    assert kept_cuts(stages, 6) == {1, 2, 3, 4, 5}
+    assert kept_cuts(stages) == {2, 4}
 
 
 def test_a_forward_only_pass_holds_one_boundary_for_each_micro_batch():

@@ -27,20 +27,35 @@ class HeldPass:
       for.
     - `ahead`: how many of its stages may begin before the previous pass is finished.
     - `kept`: the layers that keep activations. A layer without a backward stage of its own keeps none.
+    - `stale_layers`: layers at the start of the model whose inputs are all kept for their backward (`bounded`).
     """
 
     stages: tuple[Stage, ...]
     rounds: tuple[Mapping[int, int], ...]
     ahead: int
     kept: frozenset[int] = frozenset()
+    stale_layers: int = 0
 
 
-def held_cuts(stages: Sequence[Stage]) -> list[list[int]]:
+def kept_cuts(stages: Sequence[Stage], stale_layers: int = 0) -> frozenset[int]:
+    """Return the layers whose input is kept from forward to backward.
+
+    A backward stage takes the input of its first layer. In `bounded` it also takes the input of each layer up to
+    layer `stale_layers`: the forward has computed those inputs with older weights.
+    """
+    backward = [stage for stage in stages if stage.kind is StageKind.BACKWARD]
+    split = max((stage.stop for stage in backward), default=0)
+    starts = {stage.start for stage in backward}
+    return frozenset(starts.union(range(1, min(stale_layers + 1, split)))) - {0}
+
+
+def held_cuts(stages: Sequence[Stage], stale_layers: int = 0) -> list[list[int]]:
     """List the cuts that a micro-batch holds on the host after 0 to S stages.
 
-    A cut is the index of the layer whose input, or the gradient of whose input, is held.
+    A cut is the index of the layer whose input, or the gradient of whose input, is held. `stale_layers` is as in
+    `kept_cuts`.
     """
-    kept = {stage.start for stage in stages if stage.kind is StageKind.BACKWARD} - {0}
+    kept = kept_cuts(stages, stale_layers)
     held: list[list[int]] = [[]]
     waiting: set[int] = set()
     for stage in stages:
@@ -49,7 +64,7 @@ def held_cuts(stages: Sequence[Stage]) -> list[list[int]]:
             waiting |= {cut for cut in kept if stage.start < cut <= stage.stop}
             under_way = stage.stop
         else:
-            waiting.discard(stage.start)
+            waiting.difference_update(range(stage.start, stage.stop))
             under_way = stage.start
         # A boundary that is kept anyway needs no second buffer on its way; the last stage hands nothing on.
         is_new = under_way not in waiting and stage is not stages[-1]
@@ -142,7 +157,9 @@ def buffers_after(
     held: HeldPass, bytes_of: Callable[[int, int], int], kept_bytes_of: Callable[[int, int], int]
 ) -> dict[int, list[Counter[int]]]:
     """Count the buffers, by their bytes, that a micro-batch of each size holds after 0 to S stages."""
-    passed = list(zip(held_cuts(held.stages), held_kept(held.stages, held.kept), strict=True))
+    passed = list(
+        zip(held_cuts(held.stages, held.stale_layers), held_kept(held.stages, held.kept), strict=True)
+    )
     sizes = {size for round_sizes in held.rounds for size in round_sizes}
     return {
         size: [

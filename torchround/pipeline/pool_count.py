@@ -8,7 +8,7 @@ Shapes: S stages of a pass.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -73,10 +73,13 @@ class HostBatch:
 class PoolCount:
     """The bytes that the pool needs for a plan of one run, as `BufferReservation` reserves them."""
 
-    def __init__(self, batch: HostBatch, num_devices: int, update: str) -> None:
+    def __init__(self, batch: HostBatch, num_devices: int, update: str, stale_layers: int = 0) -> None:
         self.batch = batch
         self._num_devices = num_devices
-        self._is_async = update == "async"
+        # In `bounded` a stage waits for its own layers alone. All stages are counted as if they could run beside the
+        # previous pass: its order is one of the orders of `async`.
+        self._overlaps = update != "sync"
+        self._stale_layers = stale_layers
         # If all inner boundaries of a size are alike, a buffer is as good as another, and numbers are enough.
         self._is_even = all(len(set(outputs[:-1])) <= 1 for outputs in batch.output_bytes)
         self._weights: dict[int, Counter[int]] = {}
@@ -110,10 +113,9 @@ class PoolCount:
         stages = partition.stages()
         forward = stages[: len(partition.forward) + 1]
         frozen = sum(stage.stop <= self.batch.frozen_layers for stage in forward)
-        train = HeldPass(stages, self.batch.in_rounds(rounds), 0, kept)
-        after_update = HeldPass(stages, train.rounds, frozen, kept)
-        at_once = HeldPass(stages, train.rounds, len(stages), kept)
-        pairs = [(train, at_once if self._is_async else after_update)]
+        train = HeldPass(stages, self.batch.in_rounds(rounds), 0, kept, self._stale_layers)
+        after_update, at_once = replace(train, ahead=frozen), replace(train, ahead=len(stages))
+        pairs = [(train, at_once if self._overlaps else after_update)]
         if self.batch.validates:
             whole = self.batch.in_rounds(1)
             evaluated = tuple(Stage(StageKind.FORWARD, stage.start, stage.stop) for stage in forward)
@@ -128,7 +130,7 @@ class PoolCount:
     ) -> int:
         """Compute `boundary_bytes` from numbers of boundaries: many times as fast, for the search."""
         held = {
-            stages: np.array([len(cuts) for cuts in held_cuts(stages)])
+            stages: np.array([len(cuts) for cuts in held_cuts(stages, self._stale_layers)])
             for stages in {stages for pair in pairs for stages in (pair[0].stages, pair[1].stages)}
         }
         total = 0
@@ -221,12 +223,17 @@ def _range_maxima(values: "np.ndarray") -> "np.ndarray":
 
 
 def boundary_pool_bytes(
-    partition: Partition, costs: Costs, num_devices: int, num_micro_batches: int, rounds: int, update: str
+    partition: Partition,
+    costs: Costs,
+    num_devices: int,
+    num_micro_batches: int,
+    rounds: int,
+    update: str,
+    stale_layers: int = 0,
 ) -> int:
     """Compute the bytes of the boundaries of a plan if all micro-batches have the length that the costs are for."""
-    return PoolCount(boundaries_of(costs, num_micro_batches), num_devices, update).boundary_bytes(
-        partition, rounds
-    )
+    batch = boundaries_of(costs, num_micro_batches)
+    return PoolCount(batch, num_devices, update, stale_layers).boundary_bytes(partition, rounds)
 
 
 def boundaries_of(costs: Costs, num_micro_batches: int) -> HostBatch:
