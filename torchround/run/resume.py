@@ -33,7 +33,7 @@ LOSS_KEYS: Mapping[str, tuple[str, ...]] = {
         *("steps", "seq_len", "global_batch_size", "micro_batch_size", "dtype", "max_norm"),
         *("on_spike", "spike_factor", "spike_window", "fp16_accumulation"),
     ),
-    "engine": ("update", "rounds", "grad_dtype", "accumulate_dtype"),
+    "engine": ("update", "delay_correction", "rounds", "grad_dtype", "accumulate_dtype"),
     "optimizer": (),
     "lr_schedule": (),
     "lora": ("alpha", "dropout"),
