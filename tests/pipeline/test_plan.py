@@ -355,6 +355,13 @@ def test_a_plan_with_invalid_stages_is_refused(stages: object) -> None:
         Plan.from_json(json.dumps(table | {"stages": stages}))
 
 
+@pytest.mark.parametrize("kept", [1, "down", ["down"], [[1]], [["down"]], {"a": 1}])
+def test_a_plan_that_keeps_what_is_no_list_of_names_for_each_layer_is_refused(kept: object) -> None:
+    table = json.loads(make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1).to_json())
+    with pytest.raises(PlanError, match="the plan's kept"):
+        Plan.from_json(json.dumps(table | {"kept": kept}))
+
+
 def test_the_table_shows_every_stage_and_the_figures() -> None:
     plan = make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1)
     text = str(plan)

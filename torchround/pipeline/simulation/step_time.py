@@ -52,6 +52,7 @@ class LayerSums:
     def __init__(self, costs: Costs, recompute: str = "stage") -> None:
         self.hop_s = costs.hop_s
         self.forward_s = [0.0, *accumulate(layer.forward_s for layer in costs.layers)]
+        self.recompute_s = [0.0, *accumulate(layer.recompute_s for layer in costs.layers)]
         self.backward_s = [0.0, *accumulate(layer.backward_s for layer in costs.layers)]
         self.updated_s = [0.0, *accumulate(layer.optimizer_s for layer in costs.layers)]
         self.recompute = recompute
@@ -72,15 +73,15 @@ class LayerSums:
         sums, hop_s = self.forward_s, self.hop_s
         total = [sums[stop] - sums[start] for start, stop in pairwise(starts)]
         entry = [seconds + hop_s for seconds in total]
-        fused_s = self._recompute_s(split, num_layers) + self._after_recompute_s(split, num_layers)
+        fused_s = self._range_s(sums, split, num_layers) + self._after_s(sums, split, num_layers)
         total.append(fused_s)
         entry.append(fused_s + hop_s)
         # A backward stage recomputes while its gradient is still on
         # its way, so only the rest is on the path of the gradient.
         before = []
         for stop, start in pairwise(cuts):
-            before.append(self._recompute_s(start, stop))
-            after_s = self._after_recompute_s(start, stop)
+            before.append(self._range_s(self.recompute_s, start, stop))
+            after_s = self._after_s(self.recompute_s, start, stop)
             total.append(before[-1] + after_s)
             entry.append(after_s + hop_s)
         updated = [0.0] * len(total)
@@ -95,16 +96,20 @@ class LayerSums:
         With `recompute = "layer"` a layer of the fused stage is computed twice too, except the last.
         """
         num_layers = len(self.forward_s) - 1
-        once = num_layers - fused if self.recompute == "stage" else num_layers - 1
-        return self.forward_s[-1] + self.backward_s[-1] + self.forward_s[once]
+        split = num_layers - fused
+        once = split if self.recompute == "stage" else num_layers - 1
+        saved_s = self.forward_s[split] - self.recompute_s[split]
+        return self.forward_s[-1] + self.backward_s[-1] + (self.forward_s[once] - saved_s)
 
-    def _recompute_s(self, start: int, stop: int) -> float:
-        return self.forward_s[stop] - self.forward_s[start]
+    @staticmethod
+    def _range_s(sums_s: Sequence[float], start: int, stop: int) -> float:
+        return sums_s[stop] - sums_s[start]
 
-    def _after_recompute_s(self, start: int, stop: int) -> float:
+    def _after_s(self, again_s: Sequence[float], start: int, stop: int) -> float:
+        """Compute the seconds of a stage after its forward; `again_s` are running sums of a second forward."""
         seconds = self.backward_s[stop] - self.backward_s[start]
         if self.recompute == "layer":
-            seconds += self.forward_s[stop - 1] - self.forward_s[start]
+            seconds += again_s[stop - 1] - again_s[start]
         return seconds
 
 
