@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from torchround.pipeline.costs import UPDATE_BYTES, Costs
-from torchround.pipeline.memory import LOSS_BUFFERS, STAGING_BUFFERS, MemoryLimits, device_memory
+from torchround.pipeline.memory import (
+    KEPT_BUFFERS,
+    LOSS_BUFFERS,
+    STAGING_BUFFERS,
+    MemoryLimits,
+    device_memory,
+)
 from torchround.pipeline.partition import Partition, split_evenly
 from torchround.pipeline.search.batch_time import BatchTimes, batch_async_seconds, batch_sync_seconds
 from torchround.pipeline.search.host_table import HostTable
@@ -47,9 +53,12 @@ class PlanningProblem:
         self.num_layers = costs.num_layers
         self.sums = LayerSums(costs, limits.recompute)
         self.forward_s = np.array(self.sums.forward_s)
+        self.recompute_s = np.array(self.sums.recompute_s)
         self.backward_s = np.array(self.sums.backward_s)
         self.updated_s = np.array(self.sums.updated_s)
-        self.both_s: list[float] = (self.forward_s + self.backward_s).tolist()
+        # Running sums of whole stages: a fused one computes all, a backward one skips what is kept.
+        self.fused_s: list[float] = (self.forward_s + self.backward_s).tolist()
+        self.both_s: list[float] = (self.recompute_s + self.backward_s).tolist()
         self.memory = MemoryTable(costs, limits)
         self.host = HostTable(costs, limits, num_devices, num_micro_batches, update)
         self.widest, self.even = self.memory.stage_limits(even=False), self.memory.stage_limits(even=True)
@@ -163,18 +172,27 @@ class PlanningProblem:
     def _times(self, rows: PartitionBatch, num_stages: Integers) -> BatchTimes:
         """Compute the stage times of all rows; each row equals `LayerSums.times`."""
         starts, stops = rows.ranges(self.num_layers)
-        forward_s = self.forward_s[stops] - self.forward_s[starts]
+        is_backward = rows.is_backward()
+        forward_s = self._forward_again_s(starts, stops, is_backward)
         after_s = self.backward_s[stops] - self.backward_s[starts]
         if self.limits.recompute == "layer":
-            after_s = after_s + self.forward_s[stops - 1] - self.forward_s[starts]
+            after_s = after_s + self._forward_again_s(starts, stops - 1, is_backward)
         total_s = forward_s + np.where(rows.has_gradients(), after_s, 0.0)
-        entry_s = np.where(rows.is_backward(), after_s, total_s) + self.sums.hop_s
+        entry_s = np.where(is_backward, after_s, total_s) + self.sums.hop_s
         return BatchTimes(
             np.ascontiguousarray(entry_s.T),
             np.ascontiguousarray(total_s.T),
             np.ascontiguousarray(self.updated_s[stops].T),
             num_stages,
         )
+
+    def _forward_again_s(self, starts: Integers, stops: Integers, is_backward: Booleans) -> Floats:
+        """Compute the seconds of these layers' forward [K, S], without what is kept in backward stages."""
+        forward_s = self.forward_s[stops] - self.forward_s[starts]
+        if not self.costs.kept:
+            return np.asarray(forward_s)
+        recompute_s = self.recompute_s[stops] - self.recompute_s[starts]
+        return np.where(is_backward, recompute_s, forward_s)
 
 
 @dataclass(frozen=True)
@@ -203,6 +221,10 @@ class MemoryTable:
         self.counts_devices = limits.device_bytes is not None or limits.devices_on_host > 0
         self.weights = _running([layer.weight_bytes for layer in layers])
         self.gradients = _running([layer.gradient_bytes for layer in layers])
+        kept = [layer.kept_bytes for layer in layers]
+        self.kept = _running(kept)
+        # The most that a layer before each one keeps.
+        self.most_kept = np.maximum.accumulate(np.array([0, *kept], dtype=np.int64))
         # By first layer of a stage, its input; entry 0 is unused.
         self.inputs = np.array([0, *(layer.boundary_bytes for layer in layers[:-1])], dtype=np.int64)
         # Of any plan of several stages, for ranges that must not leave out what fits.
@@ -241,6 +263,8 @@ class MemoryTable:
             self.compute,
             even,
         )
+        if even:
+            needed += KEPT_BUFFERS * (np.maximum(self.kept[stop] - self.kept[start], 0) + self.most_kept[-1])
         needed[0, -1] += self.loss_bytes - self.least_staging  # a plan of one stage stages losses alone
         first = np.argmax((needed <= self.limits.device_bytes) | (start >= stop - 1), axis=0)
         zero = np.zeros(1, dtype=np.int64)
@@ -286,7 +310,16 @@ class MemoryTable:
         compute = np.where(has_gradients, self.compute[starts, stops], 0).max(axis=1)
         staging = STAGING_BUFFERS * self.inputs[starts].max(axis=1)
         staging = np.where(rows.num_stages == 1, self.loss_bytes, staging)
-        return np.asarray(slots + self._rounding_bytes(gradients.max(axis=1)) + compute + staging)
+        bytes_in_all = slots + self._rounding_bytes(gradients.max(axis=1)) + compute + staging
+        if self.kept[-1]:
+            bytes_in_all += self._kept_bytes(rows, starts, stops)
+        return np.asarray(bytes_in_all)
+
+    def _kept_bytes(self, rows: PartitionBatch, starts: Integers, stops: Integers) -> Integers:
+        """Compute the buffers for kept activations [K], as `memory.kept_space`."""
+        of_stages = np.where(rows.is_backward(), self.kept[stops] - self.kept[starts], 0).max(axis=1)
+        fused = np.take_along_axis(rows.counts, rows.fused_at[:, None], axis=1)[:, 0]
+        return np.asarray(KEPT_BUFFERS * (self.most_kept[self.num_layers - fused] + of_stages))
 
 
 def _most_of_two(sizes: Integers, is_last: Booleans, is_first: Booleans, num_devices: int) -> Integers:
