@@ -43,9 +43,9 @@ class Plan:
       tried or excluded everything else.
     - `device_bytes`: what each device allocates.
     - `host_activation_bytes`: what waits on the host between stages.
+    - `stale_layers`: in `bounded`, the first layers, whose weights the forward reads one version older.
     - `kept`: for each layer the parts whose results its forward stage keeps on the host for its backward stage;
       empty if no layer keeps any.
-    - `stale_layers`: in `bounded`, the first layers, whose weights the forward reads one version older.
     """
 
     partition: Partition
@@ -59,8 +59,8 @@ class Plan:
     device_bytes: int = 0
     host_activation_bytes: int = 0
     stages: tuple[PlannedStage, ...] = ()
-    kept: tuple[tuple[str, ...], ...] = ()
     stale_layers: int = 0
+    kept: tuple[tuple[str, ...], ...] = ()
 
     def to_json(self) -> str:
         """Write what `engine.plan` takes, then the predicted figures."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.random_costs import all_partitions, costs
-from torchround.pipeline.costs import Costs
+from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.host_buffers import kept_cuts
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition, PlanError
@@ -32,7 +32,8 @@ def split_of(partition: Partition) -> int:
 def test_no_plan_and_no_number_of_stale_layers_gives_a_shorter_step(
     costs: Costs, devices: int, micro_batches: int
 ) -> None:
-    """Every partition is tried by hand; the plan may take 0.1 % longer to have fewer stale layers."""
+    """Every partition is tried by hand, without kept activations; the plan may take 0.1 % longer to have fewer stale layers."""
+    costs = costs.keeping([])
     sums = LayerSums(costs)
     every = [
         bounded_step_seconds(sums, partition, split_of(partition), devices, micro_batches)
@@ -56,6 +57,7 @@ def test_a_given_number_of_stale_layers_is_kept(
         with pytest.raises(PlanError, match="stale layers"):
             make_plan(costs, devices, micro_batches, "bounded", stale_layers=stale)
         return
+    costs = costs.keeping([])
     plan = make_plan(costs, devices, micro_batches, "bounded", stale_layers=stale, as_fast=0.0)
     assert plan.stale_layers == stale <= split_of(plan.partition)
     possible = [other for other in all_partitions(costs.num_layers) if split_of(other) >= stale]
@@ -74,6 +76,7 @@ def test_a_given_number_of_stale_layers_is_kept(
 def test_a_plan_counts_the_inputs_of_its_stale_layers(
     costs: Costs, share: float, stale: int | None, devices: int, micro_batches: int
 ) -> None:
+    costs = costs.keeping([])
     if costs.num_layers == 1:
         return
     free = make_plan(costs, devices, micro_batches, "bounded", stale_layers=stale)
@@ -101,6 +104,15 @@ def test_the_stale_layers_of_a_given_partition_are_the_fewest_without_a_longer_s
     assert evaluate_plan(partition, 1, costs, 8, 16, "bounded", stale_layers=3).step_s == steps[3]
     with pytest.raises(InfeasiblePlanError, match="stale layers"):
         evaluate_plan(Partition((1,), 24, (1,)), 1, costs, 8, 16, "bounded", stale_layers=3)
+
+
+def test_a_stale_layer_keeps_no_activations() -> None:
+    """Its forward has made them with older weights than its backward computes with; the first layer after it may."""
+    layer = LayerCost("block", 1.0, 2.0, keepable=(KeptCost("attention", 8, 0.5),))
+    costs = Costs((layer,) * 6).keeping([("attention",)] * 6)
+    plan = evaluate_plan(Partition((4,), 2, (2, 2)), 1, costs, 2, 4, "bounded", stale_layers=3)
+    assert plan.kept == ((), (), (), ("attention",), (), ())
+    assert [stage.seconds for stage in plan.stages] == [4.0, 6.0, 5.5, 6.0]
 
 
 def test_a_plan_of_bounded_updates_has_one_round() -> None:

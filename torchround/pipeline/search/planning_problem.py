@@ -54,6 +54,12 @@ class PlanningProblem:
         stale_layers: int | None = 0,
         link: KeptLink | None = None,
     ) -> None:
+        self.whole_costs = costs
+        if stale_layers and costs.kept:
+            # What the forward of a stale layer has made is of older weights than its backward computes with.
+            costs = costs.keeping(
+                [names if layer >= stale_layers else () for layer, names in enumerate(costs.kept)]
+            )
         self.costs, self.limits, self.update, self.link = costs, limits, update, link
         self.stale_layers = stale_layers
         self.num_devices, self.num_micro_batches = num_devices, num_micro_batches
@@ -97,11 +103,11 @@ class PlanningProblem:
 
     def with_stale_layers(self, stale_layers: int) -> "PlanningProblem":
         """Return the same problem with this number of stale layers."""
-        return self._with(self.costs, stale_layers)
+        return self._with(self.whole_costs, stale_layers)
 
     def keeping(self, kept: KeptNames) -> "PlanningProblem":
         """Return the same problem with these activations kept."""
-        return self._with(self.costs.keeping(kept), self.stale_layers)
+        return self._with(self.whole_costs.keeping(kept), self.stale_layers)
 
     def _with(self, costs: Costs, stale_layers: int | None) -> "PlanningProblem":
         question = costs, self.num_devices, self.num_micro_batches, self.update, self.limits
