@@ -10,7 +10,8 @@ from benchmarks.frame import Benchmark, Report
 from benchmarks.timed_layers import empty_micro_batches, sleep_model
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice, Stream
-from torchround.engine.engine import Engine, EngineSettings
+from torchround.engine.engine import Engine
+from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS, POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.race_checker import AccessLog, Entry

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
-from torchround.engine.engine import Engine, EngineSettings
+from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult
+from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import LayeredModel, MicroBatch

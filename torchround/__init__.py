@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # for editors and type checkers; the same names as in _MODULE
     from torchround.engine.device import AcceleratorDevice as AcceleratorDevice
     from torchround.engine.device import CpuDevice as CpuDevice
     from torchround.engine.engine import Engine as Engine
-    from torchround.engine.engine import EngineSettings as EngineSettings
+    from torchround.engine.settings import EngineSettings as EngineSettings
     from torchround.engine.store.host_store import HostStore as HostStore
     from torchround.layer import LayeredModel as LayeredModel
     from torchround.layer import LayerWork as LayerWork
@@ -26,7 +26,7 @@ _MODULES = {
     "AcceleratorDevice": "torchround.engine.device",
     "CpuDevice": "torchround.engine.device",
     "Engine": "torchround.engine.engine",
-    "EngineSettings": "torchround.engine.engine",
+    "EngineSettings": "torchround.engine.settings",
     "FAMILIES": "torchround.models",
     "HostStore": "torchround.engine.store.host_store",
     "LayerWork": "torchround.layer",

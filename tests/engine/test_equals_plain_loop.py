@@ -26,8 +26,8 @@ STEPS = 20
 LR = 1e-2
 
 
-def plain_loop(model, store, tied):
-    return PlainLoop(model, {name: view.clone() for name, view in store.weights().items()}, tied)
+def plain_loop(model, store, tied, clip="global"):
+    return PlainLoop(model, {name: view.clone() for name, view in store.weights().items()}, tied, clip)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -41,6 +41,19 @@ def test_sync_training_is_bitwise_that_of_a_plain_loop(num_devices, partition, t
         losses = train(engine, batches, LR)
     assert losses == loop.train(batches, LR)
     assert_same_state(store.named_views(), loop.state())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_clipping_layer_by_layer_is_bitwise_that_of_a_plain_loop(tied):
+    model, batches = toy_model(tied), toy_batches(5, micro_batches=3)
+    store = toy_store(model)
+    loop, other = plain_loop(model, store, tied, "layer"), plain_loop(model, store, tied)
+    with toy_engine(model, store, PARTITIONS["backward coarser"], 2, clip="layer") as engine:
+        losses = train(engine, batches, LR)
+    assert losses == loop.train(batches, LR)
+    assert_same_state(store.named_views(), loop.state())
+    # The layers' bounds together are the global one, but most layers reach theirs at other times.
+    assert losses != other.train(batches, LR)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -23,7 +23,8 @@ from transformers import (
 from tests.support.rounding import assert_close_in_sums
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
-from torchround.engine.engine import Engine, EngineSettings
+from torchround.engine.engine import Engine
+from torchround.engine.settings import EngineSettings
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import IGNORED_LABEL
 from torchround.models import FAMILIES

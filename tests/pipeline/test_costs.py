@@ -13,6 +13,7 @@ from torchround.pipeline.costs import (
     COMPUTE_EFFICIENCY,
     Costs,
     CostsError,
+    KeptCost,
     LayerCost,
     ParameterCounts,
     costs_from_work,
@@ -198,3 +199,52 @@ def test_every_listed_card_is_found_and_has_plausible_figures() -> None:
         assert 8 <= device.memory_gib <= 256 and device.pcie_gb_per_s in (16, 32, 64)
     with pytest.raises(UnknownPeakError, match="float8"):
         DEVICES[0].flops_per_s("float8")
+
+
+KEEPING = LayerCost("block", 4.0, 8.0, keepable=(KeptCost("attention", 10, 1.0), KeptCost("down", 20, 2.0)))
+
+
+def test_a_backward_stage_skips_what_its_layers_keep_and_no_other_stage_does() -> None:
+    costs = Costs((KEEPING, KEEPING, LayerCost("head", 5.0, 11.0))).keeping(
+        [("down",), ("attention", "down"), ()]
+    )
+    assert [layer.kept_bytes for layer in costs.layers] == [20, 30, 0]
+    assert stage_seconds(costs, Stage(StageKind.FORWARD, 0, 2)) == (0.0, 8.0)
+    assert stage_seconds(costs, Stage(StageKind.FUSED, 1, 3)) == (0.0, 4 + 8 + 5 + 11)
+    assert stage_seconds(costs, Stage(StageKind.BACKWARD, 0, 2)) == (2.0 + 1.0, 16.0)
+    # The second recomputation of the first layer skips the same parts.
+    assert stage_seconds(costs, Stage(StageKind.BACKWARD, 0, 2), "layer") == (3.0, 16.0 + 2.0)
+    assert stage_seconds(costs, Stage(StageKind.FUSED, 0, 3), "layer") == (0.0, 13 + 27 + 8.0)
+
+
+def test_measured_seconds_scale_the_parts_of_a_layer() -> None:
+    timed = KEEPING.timed(6.0, 9.0)
+    assert (timed.forward_s, timed.backward_s) == (6.0, 9.0)
+    assert [(part.nbytes, part.seconds) for part in timed.keepable] == [(10, 1.5), (20, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ([("down",)], "1 layers, there are 2"),
+        ([("qkv",), ()], "block cannot keep \\['qkv'\\].*attention"),
+        ([(), ("down",)], "head cannot keep"),
+    ],
+)
+def test_kept_names_that_a_layer_lacks_are_refused(kept: list[tuple[str, ...]], message: str) -> None:
+    with pytest.raises(CostsError, match=message):
+        Costs((KEEPING, LayerCost("head", 1.0, 1.0))).keeping(kept)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"keepable": [{"name": "down"}]}, "keepable needs a list of objects"),
+        ({"keepable": [{"name": "down", "nbytes": -1, "seconds": 1}]}, "part down: nbytes = -1"),
+        ({"kept": ["down"]}, "cannot keep"),
+        ({"kept": "down"}, "kept = 'down' must be a list"),
+    ],
+)
+def test_wrong_parts_in_a_file_are_named(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(CostsError, match=message):
+        Costs.from_json(json.dumps({"layers": [{"forward_s": 1, "backward_s": 2, **keys}]}))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.support.random_costs import all_partitions, costs, limits
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.host_buffers import boundary_pool_bytes
 from torchround.pipeline.memory import GIB, MemoryLimits, device_memory
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.plan import Plan, read_partition
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.pipeline.pool_count import boundary_pool_bytes
 from torchround.pipeline.simulation.step_time import stage_times, step_seconds
 
 COSTS = Path(__file__).parents[2] / "docs" / "costs"
@@ -353,6 +353,13 @@ def test_a_plan_with_invalid_stages_is_refused(stages: object) -> None:
     table = json.loads(make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1).to_json())
     with pytest.raises(PlanError, match="stages must be a list|lacks"):
         Plan.from_json(json.dumps(table | {"stages": stages}))
+
+
+@pytest.mark.parametrize("kept", [1, "down", ["down"], [[1]], [["down"]], {"a": 1}])
+def test_a_plan_that_keeps_what_is_no_list_of_names_for_each_layer_is_refused(kept: object) -> None:
+    table = json.loads(make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1).to_json())
+    with pytest.raises(PlanError, match="the plan's kept"):
+        Plan.from_json(json.dumps(table | {"kept": kept}))
 
 
 def test_the_table_shows_every_stage_and_the_figures() -> None:

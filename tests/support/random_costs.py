@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition
 
@@ -14,7 +14,10 @@ BYTES = st.integers(0, 100)
 
 @st.composite
 def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True) -> Costs:
-    """Draw up to `max_layers` layers, often equal, some without time; half of the draws have updates."""
+    """Draw up to `max_layers` layers, often equal, some without time; half of the draws have updates.
+
+    Half of them keep parts of some layers.
+    """
     num_layers = draw(st.integers(1, max_layers))
     updates = updates and draw(st.booleans())
     equal = draw(st.booleans())
@@ -23,7 +26,16 @@ def costs(draw: st.DrawFn, max_layers: int = 8, updates: bool = True) -> Costs:
         draw(_layer(updates))
     ]
     named = tuple(_named(part, index) for index, part in enumerate(layers))
-    return Costs(named, draw(st.sampled_from([0.0, 0.1, 0.7])))
+    drawn = Costs(named, draw(st.sampled_from([0.0, 0.1, 0.7])))
+    if not draw(st.booleans()):
+        return drawn
+    return drawn.keeping([draw(kept_of(layer)) for layer in drawn.layers])
+
+
+def kept_of(layer: LayerCost) -> st.SearchStrategy[tuple[str, ...]]:
+    """Draw names of parts that the layer can keep."""
+    names = [part.name for part in layer.keepable]
+    return st.sets(st.sampled_from(names)).map(lambda kept: tuple(sorted(kept))) if names else st.just(())
 
 
 @st.composite
@@ -38,6 +50,10 @@ def _layer(draw: st.DrawFn, updates: bool) -> LayerCost:
         boundary_bytes=draw(BYTES),
         workspace_bytes=draw(BYTES),
         optimizer_s=draw(SECONDS) if updates else 0.0,
+        keepable=tuple(
+            KeptCost(name, draw(BYTES), draw(SECONDS) / 2)
+            for name in draw(st.sampled_from([(), ("attention",), ("attention", "down")]))
+        ),
     )
 
 

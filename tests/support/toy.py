@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice, Device, DeviceWatcher
-from torchround.engine.engine import Engine, EngineSettings
+from torchround.engine.engine import Engine
+from torchround.engine.settings import EngineSettings
+from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import IGNORED_LABEL, LayeredModel, LayerWork, MicroBatch, decayed_names
 from torchround.optim import adamw_update_, clip_scale, sum_of_squares
@@ -144,6 +146,8 @@ def toy_engine(
     **settings,
 ) -> Engine:
     devices = [wrap(CpuDevice(index)) for index in range(num_devices)]
+    if store.policy is BOUNDED:
+        settings = {"clip": "layer", **settings}
     settings = EngineSettings(**{"max_norm": MAX_NORM, "hang_timeout_s": 60.0, **settings})
     return Engine(model, store, devices, partition, optimizer=OPTIMIZER, settings=settings, observer=observer)
 
@@ -164,7 +168,10 @@ class PlainLoop:
     them. Autograd with one shared leaf differs only in where it rounds.
     """
 
-    def __init__(self, model: LayeredModel, weights: dict[str, Tensor], tied: bool) -> None:
+    def __init__(
+        self, model: LayeredModel, weights: dict[str, Tensor], tied: bool, clip: str = "global"
+    ) -> None:
+        self.clip = clip
         self.module = nn.Sequential(*(copy.deepcopy(layer) for layer in model.layers))
         self.module.to_empty(device="cpu")
         self.tied, self.decayed = tied, decayed_names(model)
@@ -208,9 +215,13 @@ class PlainLoop:
         return total / labels, gradients
 
     def update(self, gradients: dict[str, Tensor], lr: float) -> None:
-        norm = math.sqrt(math.fsum(float(sum_of_squares(g.reshape(-1))) for g in gradients.values()))
+        squares = {name: float(sum_of_squares(g.reshape(-1))) for name, g in gradients.items()}
+        norm = math.sqrt(math.fsum(squares.values()))
         self.norms.append(norm)
         self.updates += 1
+        scales = dict.fromkeys(gradients, clip_scale(norm, MAX_NORM))
+        if self.clip == "layer":
+            scales = layer_scales(squares, {name: p.numel() for name, p in self.owned.items()})
         for name, parameter in self.owned.items():
             first, second = self.moments[name]
             adamw_update_(
@@ -224,7 +235,7 @@ class PlainLoop:
                 eps=OPTIMIZER.eps,
                 weight_decay=OPTIMIZER.weight_decay if name in self.decayed else 0.0,
                 bias_correction_step=self.updates,
-                gradient_scale=clip_scale(norm, MAX_NORM),
+                gradient_scale=scales[name],
             )
         if self.tied:
             self._name["head.weight"].data.copy_(self._name["embedding.weight"].data)
@@ -236,6 +247,21 @@ class PlainLoop:
             views[f"weights/{name}"] = parameter.data
             views[f"exp_avg/{name}"], views[f"exp_avg_sq/{name}"] = self.moments[name]
         return views
+
+
+def layer_scales(squares: dict[str, float], sizes: dict[str, int]) -> dict[str, float]:
+    """Return the clip factor of each parameter if each layer is clipped by its own norm; a name begins with its layer."""
+
+    def layer_of(name: str) -> str:
+        return ".".join(name.split(".")[:2]) if name.split(".")[1].isdigit() else name.split(".")[0]
+
+    scales = {}
+    for name in squares:
+        peers = [other for other in squares if layer_of(other) == layer_of(name)]
+        norm = math.sqrt(math.fsum(squares[peer] for peer in peers))
+        share = sum(sizes[peer] for peer in peers) / sum(sizes.values())
+        scales[name] = clip_scale(norm, MAX_NORM * math.sqrt(share))
+    return scales
 
 
 def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -107,6 +107,11 @@ class TrainingTable(Table):
     """Largest global gradient norm. A larger gradient is scaled down to it. 0 switches clipping off; the norm is still
     measured."""
 
+    clip: Literal["global", "layer"] = "global"
+    """The norm that `max_norm` bounds. `global`: the norm of the whole gradient. `layer`: each layer's gradient is scaled
+    down by its own norm. Its bound is `max_norm` times the root of its share of the trained parameters. A tied weight
+    counts as a layer of its own."""
+
     on_spike: Literal["off", "skip", "stop"] = "off"
     """Reaction to a spike: a loss or gradient norm far above those of earlier steps. `skip`: the step's update is left
     out. `stop`: it is left out, and the run ends with exit code 1 after a checkpoint. Updates whose loss or gradient is

@@ -10,15 +10,12 @@ The engine stops at the first fault; the call in progress, and each later one, r
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOverKey, Observer
-from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.lifecycle import Lifecycle
@@ -41,6 +38,7 @@ from torchround.engine.passes import (
 )
 from torchround.engine.results import STAGE_ENQUEUED, StepResult
 from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
+from torchround.engine.settings import EngineSettings
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
@@ -55,27 +53,6 @@ T = TypeVar("T")
 
 # The next step is dispatched while one runs; more would only hold more boundary activations.
 MOST_PASSES_UNDER_WAY = 2
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings of an engine. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
-
-    `times_layers` measures each layer for `costs_from_reports`, at the cost of more marks in the streams.
-    `compile_update` compiles the optimizer's update before the first update (`optim/kernel.py`). `compiler`
-    compiles the layers; engines of one model that follow each other may share it. `turns` are groups of
-    devices, by index, whose weight uploads take turns (`engine/worker/link_turns.py`).
-    """
-
-    rounds: int = 1
-    max_norm: float = 1.0
-    layerwise_recompute: bool = False
-    times_layers: bool = False
-    accumulate_dtype: torch.dtype = torch.float32
-    hang_timeout_s: float = 600.0
-    compile_update: bool = False
-    compiler: LayerCompiler | None = None
-    turns: Sequence[Sequence[int]] = ()
 
 
 class Engine:
@@ -100,13 +77,10 @@ class Engine:
             raise EngineUsageError(
                 f"the partition covers {partition.num_layers} layers, the model has {len(model.layers)}"
             )
-        if not store.is_consistent:
-            raise EngineUsageError(
-                "the host store mixes two weight versions; load a checkpoint into it first"
-            )
+        self.settings = settings or EngineSettings()
+        self.settings.check(store, partition)
         self.store = store
         self.partition = partition
-        self.settings = settings or EngineSettings()
         self.devices = list(devices)
         self._board = Board(observer)
         self._ordering = Ordering(self._board, store.policy.versions)
@@ -135,6 +109,7 @@ class Engine:
             self.pool,
             optimizer,
             self.settings.max_norm,
+            self.settings.clip,
             self._life.fail,
             num_threads=update_threads(len(self.devices)),
             compiles=self.settings.compile_update,

@@ -25,7 +25,7 @@ from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import LOSS
-from torchround.optim import UpdateProgress, adamw_update_, clip_scale, sum_of_squares
+from torchround.optim import UpdateProgress, adamw_update_, clip_scale, layer_max_norm, sum_of_squares
 from torchround.optim.adamw import UpdateKernel
 from torchround.optim.kernel import UpdateDtypes, get_kernels
 
@@ -77,6 +77,7 @@ class OptimizerWorker:
         pool: HostPool,
         settings: OptimizerTable,
         max_norm: float,
+        clip: str,
         on_failure: Callable[[PipelineError], None],
         num_threads: int,
         compiles: bool,
@@ -87,6 +88,8 @@ class OptimizerWorker:
         self._pool = pool
         self._settings = settings
         self._max_norm = max_norm
+        # By bundle, if each is clipped by its own norm.
+        self._bundle_max_norms: Mapping[int, float] = _shares(store, max_norm) if clip == "layer" else {}
         self._on_failure = on_failure
         self._num_threads = num_threads
         self.moves = 0
@@ -205,7 +208,7 @@ class OptimizerWorker:
         if skipped:
             overcome = self._advance_version(step)
         else:
-            overcome = self._apply(step, lr, clip_scale(norm, self._max_norm) / loss_scale)
+            overcome = self._apply(step, lr, norm, loss_scale)
             self._store.spikes.record(loss, norm)
         self._store.loss_scaling.record(step, overflowed)
         # Before `UPDATED` is posted: a call that waits for it must see the fault, not end as if all went well.
@@ -253,7 +256,14 @@ class OptimizerWorker:
             return "" if self._store.loss_scaling.can_fall(loss_scale) else "the gradient is not finite"
         return str(self._store.spikes.spike(loss, norm) or "")
 
-    def _apply(self, step: int, lr: float, gradient_scale: float) -> PipelineError | None:
+    def _gradient_scale(self, bundle: Bundle, norm: float, loss_scale: float) -> float:
+        """Return the factor on a bundle's gradient, which clips it and undoes the loss scale. `norm` is the global one."""
+        max_norm = self._bundle_max_norms.get(bundle.index)
+        if max_norm is None:
+            return clip_scale(norm, self._max_norm) / loss_scale
+        return clip_scale(math.sqrt(self._squares[bundle.index]) / loss_scale, max_norm) / loss_scale
+
+    def _apply(self, step: int, lr: float, norm: float, loss_scale: float) -> PipelineError | None:
         """Update every bundle, in forward order. Returns the first fault that a second try overcame."""
         overcome: PipelineError | None = None
         # Before the bundles: the bias correction of this update counts it.
@@ -264,6 +274,7 @@ class OptimizerWorker:
             fault = self._await_readers(bundle, step)
             overcome = overcome or fault
             progress = (UpdateProgress(), UpdateProgress())
+            gradient_scale = self._gradient_scale(bundle, norm, loss_scale)
             start_s = time.perf_counter()
             try:
                 self._update_bundle(bundle, step, lr, gradient_scale, progress, self._kernels)
@@ -366,6 +377,15 @@ class OptimizerWorker:
         failure = PipelineError(self._location, problem, leaves_whole)
         failure.__cause__ = error
         return failure
+
+
+def _shares(store: HostStore, max_norm: float) -> dict[int, float]:
+    """Return the largest norm of each trained bundle's gradient if each is clipped by its own norm."""
+    sizes = {
+        bundle.index: sum(parameter.shape.numel() for parameter in bundle.parameters)
+        for bundle in store.trained
+    }
+    return {index: layer_max_norm(max_norm, size, sum(sizes.values())) for index, size in sizes.items()}
 
 
 def update_threads(num_devices: int) -> int:

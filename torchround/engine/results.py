@@ -225,18 +225,14 @@ def costs_from_reports(
         seconds[TaskKind.BACKWARD, layer] = max(seconds[TaskKind.BACKWARD, layer] - again_s, 0.0)
     last = counted.num_layers - 1
     layers = [
-        replace(
-            layer,
-            forward_s=seconds[TaskKind.FORWARD, index],
-            backward_s=seconds[TaskKind.BACKWARD, index],
-        )
+        layer.timed(seconds[TaskKind.FORWARD, index], seconds[TaskKind.BACKWARD, index])
         for index, layer in enumerate(counted.layers[:last])
     ]
     # The head's slot runs forward and backward in one go: split it in the counted proportion.
     head = counted.layers[last]
     whole_s = seconds[TaskKind.FUSED, last]
     share = head.forward_s / (head.forward_s + head.backward_s)
-    head = replace(head, forward_s=whole_s * share, backward_s=whole_s * (1 - share))
+    head = head.timed(whole_s * share, whole_s * (1 - share))
     return _with_updates(replace(counted, layers=(*layers, head)), [step for step in updates if step])
 
 

@@ -2,7 +2,14 @@
 
 from torchround.optim.adamw import UpdateProgress, adamw_update_
 from torchround.optim.lr_schedule import LRSchedule
-from torchround.optim.stability import LossScaling, Spike, SpikeBounds, clip_scale, sum_of_squares
+from torchround.optim.stability import (
+    LossScaling,
+    Spike,
+    SpikeBounds,
+    clip_scale,
+    layer_max_norm,
+    sum_of_squares,
+)
 
 __all__ = [
     "LRSchedule",
@@ -12,5 +19,6 @@ __all__ = [
     "UpdateProgress",
     "adamw_update_",
     "clip_scale",
+    "layer_max_norm",
     "sum_of_squares",
 ]

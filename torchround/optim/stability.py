@@ -55,6 +55,14 @@ def clip_scale(total_norm: float | Tensor, max_norm: float) -> float:
     return min(factor, 1.0)
 
 
+def layer_max_norm(max_norm: float, numel: int, all_numel: int) -> float:
+    """Return the part of `max_norm` that a layer of `numel` of `all_numel` parameters gets: their squares add up to it.
+
+    Layers whose elements are alike are then clipped alike, whatever their sizes.
+    """
+    return max_norm * math.sqrt(numel / all_numel)
+
+
 # Powers of two: scaling and its undoing are exact.
 INITIAL_SCALE = 2.0**16
 LOWEST_SCALE, HIGHEST_SCALE = 1.0, 2.0**24

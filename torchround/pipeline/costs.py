@@ -8,7 +8,7 @@ once more.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
 from torchround.pipeline.cards import DeviceSpec
@@ -36,6 +36,19 @@ class CostsError(ValueError):
 
 
 @dataclass(frozen=True)
+class KeptCost:
+    """A part of a layer whose result can be kept on the host: its bytes, and the seconds of recomputation that it saves."""
+
+    name: str
+    nbytes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        for name in ("nbytes", "seconds"):
+            _check_amount(f"part {self.name}: {name}", getattr(self, name))
+
+
+@dataclass(frozen=True)
 class LayerCost:
     """The costs of one layer for one micro-batch, in seconds and bytes of one device.
 
@@ -45,6 +58,8 @@ class LayerCost:
     - `boundary_bytes`: the layer's output.
     - `workspace_bytes`: scratch inside one call.
     - `optimizer_s`: one update of the layer on the host, once per step.
+    - `keepable`: parts whose results can be kept from the forward, so that a backward stage does not recompute them.
+    - `kept`: names of those that are kept if the layer lies in a backward stage.
     """
 
     name: str
@@ -56,14 +71,46 @@ class LayerCost:
     boundary_bytes: int = 0
     workspace_bytes: int = 0
     optimizer_s: float = 0.0
+    keepable: tuple[KeptCost, ...] = ()
+    kept: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise CostsError(f"layer {self.name}: {field.name} = {value!r} is not a number")
-            if not math.isfinite(value) or value < 0:
-                raise CostsError(f"layer {self.name}: {field.name} = {value} must be finite and not negative")
+        for field in fields(self):
+            if field.name not in ("name", "keepable", "kept"):
+                _check_amount(f"layer {self.name}: {field.name}", getattr(self, field.name))
+        names = [part.name for part in self.keepable]
+        if len(set(names)) != len(names):
+            raise CostsError(f"layer {self.name}: the names of its parts repeat: {names}")
+        if unknown := [name for name in self.kept if name not in names]:
+            raise CostsError(f"layer {self.name} cannot keep {unknown}; it can keep {names}")
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes that the layer keeps on the host for one micro-batch."""
+        return sum(part.nbytes for part in self.keepable if part.name in self.kept)
+
+    @property
+    def saved_s(self) -> float:
+        """Return the seconds of recomputation that the kept parts save; never more than the forward."""
+        return min(sum(part.seconds for part in self.keepable if part.name in self.kept), self.forward_s)
+
+    @property
+    def recompute_s(self) -> float:
+        """Return the seconds of one recomputation in a backward stage."""
+        return self.forward_s - self.saved_s
+
+    def timed(self, forward_s: float, backward_s: float) -> "LayerCost":
+        """Return the layer with other seconds; its parts keep their share of the forward."""
+        share = forward_s / self.forward_s if self.forward_s else 0.0
+        parts = tuple(replace(part, seconds=part.seconds * share) for part in self.keepable)
+        return replace(self, forward_s=forward_s, backward_s=backward_s, keepable=parts)
+
+
+def _check_amount(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise CostsError(f"{what} = {value!r} is not a number")
+    if not math.isfinite(value) or value < 0:
+        raise CostsError(f"{what} = {value} must be finite and not negative")
 
 
 @dataclass(frozen=True)
@@ -82,6 +129,27 @@ class Costs:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def kept(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of what each layer keeps; an empty tuple if none keeps anything."""
+        return tuple(layer.kept for layer in self.layers) if any(layer.kept for layer in self.layers) else ()
+
+    def keeping(self, kept: Sequence[Sequence[str]]) -> "Costs":
+        """Return the costs of a run in which each layer keeps the parts of these names; empty keeps nothing.
+
+        Raises `CostsError` for a name that a layer lacks, or another number of layers.
+        """
+        if not kept:
+            kept = [()] * self.num_layers
+        if len(kept) != self.num_layers:
+            raise CostsError(f"kept names are given for {len(kept)} layers, there are {self.num_layers}")
+        pairs = zip(self.layers, kept, strict=True)
+        layers = tuple(
+            layer if layer.kept == tuple(names) else replace(layer, kept=tuple(names))
+            for layer, names in pairs
+        )
+        return replace(self, layers=layers)
 
     def to_json(self) -> str:
         """Write the costs as JSON; docs/schedules.md describes the keys."""
@@ -112,26 +180,40 @@ def _layer_from(index: int, item: Any) -> LayerCost:
         raise CostsError(f"layer {index} has unknown keys {unknown}; known: {sorted(known)}")
     if missing := [key for key in ("forward_s", "backward_s") if key not in item]:
         raise CostsError(f"layer {index} lacks {missing}")
-    return LayerCost(**{"name": f"layer.{index}", **item})
+    parts = item.get("keepable", ())
+    named = {field.name for field in fields(KeptCost)}
+    if not isinstance(parts, (list, tuple)) or any(
+        not isinstance(part, dict) or set(part) != named for part in parts
+    ):
+        raise CostsError(f"layer {index}: keepable needs a list of objects with {sorted(named)}")
+    kept = item.get("kept", ())
+    if not isinstance(kept, (list, tuple)) or any(not isinstance(name, str) for name in kept):
+        raise CostsError(f"layer {index}: kept = {kept!r} must be a list of names")
+    given = {**item, "keepable": tuple(KeptCost(**part) for part in parts), "kept": tuple(kept)}
+    return LayerCost(**{"name": f"layer.{index}", **given})
 
 
 def stage_seconds(costs: Costs, stage: Stage, recompute: str = "stage") -> tuple[float, float]:
     """Return the seconds of one micro-batch in `stage`: before and after it needs its input from the previous stage.
 
     Only a backward stage has a first part: it recomputes from its boundary activation, which has been on the
-    host since the forward, and needs the incoming gradient after that. With `recompute = "layer"` the
-    activations of one layer are held at a time, so each layer but the stage's last is computed once more.
+    host since the forward, and needs the incoming gradient after that. It skips what its layers keep. With
+    `recompute = "layer"` the activations of one layer are held at a time, so each layer but the stage's last is
+    computed once more.
     """
     layers = costs.layers[stage.start : stage.stop]
     forward_s = sum(layer.forward_s for layer in layers)
     backward_s = sum(layer.backward_s for layer in layers)
     if stage.kind is StageKind.FORWARD:
         return 0.0, forward_s
+    is_fused = (
+        stage.kind is StageKind.FUSED
+    )  # its activations stay on the device, so it keeps nothing elsewhere
     if recompute == "layer":
-        backward_s += sum(layer.forward_s for layer in layers[:-1])
-    if stage.kind is StageKind.FUSED:
+        backward_s += sum(layer.forward_s if is_fused else layer.recompute_s for layer in layers[:-1])
+    if is_fused:
         return 0.0, forward_s + backward_s
-    return forward_s, backward_s
+    return sum(layer.recompute_s for layer in layers), backward_s
 
 
 class CountedWork(Protocol):

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchround.pipeline.costs import Costs, ParameterCounts
-from torchround.pipeline.host_buffers import HostBatch, whole_pages
+from torchround.pipeline.host_buffers import whole_pages
 from torchround.pipeline.partition import Partition, Stage, StageKind
+from torchround.pipeline.pool_count import HostBatch
 
 GIB = 2**30
 MIB = 2**20

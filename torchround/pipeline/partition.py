@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+# For each layer the names of the parts whose results it keeps (`torchround/keeping.py`); empty if none keeps anything.
+KeptNames = tuple[tuple[str, ...], ...]
+
 
 class StageKind(str, Enum):
     """The work of a stage: forward alone, forward and backward in one, or recomputation and backward."""

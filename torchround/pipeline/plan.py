@@ -43,6 +43,8 @@ class Plan:
       tried or excluded everything else.
     - `device_bytes`: what each device allocates.
     - `host_activation_bytes`: what waits on the host between stages.
+    - `kept`: for each layer the parts whose results its forward stage keeps on the host for its backward stage;
+      empty if no layer keeps any.
     """
 
     partition: Partition
@@ -56,9 +58,10 @@ class Plan:
     device_bytes: int = 0
     host_activation_bytes: int = 0
     stages: tuple[PlannedStage, ...] = ()
+    kept: tuple[tuple[str, ...], ...] = ()
 
     def to_json(self) -> str:
-        """Write `forward`, `fused`, `backward` and `rounds` as `engine.plan` takes them, then the predicted figures."""
+        """Write what `engine.plan` takes, then the predicted figures."""
         data = asdict(self)
         partition = data.pop("partition")
         return json.dumps({**partition, **data}, indent=2)
@@ -77,6 +80,7 @@ class Plan:
         return Plan(
             partition=partition,
             rounds=rounds,
+            kept=read_kept(data, partition),
             stages=tuple(PlannedStage(**_read_fields(PlannedStage, stage)) for stage in stages),
             **_read_fields(Plan, data),
         )
@@ -170,6 +174,26 @@ def read_partition(data: object) -> tuple[Partition, int]:
     if rounds < 1:
         raise PlanError(f"rounds = {rounds} must be at least 1")
     return Partition.from_lists(data["forward"], data["fused"], data["backward"]), rounds
+
+
+def read_kept(data: Mapping[str, object], partition: Partition) -> tuple[tuple[str, ...], ...]:
+    """Read what each layer keeps from a plan's table; empty if the table says nothing of it. Raises `PlanError`."""
+    given: Any = data.get("kept") or ()
+    is_list = isinstance(given, (list, tuple)) and all(isinstance(names, (list, tuple)) for names in given)
+    if not is_list or any(not isinstance(name, str) for names in given for name in names):
+        raise PlanError("the plan's kept must be a list of names for each layer")
+    if given and len(given) != partition.num_layers:
+        raise PlanError(
+            f"the plan's kept is of {len(given)} layers, its stages are of {partition.num_layers}"
+        )
+    return kept_before(partition, tuple(tuple(names) for names in given))
+
+
+def kept_before(partition: Partition, kept: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    """Return `kept` without the layers of the fused stage, which keep nothing; empty if nothing is left."""
+    split = partition.num_layers - partition.fused
+    left = tuple(names if layer < split else () for layer, names in enumerate(kept))
+    return left if any(left) else ()
 
 
 @dataclass(frozen=True)

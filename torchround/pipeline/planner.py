@@ -18,7 +18,7 @@ from torchround.pipeline.memory import (
     stage_weight_bytes,
 )
 from torchround.pipeline.partition import Partition, PlanError
-from torchround.pipeline.plan import Plan, PlannedStage
+from torchround.pipeline.plan import Plan, PlannedStage, kept_before
 from torchround.pipeline.search.least_host import AS_FAST
 from torchround.pipeline.search.lower_bound import lower_bound_s
 from torchround.pipeline.search.partition_batch import Candidate
@@ -158,6 +158,7 @@ def _plan(problem: PlanningProblem, candidate: Candidate, bound_s: float) -> Pla
         device_bytes=problem.device_bytes(partition, rounds),
         host_activation_bytes=problem.host.boundary_bytes(partition, rounds),
         stages=stages,
+        kept=kept_before(partition, costs.kept),
     )
 
 

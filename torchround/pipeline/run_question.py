@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, ParameterCounts
-from torchround.pipeline.host_buffers import HostBatch
 from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding
 from torchround.pipeline.partition import Partition, split_evenly
+from torchround.pipeline.pool_count import HostBatch
 
 # Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token,
 # and begins at a multiple of ALIGNMENT_BYTES.

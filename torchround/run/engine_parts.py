@@ -6,7 +6,8 @@ from torchround.accelerators import kind_of
 from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
-from torchround.engine.engine import Engine, EngineSettings
+from torchround.engine.engine import Engine
+from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import FileTensor, LayeredModel
@@ -60,6 +61,7 @@ def build_engine(
     settings = EngineSettings(
         rounds=plan.rounds,
         max_norm=numbers.training.max_norm,
+        clip=numbers.training.clip,
         layerwise_recompute=table.recompute == "layer",
         times_layers=times_layers,
         accumulate_dtype=numbers.accumulate_dtype,

@@ -30,7 +30,8 @@ WEIGHTS = "weights/"  # prefix of the host store's views of weights
 LOSS_KEYS: Mapping[str, tuple[str, ...]] = {
     "model": ("hf_path",),  # frozen weights that stay in their files are read from there again
     "training": (
-        *("steps", "seq_len", "global_batch_size", "micro_batch_size", "dtype", "max_norm"),
+        *("steps", "seq_len", "global_batch_size", "micro_batch_size", "dtype"),
+        *("max_norm", "clip"),
         *("on_spike", "spike_factor", "spike_window", "fp16_accumulation"),
     ),
     "engine": ("update", "rounds", "grad_dtype", "accumulate_dtype"),

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.support.random_costs import all_partitions, costs, limits, partitions
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.host_buffers import boundary_pool_bytes
 from torchround.pipeline.memory import MemoryLimits, device_memory
+from torchround.pipeline.pool_count import boundary_pool_bytes
 from torchround.pipeline.search.partition_batch import Candidate, batch_of, joined
 from torchround.pipeline.search.planning_problem import PlanningProblem
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from tests.support.random_costs import partitions
 from torchround.pipeline.costs import Costs, LayerCost
-from torchround.pipeline.host_buffers import HostBatch, PoolCount
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition
+from torchround.pipeline.pool_count import HostBatch, PoolCount
 from torchround.pipeline.search.host_table import HostTable
 from torchround.pipeline.search.partition_batch import batch_of
 

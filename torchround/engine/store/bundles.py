@@ -34,7 +34,10 @@ class UpdatePolicy:
 
 SYNC = UpdatePolicy("sync", 1)
 ASYNC = UpdatePolicy("async", 2)
-POLICIES = {policy.name: policy for policy in (SYNC, ASYNC)}
+# One version of each weight, updated as soon as its gradient is complete (PACI). The forward of step `t` reads
+# `v(t - 1)` in the first `HostStore.stale_layers` layers, everything else reads `v(t)`.
+BOUNDED = UpdatePolicy("bounded", 1)
+POLICIES = {policy.name: policy for policy in (SYNC, ASYNC, BOUNDED)}
 
 
 @dataclass(frozen=True)

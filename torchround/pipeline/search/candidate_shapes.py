@@ -133,9 +133,9 @@ def _sizes(
     equally long.
     """
     layers = problem.num_layers
-    both_s = problem.forward_s + problem.backward_s
+    both_s, fused_s = np.array(problem.both_s), np.array(problem.fused_s)
     mean_s = (problem.forward_s[-1] + both_s[-1]) / stages
-    fused = layers - np.searchsorted(both_s, both_s[-1] - fused_factor * mean_s)
+    fused = layers - np.searchsorted(fused_s, fused_s[-1] - fused_factor * mean_s)
     fused = np.clip(fused, 1, layers - 1)
     split = layers - fused
     forward_s = problem.forward_s[split]
@@ -168,7 +168,7 @@ def shaped_partitions(problem: PlanningProblem, shapes: CandidateShapes) -> Part
     split = problem.num_layers - shapes.fused
     # Both halves are cut from layer 0 on. Forward stages are
     # dispatched in that order, backward ones in the reverse.
-    both_s = problem.forward_s + problem.backward_s
+    both_s = np.array(problem.both_s)
     left = _half(problem, problem.forward_s, split, shapes.forward, shapes, 0)
     right = _half(problem, both_s, split, shapes.stages - 1 - shapes.forward, shapes, 1)
     position = np.arange(int(shapes.stages.max()))

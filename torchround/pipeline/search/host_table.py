@@ -1,6 +1,6 @@
 """Host memory of many partitions at once: bounds decide most of them, the exact count decides the rest.
 
-The count is `host_buffers.PoolCount`, which is the engine's own reservation. The search asks it of hundreds of
+The count is `pool_count.PoolCount`, which is the engine's own reservation. The search asks it of hundreds of
 partitions, so a bound from above and one from below are computed first, for all of them in a few calls.
 
 Shapes: K partitions, L layers.
@@ -9,9 +9,9 @@ Shapes: K partitions, L layers.
 import numpy as np
 
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.host_buffers import PoolCount, boundaries_of
 from torchround.pipeline.memory import MemoryLimits, rounds_in_flight
 from torchround.pipeline.partition import Partition
+from torchround.pipeline.pool_count import PoolCount, boundaries_of
 from torchround.pipeline.search.partition_batch import Booleans, Integers, PartitionBatch
 
 

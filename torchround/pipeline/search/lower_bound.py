@@ -87,11 +87,11 @@ def _alone_s(problem: PlanningProblem, rounds: int, fused: int) -> Floats:
     split, limit = problem.num_layers - fused, _stage_limit(problem, fused)
     stages = np.arange(1, limit + 1)
     parts = np.where(stages < limit, stages, split)
-    forward_s, backward_s = problem.forward_s, problem.backward_s
+    forward_s, backward_s, both_s = problem.forward_s, problem.backward_s, np.array(problem.both_s)
     fused_s = forward_s[-1] - forward_s[split] + backward_s[-1] - backward_s[split]
-    longest_layer_s = float(np.diff(forward_s + backward_s).max())
+    longest_layer_s = float(np.diff(both_s).max())
     slowest_s = np.maximum(
-        np.maximum(forward_s[split] / parts[:, None], (forward_s[split] + backward_s[split]) / parts),
+        np.maximum(forward_s[split] / parts[:, None], both_s[split] / parts),
         max(fused_s, longest_layer_s),
     )
     first_s = forward_s[split] + fused_s + backward_s[split]

@@ -47,9 +47,12 @@ class PlanningProblem:
         self.num_layers = costs.num_layers
         self.sums = LayerSums(costs, limits.recompute)
         self.forward_s = np.array(self.sums.forward_s)
+        self.recompute_s = np.array(self.sums.recompute_s)
         self.backward_s = np.array(self.sums.backward_s)
         self.updated_s = np.array(self.sums.updated_s)
-        self.both_s: list[float] = (self.forward_s + self.backward_s).tolist()
+        # Running sums of whole stages: a fused one computes all, a backward one skips what is kept.
+        self.fused_s: list[float] = (self.forward_s + self.backward_s).tolist()
+        self.both_s: list[float] = (self.recompute_s + self.backward_s).tolist()
         self.memory = MemoryTable(costs, limits)
         self.host = HostTable(costs, limits, num_devices, num_micro_batches, update)
         self.widest, self.even = self.memory.stage_limits(even=False), self.memory.stage_limits(even=True)
@@ -163,18 +166,27 @@ class PlanningProblem:
     def _times(self, rows: PartitionBatch, num_stages: Integers) -> BatchTimes:
         """Compute the stage times of all rows; each row equals `LayerSums.times`."""
         starts, stops = rows.ranges(self.num_layers)
-        forward_s = self.forward_s[stops] - self.forward_s[starts]
+        is_backward = rows.is_backward()
+        forward_s = self._forward_again_s(starts, stops, is_backward)
         after_s = self.backward_s[stops] - self.backward_s[starts]
         if self.limits.recompute == "layer":
-            after_s = after_s + self.forward_s[stops - 1] - self.forward_s[starts]
+            after_s = after_s + self._forward_again_s(starts, stops - 1, is_backward)
         total_s = forward_s + np.where(rows.has_gradients(), after_s, 0.0)
-        entry_s = np.where(rows.is_backward(), after_s, total_s) + self.sums.hop_s
+        entry_s = np.where(is_backward, after_s, total_s) + self.sums.hop_s
         return BatchTimes(
             np.ascontiguousarray(entry_s.T),
             np.ascontiguousarray(total_s.T),
             np.ascontiguousarray(self.updated_s[stops].T),
             num_stages,
         )
+
+    def _forward_again_s(self, starts: Integers, stops: Integers, is_backward: Booleans) -> Floats:
+        """Compute the seconds of these layers' forward [K, S], without what is kept in backward stages."""
+        forward_s = self.forward_s[stops] - self.forward_s[starts]
+        if not self.costs.kept:
+            return np.asarray(forward_s)
+        recompute_s = self.recompute_s[stops] - self.recompute_s[starts]
+        return np.where(is_backward, recompute_s, forward_s)
 
 
 @dataclass(frozen=True)

@@ -156,9 +156,11 @@ def greedy_partition(
     """
     limits = limits or problem.even
     longest_s *= 1 + 1e-9  # running sums of equal layers differ by rounding
-    both_s, forward_s = problem.both_s, problem.sums.forward_s
-    backward, stop = [], problem.num_layers
+    forward_s = problem.sums.forward_s
+    backward: list[int] = []
+    stop = problem.num_layers
     while stop > 0:
+        both_s = problem.both_s if backward else problem.fused_s
         start = bisect_left(both_s, both_s[stop] - longest_s, 0, stop - 1)
         start = max(start, limits.first_layers[stop])
         backward.append(stop - start)

@@ -7,12 +7,13 @@ dependencies.
 from typing import Any
 
 from torchround.pipeline.costs import Costs, stage_seconds
-from torchround.pipeline.partition import Partition, StageKind, StageTask, step_tasks
+from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask, step_tasks
 from torchround.pipeline.timeline import HOST, Dependency, Task, TaskKind
 
 # Steps between a gradient and the first step that reads the weights it made. `async` weights are one step
-# old, so that step t + 1 runs while the host still updates with step t's gradients.
-STEPS_UNTIL_READ = {"sync": 1, "async": 2}
+# old, so that step t + 1 runs while the host still updates with step t's gradients. In `bounded` the forward of
+# its stale layers reads weights of that age.
+STEPS_UNTIL_READ = {"sync": 1, "async": 2, "bounded": 1}
 
 
 def dispatch_tasks(
@@ -24,22 +25,26 @@ def dispatch_tasks(
     *,
     recompute: str = "stage",
     update: str = "sync",
+    stale_layers: int = 0,
     steps: int = 1,
 ) -> list[Task]:
     """List the tasks of `steps` consecutive steps, slot by slot and micro-batch by micro-batch.
 
     If there are several steps, each is followed by its update: after the step's last gradient the host
     updates layer by layer in forward order. Each stage of step t+1 (`sync`) or t+2 (`async`) waits for the
-    update of its own layers.
+    update of its own layers. In `bounded` each layer's update follows its own gradient, from the deepest layer on,
+    and forward stages read the first `stale_layers` layers one version older.
     """
     if partition.num_layers != len(costs.layers):
         raise ValueError(f"the partition holds {partition.num_layers} layers, the costs {len(costs.layers)}")
-    builder = _Builder(costs, recompute)
+    stale_layers = min(stale_layers, partition.num_layers - partition.fused) if update == "bounded" else 0
+    builder = _Builder(costs, recompute, update == "bounded", stale_layers)
     slots_per_step = rounds * partition.num_stages
     updates: list[list[int]] = []
     for step in range(steps):
         source = step - STEPS_UNTIL_READ[update]
-        builder.begin_step(step, updates[source] if source >= 0 else [])
+        read = [updates[index] if index >= 0 else [] for index in (source, source - 1)]
+        builder.begin_step(step, *read)
         for stage_task in step_tasks(
             partition, num_micro_batches, rounds, num_devices, step * slots_per_step
         ):
@@ -52,31 +57,40 @@ def dispatch_tasks(
 class _Builder:
     """A list of timed tasks under construction, with the tasks whose results later ones need."""
 
-    def __init__(self, costs: Costs, recompute: str) -> None:
+    def __init__(self, costs: Costs, recompute: str, is_bounded: bool, stale_layers: int) -> None:
         self.costs = costs
         self.recompute = recompute
+        self.is_bounded = is_bounded
+        self.stale_layers = stale_layers
         self.tasks: list[Task] = []
 
-    def begin_step(self, step: int, updates: list[int]) -> None:
-        """Start a step. `updates[layer]` is the task that makes the weights it reads; empty if they are already there."""
+    def begin_step(self, step: int, updates: list[int], older: list[int]) -> None:
+        """Start a step. `updates[layer]` is the task that makes the weights it reads; empty if they are already there.
+
+        `older` is the same of the weights one version older.
+        """
         self.step = step
         self.updates = updates
+        self.older = older
         self.previous: dict[int, int] = {}  # micro-batch -> its task in the slot before
         self.producer: dict[tuple[int, int], int] = {}  # (layer, micro-batch) -> the forward task that ran it
         self.last_gradients: list[int] = []  # the last task of each slot that makes gradients
+        self.gradient_of: dict[int, int] = {}  # layer -> the task that completes its gradient
 
     def add(self, stage_task: StageTask) -> None:
         stage, layers = stage_task.stage, self.costs.layers[stage_task.stage.start : stage_task.stage.stop]
         early_s, late_s = stage_seconds(self.costs, stage, self.recompute)
         kept = [layer.activation_bytes for layer in layers]
         peak = sum(kept) if self.recompute == "stage" and stage.kind is not StageKind.FORWARD else max(kept)
-        weights_ready: tuple[Dependency, ...] = ((self.updates[stage.stop - 1], 0.0),) if self.updates else ()
+        weights_ready = self._weights_ready(stage)
         for micro_batch in stage_task.micro_batches:
             arrived = self._arrival(self.previous.get(micro_batch))
             if stage.kind is StageKind.BACKWARD:
                 # Recomputation needs the boundary and the weights, not
                 # the gradient: it starts while that is on its way.
-                boundary = self._arrival(self.producer.get((stage.start - 1, micro_batch)))
+                # The last of the inputs that the stage takes: stale layers start anew from their own.
+                cut = max(stage.start, min(stage.stop - 1, self.stale_layers))
+                boundary = self._arrival(self.producer.get((cut - 1, micro_batch)))
                 early = {"after": boundary + weights_ready, "holds_bytes": peak}
                 self._append(stage_task, TaskKind.RECOMPUTE, micro_batch, early_s, **early)
                 late: dict[str, Any] = {"after": arrived, "frees_bytes": peak}
@@ -94,21 +108,47 @@ class _Builder:
                 )
         if stage.kind is not StageKind.FORWARD:
             self.last_gradients.append(len(self.tasks) - 1)
+            self.gradient_of.update((layer, len(self.tasks) - 1) for layer in range(stage.start, stage.stop))
 
     def add_updates(self) -> list[int]:
-        """Add one host task per layer and return their indices.
+        """Add one host task per layer and return their indices, by layer.
 
         The first waits for all gradients, because the clipping norm is over all of them; the others follow it
-        in order.
+        in order. In `bounded` each one waits for its own layer's gradient, and the deepest layer comes first.
         """
-        first = len(self.tasks)
-        for layer, cost in enumerate(self.costs.layers):
-            after = tuple((index, 0.0) for index in self.last_gradients) if layer == 0 else ()
-            layers = range(layer, layer + 1)
+        order = list(range(len(self.costs.layers)))
+        if self.is_bounded:
+            order.reverse()
+        tasks = {}
+        for layer in order:
+            sources = [self.gradient_of[layer]] if self.is_bounded else self.last_gradients
+            after = tuple((index, 0.0) for index in sources) if self.is_bounded or layer == 0 else ()
+            tasks[layer] = len(self.tasks)
             self.tasks.append(
-                Task(HOST, TaskKind.UPDATE, cost.optimizer_s, layers, -1, after, step=self.step)
+                Task(
+                    *(
+                        HOST,
+                        TaskKind.UPDATE,
+                        self.costs.layers[layer].optimizer_s,
+                        range(layer, layer + 1),
+                        -1,
+                    ),
+                    after=after,
+                    step=self.step,
+                )
             )
-        return list(range(first, len(self.tasks)))
+        return [tasks[layer] for layer in range(len(order))]
+
+    def _weights_ready(self, stage: Stage) -> tuple[Dependency, ...]:
+        """Return the last update that the stage waits for, if it is in the schedule."""
+        updates, layer = self.updates, stage.stop - 1
+        if self.is_bounded:
+            layer = stage.start
+            if stage.kind is StageKind.FORWARD and stage.stop <= self.stale_layers:
+                updates = self.older
+            elif stage.kind is StageKind.FORWARD:
+                layer = max(stage.start, self.stale_layers)
+        return ((updates[layer], 0.0),) if updates else ()
 
     def _arrival(self, index: int | None) -> tuple[Dependency, ...]:
         return () if index is None else ((index, self.costs.hop_s),)

@@ -6,7 +6,7 @@ slope below d becomes d. So a slot costs the same for 1 or 1000 micro-batches,
 and the result equals that of the event simulator (a test compares the two).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -18,6 +18,7 @@ NEVER = float("-inf")
 MAX_WARM_UP_STEPS = 24
 
 Lines = tuple[list[float], list[float]]
+NextState = Callable[[Sequence[float]], list[float]]
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,19 @@ class LayerSums:
     def __init__(self, costs: Costs, recompute: str = "stage") -> None:
         self.hop_s = costs.hop_s
         self.forward_s = [0.0, *accumulate(layer.forward_s for layer in costs.layers)]
+        self.recompute_s = [0.0, *accumulate(layer.recompute_s for layer in costs.layers)]
         self.backward_s = [0.0, *accumulate(layer.backward_s for layer in costs.layers)]
         self.updated_s = [0.0, *accumulate(layer.optimizer_s for layer in costs.layers)]
         self.recompute = recompute
         self.updates_take_time = self.updated_s[-1] > 0
 
-    def times(self, forward: Sequence[int], fused: int, backward: Sequence[int]) -> StageTimes:
-        """Compute the stage times of the partition with these layer counts."""
+    def times(
+        self, forward: Sequence[int], fused: int, backward: Sequence[int], stale_layers: int = 0
+    ) -> StageTimes:
+        """Compute the stage times of the partition with these layer counts.
+
+        In `bounded`, a recomputation starts each layer up to `stale_layers` from its own input.
+        """
         starts = [0, *accumulate(forward)]
         split, num_layers = starts[-1], starts[-1] + fused
         cuts = [split]
@@ -66,21 +73,22 @@ class LayerSums:
         sums, hop_s = self.forward_s, self.hop_s
         total = [sums[stop] - sums[start] for start, stop in pairwise(starts)]
         entry = [seconds + hop_s for seconds in total]
-        fused_s = self._recompute_s(split, num_layers) + self._after_recompute_s(split, num_layers)
+        fused_s = self._range_s(sums, split, num_layers) + self._after_s(sums, split, num_layers)
         total.append(fused_s)
         entry.append(fused_s + hop_s)
         # A backward stage recomputes while its gradient is still on
         # its way, so only the rest is on the path of the gradient.
         before = []
         for stop, start in pairwise(cuts):
-            before.append(self._recompute_s(start, stop))
-            after_s = self._after_recompute_s(start, stop)
+            before.append(self._range_s(self.recompute_s, start, stop))
+            after_s = self._after_s(self.recompute_s, start, stop)
             total.append(before[-1] + after_s)
             entry.append(after_s + hop_s)
         updated = [0.0] * len(total)
         if self.updates_take_time:
             updated = [self.updated_s[stop] for stop in (*starts[1:], num_layers, *cuts[:-1])]
-        return StageTimes(entry, total, updated, _boundary_waits(starts, cuts, before, entry), hop_s)
+        waits = _boundary_waits(starts, cuts, before, entry, stale_layers)
+        return StageTimes(entry, total, updated, waits, hop_s)
 
     def work_s(self, fused: int) -> float:
         """Compute the least busy seconds of one micro-batch in any partition with this fused stage.
@@ -88,16 +96,20 @@ class LayerSums:
         With `recompute = "layer"` a layer of the fused stage is computed twice too, except the last.
         """
         num_layers = len(self.forward_s) - 1
-        once = num_layers - fused if self.recompute == "stage" else num_layers - 1
-        return self.forward_s[-1] + self.backward_s[-1] + self.forward_s[once]
+        split = num_layers - fused
+        once = split if self.recompute == "stage" else num_layers - 1
+        saved_s = self.forward_s[split] - self.recompute_s[split]
+        return self.forward_s[-1] + self.backward_s[-1] + (self.forward_s[once] - saved_s)
 
-    def _recompute_s(self, start: int, stop: int) -> float:
-        return self.forward_s[stop] - self.forward_s[start]
+    @staticmethod
+    def _range_s(sums_s: Sequence[float], start: int, stop: int) -> float:
+        return sums_s[stop] - sums_s[start]
 
-    def _after_recompute_s(self, start: int, stop: int) -> float:
+    def _after_s(self, again_s: Sequence[float], start: int, stop: int) -> float:
+        """Compute the seconds of a stage after its forward; `again_s` are running sums of a second forward."""
         seconds = self.backward_s[stop] - self.backward_s[start]
         if self.recompute == "layer":
-            seconds += self.forward_s[stop - 1] - self.forward_s[start]
+            seconds += again_s[stop - 1] - again_s[start]
         return seconds
 
 
@@ -107,7 +119,11 @@ def stage_times(partition: Partition, costs: Costs, recompute: str = "stage") ->
 
 
 def _boundary_waits(
-    starts: Sequence[int], cuts: Sequence[int], before_s: Sequence[float], entry_s: Sequence[float]
+    starts: Sequence[int],
+    cuts: Sequence[int],
+    before_s: Sequence[float],
+    entry_s: Sequence[float],
+    stale_layers: int,
 ) -> list[int]:
     """Find the recomputations that may have to wait for their boundary activation, as `StageTimes.boundary_from`.
 
@@ -122,11 +138,13 @@ def _boundary_waits(
         return waits + [-1] * len(before_s)  # each gradient has been through the fused stage
     arrival = [0.0, *accumulate(entry_s)]
     producer = num_forward - 1
-    for index, start in enumerate(cuts[1:]):
-        while producer > 0 and starts[producer] >= start:
+    for index, (stop, start) in enumerate(pairwise(cuts)):
+        # The last input that the recomputation takes from the host: it arrives after the others.
+        cut = max(start, min(stop - 1, stale_layers))
+        while producer > 0 and starts[producer] >= cut:
             producer -= 1
         chain_s = arrival[num_forward + 1 + index] - arrival[producer + 1]
-        waits.append(producer if start > 0 and chain_s < before_s[index] else -1)
+        waits.append(producer if cut > 0 and chain_s < before_s[index] else -1)
     return waits
 
 
@@ -153,30 +171,43 @@ def run_step(
     Stages start no earlier than `update_start_s + updated_after_s`. Updates `free` in place and returns it
     in the order of the slots that follow the step.
     """
-    stages = list(zip(times.entry_s, times.total_s, times.updated_after_s, times.boundary_from, strict=True))
-    slot = 0
+    ready_s = [update_start_s + updated_s for updated_s in times.updated_after_s]
+    run_slots(times, round_sizes, free, ready_s)
+    return free
+
+
+def run_slots(
+    times: StageTimes, round_sizes: Sequence[int], free: list[float], ready_s: Sequence[float]
+) -> list[float]:
+    """Run one step's slots, whose stages start no earlier than `ready_s`; return when each slot ends.
+
+    `free` is as in `run_step`.
+    """
+    stages = list(zip(times.entry_s, times.total_s, ready_s, times.boundary_from, strict=True))
+    ends: list[float] = []
     for size in round_sizes:
-        slot = _run_round(stages, size, free, slot, times.hop_s, update_start_s)
+        _run_round(stages, size, free, times.hop_s, ends)
+    slot = len(ends) % len(free)
     # Slots take devices in turn without a restart, so the
     # next step begins with the device after the last slot's.
     free[:] = free[slot:] + free[:slot]
-    return free
+    return ends
 
 
 def _run_round(
     stages: Sequence[tuple[float, float, float, int]],
     size: int,
     free: list[float],
-    slot: int,
     hop_s: float,
-    update_start_s: float,
-) -> int:
-    """Run a round of `size` micro-batches; its first stage takes the device of `free[slot]`.
+    ends: list[float],
+) -> None:
+    """Run a round of `size` micro-batches; add the ends of its slots to `ends`, which holds the slots before them.
 
-    Updates `free` and returns the position of the slot after the round's last. A stage is a tuple of its entry,
-    total and updated-after seconds and of its boundary stage.
+    Updates `free`. A stage is a tuple of its entry and total seconds, of the time at which its weights are
+    ready, and of its boundary stage.
     """
     num_devices, last = len(free), size - 1
+    slot = len(ends) % num_devices
     # The outputs of the stage before, as lines with falling slopes and rising bases: micro-batch m leaves at
     # `shift + max(base + slope x m)`.
     slopes: list[float] = []
@@ -184,11 +215,11 @@ def _run_round(
     shift = 0.0
     outputs: list[Lines] = []  # the same of each stage, for recomputations
     keeps_outputs = any(stage[3] >= 0 for stage in stages)
-    for entry_s, total_s, updated_s, producer in stages:
+    for entry_s, total_s, ready_s, producer in stages:
         # Each line gets later by the entry time. One shift for all of them keeps a slot at O(1).
         if slopes:
             shift += entry_s
-        start = max(free[slot], update_start_s + updated_s)
+        start = max(free[slot], ready_s)
         base = start + total_s - shift
         if producer >= 0:
             _wait_for_boundary(outputs[producer], hop_s + total_s - shift, slopes, bases)
@@ -204,10 +235,10 @@ def _run_round(
         for other in range(1, len(slopes)):
             end = max(end, bases[other] + slopes[other] * last)
         free[slot] = end + shift
+        ends.append(free[slot])
         slot = slot + 1 if slot + 1 < num_devices else 0
         if keeps_outputs:
             outputs.append((list(slopes), [base + shift for base in bases]))
-    return slot
 
 
 def _wait_for_boundary(boundary: Lines, delay_s: float, slopes: list[float], bases: list[float]) -> None:
@@ -223,19 +254,28 @@ def _wait_for_boundary(boundary: Lines, delay_s: float, slopes: list[float], bas
 
 
 def _steady_state_seconds(times: StageTimes, sizes: Sequence[int], num_devices: int) -> float:
-    """Compute the growth of the state per step once it repeats, or from the transition matrix if that takes long.
+    """Compute the seconds per step in the steady state of `async`.
 
     The state is the times at which each device becomes free and at which the last two updates started.
     """
-    state = [0.0] * (num_devices + 2)
+    return steady_state_seconds(lambda state: _next_state(times, sizes, state), num_devices + 2, -2)
+
+
+def steady_state_seconds(next_state: NextState, dimension: int, mark: int) -> float:
+    """Compute the growth of a state per step once it repeats, or from the transition matrix if that takes long.
+
+    `next_state` maps a state of `dimension` times to the one after a step, linearly in the (max, +) algebra.
+    Entry `mark` of the state tells how far it has grown.
+    """
+    state = [0.0] * dimension
     seen: list[list[float]] = []
     for _ in range(MAX_WARM_UP_STEPS):
-        state = _next_state(times, sizes, state)
+        state = next_state(state)
         for back, earlier in enumerate(reversed(seen), start=1):
-            if _same_shape(earlier, state):
-                return (state[-2] - earlier[-2]) / back
+            if _same_shape(earlier, state, mark):
+                return (state[mark] - earlier[mark]) / back
         seen.append(list(state))
-    return _largest_cycle_mean(_transition(times, sizes, num_devices))
+    return _largest_cycle_mean(_transition(next_state, dimension))
 
 
 def _next_state(times: StageTimes, sizes: Sequence[int], state: Sequence[float]) -> list[float]:
@@ -244,17 +284,16 @@ def _next_state(times: StageTimes, sizes: Sequence[int], state: Sequence[float])
     return [*free, max(*free, last_update + times.update_s), last_update]
 
 
-def _same_shape(one: Sequence[float], other: Sequence[float]) -> bool:
+def _same_shape(one: Sequence[float], other: Sequence[float], mark: int) -> bool:
     """Check whether two states are equal up to a constant, to 1e-12 of the times themselves."""
-    shift, tolerance = other[-2] - one[-2], 1e-12 * abs(other[-2])
+    shift, tolerance = other[mark] - one[mark], 1e-12 * abs(other[mark])
     return all(abs(b - a - shift) <= tolerance for a, b in zip(one, other, strict=True))
 
 
-def _transition(times: StageTimes, sizes: Sequence[int], num_devices: int) -> list[list[float]]:
+def _transition(next_state: NextState, dimension: int) -> list[list[float]]:
     """Compute the step as a (max, +) matrix: row j is the state after a step that entry j alone delays."""
-    dimension = num_devices + 2
     units = ([NEVER] * j + [0.0] + [NEVER] * (dimension - j - 1) for j in range(dimension))
-    return [_next_state(times, sizes, unit) for unit in units]
+    return [next_state(unit) for unit in units]
 
 
 def _largest_cycle_mean(weights: Sequence[Sequence[float]]) -> float:

@@ -1,0 +1,63 @@
+"""The settings of an engine, and what they demand of its store and its partition."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from torchround.engine.compiled import LayerCompiler
+from torchround.engine.errors import EngineUsageError
+from torchround.engine.store.bundles import BOUNDED
+from torchround.engine.store.host_store import HostStore
+from torchround.pipeline.partition import Partition
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of an engine. `max_norm` 0 turns clipping off; gradients add up on devices in `accumulate_dtype`.
+
+    `clip = "layer"` clips each bundle by its own norm, with its share of `max_norm` (`optim.layer_max_norm`).
+    `stale_layers` is the number of layers, from the first one on, whose forward reads the previous weight version
+    under the `bounded` policy. `times_layers` measures each layer for `costs_from_reports`, at the cost of more
+    marks in the streams. `compile_update` compiles the optimizer's update before the first update
+    (`optim/kernel.py`). `compiler` compiles the layers; engines of one model that follow each other may share it.
+    `turns` are groups of devices, by index, whose weight uploads take turns (`engine/worker/link_turns.py`).
+    """
+
+    rounds: int = 1
+    max_norm: float = 1.0
+    clip: Literal["global", "layer"] = "global"
+    stale_layers: int = 0
+    layerwise_recompute: bool = False
+    times_layers: bool = False
+    accumulate_dtype: torch.dtype = torch.float32
+    hang_timeout_s: float = 600.0
+    compile_update: bool = False
+    compiler: LayerCompiler | None = None
+    turns: Sequence[Sequence[int]] = ()
+
+    def check(self, store: HostStore, partition: Partition) -> None:
+        """Raise `EngineUsageError` if the store or the partition cannot be used with these settings."""
+        if not store.is_consistent:
+            raise EngineUsageError(
+                "the host store mixes two weight versions; load a checkpoint into it first"
+            )
+        most = sum(partition.forward) if store.policy is BOUNDED else 0
+        if not 0 <= self.stale_layers <= most:
+            raise EngineUsageError(
+                f"stale_layers is {self.stale_layers}; legal under {store.policy.name}: 0 to {most}"
+                + (", the layers before the fused stage" if store.policy is BOUNDED else "")
+            )
+        if self.stale_layers and self.rounds > 1:
+            raise EngineUsageError(f"stale_layers above 0 needs 1 round, got {self.rounds}")
+        if store.policy is not BOUNDED:
+            return
+        if self.max_norm > 0 and self.clip == "global":
+            raise EngineUsageError(
+                'bounded updates do not wait for the global norm; use clip = "layer", or max_norm 0'
+            )
+        if store.dtype == torch.float16:
+            raise EngineUsageError(
+                "bounded updates need bfloat16 or float32: float16 skips whole steps, which it knows too late"
+            )
