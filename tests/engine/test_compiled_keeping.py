@@ -14,7 +14,7 @@ from torchround.engine.board import Board
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.compiled_shape import KeptForward
 from torchround.engine.worker.slots import as_tuple
-from torchround.layer import with_dropout_seeds
+from torchround.layer import KEEPABLE, with_dropout_seeds
 from torchround.models import FAMILIES
 from torchround.models.common.lora import LoraShape, add_adapters
 
@@ -61,7 +61,7 @@ class Case:
         shape = (*self.micro_batch.tokens.shape, self.width)
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
 
-    def recorded(self, names=keeping.KEEPABLE, seed=1):
+    def recorded(self, names=KEEPABLE, seed=1):
         """What a forward stage keeps, brought to other memory."""
         with torch.no_grad(), keeping.recording(names) as record:
             self.compiled(self.hidden(seed), self.micro_batch)
@@ -108,7 +108,7 @@ def test_a_replayed_layer_has_the_same_bits_and_runs_no_forward(case, runs):
     expected = case.results()
     kept = case.recorded()
     before = runs[0]
-    assert_equal(case.results(keeping.replaying(keeping.KEEPABLE, kept)), expected)
+    assert_equal(case.results(keeping.replaying(KEEPABLE, kept)), expected)
     assert runs[0] == before > 0
 
 
@@ -119,6 +119,71 @@ def test_inductors_code_has_the_same_bits_after_a_replay(case, runs):
     expected, other = case.results(), case.results(seed=5)
     kept, of_other = case.recorded(), case.recorded(seed=5)
     before = runs[0]
-    assert_equal(case.results(keeping.replaying(keeping.KEEPABLE, of_other), seed=5), other)
-    assert_equal(case.results(keeping.replaying(keeping.KEEPABLE, kept)), expected)
+    assert_equal(case.results(keeping.replaying(KEEPABLE, of_other), seed=5), other)
+    assert_equal(case.results(keeping.replaying(KEEPABLE, kept)), expected)
     assert runs[0] == before > 0
+
+
+def test_a_layer_keeps_its_memory_once_and_no_weight():
+    """Counted: the output, the norms' sums, and what products and attention read, but no weight and nothing twice."""
+    case = Case("dense")
+    kept = case.recorded()
+    addresses = [tensor.data_ptr() for tensor in kept]
+    assert len(set(addresses)) == len(kept) > 5
+    total = sum(tensor.nbytes for tensor in kept)
+    batch, tokens = case.micro_batch.tokens.shape
+    work = case.block.work(batch, tokens, case.dtype.itemsize, "cpu")
+    assert (
+        case.micro_batch.tokens.numel() * case.width * 4
+        < total
+        <= work.activation_bytes + work.boundary_bytes
+    )
+
+
+@pytest.mark.parametrize("names", [(), ("qkv",), KEEPABLE[1:]])
+def test_a_compiled_layer_keeps_nothing_unless_all_is_asked_for(names):
+    case = Case("dense")
+    expected = case.results()
+    assert case.recorded(names) == []
+    assert_equal(case.results(keeping.replaying(names, [])), expected)
+
+
+def test_a_layer_that_kept_nothing_is_recomputed(runs):
+    case = Case("dense")
+    expected, before = case.results(), runs[0]
+    assert_equal(case.results(keeping.replaying(KEEPABLE, [])), expected)
+    assert runs[0] == before + 1
+
+
+def test_the_first_call_may_replay_what_another_device_kept():
+    """Each device compiles for itself, and one may hold backward stages of this kind of layer alone."""
+    expected, kept = Case("dense").results(), Case("dense").recorded()
+    assert_equal(Case("dense").results(keeping.replaying(KEEPABLE, kept)), expected)
+
+
+def test_the_first_call_records_itself_and_not_its_rehearsal():
+    first = Case("dense")
+    kept = first.recorded()
+    again = first.recorded()
+    assert [tensor.nbytes for tensor in kept] == [tensor.nbytes for tensor in again]
+    assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
+
+
+def test_tensors_of_another_layer_are_an_error_with_both_sizes():
+    case = Case("dense")
+    kept = case.recorded()
+    with pytest.raises(keeping.KeptActivationError, match=rf"{kept[0].nbytes}.*its code returns"):
+        case.results(keeping.replaying(KEEPABLE, kept[:-1]))
+
+
+def test_a_layer_that_cannot_be_compiled_keeps_nothing():
+    """Another device may have run it compiled before its compiler failed here."""
+    kept = Case("dense").recorded()
+
+    def fails(graph, inputs):
+        raise RuntimeError("no such kernel")
+
+    case = Case("dense", fails)
+    expected = case.results()
+    assert case.recorded() == []
+    assert_equal(case.results(keeping.replaying(KEEPABLE, kept)), expected)

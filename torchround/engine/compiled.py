@@ -79,7 +79,8 @@ class LayerCompiler:
             output = kind.run(parameters, hidden, micro_batch, board)
             if output is not None:
                 return output
-            # Nothing is kept of a layer that cannot be compiled: another device may have run it compiled.
+            # A layer that cannot be compiled keeps nothing, and what a compiled run of it kept is of no use.
+            keeping.whole_replay()
             with keeping.suspended():
                 return layer(hidden, micro_batch)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchround import keeping
 from torchround.engine.worker.slots import as_hidden, as_tuple
-from torchround.layer import Hidden, MicroBatch
+from torchround.layer import KEEPABLE, Hidden, MicroBatch
 
 
 class CompiledShape:
@@ -191,24 +191,21 @@ class KeptForward:
         self._boxed_call = True  # PyTorch then gives the inputs as one list, which the code may empty
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run the code, or return what it returned before, as `torchround.keeping` has it for this thread."""
-        active = keeping.active()
-        if self._values is None:
-            given = list(inputs)
-            returned = self._code(inputs)
-            self._values, _ = _split(given, returned)
-            return returned
-        if active is None or not set(keeping.KEEPABLE) <= set(active.names):
+        """Run the code, or return what it returned before if this thread replays."""
+        record, memory = keeping.whole_record(KEEPABLE), keeping.whole_replay()
+        if memory:
+            assert self._values is not None, "the rehearsal comes first, and does not replay"
+            return self._values.rebuild(inputs, memory)
+        if record is None and self._values is not None:
             return self._code(inputs)
-        if isinstance(active, keeping.Replaying):
-            memory = active.take_all()
-            return self._values.rebuild(inputs, memory) if memory else self._code(inputs)
         given = list(inputs)
         returned = self._code(inputs)
         values, memory = _split(given, returned)
-        # Equal in each call that was seen. A layer that keeps nothing is recomputed, which is right in any case.
-        if values == self._values:
-            active.tensors.extend(memory)
+        if self._values is None:
+            self._values = values
+        # Other values than before are not kept; then the layer is recomputed, which is right in any case.
+        elif record is not None and values == self._values:
+            record.tensors.extend(memory)
         return returned
 
 
