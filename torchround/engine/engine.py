@@ -16,11 +16,12 @@ from torch import nn
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOverKey, Observer
+from torchround.engine.bounded_updates import BoundedOptimizerWorker
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.lifecycle import Lifecycle
 from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED, OptimizerWorker, update_threads
-from torchround.engine.ordering import Ordering
+from torchround.engine.ordering import SETTLED, Ordering
 from torchround.engine.passes import (
     FIRST_SIZES,
     STAGE_JOB,
@@ -39,6 +40,7 @@ from torchround.engine.passes import (
 from torchround.engine.results import STAGE_ENQUEUED, StepResult
 from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
 from torchround.engine.settings import EngineSettings
+from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
@@ -79,6 +81,7 @@ class Engine:
             )
         self.settings = settings or EngineSettings()
         self.settings.check(store, partition)
+        store.set_stale_layers(self.settings.stale_layers)
         self.store = store
         self.partition = partition
         self.devices = list(devices)
@@ -96,13 +99,15 @@ class Engine:
         store.allocate_gradients(self.settings.rounds)
         self._reservation = BufferReservation(model, store, self.pool, self.devices)
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
-        self._ordering.begin([bundle.index for bundle in store.trained], self._step)
+        lagging = [bundle.index for bundle in store.trained if store.lags(bundle)]
+        self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
         self._ordering.settled(self._step, store.resume_state())
         workers = self._make_workers(model)
         queues = [
             QueueWatch(device, worker.state) for device, worker in zip(self.devices, workers, strict=True)
         ]
-        optimizer_worker = OptimizerWorker(
+        worker_class = BoundedOptimizerWorker if store.policy is BOUNDED else OptimizerWorker
+        optimizer_worker = worker_class(
             store,
             self._board,
             self._ordering,
@@ -199,8 +204,31 @@ class Engine:
                 result.wait()
             # If the store is at the last step already, `UPDATED` may be forgotten,
             # or may never have been posted.
-            if self.store.step < self._step or not self.store.is_consistent:
+            # A step without its `step()` may have begun to write device weights that lag (`bounded`).
+            is_settled = self.store.is_consistent or self._awaiting_step
+            if self.store.step < self._step or not is_settled:
                 self._watchdog.wait(UPDATED(self._step - 1))
+
+    def refresh_device_weights(self) -> None:
+        """Write the newest device weights of layers that lag (`bounded`), for a last evaluation. Waits for all steps.
+
+        The forward of a step after this reads the newest weights in all layers, as the first step of a run does.
+        """
+        self.drain()
+        with self._life.call():
+            if self._awaiting_step:
+                raise EngineUsageError(
+                    "refresh_device_weights() was called between forward_backward() and step()"
+                )
+            self._watchdog.wait(SETTLED(self._step))
+            for bundle in self.store.bundles:
+                if self.store.lags(bundle):
+                    uses = self._ordering.uploads_of(bundle.index, self._step - 1)
+                    self._ordering.finish_uploads(uses, self._wait_for_event)
+                    self._ordering.before_overwriting_saved(bundle.index, self._step)
+                    newest, device_weights = bundle.authority, bundle.device_weights[0]
+                    self._board.observer.touched(reads=[newest], writes=[device_weights])
+                    device_weights.copy_(newest)
 
     def close(self) -> None:
         """Finish dispatched steps and saves under way, unless a fault stopped the engine, and end every thread."""
@@ -242,7 +270,8 @@ class Engine:
                 readers.setdefault(index, set()).add(task.device)
         num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
         version = self.store.policy.version_read(self._step) if training else self._step
-        shape = PassShape.of(tasks, micro_batches, training, self._step, version)
+        oldest = self.store.oldest_version_read(self._step, training)
+        shape = PassShape.of(tasks, micro_batches, training, self._step, oldest)
         sizes = self._reservation.reserve_for(shape, self._results[-1].pass_.shape if self._results else None)
         loss_scale = self.store.loss_scaling.scale_of(self._step) if training else 1.0
         pass_ = Pass(
@@ -259,9 +288,12 @@ class Engine:
                 for index, micro_batch in enumerate(micro_batches)
             ),
             forward_inputs=forward_inputs(self.partition),
-            backward_inputs=backward_inputs(self.partition) if training else frozenset(),
+            backward_inputs=(
+                backward_inputs(self.partition, self.store.stale_layers) if training else frozenset()
+            ),
             shape=shape,
             sizes=sizes,
+            stale_layers=self.store.stale_layers,
         )
         if self._next_pass == 0 and not self._board.ready(FIRST_SIZES(0)):
             self._board.post(FIRST_SIZES(0), (sizes,))
@@ -271,8 +303,8 @@ class Engine:
     def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
         # All uploads are announced before the first job: an update must not overwrite a
         # version that a later job reads.
-        for bundle, use in uploads(self.store, tasks):
-            self._ordering.expect_upload(bundle, pass_.version, use)
+        for bundle, version, use in uploads(self.store, pass_, tasks):
+            self._ordering.expect_upload(bundle, version, use)
         for task in tasks:
             window = self._windows.next(len(task.micro_batches))
             job = StageJob(task, pass_, part_numbers(self.store, task), window)
@@ -311,11 +343,11 @@ class Engine:
         result.collect()
         # Rule 1 would remember an evaluation's uploads until the next update, and there may be none for long.
         if not result.pass_.training:
-            self._ordering.finish_uploads(
-                result.pass_.version,
-                uploads(self.store, result.tasks),
-                lambda key: self._synchronize(self._watchdog.wait(key)),
-            )
+            uses = uploads(self.store, result.pass_, result.tasks)
+            self._ordering.finish_uploads(uses, self._wait_for_event)
+
+    def _wait_for_event(self, key: HandOverKey[Event]) -> None:
+        self._synchronize(self._watchdog.wait(key))
 
     # Faults and threads.
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOver
@@ -47,6 +48,7 @@ class UpdateReport:
     step's loss (1 except in float16). `fault` says why the update was skipped; it is empty for an overflow
     under a loss scale that can still fall. `not_finite` lists the micro-batches whose loss is not finite.
     `waited_for_save_s` is how long bundles had to wait because a save beside training had not read them yet.
+    `left_out` names the layers without an update in a step that updated others (`bounded`).
     """
 
     grad_norm: float
@@ -57,6 +59,7 @@ class UpdateReport:
     fault: str = ""
     not_finite: tuple[int, ...] = ()
     waited_for_save_s: float = 0.0
+    left_out: tuple[str, ...] = ()
 
 
 LEARNING_RATE = HandOver[float]("the learning rate of step {0}")
@@ -111,12 +114,16 @@ class OptimizerWorker:
             if self._compiles:
                 self._kernels = get_kernels(self._dtypes(), self._while_compiling)
             for step in itertools.count(self._first_step):
-                self._collect(self._board.wait(TRAINING_PASS(step)))
-                self._update(step, self._board.wait(LEARNING_RATE(step)))
+                self._run_step(step)
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
             self._on_failure(self._failure(error, self._store.is_consistent))
+
+    def _run_step(self, step: int) -> None:
+        """Take a step's gradient as it lands, and apply it once it is whole."""
+        self._collect(self._board.wait(TRAINING_PASS(step)))
+        self._update(step, self._board.wait(LEARNING_RATE(step)))
 
     def _dtypes(self) -> set[UpdateDtypes]:
         """Return the pairs of dtypes, of gradients and of device weights, that updates will meet."""
@@ -148,6 +155,9 @@ class OptimizerWorker:
                 self._squares[bundle.index] = self._norm_squared(bundle)
             self._busy_s += time.perf_counter() - start
         # Losses last: devices that wait until a part of a gradient is consumed cannot send the later ones.
+        self._read_losses(pass_)
+
+    def _read_losses(self, pass_: Pass) -> None:
         self._losses = [
             read_loss(self._board.wait(LOSS(pass_.index, m)), self._pool)
             for m in range(len(pass_.micro_batches))
@@ -159,13 +169,12 @@ class OptimizerWorker:
 
         Rounds land one after the other, and the deepest layers of each round first.
         """
-        for round_index in itertools.count():
+        first = self._store.trained[0]
+        rounds = self._ordering.num_parts(first.index, step) // len(first.layers)
+        for round_index in range(rounds):
             for bundle in reversed(self._store.trained):
                 uses = len(bundle.layers)
-                parts = range(round_index * uses, (round_index + 1) * uses)
-                if parts.stop > self._ordering.num_parts(bundle.index, step):
-                    return
-                yield bundle, parts
+                yield bundle, range(round_index * uses, (round_index + 1) * uses)
 
     def _add_up(self, bundle: Bundle, step: int, parts: range, landings: list[HostBuffer | None]) -> None:
         """Add parts to the sum in fp32 and give their buffers back.
@@ -201,7 +210,7 @@ class OptimizerWorker:
         start = time.perf_counter()
         loss_scale = self._store.loss_scaling.scale_of(step)
         norm = math.sqrt(math.fsum(self._squares.values())) / loss_scale
-        loss = sum(self._losses) / max(self._num_labels, 1)
+        loss = self._mean_loss()
         fault, overflowed = self._fault(loss, norm, loss_scale), not math.isfinite(norm)
         skipped = overflowed or bool(fault)
         self._begin_update()
@@ -211,6 +220,23 @@ class OptimizerWorker:
             overcome = self._apply(step, lr, norm, loss_scale)
             self._store.spikes.record(loss, norm)
         self._store.loss_scaling.record(step, overflowed)
+        self._busy_s += time.perf_counter() - start - self._waited_for_save_s
+        self._finish_step(step, overcome, norm, skipped, fault, loss_scale)
+
+    def _mean_loss(self) -> float:
+        return sum(self._losses) / max(self._num_labels, 1)
+
+    def _finish_step(
+        self,
+        step: int,
+        overcome: PipelineError | None,
+        norm: float,
+        skipped: bool,
+        fault: str,
+        loss_scale: float = 1.0,
+        left_out: tuple[str, ...] = (),
+    ) -> None:
+        """Declare the store whole after a step, and report. `overcome` is a fault that a second try overcame."""
         # Before `UPDATED` is posted: a call that waits for it must see the fault, not end as if all went well.
         if overcome is not None:
             self._on_failure(overcome)
@@ -218,17 +244,17 @@ class OptimizerWorker:
         self._store.step = step + 1
         self._store.is_consistent = True
         self._ordering.settled(step + 1, self._store.resume_state())
-        seconds = self._busy_s + time.perf_counter() - start - self._waited_for_save_s
         not_finite = tuple(index for index, loss in enumerate(self._losses) if not math.isfinite(loss))
         report = UpdateReport(
             norm,
             skipped,
-            seconds,
+            self._busy_s,
             tuple(self._bundle_updates),
             loss_scale,
             fault,
             not_finite,
             self._waited_for_save_s,
+            left_out,
         )
         self._busy_s, self._waited_for_save_s, self._bundle_updates = 0.0, 0.0, []
         self._board.post(UPDATED(step), report)
@@ -273,26 +299,35 @@ class OptimizerWorker:
             self._before_update(bundle, step)
             fault = self._await_readers(bundle, step)
             overcome = overcome or fault
-            progress = (UpdateProgress(), UpdateProgress())
             gradient_scale = self._gradient_scale(bundle, norm, loss_scale)
-            start_s = time.perf_counter()
-            try:
-                self._update_bundle(bundle, step, lr, gradient_scale, progress, self._kernels)
-            except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
-                overcome = overcome or self._failure(error)
-                # Without compiled kernels, which may be what failed.
-                self._update_bundle(bundle, step, lr, gradient_scale, progress, {})
-            self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
+            fault = self._update_surely(bundle, bundle.version(step + 1), lr, gradient_scale)
+            overcome = overcome or fault
             # Posted per bundle: the next step's forward uploads the first layers
             # while later ones are updated.
             self._ordering.gradient_consumed(bundle.index, step)
             self._ordering.updated(bundle.index, step)
         return overcome
 
+    def _update_surely(
+        self, bundle: Bundle, device_weight: Tensor, lr: float, gradient_scale: float
+    ) -> PipelineError | None:
+        """Update a bundle; if that fails, once more. Returns the fault that the second try overcame."""
+        overcome: PipelineError | None = None
+        progress = (UpdateProgress(), UpdateProgress())
+        start_s = time.perf_counter()
+        try:
+            self._update_bundle(bundle, device_weight, lr, gradient_scale, progress, self._kernels)
+        except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
+            overcome = self._failure(error)
+            # Without compiled kernels, which may be what failed.
+            self._update_bundle(bundle, device_weight, lr, gradient_scale, progress, {})
+        self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
+        return overcome
+
     def _update_bundle(
         self,
         bundle: Bundle,
-        step: int,
+        device_weight: Tensor,
         lr: float,
         gradient_scale: float,
         progress: tuple[UpdateProgress, UpdateProgress],
@@ -303,7 +338,6 @@ class OptimizerWorker:
         assert weight is not None and first is not None and second is not None and gradient is not None, (
             "a trained bundle lacks a buffer"
         )
-        device_weight = bundle.version(step + 1)
         self._board.observer.touched(reads=[gradient], writes=[weight, first, second, device_weight])
         segments = (slice(0, bundle.decayed), slice(bundle.decayed, bundle.numel))
         decays = (self._settings.weight_decay, 0.0)
@@ -348,6 +382,9 @@ class OptimizerWorker:
     def _before_update(self, bundle: Bundle, step: int) -> None:
         self.moves += 1
         self._ordering.before_update(bundle.index, step)
+        self._wait_for_saves(bundle, step)
+
+    def _wait_for_saves(self, bundle: Bundle, step: int) -> None:
         start_s = time.perf_counter()
         self._ordering.before_overwriting_saved(bundle.index, step)
         self._waited_for_save_s += time.perf_counter() - start_s

@@ -13,13 +13,14 @@ import torch
 
 from torchround.engine.board import HandOver, Observer
 from torchround.engine.device import Device, Event, PastEvent
+from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
 from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing, aligned, fill
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.host_buffers import HeldPass, pass_buffers, whole_pages
+from torchround.pipeline.host_buffers import HeldPass, kept_cuts, pass_buffers, whole_pages
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.pipeline.partition import (
     Partition,
@@ -36,8 +37,9 @@ from torchround.pipeline.run_question import INTEGER_TENSORS
 class Pass:
     """The facts that all stage jobs of a pass share.
 
-    `step` counts the training steps before it; `version` is the weight version it reads. `loss_factor`
-    multiplies each token's loss before the backward pass: it is the loss scale divided by `num_labels`.
+    `step` counts the training steps before it. `version` is the weight version it reads, except what
+    `version_read` says of `stale_layers`. `loss_factor` multiplies each token's loss before the backward pass:
+    it is the loss scale divided by `num_labels`.
     `forward_inputs` are the layers whose input a forward or fused stage takes from the host,
     `backward_inputs` the layers whose input a backward stage takes. `sizes` is the staging space that its
     devices need; `shape` decides that.
@@ -54,6 +56,16 @@ class Pass:
     backward_inputs: frozenset[int]
     shape: "PassShape"
     sizes: StagingSizes
+    stale_layers: int = 0
+
+    def version_read(self, bundle: Bundle, layer: int, kind: StageKind) -> int:
+        """Return the version of a bundle that a stage uploads for `layer`.
+
+        A step's forward reads the version before in its first `stale_layers` layers. An evaluation reads what the
+        host holds between steps: the version before of each bundle that one of those layers uses.
+        """
+        first = layer if self.training else bundle.layers[0]
+        return self.version - (kind is StageKind.FORWARD and first < self.stale_layers)
 
 
 @dataclass(frozen=True)
@@ -143,19 +155,32 @@ def forward_inputs(partition: Partition) -> frozenset[int]:
     return frozenset(start for start in starts if start > 0)
 
 
-def backward_inputs(partition: Partition) -> frozenset[int]:
-    """Return the layers whose input is kept from forward to backward, because a backward stage starts there."""
-    starts = (stage.start for stage in partition.stages() if stage.kind is StageKind.BACKWARD)
-    return frozenset(start for start in starts if start > 0)
+def backward_inputs(partition: Partition, stale_layers: int = 0) -> frozenset[int]:
+    """Return the layers whose input is kept from forward to backward: a backward stage, or a restart, begins there.
+
+    The input of the fused stage is not among them, because its forward and backward read it together.
+    """
+    return kept_cuts(partition.stages(), stale_layers)
 
 
-def uploads(store: HostStore, tasks: Sequence[StageTask]) -> Iterator[tuple[int, int]]:
-    """Yield bundle and use of each upload that rule 1 has to wait for. Frozen weights are never overwritten."""
+def restarted_layers(stage: Stage, stale_layers: int) -> range:
+    """Return the layers inside a backward stage that begin anew at the input that their forward had.
+
+    The layer below has changed since that forward, so recomputing its output would give another input.
+    """
+    if stage.kind is not StageKind.BACKWARD:
+        return range(0)
+    return range(stage.start + 1, max(min(stage.stop, stale_layers + 1), stage.start + 1))
+
+
+def uploads(store: HostStore, pass_: Pass, tasks: Sequence[StageTask]) -> Iterator[tuple[int, int, int]]:
+    """Yield bundle, version and use of each upload that rule 1 has to wait for. Frozen weights are never overwritten."""
     for task in tasks:
         for layer in range(task.stage.start, task.stage.stop):
-            for bundle in store.layer_bundles(layer):
-                if store.bundles[bundle].trainable:
-                    yield bundle, upload_use(task.slot, layer)
+            for bundle in (store.bundles[index] for index in store.layer_bundles(layer)):
+                if bundle.trainable:
+                    version = pass_.version_read(bundle, layer, task.stage.kind)
+                    yield bundle.index, version, upload_use(task.slot, layer)
 
 
 def part_numbers(store: HostStore, task: StageTask) -> dict[tuple[int, int], int]:
@@ -263,7 +288,7 @@ class BufferReservation:
             next_step = this.step + 1
             before, this = (
                 this,
-                replace(this, step=next_step, version=self._store.policy.version_read(next_step)),
+                replace(this, step=next_step, version=self._store.oldest_version_read(next_step, True)),
             )
         # Steps of a run have few shapes, so buffers for most passes are reserved
         # already and this costs a look-up.
@@ -290,13 +315,14 @@ class BufferReservation:
         """
         count = len(shapes)
         tasks = step_tasks(partition, count, min(rounds, count), self._num_devices)
-        version = self._store.policy.version_read(step)
+        version = self._store.oldest_version_read(step, training=True)
         training = PassShape.planned(tasks, shapes, True, step, version)
         sizes = self.reserve_for(training, None)
         if not validates:
             return (sizes,)
         tasks = evaluation_tasks(partition, count, self._num_devices)
-        evaluation = PassShape.planned(tasks, shapes, False, step + 1, step + 1)
+        version = self._store.oldest_version_read(step + 1, training=False)
+        evaluation = PassShape.planned(tasks, shapes, False, step + 1, version)
         between = self.reserve_for(evaluation, training)
         self.reserve_for(evaluation, evaluation)
         self.reserve_for(training, evaluation)
@@ -321,13 +347,15 @@ class BufferReservation:
 
     def _sizes(self, this: PassShape) -> StagingSizes:
         # Layer 0 reads the micro-batch alone, so no boundary lies before it.
-        cuts = {stage.start for stage in this.stages} - {0}
+        restarts = [restarted_layers(stage, self._store.stale_layers) for stage in this.stages]
+        cuts = {stage.start for stage in this.stages}.union(*restarts) - {0}
         shapes = set(this.shapes)
         return StagingSizes(
             boundary_bytes=max((self._bytes(cut, shape) for cut in cuts for shape in shapes), default=0),
             integer_bytes=max(this.integer_bytes),
             micro_batches=max(len(part) for part in this.rounds),
             training=this.training,
+            restarts=max(map(len, restarts)),
         )
 
     def _needed(self, this: PassShape, before: PassShape, ahead: int) -> Mapping[int, int]:
@@ -336,9 +364,10 @@ class BufferReservation:
         integers = dict(
             zip(before.shapes + this.shapes, before.integer_bytes + this.integer_bytes, strict=True)
         )
+        stale_layers = self._store.stale_layers
         needed = pass_buffers(
-            _held(before, shapes, 0),
-            _held(this, shapes, ahead),
+            _held(before, shapes, 0, stale_layers),
+            _held(this, shapes, ahead, stale_layers),
             self._num_devices,
             # In whole pages before they are counted: two boundaries of about a size can use one buffer in turn.
             boundary_bytes=lambda cut, size: whole_pages(self._bytes(cut, shapes[size])),
@@ -362,6 +391,6 @@ class BufferReservation:
         return len(this.stages)
 
 
-def _held(shape: PassShape, shapes: Sequence[torch.Size], ahead: int) -> HeldPass:
+def _held(shape: PassShape, shapes: Sequence[torch.Size], ahead: int, stale_layers: int) -> HeldPass:
     rounds = tuple(Counter(shapes.index(shape.shapes[m]) for m in part) for part in shape.rounds)
-    return HeldPass(shape.stages, rounds, ahead)
+    return HeldPass(shape.stages, rounds, ahead, stale_layers=stale_layers)

@@ -6,9 +6,9 @@ costs.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 
@@ -52,7 +52,7 @@ class StageReport:
     `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready`
     marks the arrival of its weights. `update_wait_s` is how long the device's thread waited until it could
     send them, because the optimizer had not written them yet. The bytes crossed the link while the device
-    worked on the slot.
+    worked on the slot. `versions` are the weight versions that it read, by layer and bundle.
 
     The marks lie in the compute and upload streams, so on CUDA every time is the device's own. Reading a time
     waits until the device has passed the slot. The four times add up to the span from `idle_since` to the
@@ -67,6 +67,7 @@ class StageReport:
     spans: tuple[DeviceSpan, ...]
     uploaded_bytes: int
     downloaded_bytes: int
+    versions: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @cached_property
     def busy_s(self) -> float:
@@ -160,6 +161,18 @@ class StepResult:
         if self._reports is None:
             self._reports = [self._wait(STAGE_ENQUEUED(task.slot)) for task in self.tasks]
         return self._reports
+
+    def weight_drift(self) -> int:
+        """Return the most versions between the weights of a layer's forward and those of its backward."""
+        forward: dict[tuple[int, int], int] = {}
+        drift = 0
+        for report in self.reports():
+            if report.task.stage.kind is StageKind.FORWARD:
+                forward |= report.versions
+            else:
+                found = (version - forward.get(use, version) for use, version in report.versions.items())
+                drift = max([drift, *map(abs, found)])
+        return drift
 
     def by_device(self, figure: Callable[[StageReport], float], num_devices: int) -> list[float]:
         """Return each device's sum of a figure over its stage slots, in device order."""
