@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "untrusted": set(),  # defence against hostile input, which every room may use
     "accelerators": set(),  # what differs by kind of device, which layers and the engine ask
     "layer": {"accelerators", "untrusted"},
-    "models": {"accelerators", "layer", "untrusted"},
+    "keeping": set(),  # kept activations, between the layers' code and the engine
+    "models": {"accelerators", "keeping", "layer", "untrusted"},
     "config": {"untrusted"},
     "pipeline": {"config", "untrusted"},
     "optim": BELOW_ENGINE | {"accelerators"},
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": BELOW_ENGINE,
     "hf": BELOW_ENGINE | {"checkpoint"},
     "observe": BELOW_ENGINE,
-    "engine": BELOW_ENGINE | {"accelerators", "optim", "observe"},
+    "engine": BELOW_ENGINE | {"accelerators", "keeping", "optim", "observe"},
     "run": BELOW_RUN,
     "trainer": BELOW_RUN | {"run"},
 }

@@ -18,6 +18,11 @@ from torchround.accelerators import PLANNED_KIND, is_accelerator
 
 IGNORED_LABEL = -100
 
+# The parts of a layer whose results can be kept for its recomputation (`torchround/keeping.py`): query, key and value
+# before norm and rotation; the attention kernel; its output projection; gate and up, of an MLP or of experts; the last
+# product.
+KEEPABLE = ("qkv", "attention", "output", "gate_up", "down")
+
 Hidden = Tensor | tuple[Tensor, ...]
 
 # The tensor of a Hugging Face file that holds a parameter, or several tensors that are stacked along a new first
@@ -133,6 +138,19 @@ class FileTensor:
 
 
 @dataclass(frozen=True)
+class KeptWork:
+    """A part of a layer whose results can be kept for its recomputation, one of `KEEPABLE`.
+
+    - `nbytes`: what is kept for one micro-batch, each tensor rounded up to an aligned size.
+    - `flops`: matrix products that the recomputation then skips, counted as in `LayerWork.forward_flops`.
+    """
+
+    name: str
+    nbytes: int
+    flops: float
+
+
+@dataclass(frozen=True)
 class LayerWork:
     """The cost of one layer, or of a part of one, for one micro-batch, counted from shapes.
 
@@ -141,6 +159,7 @@ class LayerWork:
     - `boundary_bytes`: size of the layer's output; 0 for a part whose output stays inside the layer.
     - `workspace_bytes`: scratch that is alive only inside one call, such as a chunk of logits.
     - `frozen_flops`: the part of `forward_flops` spent on products with frozen weights.
+    - `keepable`: the parts whose results can be kept, in the order in which they run.
     """
 
     forward_flops: float = 0.0
@@ -148,12 +167,13 @@ class LayerWork:
     boundary_bytes: int = 0
     workspace_bytes: int = 0
     frozen_flops: float = 0.0
+    keepable: tuple[KeptWork, ...] = ()
 
     def __add__(self, other: "LayerWork") -> "LayerWork":
         """Combine parts of one layer that run one after the other.
 
-        FLOPs and kept memory add up. Scratch is free again when the next part runs, and only one part's output
-        leaves the layer, so of these two the larger counts.
+        FLOPs and kept memory add up, keepable parts are joined. Scratch is free again when the next part runs, and only
+        one part's output leaves the layer, so of these two the larger counts.
         """
         return LayerWork(
             self.forward_flops + other.forward_flops,
@@ -161,6 +181,7 @@ class LayerWork:
             max(self.boundary_bytes, other.boundary_bytes),
             max(self.workspace_bytes, other.workspace_bytes),
             self.frozen_flops + other.frozen_flops,
+            self.keepable + other.keepable,
         )
 
     @property

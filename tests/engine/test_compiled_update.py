@@ -19,7 +19,7 @@ from tests.support.toy import (
 from torchround.config import EngineTable
 from torchround.engine.errors import PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker, update_threads
-from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
 from torchround.optim.kernel import AdamWKernel, KernelError
 from torchround.run import engine_parts
 
@@ -50,7 +50,7 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [SYNC, ASYNC, ASYNC_PREDICT], ids=["sync", "async", "async, predict"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_training_is_bitwise_the_same_with_the_compiled_update(calls, dtype, policy):
     plain = trained_state(False, dtype, policy, tied=True)  # tied: one gradient in fp32

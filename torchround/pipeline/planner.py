@@ -32,6 +32,7 @@ DEVICE_KEYS = {
     "staging_bytes": ("training.micro_batch_size", "training.seq_len"),
     "integers_bytes": ("engine.rounds",),
     "compute_bytes": ("training.micro_batch_size", "training.seq_len"),
+    "kept_bytes": ("engine.keep_activations",),
 }
 # Config keys that need less of the host; `DEVICE_KEYS` has
 # those that need less of a device, by kind of its memory.
@@ -194,6 +195,8 @@ def _device_error(costs: Costs, needed: DeviceMemory, limit: int, given: bool) -
         "integers_bytes": f"{needed.integers_bytes / GIB:.3g} for tokens and labels",
         "compute_bytes": f"{needed.compute_bytes / GIB:.3g} for activations and workspace",
     }
+    if needed.kept_bytes:
+        parts["kept_bytes"] = f"{needed.kept_bytes / GIB:.3g} for kept activations on their way"
     by_size = sorted(parts, key=lambda kind: -getattr(needed, kind))
     keys = ("engine.plan",) if given else _keys(key for kind in by_size[:2] for key in DEVICE_KEYS[kind])
     subject = "the given plan" if given else f"layer {largest.name}, a stage of its own,"

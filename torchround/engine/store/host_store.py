@@ -23,6 +23,7 @@ from torchround.engine.store.bundles import (
     owner_of,
 )
 from torchround.engine.store.host_memory import HostAllocator
+from torchround.engine.store.prediction import Prediction, derive_newest
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
 
@@ -71,6 +72,8 @@ class HostStore:
         self.stale_layers = 0
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
         self.spikes = spikes or SpikeBounds()
+        # Set by each update if the policy predicts.
+        self.prediction: Prediction | None = None
         self._memory = HostAllocator(pinned)
         self.bundles, self.locations = collect_bundles(model, mapped or {})
         for bundle in self.bundles:
@@ -139,6 +142,7 @@ class HostStore:
         loss_scale: Mapping[str, Any] | None = None,
         spikes: Mapping[str, Any] | None = None,
         holds_older_weights: bool = True,
+        prediction: Mapping[str, Any] | None = None,
         stale_layers: int = 0,
     ) -> None:
         """Continue at `step`. Call it after reading a checkpoint into `named_views`.
@@ -147,8 +151,13 @@ class HostStore:
         `holds_older_weights` has filled the older versions: each moves to the buffer of its number, and only
         the newest is derived anew. Otherwise every version is derived from the fp32 weights, so the next step
         of `async` reads the newest ones, as the first step of a run does. The same holds for `bounded`, whose
-        `stale_layers` is the value that the checkpoint was made with.
+        `stale_layers` is the value that the checkpoint was made with. `prediction` is the saved state of
+        `self.prediction`. The newest device weights are predictions again if both runs predict.
         """
+        # First: it may refuse what the checkpoint says.
+        self.prediction = None
+        if prediction is not None and self.policy.predicts:
+            self.prediction = Prediction.from_state(prediction, applied_updates)
         self.stale_layers = stale_layers
         for bundle in self.trained:
             # Version v belongs to buffer v modulo their number, but the views were filled as of the
@@ -156,13 +165,14 @@ class HostStore:
             # age` belongs, `shift` places on.
             shift = (step - self.step) % len(bundle.device_weights)
             bundle.device_weights = bundle.device_weights[-shift:] + bundle.device_weights[:-shift]
-            derived = [] if self.lags(bundle) else [bundle.version(step)]
             if not holds_older_weights:
-                derived = bundle.device_weights
-            for device_weights in derived:
-                device_weights.copy_(bundle.authority)
+                for device_weights in bundle.device_weights:
+                    device_weights.copy_(bundle.authority)
         self.step = step
         self.applied_updates = applied_updates
+        # Device weights that lag are as old as the checkpoint says.
+        newest = [bundle for bundle in self.trained if not self.lags(bundle)]
+        derive_newest(newest, step, self.prediction, applied_updates)
         self.is_consistent = True
         self.loss_scaling.load_state_dict(step, loss_scale or {})
         self.spikes.load_state_dict(spikes or {})
@@ -177,7 +187,25 @@ class HostStore:
             "loss_scale": self.loss_scale_state(),
             "spikes": self.spikes.state_dict(),
         }
-        return state | ({"stale_layers": self.stale_layers} if self.policy is BOUNDED else {})
+        if self.policy is BOUNDED:
+            state["stale_layers"] = self.stale_layers
+        return state if self.prediction is None else {**state, "prediction": self.prediction.state()}
+
+    @contextmanager
+    def true_device_weights(self) -> Iterator[None]:
+        """Let the newest device weights be the fp32 weights for the block, as a validation should see them.
+
+        Only after `Engine.drain`, and the block must wait for what it evaluates. Changes nothing unless the policy
+        predicts. Afterwards the predictions are there again, bit for bit.
+        """
+        if self.prediction is None:
+            yield
+            return
+        derive_newest(self.trained, self.step, None, self.applied_updates)
+        try:
+            yield
+        finally:
+            derive_newest(self.trained, self.step, self.prediction, self.applied_updates)
 
     def loss_scale_state(self) -> dict[str, Any]:
         """Return what `resume` needs of the loss scale, JSON-able; empty except in float16. Only between steps."""
@@ -232,7 +260,7 @@ class HostStore:
         kinds = {"weights": bundle.authority}
         if bundle.exp_avg is not None and bundle.exp_avg_sq is not None:
             kinds |= {"exp_avg": bundle.exp_avg, "exp_avg_sq": bundle.exp_avg_sq}
-        # The newest device weights are not saved: they are the fp32 weights, rounded.
+        # The newest device weights are not saved: the fp32 weights, rounded, or what `prediction` makes of them.
         for age in range(1, len(bundle.device_weights)):
             kinds[f"{OLDER_WEIGHTS}{age}_old"] = bundle.version(step - age)
         if self.lags(bundle):

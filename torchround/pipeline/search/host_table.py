@@ -36,15 +36,22 @@ class HostTable:
             ],
             dtype=np.int64,
         )
+        # By size, what the layers before each one keep together [L + 1].
+        self._kept = costs.kept
+        kept = [
+            [self._batch.kept_bytes(self._kept, layer, size) for layer in range(costs.num_layers)]
+            for size in range(num_sizes)
+        ]
+        self._kept_before = np.cumsum([[0, *of_size] for of_size in kept], axis=1, dtype=np.int64)
         self._is_even = all(len(set(inputs[1:])) <= 1 for inputs in self._inputs.tolist())
         self._known: dict[tuple[Partition, int], int] = {}
 
     def boundary_bytes(self, partition: Partition, rounds: int) -> int:
-        """Return what a plan's boundaries take of the pool."""
+        """Return what a plan's boundaries and kept activations take of the pool."""
         key = partition, rounds
         # The search meets the same partition in several generations.
         if key not in self._known:
-            self._known[key] = self._pool.boundary_bytes(partition, rounds)
+            self._known[key] = self._pool.boundary_bytes(partition, rounds, self._kept)
         return self._known[key]
 
     def plan_bytes(self, partition: Partition, rounds: int, device_bytes: int) -> int:
@@ -80,7 +87,8 @@ class HostTable:
         """Compute bounds [K] of the boundaries' bytes from below and from above.
 
         Below: all micro-batches of the first round, which has most, hold at once what they hold after the
-        forward. Above: all rounds that may be under way hold every boundary of every stage and one more.
+        forward. Above: all rounds that may be under way hold every boundary of every stage and one more, and all
+        that is kept.
         """
         num_layers = self._inputs.shape[1]
         first_round = self._batch.in_rounds(rounds)[0]
@@ -92,7 +100,9 @@ class HostTable:
         kept[at, np.where(rows.has_gradients(), starts, 0)] = True
         cut[at, starts] = True
         inputs = np.asarray(inputs, dtype=np.int64)
-        lowest = kept @ inputs
+        splits = num_layers - np.take_along_axis(rows.counts, rows.fused_at[:, None], axis=1)[:, 0]
+        kept_first = sum(number * self._kept_before[size] for size, number in first_round.items())
+        lowest = kept @ inputs + np.asarray(kept_first, dtype=np.int64)[splits]
         update = "async" if self._overlaps else "sync"
         all_rounds = len(self._batch.sizes) if self._batch.validates else 0
         in_flight = np.array(
@@ -103,5 +113,5 @@ class HostTable:
             dtype=np.int64,
         )
         largest = self._inputs.max(axis=0)
-        each = cut @ largest + int(largest.max(initial=0))
+        each = cut @ largest + int(largest.max(initial=0)) + self._kept_before.max(axis=0)[splits]
         return lowest, each * np.maximum(in_flight, 2 * all_rounds)

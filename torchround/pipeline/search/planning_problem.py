@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from torchround.pipeline.costs import UPDATE_BYTES, Costs
-from torchround.pipeline.memory import LOSS_BUFFERS, STAGING_BUFFERS, MemoryLimits, device_memory
+from torchround.pipeline.memory import (
+    KEPT_BUFFERS,
+    LOSS_BUFFERS,
+    STAGING_BUFFERS,
+    MemoryLimits,
+    device_memory,
+)
 from torchround.pipeline.partition import Partition, split_evenly
 from torchround.pipeline.search.batch_time import BatchTimes, batch_async_seconds, batch_sync_seconds
 from torchround.pipeline.search.host_table import HostTable
@@ -215,6 +221,10 @@ class MemoryTable:
         self.counts_devices = limits.device_bytes is not None or limits.devices_on_host > 0
         self.weights = _running([layer.weight_bytes for layer in layers])
         self.gradients = _running([layer.gradient_bytes for layer in layers])
+        kept = [layer.kept_bytes for layer in layers]
+        self.kept = _running(kept)
+        # The most that a layer before each one keeps.
+        self.most_kept = np.maximum.accumulate(np.array([0, *kept], dtype=np.int64))
         # By first layer of a stage, its input; entry 0 is unused.
         self.inputs = np.array([0, *(layer.boundary_bytes for layer in layers[:-1])], dtype=np.int64)
         # Of any plan of several stages, for ranges that must not leave out what fits.
@@ -253,6 +263,8 @@ class MemoryTable:
             self.compute,
             even,
         )
+        if even:
+            needed += KEPT_BUFFERS * (np.maximum(self.kept[stop] - self.kept[start], 0) + self.most_kept[-1])
         needed[0, -1] += self.loss_bytes - self.least_staging  # a plan of one stage stages losses alone
         first = np.argmax((needed <= self.limits.device_bytes) | (start >= stop - 1), axis=0)
         zero = np.zeros(1, dtype=np.int64)
@@ -298,7 +310,16 @@ class MemoryTable:
         compute = np.where(has_gradients, self.compute[starts, stops], 0).max(axis=1)
         staging = STAGING_BUFFERS * self.inputs[starts].max(axis=1)
         staging = np.where(rows.num_stages == 1, self.loss_bytes, staging)
-        return np.asarray(slots + self._rounding_bytes(gradients.max(axis=1)) + compute + staging)
+        bytes_in_all = slots + self._rounding_bytes(gradients.max(axis=1)) + compute + staging
+        if self.kept[-1]:
+            bytes_in_all += self._kept_bytes(rows, starts, stops)
+        return np.asarray(bytes_in_all)
+
+    def _kept_bytes(self, rows: PartitionBatch, starts: Integers, stops: Integers) -> Integers:
+        """Compute the buffers for kept activations [K], as `memory.kept_space`."""
+        of_stages = np.where(rows.is_backward(), self.kept[stops] - self.kept[starts], 0).max(axis=1)
+        fused = np.take_along_axis(rows.counts, rows.fused_at[:, None], axis=1)[:, 0]
+        return np.asarray(KEPT_BUFFERS * (self.most_kept[self.num_layers - fused] + of_stages))
 
 
 def _most_of_two(sizes: Integers, is_last: Booleans, is_first: Booleans, num_devices: int) -> Integers:

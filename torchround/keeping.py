@@ -1,0 +1,353 @@
+"""Parts of a layer whose results are kept in the forward, so that the recomputation of the layer skips them.
+
+Layer code names its expensive parts: `keep("qkv", function, *args)`. A forward stage runs the layer in `recording`, which
+collects the results of the products and attention kernels inside the named parts. The backward stage runs the layer in
+`replaying` with the collected tensors. Each of these operations then returns its collected result and computes nothing.
+
+The operations are intercepted below autograd. Everything above is as in training: graphs, backward formulas, functions
+with a backward of their own, adapters. So gradients are bit for bit those of a full recomputation by construction.
+
+Shapes: N rows, A inputs, Z outputs, E experts.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Result = TypeVar("Result")
+
+
+class KeptActivationError(RuntimeError):
+    """Kept activations that do not fit the layer that is recomputed from them."""
+
+
+@dataclass
+class ActivationRecord:
+    """The results that one run of a layer has collected, in the order of the operations.
+
+    All are contiguous and without a graph. They are the layer's own memory: nothing may write into them.
+    """
+
+    tensors: list[Tensor] = field(default_factory=list)
+
+
+def keep(name: str, function: Callable[..., Result], *args: Any) -> Result:
+    """Return `function(*args)`, the part `name` of a layer, one of `KEEPABLE`.
+
+    The result is a tensor or a flat tuple of tensors. Nothing outside of `function` may write into the results of its
+    products, because a replay returns the same memory again.
+    """
+    if torch.compiler.is_compiling():
+        return function(*args)
+    active = _thread.active
+    if active is None or name not in active.names:
+        return function(*args)
+    return active.run(function, args)
+
+
+def passing(function: Callable[..., Result], *args: Any) -> Result:
+    """Return `function(*args)`, whose values only the next `joined` of the same part reads.
+
+    They are not kept. A replay leaves the memory of its products as it is.
+    """
+    mode = None if torch.compiler.is_compiling() else _thread.mode
+    if mode is None:
+        return function(*args)
+    before, mode.passes = mode.passes, True
+    try:
+        return function(*args)
+    finally:
+        mode.passes = before
+
+
+def joined(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Return `function(*args)`, one operation that joins what `passing` made. Its result is kept in their place."""
+    mode = None if torch.compiler.is_compiling() else _thread.mode
+    if mode is None:
+        return function(*args)
+    mode.joins = True
+    try:
+        return function(*args)
+    finally:
+        assert not mode.joins, "one operation joins the parts"
+
+
+@contextmanager
+def recording(names: Iterable[str]) -> Iterator[ActivationRecord]:
+    """Collect the results of the parts `names` of the layer that runs inside, on this thread.
+
+    The parts run with gradients enabled, so that they take the very kernels of training; their results have no graph.
+    Raises `KeptActivationError` at the end if the layer wrote into a collected tensor.
+    """
+    record = ActivationRecord()
+    mode = _Recording(record)
+
+    def run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        with torch.enable_grad(), _operations_seen_by(mode):
+            found = function(*map(_as_leaf, args))
+        return tuple(tensor.detach() for tensor in found) if isinstance(found, tuple) else found.detach()
+
+    with _parts_run_by(frozenset(names), run):
+        yield record
+    mode.check_untouched()
+
+
+@contextmanager
+def replaying(names: Iterable[str], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let the layer that runs inside, on this thread, take the results of its parts `names` from a record's `tensors`.
+
+    `tensors` must stay as they are until the backward of the layer has ended. Raises `KeptActivationError` for tensors that
+    are not those of this layer's operations.
+    """
+    mode = _Replaying(tensors)
+
+    def run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        with _operations_seen_by(mode):
+            return function(*args)
+
+    with _parts_run_by(frozenset(names), run):
+        yield
+    mode.check_used_up()
+
+
+@dataclass(frozen=True)
+class _Active:
+    """What the running `recording` or `replaying` of a thread does with named parts."""
+
+    names: frozenset[str]
+    run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+
+
+class _Thread(threading.local):
+    active: _Active | None = None
+    mode: "_PartMode | None" = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def _parts_run_by(
+    names: frozenset[str], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+) -> Iterator[None]:
+    assert _thread.active is None, "a layer runs in one recording or replay at a time"
+    _thread.active = _Active(names, run)
+    try:
+        yield
+    finally:
+        _thread.active = None
+
+
+@contextmanager
+def _operations_seen_by(mode: "_PartMode") -> Iterator[None]:
+    assert _thread.mode is None, "named parts do not contain each other"
+    _thread.mode = mode
+    try:
+        with mode:
+            yield
+    finally:
+        _thread.mode = None
+
+
+def _as_leaf(value: Any) -> Any:
+    """Return the same memory as the beginning of a graph, as in the recomputation."""
+    is_wanted = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().requires_grad_() if is_wanted else value
+
+
+class _PartMode(TorchDispatchMode):
+    """Intercept the operations of named parts, below autograd.
+
+    `passes` is true inside of `passing`, `joins` until the operation of a `joined` has been seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = self.joins = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.joins:
+            self.joins = False
+            return self.collected(func, args, kwargs, None)
+        described = _OPERATIONS.get(func.name())
+        # Dropout inside of the kernel would need the state of its random numbers too.
+        if described is None or kwargs.get("dropout_p"):
+            return func(*args, **kwargs)
+        results = described(*args)
+        if self.passes:
+            return self.passed(func, args, kwargs, results)
+        return self.collected(func, args, kwargs, results)
+
+    def collected(self, func: Any, args: Any, kwargs: Any, results: "_Results | None") -> Any:
+        """Handle an operation whose results are kept; None stands for a lone result of unknown shape."""
+        raise AssertionError("both modes have one of their own")
+
+    def passed(self, func: Any, args: Any, kwargs: Any, results: "_Results") -> Any:
+        """Handle an operation whose results are not kept because only a joined one reads them."""
+        raise AssertionError("both modes have one of their own")
+
+
+class _Recording(_PartMode):
+    """Compute every operation, and collect the results that are kept."""
+
+    def __init__(self, record: ActivationRecord) -> None:
+        super().__init__()
+        self._record = record
+        self._found: list[tuple[Any, Tensor]] = []
+
+    def collected(self, func: Any, args: Any, kwargs: Any, results: "_Results | None") -> Any:
+        found = func(*args, **kwargs)
+        outputs = found if isinstance(found, tuple) else (found,)
+        for output, result in zip(
+            outputs, results or (_Collected(),), strict=False
+        ):  # those behind are not kept
+            self._record.tensors.append(result.in_memory_order(output))
+            self._found.append((func, output))
+        return found
+
+    def passed(self, func: Any, args: Any, kwargs: Any, results: "_Results") -> Any:
+        return func(*args, **kwargs)
+
+    def check_untouched(self) -> None:
+        """Check that no operation of the layer has written into what was collected."""
+        # Views and detached tensors share the counter of writes.
+        written = [func.name() for func, output in self._found if output._version]
+        if written:
+            raise KeptActivationError(
+                f"the layer writes into its own kept activation, the result of {written[0]}"
+            )
+
+
+class _Replaying(_PartMode):
+    """Return kept tensors instead of running the operations that made them."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._next = 0
+
+    def collected(self, func: Any, args: Any, kwargs: Any, results: "_Results | None") -> Any:
+        found = [self._take(func, result) for result in results or (_Collected(),)]
+        returned = func._schema.returns
+        if len(returned) == 1:
+            return found[0]
+        return (*found, *(_unused(result.name, args) for result in returned[len(found) :]))
+
+    def passed(self, func: Any, args: Any, kwargs: Any, results: "_Results") -> Any:
+        [result] = results
+        assert result.shape is not None and result.dtype is not None, "a product knows its result"
+        return args[0].new_empty(result.shape, dtype=result.dtype)
+
+    def check_used_up(self) -> None:
+        """Check that the layer has taken all tensors."""
+        if self._next < len(self._tensors):
+            raise KeptActivationError(
+                f"the layer took {self._next} of its {len(self._tensors)} kept activations in its recomputation"
+            )
+
+    def _take(self, func: Any, result: "_Collected") -> Tensor:
+        if self._next == len(self._tensors):
+            raise KeptActivationError(
+                f"{func.name()} needs kept activation number {self._next + 1}, and only {self._next} were kept"
+            )
+        kept = self._tensors[self._next]
+        self._next += 1
+        if not result.fits(kept):
+            raise KeptActivationError(
+                f"kept activation number {self._next} has shape {tuple(kept.shape)} and type {kept.dtype}, "
+                f"but {func.name()} gives {result.shape} and {result.dtype}"
+            )
+        # Another tensor of the same memory: autograd makes this one a node of a graph.
+        return result.as_returned(kept)
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """A result of an operation, as it is collected.
+
+    `shape` and `dtype` are those of the collected tensor; None is not known before. `order` lists the result's dimensions
+    in the order of its memory, which is the order of the collected tensor's dimensions; None means as they are.
+    """
+
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    order: tuple[int, ...] | None = None
+
+    def in_memory_order(self, output: Tensor) -> Tensor:
+        """Return what is collected of the operation's `output`: the same memory if it has the expected order."""
+        return (output.detach() if self.order is None else output.permute(self.order)).contiguous()
+
+    def as_returned(self, kept: Tensor) -> Tensor:
+        """Return the operation's output of a collected tensor."""
+        if self.order is None:
+            return kept.detach()
+        return kept.permute([self.order.index(dimension) for dimension in range(len(self.order))])
+
+    def fits(self, kept: Tensor) -> bool:
+        """Return whether a tensor can be this result."""
+        return self.shape in (None, tuple(kept.shape)) and self.dtype in (None, kept.dtype)
+
+
+_Results = tuple[_Collected, ...]
+
+
+def _product(left: Tensor, right: Tensor, *_: Any) -> _Results:
+    return (_Collected((*left.shape[:-1], right.shape[-1]), left.dtype),)
+
+
+def _product_with_addend(addend: Tensor, left: Tensor, right: Tensor, *_: Any) -> _Results:
+    return _product(left, right)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Results:
+    """Describe `[B, H, T, C]`, in memory `[B, T, H, C]`, and the fp32 log-sum-exp, whose T kernels may pad."""
+    batch, heads, tokens = query.shape[:3]
+    output = _Collected((batch, tokens, heads, value.shape[-1]), query.dtype, (0, 2, 1, 3))
+    return (output, _Collected(dtype=torch.float32))
+
+
+def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Results:
+    """Describe the output as the other kernels have it, and the log-sum-exp `[B, H, T]`, in memory `[B, T, H]`."""
+    batch, heads, tokens = query.shape[:3]
+    return (_attention(query, key, value)[0], _Collected((batch, tokens, heads), torch.float32, (0, 2, 1)))
+
+
+def _attention_by_offsets(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Results:
+    """Describe `[N, H, C]` and the fp32 log-sum-exp."""
+    return (_Collected((*query.shape[:-1], value.shape[-1]), query.dtype), _Collected(dtype=torch.float32))
+
+
+# The expensive operations, and the results of each that are kept: the first ones. No caller uses dropout in a kernel, so
+# the state of random numbers behind them is never read.
+_OPERATIONS: dict[str, Callable[..., _Results]] = {
+    "aten::mm": _product,
+    "aten::bmm": _product,
+    "aten::addmm": _product_with_addend,
+    "aten::baddbmm": _product_with_addend,
+    "aten::_grouped_mm": _product,
+    "torchround::grouped_rows": _product,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention_on_cpu,
+    "aten::_scaled_dot_product_flash_attention": _attention,
+    "aten::_scaled_dot_product_efficient_attention": _attention,
+    "aten::_scaled_dot_product_cudnn_attention": _attention,
+    "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
+    "aten::_flash_attention_forward": _attention_by_offsets,
+}
+
+
+def _unused(name: str, args: tuple[Any, ...]) -> Tensor | int | None:
+    """Return a result of an attention kernel that is not kept, by its name in PyTorch's schema."""
+    query, key = args[:2]
+    if name.startswith("max_"):
+        return (query if name == "max_q" else key).shape[-2]
+    # The lengths of nested sequences, which there are none of. The others are random state and a mask for debugging.
+    return None if name.startswith("cum_seq") else query.new_zeros(2, dtype=torch.int64)
