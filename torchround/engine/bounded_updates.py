@@ -13,6 +13,7 @@ import math
 import time
 
 import torch
+from torch import Tensor
 
 from torchround.engine.errors import PipelineError
 from torchround.engine.optimizer_worker import LEARNING_RATE, OptimizerWorker
@@ -32,8 +33,8 @@ class BoundedOptimizerWorker(OptimizerWorker):
         overcome: PipelineError | None = None
         lr, fault = 0.0, "not decided"
         left_out: list[Bundle] = []
-        for bundle, parts in self._landing_order(step):
-            is_whole = parts.stop == self._ordering.num_parts(bundle.index, step)
+        for bundle, parts in self._landed.landing_order(step):
+            is_whole = self._landed.are_last(bundle, step, parts)
             if is_whole and not self._squares:
                 lr, fault = self._decide(pass_)
             self._add_landed(bundle, step, parts, is_whole)
@@ -48,13 +49,14 @@ class BoundedOptimizerWorker(OptimizerWorker):
         norm, skipped = math.sqrt(math.fsum(self._squares.values())), bool(fault)
         if not skipped and not left_out:
             self._store.spikes.record(self._mean_loss(), norm)
+        self._store.loss_scaling.record(step, overflowed=False)  # which does not scale, but counts the steps
         names = () if skipped else tuple(str(self._location_of(bundle)) for bundle in left_out)
         if names:
             fault = "the gradient is not finite"
         self._finish_step(step, overcome, norm, skipped, fault, left_out=names)
 
     def _dtypes(self) -> set[UpdateDtypes]:
-        """Return what updates will meet. Those of lagging bundles write no device weights, see `_apply_to`."""
+        """Return what updates will meet. Lagging bundles write fp32 weights in place of device weights."""
         lagging = [bundle for bundle in self._store.trained if self._store.lags(bundle)]
         return super()._dtypes() | {
             (bundle.gradient.dtype, torch.float32) for bundle in lagging if bundle.gradient is not None
@@ -97,12 +99,11 @@ class BoundedOptimizerWorker(OptimizerWorker):
     def _add_landed(self, bundle: Bundle, step: int, parts: range, is_whole: bool) -> None:
         """Wait for parts of a gradient, add them up, and compute the squared norm of the whole."""
         self._location = self._location_of(bundle)
-        landings = [self._ordering.before_gradient_read(bundle.index, step, part) for part in parts]
+        landings = self._landed.wait(bundle, step, parts)
         start_s = time.perf_counter()
-        if bundle.adds_up:
-            self._add_up(bundle, step, parts, landings)
+        self._landed.add(bundle, step, parts, landings)
         if is_whole:
-            self._squares[bundle.index] = self._norm_squared(bundle)
+            self._squares[bundle.index] = self._landed.norm_squared(bundle)
         self._busy_s += time.perf_counter() - start_s
 
     def _apply_to(self, bundle: Bundle, step: int, lr: float) -> PipelineError | None:
@@ -112,12 +113,14 @@ class BoundedOptimizerWorker(OptimizerWorker):
         if not lags:
             overcome = self._await_readers(bundle, step)
         start_s = time.perf_counter()
-        # The fp32 weights in place of device weights, which lag until the next step's forward has read them.
-        target = bundle.authority if lags else bundle.version(step + 1)
-        failure = self._update_surely(bundle, target, lr, self._gradient_scale(bundle, math.nan, 1.0))
+        failure = self._update_surely(bundle, step, lr, self._gradient_scale(bundle, math.nan, 1.0))
         self._busy_s += time.perf_counter() - start_s
         self._end_bundle(bundle, step)
         return overcome or failure
+
+    def _written_weights(self, bundle: Bundle, step: int) -> Tensor:
+        # The fp32 weights in place of device weights that lag: the next step's forward has to read those first.
+        return bundle.authority if self._store.lags(bundle) else super()._written_weights(bundle, step)
 
     def _leave_out(self, bundle: Bundle, step: int) -> None:
         """Make version `step + 1` of a bundle equal to version `step`."""

@@ -22,6 +22,7 @@ from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineEr
 from torchround.engine.lifecycle import Lifecycle
 from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED, OptimizerWorker, update_threads
 from torchround.engine.ordering import SETTLED, Ordering
+from torchround.engine.pass_data import check_micro_batches, host_micro_batch
 from torchround.engine.passes import (
     FIRST_SIZES,
     STAGE_JOB,
@@ -31,20 +32,18 @@ from torchround.engine.passes import (
     PassShape,
     StageJob,
     backward_inputs,
-    check_micro_batches,
     forward_inputs,
-    host_micro_batch,
     part_numbers,
     uploads,
 )
-from torchround.engine.results import STAGE_ENQUEUED, StepResult
+from torchround.engine.results import StepResult
 from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
-from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, HostTensors
+from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import LayeredModel, MicroBatch
@@ -324,19 +323,9 @@ class Engine:
         """Wait for the pass before the last, and forget hand-overs that no thread will ask for again."""
         while len(self._results) >= MOST_PASSES_UNDER_WAY:
             self._collect(self._results.pop(0))
-        if not self._results:
-            return
-        # All passes before this one are collected, updates included. Rule 4 of this one asks for the step
-        # before it, hence the minus one.
-        oldest = self._results[0]
-        self._ordering.retire(oldest.pass_.version - 1)
-        self._board.retire(TRAINING_PASS, oldest.pass_.step)
-        self._board.retire(LEARNING_RATE, oldest.pass_.step)
-        self._board.retire(UPDATED, oldest.pass_.step)
-        for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
-            self._board.retire(kind, oldest.pass_.index)
-        self._board.retire(STAGE_JOB, oldest.tasks[0].slot)
-        self._board.retire(STAGE_ENQUEUED, oldest.tasks[0].slot)
+        if self._results:
+            # All passes before this one are collected, updates included.
+            self._results[0].forget_before(self._board, self._ordering)
 
     def _collect(self, result: StepResult) -> None:
         """Wait for a pass, so that the engine may forget it."""

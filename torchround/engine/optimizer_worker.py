@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +20,16 @@ from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOver
 from torchround.engine.device import use_threads_here
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
+from torchround.engine.landed_gradients import LandedGradients, bundle_max_norms
 from torchround.engine.ordering import Ordering
-from torchround.engine.passes import TRAINING_PASS, Pass, read_loss
+from torchround.engine.pass_data import read_loss
+from torchround.engine.passes import TRAINING_PASS, Pass
 from torchround.engine.store.bundles import Bundle
-from torchround.engine.store.host_memory import HostBuffer, HostPool
+from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.prediction import Prediction
 from torchround.engine.worker.activation_transfers import LOSS
-from torchround.optim import UpdateProgress, adamw_update_, clip_scale, layer_max_norm, sum_of_squares
+from torchround.optim import UpdateProgress, adamw_update_, clip_scale
 from torchround.optim.adamw import UpdateKernel
 from torchround.optim.kernel import UpdateDtypes, get_kernels
 
@@ -90,10 +92,13 @@ class OptimizerWorker:
         self._board = board
         self._ordering = ordering
         self._pool = pool
+        self._landed = LandedGradients(store, ordering, pool, board.observer)
         self._settings = settings
         self._max_norm = max_norm
         # By bundle, if each is clipped by its own norm.
-        self._bundle_max_norms: Mapping[int, float] = _shares(store, max_norm) if clip == "layer" else {}
+        self._bundle_max_norms: Mapping[int, float] = (
+            bundle_max_norms(store, max_norm) if clip == "layer" else {}
+        )
         self._on_failure = on_failure
         self._num_threads = num_threads
         self.moves = 0
@@ -145,17 +150,16 @@ class OptimizerWorker:
     def _collect(self, pass_: Pass) -> None:
         """Add up a step's gradient and its norm as parts land, then read the losses."""
         step = pass_.step
-        for bundle, parts in self._landing_order(step):
+        for bundle, parts in self._landed.landing_order(step):
             # Otherwise a stop would be noticed only after all gradients that had landed before it.
             self._board.raise_if_stopped()
             self._location = self._location_of(bundle)
-            landings = [self._ordering.before_gradient_read(bundle.index, step, part) for part in parts]
+            landings = self._landed.wait(bundle, step, parts)
             start = time.perf_counter()
-            if bundle.adds_up:
-                self._add_up(bundle, step, parts, landings)
+            self._landed.add(bundle, step, parts, landings)
             # The norm needs the whole sum, so it comes with the last round.
-            if parts.stop == self._ordering.num_parts(bundle.index, step):
-                self._squares[bundle.index] = self._norm_squared(bundle)
+            if self._landed.are_last(bundle, step, parts):
+                self._squares[bundle.index] = self._landed.norm_squared(bundle)
             self._busy_s += time.perf_counter() - start
         # Losses last: devices that wait until a part of a gradient is consumed cannot send the later ones.
         self._read_losses(pass_)
@@ -166,45 +170,6 @@ class OptimizerWorker:
             for m in range(len(pass_.micro_batches))
         ]
         self._num_labels = pass_.num_labels
-
-    def _landing_order(self, step: int) -> Iterator[tuple[Bundle, range]]:
-        """Yield bundles with the parts of their gradient that one round makes, in the order in which they land.
-
-        Rounds land one after the other, and the deepest layers of each round first.
-        """
-        first = self._store.trained[0]
-        rounds = self._ordering.num_parts(first.index, step) // len(first.layers)
-        for round_index in range(rounds):
-            for bundle in reversed(self._store.trained):
-                uses = len(bundle.layers)
-                yield bundle, range(round_index * uses, (round_index + 1) * uses)
-
-    def _add_up(self, bundle: Bundle, step: int, parts: range, landings: list[HostBuffer | None]) -> None:
-        """Add parts to the sum in fp32 and give their buffers back.
-
-        The order is fixed, so that the sum does not depend on which part lands first.
-        """
-        assert bundle.gradient is not None, f"bundle {bundle.index} has no gradient buffer"
-        for part, buffer in zip(parts, landings, strict=True):
-            assert buffer is not None, f"part {part} of bundle {bundle.index} landed in no buffer"
-            landed = buffer.memory.view(self._store.gradient_dtype)
-            self._board.observer.touched(reads=[buffer.memory], writes=[bundle.gradient])
-            if part == 0:
-                bundle.gradient.copy_(landed)  # what the buffer held before is the previous step's
-            else:
-                bundle.gradient.add_(landed)
-            # The buffer is back before the device that waits for it is woken, which may take this very one.
-            self._pool.give(buffer, busy=[])
-            self._ordering.part_consumed(bundle.index, step, part)
-
-    def _norm_squared(self, bundle: Bundle) -> float:
-        """Return the squared norm, added parameter by parameter so that it does not depend on the layout."""
-        gradient = bundle.gradient
-        assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
-        self._board.observer.touched(reads=[gradient], writes=())
-        return math.fsum(
-            float(sum_of_squares(parameter.view(gradient).reshape(-1))) for parameter in bundle.parameters
-        )
 
     # Updates.
 
@@ -305,7 +270,7 @@ class OptimizerWorker:
             fault = self._await_readers(bundle, step)
             overcome = overcome or fault
             gradient_scale = self._gradient_scale(bundle, norm, loss_scale)
-            fault = self._update_surely(bundle, bundle.version(step + 1), lr, gradient_scale)
+            fault = self._update_surely(bundle, step, lr, gradient_scale)
             overcome = overcome or fault
             # Posted per bundle: the next step's forward uploads the first layers
             # while later ones are updated.
@@ -314,25 +279,29 @@ class OptimizerWorker:
         return overcome
 
     def _update_surely(
-        self, bundle: Bundle, device_weight: Tensor, lr: float, gradient_scale: float
+        self, bundle: Bundle, step: int, lr: float, gradient_scale: float
     ) -> PipelineError | None:
         """Update a bundle; if that fails, once more. Returns the fault that the second try overcame."""
         overcome: PipelineError | None = None
         progress = (UpdateProgress(), UpdateProgress())
         start_s = time.perf_counter()
         try:
-            self._update_bundle(bundle, device_weight, lr, gradient_scale, progress, self._kernels)
+            self._update_bundle(bundle, step, lr, gradient_scale, progress, self._kernels)
         except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
             overcome = self._failure(error)
             # Without compiled kernels, which may be what failed.
-            self._update_bundle(bundle, device_weight, lr, gradient_scale, progress, {})
+            self._update_bundle(bundle, step, lr, gradient_scale, progress, {})
         self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
         return overcome
+
+    def _written_weights(self, bundle: Bundle, step: int) -> Tensor:
+        """Return the device weights that step `step`'s update writes."""
+        return bundle.version(step + 1)
 
     def _update_bundle(
         self,
         bundle: Bundle,
-        device_weight: Tensor,
+        step: int,
         lr: float,
         gradient_scale: float,
         progress: tuple[UpdateProgress, UpdateProgress],
@@ -343,6 +312,7 @@ class OptimizerWorker:
         assert weight is not None and first is not None and second is not None and gradient is not None, (
             "a trained bundle lacks a buffer"
         )
+        device_weight = self._written_weights(bundle, step)
         self._board.observer.touched(reads=[gradient], writes=[weight, first, second, device_weight])
         segments = (slice(0, bundle.decayed), slice(bundle.decayed, bundle.numel))
         decays = (self._settings.weight_decay, 0.0)
@@ -420,15 +390,6 @@ class OptimizerWorker:
         failure = PipelineError(self._location, problem, leaves_whole)
         failure.__cause__ = error
         return failure
-
-
-def _shares(store: HostStore, max_norm: float) -> dict[int, float]:
-    """Return the largest norm of each trained bundle's gradient if each is clipped by its own norm."""
-    sizes = {
-        bundle.index: sum(parameter.shape.numel() for parameter in bundle.parameters)
-        for bundle in store.trained
-    }
-    return {index: layer_max_norm(max_norm, size, sum(sizes.values())) for index, size in sizes.items()}
 
 
 def update_threads(num_devices: int) -> int:

@@ -6,19 +6,19 @@ before. `pipeline/host_buffers.py` counts for the worst order.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchround.engine.board import HandOver, Observer
-from torchround.engine.device import Device, Event, PastEvent
+from torchround.engine.board import HandOver
+from torchround.engine.device import Device
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
 from torchround.engine.worker.bundle_transfers import upload_use
-from torchround.engine.worker.slots import Packing, aligned, fill
+from torchround.engine.worker.slots import Packing, aligned
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, kept_cuts, pass_buffers, whole_pages
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
@@ -196,58 +196,6 @@ def part_numbers(store: HostStore, task: StageTask) -> dict[tuple[int, int], int
             users = store.bundles[index].layers
             parts[layer, index] = task.round * len(users) + users[::-1].index(layer)
     return parts
-
-
-def host_micro_batch(
-    micro_batch: MicroBatch,
-    pool: HostPool,
-    observer: Observer,
-    readers: int,
-    synchronize: Callable[[Event], None],
-) -> HostTensors:
-    """Copy a micro-batch's integers into one pool buffer, for `readers` devices to upload.
-
-    `synchronize` waits for the device events after which the buffer may be written.
-    """
-    tensors = micro_batch.tensors()
-    packing = Packing.of(tensors)
-    buffer = pool.take(packing.nbytes)
-    for event in buffer.busy:
-        synchronize(event)
-    observer.touched(reads=(), writes=[buffer.memory])
-    fill(packing.views(buffer.memory), tensors)
-    return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.facts())
-
-
-def read_loss(boundary: HostTensors, pool: HostPool) -> float:
-    """Return the sum of a micro-batch's token losses, as one of the boundary's readers. Waits until it has landed."""
-    boundary.landed.synchronize()
-    [loss_sum] = boundary.packing.views(boundary.memory)
-    value = float(loss_sum)  # read before the buffer is given back
-    boundary.reader_ends(PastEvent(), pool)
-    return value
-
-
-def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
-    """Return what is wrong with the micro-batches of a pass, or None."""
-    if not micro_batches:
-        return "a pass needs at least one micro-batch"
-    for index, micro_batch in enumerate(micro_batches):
-        for name, tensor in zip(
-            ("tokens", "labels", "positions", "document_ids"), micro_batch.tensors(), strict=True
-        ):
-            if tensor.dtype != torch.int64 or tensor.dim() != 2 or tensor.shape != micro_batch.tokens.shape:
-                return (
-                    f"micro-batch {index}: {name} is {tensor.dtype} {tuple(tensor.shape)}; "
-                    f"expected int64 [B, T] like tokens {tuple(micro_batch.tokens.shape)}"
-                )
-    bounds = {micro_batch.max_documents for micro_batch in micro_batches}
-    if len(bounds) > 1:
-        return (
-            "all micro-batches of a pass must have the same max_documents, "
-            f"but these have {sorted(map(str, bounds))}"
-        )
-    return None
 
 
 class BufferReservation:

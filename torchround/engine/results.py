@@ -12,13 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 
-from torchround.engine.board import HandOver, WaitForHandOver
+from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.device import Mark, Stream
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
-from torchround.engine.optimizer_worker import UPDATED, BundleUpdate, UpdateReport
-from torchround.engine.passes import Pass, read_loss
+from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED, BundleUpdate, UpdateReport
+from torchround.engine.ordering import Ordering
+from torchround.engine.pass_data import read_loss
+from torchround.engine.passes import STAGE_JOB, TRAINING_PASS, Pass
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.worker.activation_transfers import LOSS
+from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, StageKind, StageTask
 from torchround.pipeline.timeline import TaskKind
@@ -191,6 +193,19 @@ class StepResult:
         self.wait()
         if self.pass_.training:
             self.update()
+
+    def forget_before(self, board: Board, ordering: Ordering) -> None:
+        """Forget hand-overs of passes before this one, which no thread will ask for again."""
+        pass_, first_slot = self.pass_, self.tasks[0].slot
+        # Rule 4 of this pass asks for the step before it, and its first layers may read the version before.
+        ordering.retire(pass_.version - 1)
+        board.retire(TRAINING_PASS, pass_.step)
+        board.retire(LEARNING_RATE, pass_.step)
+        board.retire(UPDATED, pass_.step)
+        for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
+            board.retire(kind, pass_.index)
+        board.retire(STAGE_JOB, first_slot)
+        board.retire(STAGE_ENQUEUED, first_slot)
 
     def keep(self) -> None:
         """Take the loss out of the engine's pool, which is about to close. It may be missing after a fault."""
