@@ -11,14 +11,21 @@ whose layers are of two versions.
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from torchround.config import OptimizerTable
+from torchround.engine.board import Board
 from torchround.engine.errors import PipelineError
-from torchround.engine.optimizer_worker import LEARNING_RATE, OptimizerWorker
+from torchround.engine.optimizer_worker import LEARNING_RATE, OptimizerWorker, update_threads
+from torchround.engine.ordering import Ordering
 from torchround.engine.passes import TRAINING_PASS, Pass
-from torchround.engine.store.bundles import Bundle
+from torchround.engine.settings import EngineSettings
+from torchround.engine.store.bundles import BOUNDED, Bundle
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_store import HostStore
 from torchround.optim.kernel import UpdateDtypes
 
 
@@ -113,7 +120,9 @@ class BoundedOptimizerWorker(OptimizerWorker):
         if not lags:
             overcome = self._await_readers(bundle, step)
         start_s = time.perf_counter()
-        failure = self._update_surely(bundle, step, lr, self._gradient_scale(bundle, math.nan, 1.0))
+        # Its own norm clips it: there is no global one yet.
+        scale = self._clipping.factor(bundle, math.nan, self._squares[bundle.index])
+        failure = self._update_surely(bundle, step, lr, scale)
         self._busy_s += time.perf_counter() - start_s
         self._end_bundle(bundle, step)
         return overcome or failure
@@ -134,3 +143,29 @@ class BoundedOptimizerWorker(OptimizerWorker):
         self._ordering.gradient_consumed(bundle.index, step)
         if not self._store.lags(bundle):
             self._ordering.updated(bundle.index, step)
+
+
+def make_optimizer_worker(
+    store: HostStore,
+    board: Board,
+    ordering: Ordering,
+    pool: HostPool,
+    on_failure: Callable[[PipelineError], None],
+    optimizer: OptimizerTable,
+    settings: EngineSettings,
+    num_devices: int,
+) -> OptimizerWorker:
+    """Return the optimizer worker of the store's policy, for an engine with these settings."""
+    worker_class = BoundedOptimizerWorker if store.policy is BOUNDED else OptimizerWorker
+    return worker_class(
+        store,
+        board,
+        ordering,
+        pool,
+        optimizer,
+        settings.max_norm,
+        settings.clip,
+        on_failure,
+        num_threads=update_threads(num_devices),
+        compiles=settings.compile_update,
+    )

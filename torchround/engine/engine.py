@@ -16,11 +16,12 @@ from torch import nn
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOverKey, Observer
-from torchround.engine.bounded_updates import BoundedOptimizerWorker
+from torchround.engine.bounded_updates import make_optimizer_worker
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
+from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.lifecycle import Lifecycle
-from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED, OptimizerWorker, update_threads
+from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED
 from torchround.engine.ordering import SETTLED, Ordering
 from torchround.engine.pass_data import check_micro_batches, host_micro_batch
 from torchround.engine.passes import (
@@ -39,7 +40,6 @@ from torchround.engine.passes import (
 from torchround.engine.results import StepResult
 from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
@@ -96,28 +96,19 @@ class Engine:
         self._saves: list[PendingSave[Any]] = []
         # The rounds decide which gradients add up on the host, and so which pool buffers they need.
         store.allocate_gradients(self.settings.rounds)
-        self._reservation = BufferReservation(model, store, self.pool, self.devices)
+        kind = self.devices[0].torch_device.type
+        kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind)
+        self._reservation = BufferReservation(model, store, self.pool, self.devices, kept)
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
         lagging = [bundle.index for bundle in store.trained if store.lags(bundle)]
         self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
         self._ordering.settled(self._step, store.resume_state())
-        workers = self._make_workers(model)
+        workers = self._make_workers(model, kept)
         queues = [
             QueueWatch(device, worker.state) for device, worker in zip(self.devices, workers, strict=True)
         ]
-        worker_class = BoundedOptimizerWorker if store.policy is BOUNDED else OptimizerWorker
-        optimizer_worker = worker_class(
-            store,
-            self._board,
-            self._ordering,
-            self.pool,
-            optimizer,
-            self.settings.max_norm,
-            self.settings.clip,
-            self._life.fail,
-            num_threads=update_threads(len(self.devices)),
-            compiles=self.settings.compile_update,
-        )
+        parts = (store, self._board, self._ordering, self.pool, self._life.fail)
+        optimizer_worker = make_optimizer_worker(*parts, optimizer, self.settings, len(self.devices))
         readers = [worker.reader.thread for worker in workers if worker.reader is not None]
         others = [saver_thread(store, self._board, self._ordering), optimizer_worker.thread, *readers]
         self._watchdog = Watchdog(
@@ -340,7 +331,7 @@ class Engine:
 
     # Faults and threads.
 
-    def _make_workers(self, model: LayeredModel) -> list[DeviceWorker]:
+    def _make_workers(self, model: LayeredModel, kept: KeptLayers) -> list[DeviceWorker]:
         setup = WorkerSetup(
             store=self.store,
             board=self._board,
@@ -354,6 +345,7 @@ class Engine:
             times_layers=self.settings.times_layers,
             accumulate_dtype=self.settings.accumulate_dtype,
             compiler=self.settings.compiler,
+            kept=kept,
             on_failure=self._life.fail,
         )
         skeletons = [list(copy.deepcopy(nn.ModuleList(model.layers))) for _ in self.devices]

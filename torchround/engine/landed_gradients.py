@@ -8,7 +8,7 @@ from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.optim import layer_max_norm, sum_of_squares
+from torchround.optim import clip_scale, layer_max_norm, sum_of_squares
 
 
 class LandedGradients:
@@ -73,10 +73,24 @@ class LandedGradients:
         )
 
 
-def bundle_max_norms(store: HostStore, max_norm: float) -> dict[int, float]:
-    """Return the largest norm of each trained bundle's gradient if each is clipped by its own norm."""
-    sizes = {
-        bundle.index: sum(parameter.shape.numel() for parameter in bundle.parameters)
-        for bundle in store.trained
-    }
-    return {index: layer_max_norm(max_norm, size, sum(sizes.values())) for index, size in sizes.items()}
+class Clipping:
+    """The factor on each bundle's gradient: by the norm of the whole gradient, or, with "layer", by the bundle's own."""
+
+    def __init__(self, store: HostStore, max_norm: float, clip: str) -> None:
+        sizes = {
+            bundle.index: sum(parameter.shape.numel() for parameter in bundle.parameters)
+            for bundle in store.trained
+        }
+        self._by_layer = clip == "layer"
+        self._max_norms = {
+            index: layer_max_norm(max_norm, size, sum(sizes.values())) if self._by_layer else max_norm
+            for index, size in sizes.items()
+        }
+
+    def factor(self, bundle: Bundle, norm: float, squares: float, loss_scale: float = 1.0) -> float:
+        """Return the factor that clips the bundle's gradient and undoes the loss scale.
+
+        `norm` is the whole gradient's, without the loss scale, `squares` the bundle's squared norm with it.
+        """
+        clipped = math.sqrt(squares) / loss_scale if self._by_layer else norm
+        return clip_scale(clipped, self._max_norms[bundle.index]) / loss_scale

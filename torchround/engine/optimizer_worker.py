@@ -20,7 +20,7 @@ from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOver
 from torchround.engine.device import use_threads_here
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
-from torchround.engine.landed_gradients import LandedGradients, bundle_max_norms
+from torchround.engine.landed_gradients import Clipping, LandedGradients
 from torchround.engine.ordering import Ordering
 from torchround.engine.pass_data import read_loss
 from torchround.engine.passes import TRAINING_PASS, Pass
@@ -29,7 +29,7 @@ from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.prediction import Prediction
 from torchround.engine.worker.activation_transfers import LOSS
-from torchround.optim import UpdateProgress, adamw_update_, clip_scale
+from torchround.optim import UpdateProgress, adamw_update_
 from torchround.optim.adamw import UpdateKernel
 from torchround.optim.kernel import UpdateDtypes, get_kernels
 
@@ -94,11 +94,7 @@ class OptimizerWorker:
         self._pool = pool
         self._landed = LandedGradients(store, ordering, pool, board.observer)
         self._settings = settings
-        self._max_norm = max_norm
-        # By bundle, if each is clipped by its own norm.
-        self._bundle_max_norms: Mapping[int, float] = (
-            bundle_max_norms(store, max_norm) if clip == "layer" else {}
-        )
+        self._clipping = Clipping(store, max_norm, clip)
         self._on_failure = on_failure
         self._num_threads = num_threads
         self.moves = 0
@@ -250,13 +246,6 @@ class OptimizerWorker:
             return "" if self._store.loss_scaling.can_fall(loss_scale) else "the gradient is not finite"
         return str(self._store.spikes.spike(loss, norm) or "")
 
-    def _gradient_scale(self, bundle: Bundle, norm: float, loss_scale: float) -> float:
-        """Return the factor on a bundle's gradient, which clips it and undoes the loss scale. `norm` is the global one."""
-        max_norm = self._bundle_max_norms.get(bundle.index)
-        if max_norm is None:
-            return clip_scale(norm, self._max_norm) / loss_scale
-        return clip_scale(math.sqrt(self._squares[bundle.index]) / loss_scale, max_norm) / loss_scale
-
     def _apply(self, step: int, lr: float, norm: float, loss_scale: float) -> PipelineError | None:
         """Update every bundle, in forward order. Returns the first fault that a second try overcame."""
         overcome: PipelineError | None = None
@@ -269,7 +258,7 @@ class OptimizerWorker:
             self._before_update(bundle, step)
             fault = self._await_readers(bundle, step)
             overcome = overcome or fault
-            gradient_scale = self._gradient_scale(bundle, norm, loss_scale)
+            gradient_scale = self._clipping.factor(bundle, norm, self._squares[bundle.index], loss_scale)
             fault = self._update_surely(bundle, step, lr, gradient_scale)
             overcome = overcome or fault
             # Posted per bundle: the next step's forward uploads the first layers

@@ -21,6 +21,7 @@ from torchround.engine.pass_data import read_loss
 from torchround.engine.passes import STAGE_JOB, TRAINING_PASS, Pass
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
+from torchround.engine.worker.kept_transfers import KEPT
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, StageKind, StageTask
 from torchround.pipeline.timeline import TaskKind
@@ -204,6 +205,7 @@ class StepResult:
         board.retire(UPDATED, pass_.step)
         for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
             board.retire(kind, pass_.index)
+        board.retire(KEPT, pass_.index)
         board.retire(STAGE_JOB, first_slot)
         board.retire(STAGE_ENQUEUED, first_slot)
 
