@@ -47,11 +47,10 @@ def model_with_adapters(name: str, flavor: str, targets: tuple[str, ...]) -> Lay
 def as_the_engine_binds(layer: nn.Module, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
     """Give a layer weights on a device, none of them 0 or 1, and fp32 gradients; a frozen one stays frozen."""
     trained = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
-    layer.to_empty(device="cpu")
+    layer.to_empty(device=device).to(dtype).requires_grad_(False)
     torch.manual_seed(3)
-    for _, parameter in layer.named_parameters():
-        parameter.data = torch.randn(parameter.shape).mul_(0.1).to(device, dtype)
-        parameter.requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape).mul_(0.1))
     for name in trained:
         parameter = layer.get_parameter(name).requires_grad_()
         parameter.grad_dtype = torch.float32

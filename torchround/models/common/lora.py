@@ -129,8 +129,8 @@ class LoraLinear(nn.Linear, Adaptable):
         self.lora_b = nn.Parameter(torch.empty(base.out_features, lora.rank, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = passing(F.linear, x, self.weight, self.bias)
         low = project(self.drop(x), self.lora_a)  # [..., A] -> [..., r]
+        plain = passing(F.linear, x, self.weight, self.bias)
         return joined(torch.add, plain, passing(project, low, self.lora_b) * self.lora.scale)
 
 
