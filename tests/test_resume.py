@@ -11,6 +11,7 @@ import torchround.pipeline.plan_report
 import torchround.trainer
 from tests.support.small_run import (
     ASYNC,
+    PREDICT,
     STEPS,
     TIED,
     TWO_ROUNDS,
@@ -36,6 +37,8 @@ MODES = {
     "async, tied, two rounds": [ASYNC, TIED, TWO_ROUNDS],
     "async, bfloat16": [ASYNC, "--training.dtype=bfloat16"],
     "async, float16": [ASYNC, "--training.dtype=float16"],
+    "async, predict": [ASYNC, PREDICT],
+    "async, predict, tied, bfloat16": [ASYNC, PREDICT, TIED, "--training.dtype=bfloat16"],
 }
 
 

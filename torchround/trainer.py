@@ -282,7 +282,7 @@ class Trainer:
     def _validate(self, engine: Engine) -> None:
         """Validate the newest step, and report it with the loss. No step stays under way."""
         engine.drain()  # the step under way counts as training time
-        with self._meter.excluded():
+        with self._meter.excluded(), self.store.true_device_weights():
             loss = self._validation.loss(engine)
         if loss is not None:
             self._checkpoints.add_validation(loss)

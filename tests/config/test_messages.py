@@ -127,6 +127,11 @@ CONFLICTS = [
         ["training.micro_batch_size", "training.global_batch_size"],
         ["9 and 8"],
     ),
+    (
+        {"engine.delay_correction": "predict", "engine.update": "sync"},
+        ["engine.delay_correction", "engine.update"],
+        ['given "predict" and "sync"', 'update = "async"'],
+    ),
     ({"engine.rounds": "5"}, ["engine.rounds", "training.global_batch_size"], ["5 rounds", "1 to 4"]),
     ({"engine.plan": "{forward=[1],fused=1,backward=[1],rounds=5}"}, ["engine.plan"], ["5 rounds", "1 to 4"]),
     (

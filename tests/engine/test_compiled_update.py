@@ -19,7 +19,7 @@ from tests.support.toy import (
 from torchround.config import EngineTable
 from torchround.engine.errors import PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker, update_threads
-from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
 from torchround.optim.kernel import AdamWKernel, KernelError
 from torchround.run import engine_parts
 
@@ -50,7 +50,7 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [SYNC, ASYNC, ASYNC_PREDICT], ids=["sync", "async", "async, predict"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_training_is_bitwise_the_same_with_the_compiled_update(calls, dtype, policy):
     plain = trained_state(False, dtype, policy, tied=True)  # tied: one gradient in fp32
@@ -87,7 +87,7 @@ def test_the_first_step_runs_on_the_devices_while_the_update_compiles(monkeypatc
     """The loss is there before the kernels are; and a compiler that takes long is no hang."""
     loss_is_known = threading.Event()
 
-    def slow_kernels(wanted, meanwhile):
+    def slow_kernels(wanted, meanwhile, predicts):
         started = time.monotonic()
         while not loss_is_known.is_set() or time.monotonic() - started < 1.0:
             meanwhile()
@@ -107,7 +107,7 @@ def test_the_first_step_runs_on_the_devices_while_the_update_compiles(monkeypatc
 
 
 def test_a_fault_while_the_update_compiles_ends_every_thread(monkeypatch):
-    def endless_kernels(wanted, meanwhile):
+    def endless_kernels(wanted, meanwhile, predicts):
         while True:
             meanwhile()
             time.sleep(0.01)

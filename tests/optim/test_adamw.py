@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchround.optim import UpdateProgress, adamw_update_
-from torchround.optim.adamw import CHUNK_ELEMENTS, new_values, update_factors
+from torchround.optim.adamw import CHUNK_ELEMENTS, new_values, predict_, update_factors
 
 HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -29,9 +29,20 @@ def random_buffers(numel: int, seed: int = 0, gradient: torch.dtype = torch.bflo
 
 
 def update(
-    buffers: Buffers, step: int = 3, scale: float = 0.7, progress: UpdateProgress | None = None
+    buffers: Buffers,
+    step: int = 3,
+    scale: float = 0.7,
+    progress: UpdateProgress | None = None,
+    predicts: bool = False,
 ) -> None:
-    adamw_update_(*buffers, **HYPER, bias_correction_step=step, gradient_scale=scale, progress=progress)
+    adamw_update_(
+        *buffers,
+        **HYPER,
+        bias_correction_step=step,
+        gradient_scale=scale,
+        progress=progress,
+        predicts=predicts,
+    )
 
 
 def same_bits(left: Buffers, right: Buffers) -> bool:
@@ -193,32 +204,68 @@ class FailAtOperation(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations_of_an_update(buffers: Buffers) -> int:
+def operations_of_an_update(buffers: Buffers, predicts: bool) -> int:
     with FailAtOperation(fatal=0) as counter:
-        update(buffers)
+        update(buffers, predicts=predicts)
     return counter.seen
 
 
-def test_an_update_that_fails_at_any_operation_is_finished_by_a_second_call() -> None:
+@pytest.mark.parametrize("predicts", [False, True])
+def test_an_update_that_fails_at_any_operation_is_finished_by_a_second_call(predicts: bool) -> None:
     start = random_buffers(2 * CHUNK_ELEMENTS + 100)
     finished = copy_of(start)
-    for fatal in range(1, operations_of_an_update(finished) + 1):
+    for fatal in range(1, operations_of_an_update(finished, predicts) + 1):
         buffers, progress = copy_of(start), UpdateProgress()
         with pytest.raises(PlantedError), FailAtOperation(fatal):
-            update(buffers, progress=progress)
+            update(buffers, progress=progress, predicts=predicts)
 
         done, later = progress.done, min(progress.done + CHUNK_ELEMENTS, start[0].numel())
         for now, new, old in zip(buffers, finished, start, strict=True):
             assert torch.equal(now[:done], new[:done])
             assert torch.equal(now[later:], old[later:])
-        update(buffers, progress=progress)
+        update(buffers, progress=progress, predicts=predicts)
         assert same_bits(buffers, finished)
 
 
-def test_the_chunk_function_is_one_graph_with_the_same_bits() -> None:
+def test_a_predicted_device_weight_is_one_more_step_along_the_same_direction_rounded_once() -> None:
+    buffers = random_buffers(CHUNK_ELEMENTS + 10_007)
+    plain = copy_of(buffers)
+    update(plain)
+    update(buffers, predicts=True)
+    assert same_bits(buffers[:4], plain[:4])  # type: ignore[arg-type]
+    weight, first, second = (tensor.numpy() for tensor in buffers[:3])
+    beta1, beta2 = HYPER["betas"]
+    spread = np.sqrt(second) * np.float32((1 - beta2**3) ** -0.5) + np.float32(HYPER["eps"])
+    expected = weight + first * np.float32(-HYPER["lr"] / (1 - beta1**3)) / spread
+    assert torch.equal(buffers[4], torch.from_numpy(expected).bfloat16())
+
+
+@settings(max_examples=15, deadline=None)
+@given(numel=st.integers(1, 3000), step=st.integers(1, 10**6), seed=st.integers(0, 1000))
+def test_predicted_device_weights_follow_from_the_state_bit_for_bit(numel: int, step: int, seed: int) -> None:
+    buffers = random_buffers(numel, seed)
+    update(buffers, step=step, predicts=True)
+    weight, exp_avg, exp_avg_sq, _, device_weight = buffers
+    derived = torch.empty_like(device_weight)
+    numbers = {name: value for name, value in HYPER.items() if name != "weight_decay"}
+    predict_(derived, weight, exp_avg, exp_avg_sq, **numbers, bias_correction_step=step)
+    assert torch.equal(derived, device_weight)
+
+
+def test_a_prediction_costs_one_addition_a_chunk_and_no_second_pass() -> None:
+    """Every other operation of an update is there without it; nothing reads or writes a whole buffer again."""
+    numel = 2 * CHUNK_ELEMENTS + 100
+    plain, predicting = (
+        operations_of_an_update(random_buffers(numel), predicts) for predicts in (False, True)
+    )
+    assert predicting == plain + 3
+
+
+@pytest.mark.parametrize("predicts", [False, True])
+def test_the_chunk_function_is_one_graph_with_the_same_bits(predicts: bool) -> None:
     weight, exp_avg, exp_avg_sq, gradient, _ = random_buffers(4099)
     factors = update_factors(**HYPER, bias_correction_step=3, gradient_scale=0.7)
-    arguments = (weight, exp_avg, exp_avg_sq, gradient, factors, torch.sqrt)
+    arguments = (weight, exp_avg, exp_avg_sq, gradient, factors, torch.sqrt, predicts)
     traced = torch.compile(new_values, fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(new_values(*arguments), traced(*arguments), strict=True):
         assert torch.equal(ours, theirs)

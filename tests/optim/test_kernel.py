@@ -54,9 +54,20 @@ def copy_of(buffers: Buffers) -> Buffers:
     return tuple(tensor.clone() for tensor in buffers)  # type: ignore[return-value]
 
 
-def update(buffers: Buffers, kernel: AdamWKernel | None, progress: UpdateProgress | None = None) -> None:
+def update(
+    buffers: Buffers,
+    kernel: AdamWKernel | None,
+    progress: UpdateProgress | None = None,
+    predicts: bool = False,
+) -> None:
     adamw_update_(
-        *buffers, **HYPER, bias_correction_step=3, gradient_scale=0.7, progress=progress, kernel=kernel
+        *buffers,
+        **HYPER,
+        bias_correction_step=3,
+        gradient_scale=0.7,
+        progress=progress,
+        kernel=kernel,
+        predicts=predicts,
     )
 
 
@@ -86,6 +97,20 @@ def test_the_kernel_gives_the_plain_passs_bits_for_every_short_length(
         update(plain, None)
         update(compiled, kernels[dtypes])
         assert_same_bits(compiled, plain)
+
+
+def test_a_kernel_that_predicts_gives_the_plain_passs_bits() -> None:
+    pairs: list[UpdateDtypes] = [(F32, F32), (F32, BF16)]
+    kernels = get_kernels(pairs, lambda: None, predicts=True)
+    assert kernels.keys() == set(pairs)
+    for dtypes, numel in itertools.product(pairs, (*range(1, 70), 511, 512, 513, 300_001)):
+        plain = random_buffers(numel, dtypes, seed=numel)
+        compiled = copy_of(plain)
+        update(plain, None, predicts=True)
+        update(compiled, kernels[dtypes], predicts=True)
+        assert_same_bits(compiled, plain)
+        # The last rounding hides many predictions in 16 bits, but none of this many.
+        assert numel < 500 or not torch.equal(plain[4], plain[0].to(dtypes[1]))
 
 
 @settings(max_examples=20, deadline=None)
@@ -216,6 +241,7 @@ def test_a_second_run_finds_the_library_without_a_compiler(
 def test_the_library_is_named_by_what_decides_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     library = kernel_library(BF16, BF16)
     assert library != kernel_library(F32, BF16)
+    assert library != kernel_library(BF16, BF16, predicts=True)
     monkeypatch.setattr(torch, "__version__", "0.0.0")
     assert library != kernel_library(BF16, BF16)
 

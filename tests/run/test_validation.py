@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.support.small_run import ASYNC, SmallRuns, before_step, interrupt, small_runs, write_text
+from tests.support.small_run import ASYNC, PREDICT, SmallRuns, before_step, interrupt, small_runs, write_text
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.commands import train_model
 from torchround.commands.manage_checkpoints import main as manage
@@ -29,6 +29,24 @@ def with_losses(monkeypatch: pytest.MonkeyPatch, losses: Mapping[int, float]) ->
 
 def logged(small_runs: SmallRuns, name: str) -> list[int]:
     return [int(line["step"]) for line in small_runs.steps(name)]
+
+
+def test_every_validation_of_a_run_that_predicts_is_of_the_weights_that_its_checkpoint_holds(
+    small_runs: SmallRuns,
+) -> None:
+    """A run that begins with a checkpoint's weights and learns next to nothing has the loss that was validated."""
+    predicts = (*VALIDATED, ASYNC, PREDICT, "--checkpoint.interval_steps=3", "--validation.max_batches=2")
+    assert small_runs("run", *predicts) == 0
+    validated = {line["step"]: line["validation_loss"] for line in small_runs.steps("run")}
+    for step in (3, 5):
+        start = [
+            "--checkpoint.load=weights",
+            f"--checkpoint.load_path={small_runs.path('run') / 'checkpoints' / f'step-{step}'}",
+            "--training.steps=1",
+            "--optimizer.lr=1e-30",
+        ]
+        assert small_runs(f"from-{step}", *predicts, *start) == 0
+        assert small_runs.steps(f"from-{step}")[0]["validation_loss"] == validated[step]
 
 
 # The best checkpoint.

@@ -62,6 +62,7 @@ lr = 1e-2
 interval_steps = 0
 """
 ASYNC = "--engine.update=async"
+PREDICT = "--engine.delay_correction=predict"
 TIED = "--model.flavor=tied"
 TWO_ROUNDS = "--engine.plan={ forward = [2, 2], fused = 1, backward = [1, 3], rounds = 2 }"
 

@@ -68,6 +68,12 @@ class EngineTable(Table):
     weights after t - 1 updates, so that the end of one step overlaps with the start of the next. `async` takes 2 bytes
     more host memory per trained parameter, and the delay of one step can hurt pre-training from scratch."""
 
+    delay_correction: Literal["none", "predict"] = "none"
+    """Correction of the delay in `async`. `predict`: devices compute with weights one update ahead of the newest, along the
+    direction of the last update (AdamW's moments, no weight decay). It takes no memory and no second pass. Checkpoints
+    and exports hold the true weights, and validations compute with them: each then writes the device weights twice
+    more. Needs `update = "async"`."""
+
     rounds: PositiveInt | Literal["auto"] | None = None
     """Number of parts that a step's micro-batches are cut into, 1 to the number of micro-batches. The parts pass through
     all stages one after the other. More rounds keep fewer boundary activations in host memory, but each round uploads

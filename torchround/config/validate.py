@@ -252,7 +252,12 @@ def _checkpoint(config: Config) -> Iterator[Conflict]:
 
 
 def _engine(config: Config) -> Iterator[Conflict]:
-    plan = config.engine.plan
+    plan, update, correction = config.engine.plan, config.engine.update, config.engine.delay_correction
+    if correction != "none" and update != "async":
+        message = (
+            f'given "{correction}" and "{update}"; legal: "none", or update = "async", which has the delay'
+        )
+        yield ("engine.delay_correction", "engine.update"), message
     if isinstance(plan, PlanTable) and sum(plan.forward) != sum(plan.backward):
         message = (
             f"forward stages hold {sum(plan.forward)} layers, backward stages {sum(plan.backward)}; "

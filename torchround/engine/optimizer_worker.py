@@ -24,6 +24,7 @@ from torchround.engine.passes import TRAINING_PASS, Pass, read_loss
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.prediction import Prediction
 from torchround.engine.worker.activation_transfers import LOSS
 from torchround.optim import UpdateProgress, adamw_update_, clip_scale, layer_max_norm, sum_of_squares
 from torchround.optim.adamw import UpdateKernel
@@ -109,7 +110,9 @@ class OptimizerWorker:
         try:
             use_threads_here(self._num_threads)
             if self._compiles:
-                self._kernels = get_kernels(self._dtypes(), self._while_compiling)
+                self._kernels = get_kernels(
+                    self._dtypes(), self._while_compiling, self._store.policy.predicts
+                )
             for step in itertools.count(self._first_step):
                 self._collect(self._board.wait(TRAINING_PASS(step)))
                 self._update(step, self._board.wait(LEARNING_RATE(step)))
@@ -268,6 +271,8 @@ class OptimizerWorker:
         overcome: PipelineError | None = None
         # Before the bundles: the bias correction of this update counts it.
         self._store.applied_updates += 1
+        if self._store.policy.predicts:
+            self._store.prediction = Prediction(float(lr), self._settings.betas, self._settings.eps)
         for bundle in self._store.trained:
             self._location = self._location_of(bundle)
             self._before_update(bundle, step)
@@ -322,6 +327,7 @@ class OptimizerWorker:
                 gradient_scale=gradient_scale,
                 progress=done,
                 kernel=kernels.get((gradient.dtype, device_weight.dtype)),
+                predicts=self._store.policy.predicts,
             )
 
     def _advance_version(self, step: int) -> PipelineError | None:

@@ -7,6 +7,8 @@ not depend on where the buffer is cut, on its alignment, on the number of thread
 use the compiled kernel (`kernel.py`) or not, or both in turn.
 
 The fp32 `weight` is the authority. The `device_weight` is its copy in the training dtype, which devices compute with.
+A step of `async` applies its gradient to weights that are one update newer than those that it computed with. With
+`predicts` the copy is therefore taken one update ahead, from the moments alone (`new_values`).
 """
 
 from collections.abc import Callable
@@ -21,7 +23,8 @@ from torch import Tensor
 # 350, 1 Mi 211 on one thread; 172, 302, 536, 548 on two.
 CHUNK_ELEMENTS = 256 * 1024
 
-NewValues = tuple[Tensor, Tensor, Tensor]
+# weight, exp_avg, exp_avg_sq, and what is rounded to the device weight.
+NewValues = tuple[Tensor, Tensor, Tensor, Tensor]
 
 # (weight, exp_avg, exp_avg_sq, gradient, device_weight, factors): does a whole update in place, or raises before it
 # has touched anything.
@@ -67,6 +70,7 @@ def adamw_update_(
     gradient_scale: float | Tensor = 1.0,
     progress: UpdateProgress | None = None,
     kernel: UpdateKernel | None = None,
+    predicts: bool = False,
 ) -> None:
     """Update `weight`, `exp_avg`, `exp_avg_sq` (fp32) and `device_weight` (= weight, cast) in place from `gradient`.
 
@@ -74,12 +78,15 @@ def adamw_update_(
     read, and `device_weight` may be `weight` itself. The gradient is first multiplied by `gradient_scale` in fp32
     (clip factor, 1 / loss scale). `bias_correction_step` counts from 1.
 
+    With `predicts`, `device_weight` receives the new weight moved once more along the update's own direction, rounded
+    once; it cannot be `weight` itself then.
+
     After an exception, calling again with the same arguments and the same `progress` finishes the update
     with the same bits; until then every chunk is either updated or untouched, except one whose commit itself
     was interrupted. Each update takes a fresh `progress`. Raises `ValueError` before touching anything when
     the buffers do not fit together.
 
-    `kernel`, compiled for these dtypes, updates the whole buffer at once with the same bits. It is not used to
+    `kernel`, compiled for these dtypes and this `predicts`, updates the whole buffer at once with the same bits. It is not used to
     finish an interrupted update, nor for a single element, which compilers treat as a special case.
     """
     _check(weight, exp_avg, exp_avg_sq, gradient, device_weight, bias_correction_step)
@@ -95,7 +102,7 @@ def adamw_update_(
         # Values of an interrupted chunk are reused: its old ones may be half overwritten.
         new = progress.computed_at(start)
         if new is None:
-            new = new_values(*old, gradient[start:stop], factors, exact_root)
+            new = new_values(*old, gradient[start:stop], factors, exact_root, predicts)
             progress.keep(start, new)
         commit_(old, device_weight[start:stop], new)
         progress.done = stop
@@ -108,8 +115,9 @@ def new_values(
     gradient: Tensor,
     factors: tuple[Tensor, ...],
     root: Callable[[Tensor], Tensor],
+    predicts: bool = False,
 ) -> NewValues:
-    """Compute new `weight`, `exp_avg`, `exp_avg_sq` as fresh fp32 tensors; a plain function that compiles.
+    """Compute new `weight`, `exp_avg`, `exp_avg_sq` and device weight as fp32 tensors; a plain function that compiles.
 
     `factors` from `update_factors` are `[]` tensors rather than numbers, so that a compiled version is not
     compiled again when the learning rate moves. `root` is an exactly rounded square root.
@@ -117,15 +125,49 @@ def new_values(
         g = gradient * gradient_scale
         m = exp_avg + (1 - beta1) * (g - exp_avg)
         v = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        w = (1 - lr * weight_decay) * weight - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        d = - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        w = (1 - lr * weight_decay) * weight + d
+        device weight = w + d if it predicts, otherwise w
     """
     gradient_scale, one_minus_beta1, beta2, one_minus_beta2, root_scale, eps, decay, minus_step = factors
     scaled = gradient.float().mul(gradient_scale)
     first = scaled.sub(exp_avg).mul_(one_minus_beta1).add_(exp_avg)
     second = exp_avg_sq.mul(beta2).add_(scaled.mul(one_minus_beta2).mul_(scaled))
+    direction = _direction(first, second, (root_scale, eps, minus_step), root)
+    updated = weight.mul(decay).add_(direction)
+    return updated, first, second, direction.add_(updated) if predicts else updated
+
+
+def predict_(
+    device_weight: Tensor,
+    weight: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    bias_correction_step: int,
+) -> None:
+    """Write the device weight that `adamw_update_` with `predicts` wrote, bit for bit, from the state that it left.
+
+    All are 1-D of equal length. The numbers are the arguments of that update. Takes 2 MiB of scratch.
+    """
+    factors = update_factors(lr, betas, eps, 0.0, bias_correction_step, 1.0)
+    numbers = (factors[4], factors[5], factors[7])
+    for start in range(0, weight.numel(), CHUNK_ELEMENTS):
+        chunk = slice(start, start + CHUNK_ELEMENTS)
+        direction = _direction(exp_avg[chunk], exp_avg_sq[chunk], numbers, exact_root)
+        device_weight[chunk].copy_(direction.add_(weight[chunk]))
+
+
+def _direction(
+    first: Tensor, second: Tensor, numbers: tuple[Tensor, ...], root: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the step that the moments ask for, weight decay apart, as a fresh tensor."""
+    root_scale, eps, minus_step = numbers
     denominator = root(second).mul_(root_scale).add_(eps)
-    updated = weight.mul(decay).add_(first.mul(minus_step).div_(denominator))
-    return updated, first, second
+    return first.mul(minus_step).div_(denominator)
 
 
 def exact_root(values: Tensor) -> Tensor:
@@ -137,11 +179,12 @@ def exact_root(values: Tensor) -> Tensor:
     return torch.from_numpy(np.sqrt(values.numpy()))
 
 
-def commit_(old: NewValues, device_weight: Tensor, new: NewValues) -> None:
-    """Copy a chunk's new values over its old ones and cast the new weight into `device_weight`. Can be repeated."""
-    for old_part, new_part in zip(old, new, strict=True):
+def commit_(old: tuple[Tensor, Tensor, Tensor], device_weight: Tensor, new: NewValues) -> None:
+    """Copy a chunk's new values over its old ones and cast the last one into `device_weight`. Can be repeated."""
+    *state, for_devices = new
+    for old_part, new_part in zip(old, state, strict=True):
         old_part.copy_(new_part)
-    device_weight.copy_(new[0])
+    device_weight.copy_(for_devices)
 
 
 def update_factors(

@@ -1,4 +1,4 @@
-"""The program that compiles AdamW's update: `python -m torchround.optim.compile_kernel bfloat16 bfloat16 out.so`.
+"""The program that compiles AdamW's update: `python -m torchround.optim.compile_kernel bfloat16 bfloat16 plain out.so`.
 
 A run starts it as a child process (`kernel.py`): a quarter of a minute of Python beside the device workers would
 hold them up, and importing the compiler into a training run would cost it 200 MB. The text of this file is part
@@ -20,9 +20,16 @@ from torchround.optim.adamw import commit_, new_values
 EXAMPLE_ELEMENTS = 100_001
 NUM_FACTORS = 8
 
+# The two kinds of device weight by their names on the command line.
+PLAIN, PREDICT = "plain", "predict"
+
 
 class InPlaceUpdate(nn.Module):
     """`adamw.new_values` and its commit, over five flat buffers of equal length and the eight factors."""
+
+    def __init__(self, predicts: bool) -> None:
+        super().__init__()
+        self.predicts = predicts
 
     def forward(
         self,
@@ -34,12 +41,12 @@ class InPlaceUpdate(nn.Module):
         *factors: Tensor,
     ) -> None:
         # As one vector instruction the square root is exactly rounded, like `adamw.exact_root`.
-        new = new_values(weight, exp_avg, exp_avg_sq, gradient, factors, torch.sqrt)
+        new = new_values(weight, exp_avg, exp_avg_sq, gradient, factors, torch.sqrt, self.predicts)
         commit_((weight, exp_avg, exp_avg_sq), device_weight, new)
 
 
-def compile_kernel(gradient: torch.dtype, device_weight: torch.dtype, library: Path) -> None:
-    """Compile for these dtypes and put the shared library at `library`, whole or not at all."""
+def compile_kernel(gradient: torch.dtype, device_weight: torch.dtype, predicts: bool, library: Path) -> None:
+    """Compile for these dtypes and this kind of device weight, and put the shared library at `library`, whole or not at all."""
     import torch._inductor  # imported late: it costs 200 MB
 
     buffers = [torch.ones(EXAMPLE_ELEMENTS) for _ in range(3)]
@@ -47,7 +54,7 @@ def compile_kernel(gradient: torch.dtype, device_weight: torch.dtype, library: P
     factors = [torch.ones(()) for _ in range(NUM_FACTORS)]
     length = torch.export.Dim("length", min=2, max=2**48)
     program = torch.export.export(
-        InPlaceUpdate(),
+        InPlaceUpdate(predicts),
         (*buffers, *factors),
         dynamic_shapes=(*({0: length} for _ in buffers), tuple({} for _ in factors)),
     )
@@ -67,11 +74,11 @@ def compile_kernel(gradient: torch.dtype, device_weight: torch.dtype, library: P
 
 
 def main(arguments: list[str]) -> None:
-    """Read the gradient's dtype, the device weight's dtype and the path of the library, and compile."""
+    """Read both dtypes (gradient, device weight), `plain` or `predict`, and the path of the library, and compile."""
     os.nice(10)  # training has priority
-    gradient, device_weight, library = arguments
+    gradient, device_weight, rule, library = arguments
     Path(library).parent.mkdir(parents=True, exist_ok=True)
-    compile_kernel(getattr(torch, gradient), getattr(torch, device_weight), Path(library))
+    compile_kernel(getattr(torch, gradient), getattr(torch, device_weight), rule == PREDICT, Path(library))
 
 
 if __name__ == "__main__":

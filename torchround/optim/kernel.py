@@ -29,6 +29,7 @@ from torch import Tensor
 from torchround.accelerators import NO_ACCELERATORS
 from torchround.optim import adamw
 from torchround.optim.adamw import adamw_update_
+from torchround.optim.compile_kernel import PLAIN, PREDICT
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +102,8 @@ class AdamWKernel:
         raise KernelError(f"the compiled update failed: {(last_error.value or b'no reason given').decode()}")
 
 
-def kernel_library(gradient: torch.dtype, device_weight: torch.dtype) -> Path:
-    """Return the path of the library for these dtypes, in Inductor's cache folder.
+def kernel_library(gradient: torch.dtype, device_weight: torch.dtype, predicts: bool = False) -> Path:
+    """Return the path of the library for these dtypes and this kind of device weight, in Inductor's cache folder.
 
     Its name has a key made from everything that decides the code: the source of the arithmetic and of the compiling
     program, PyTorch's version, and the processor, whose own instructions are used.
@@ -117,7 +118,8 @@ def kernel_library(gradient: torch.dtype, device_weight: torch.dtype) -> Path:
         str((platform.platform(), _processor(), torch.backends.cpu.get_cpu_capability())),
     )
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return Path(folder) / "torchround" / f"adamw-{_name(gradient)}-{_name(device_weight)}-{key}.so"
+    names = f"{_name(gradient)}-{_name(device_weight)}-{PREDICT if predicts else PLAIN}"
+    return Path(folder) / "torchround" / f"adamw-{names}-{key}.so"
 
 
 def _processor() -> str:
@@ -144,28 +146,29 @@ def _handles(tensors: list[Tensor]) -> "ctypes.Array[ctypes.c_void_p]":
 
 
 def get_kernels(
-    wanted: Collection[UpdateDtypes], meanwhile: Callable[[], None]
+    wanted: Collection[UpdateDtypes], meanwhile: Callable[[], None], predicts: bool = False
 ) -> dict[UpdateDtypes, AdamWKernel]:
     """Return a kernel for each pair in `wanted`, or, after one warning, no kernel at all if one cannot be had.
 
-    Compiles the kernels that the cache lacks, all at once, at low priority: about 15 s of a core each. Calls
+    They give updates with this `predicts`. Compiles the kernels that the cache lacks, all at once, at low priority: about 15 s of a core each. Calls
     `meanwhile` many times a second; an exception from it ends the compilers and is raised from here.
     """
     try:
-        libraries = {dtypes: kernel_library(*dtypes) for dtypes in wanted}
+        libraries = {dtypes: kernel_library(*dtypes, predicts) for dtypes in wanted}
         for path in libraries.values():
             _make_private(path.parent)
-        _compile({dtypes: path for dtypes, path in libraries.items() if not path.exists()}, meanwhile)
+        missing = {dtypes: path for dtypes, path in libraries.items() if not path.exists()}
+        _compile(missing, predicts, meanwhile)
         kernels = {dtypes: AdamWKernel(path) for dtypes, path in libraries.items()}
         for dtypes, kernel in kernels.items():
-            _check_bits(kernel, *dtypes)
+            _check_bits(kernel, *dtypes, predicts)
         return kernels
     except (KernelError, OSError) as error:
         logger.warning("%s; %s", error, PLAIN_COST)
         return {}
 
 
-def _compile(libraries: dict[UpdateDtypes, Path], meanwhile: Callable[[], None]) -> None:
+def _compile(libraries: dict[UpdateDtypes, Path], predicts: bool, meanwhile: Callable[[], None]) -> None:
     if not libraries:
         return
     if shutil.which(cxx_compiler()) is None:
@@ -175,7 +178,7 @@ def _compile(libraries: dict[UpdateDtypes, Path], meanwhile: Callable[[], None])
     started = time.monotonic()
     compilations = []
     try:
-        compilations = [_Compilation(dtypes, path) for dtypes, path in libraries.items()]
+        compilations = [_Compilation(dtypes, predicts, path) for dtypes, path in libraries.items()]
         while any(compilation.is_running() for compilation in compilations):
             meanwhile()
             if time.monotonic() - started > COMPILE_LIMIT_S:
@@ -196,10 +199,10 @@ def cxx_compiler() -> str:
 class _Compilation:
     """A child process that makes one library. Its output is read only if it fails."""
 
-    def __init__(self, dtypes: UpdateDtypes, library: Path) -> None:
+    def __init__(self, dtypes: UpdateDtypes, predicts: bool, library: Path) -> None:
         self._library = library
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
-        names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        names = [*(_name(dtype) for dtype in dtypes), PREDICT if predicts else PLAIN]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "torchround.optim.compile_kernel", *names, str(library)],
             stdin=subprocess.DEVNULL,
@@ -228,11 +231,15 @@ class _Compilation:
         self._output.close()
 
 
-def _check_bits(kernel: AdamWKernel, gradient: torch.dtype, device_weight: torch.dtype) -> None:
+def _check_bits(
+    kernel: AdamWKernel, gradient: torch.dtype, device_weight: torch.dtype, predicts: bool
+) -> None:
     """Raise `KernelError` unless the kernel gives the uncompiled update's bits on this machine."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(CHECKED_ELEMENTS, generator=generator) for _ in range(4)]
-    plain = [values[0], values[1], values[2].square(), values[3].to(gradient), values[0].to(device_weight)]
+    # A copy even in fp32: a predicted device weight cannot be the weight itself.
+    device_weights = values[0].to(device_weight, copy=True)
+    plain = [values[0], values[1], values[2].square(), values[3].to(gradient), device_weights]
     compiled = [tensor.clone() for tensor in plain]
     for buffers, with_kernel in ((plain, None), (compiled, kernel)):
         adamw_update_(
@@ -244,6 +251,7 @@ def _check_bits(kernel: AdamWKernel, gradient: torch.dtype, device_weight: torch
             bias_correction_step=3,
             gradient_scale=0.7,
             kernel=with_kernel,
+            predicts=predicts,
         )
     if not all(torch.equal(left, right) for left, right in zip(plain, compiled, strict=True)):
         raise KernelError("the compiled optimizer does not give the uncompiled one's bits on this machine")

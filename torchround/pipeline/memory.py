@@ -21,6 +21,8 @@ MIB = 2**20
 STAGING_BUFFERS = 6
 # The outputs of a plan of one stage are losses.
 LOSS_BUFFERS = 2
+# Kept activations go down through two buffers of the largest layer and come up through two of the largest stage.
+KEPT_BUFFERS = 2
 # A device rounds gradients to the dtype they travel in, if that is not the one they were accumulated in. It
 # does so piece by piece, in one buffer of this many elements.
 ROUNDING_ELEMENTS = 4 * 2**20
@@ -87,6 +89,7 @@ class DeviceMemory:
     staging_bytes: int
     integers_bytes: int
     compute_bytes: int
+    kept_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -96,6 +99,7 @@ class DeviceMemory:
             + self.staging_bytes
             + self.integers_bytes
             + self.compute_bytes
+            + self.kept_bytes
         )
 
 
@@ -114,7 +118,20 @@ def device_memory(
         staging_bytes=staging_space(partition, costs),
         integers_bytes=limits.integer_bytes * micro_batches_per_round,
         compute_bytes=max(stage_compute_bytes(stage, costs, limits.recompute) for stage in stages),
+        kept_bytes=kept_space(partition, costs),
     )
+
+
+def kept_space(partition: Partition, costs: Costs) -> int:
+    """Compute the buffers of a device for kept activations on their way, of one micro-batch each."""
+    kept = [
+        [layer.kept_bytes for layer in costs.layers[stage.start : stage.stop]]
+        for stage in partition.stages()
+        if stage.kind is StageKind.BACKWARD
+    ]
+    # A layer's go down as soon as it is done; a stage's come up together, before its recomputation.
+    largest_layer = max((max(of_stage) for of_stage in kept), default=0)
+    return KEPT_BUFFERS * (largest_layer + max((sum(of_stage) for of_stage in kept), default=0))
 
 
 def staging_space(partition: Partition, costs: Costs) -> int:

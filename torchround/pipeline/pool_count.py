@@ -231,14 +231,21 @@ def boundary_pool_bytes(
     update: str,
     stale_layers: int = 0,
 ) -> int:
-    """Compute the bytes of the boundaries of a plan if all micro-batches have the length that the costs are for."""
+    """Compute the bytes of boundaries and kept activations if all micro-batches have the length that the costs are for."""
     batch = boundaries_of(costs, num_micro_batches)
-    return PoolCount(batch, num_devices, update, stale_layers).boundary_bytes(partition, rounds)
+    pool = PoolCount(batch, num_devices, update, stale_layers)
+    return pool.boundary_bytes(partition, rounds, costs.kept)
 
 
 def boundaries_of(costs: Costs, num_micro_batches: int) -> HostBatch:
     """Return a batch whose micro-batches all have the length that the costs are for, without its integers."""
-    return HostBatch((0,) * num_micro_batches, (tuple(layer.boundary_bytes for layer in costs.layers),))
+    outputs = tuple(layer.boundary_bytes for layer in costs.layers)
+    return HostBatch((0,) * num_micro_batches, (outputs,), keepable_bytes=(keepable_of(costs),))
+
+
+def keepable_of(costs: Costs) -> tuple[Mapping[str, int], ...]:
+    """Return for each layer the bytes of the parts that it can keep, as in `HostBatch`."""
+    return tuple({part.name: part.nbytes for part in layer.keepable} for layer in costs.layers)
 
 
 def keeping_layers(kept: KeptNames) -> frozenset[int]:

@@ -7,7 +7,7 @@ from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import Costs, ParameterCounts
 from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding
 from torchround.pipeline.partition import Partition, split_evenly
-from torchround.pipeline.pool_count import HostBatch
+from torchround.pipeline.pool_count import HostBatch, keepable_of
 
 # Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token,
 # and begins at a multiple of ALIGNMENT_BYTES.
@@ -91,6 +91,7 @@ class RunQuestion:
             integer_bytes=tuple(self.integer_bytes(size) for size in sizes),
             frozen_layers=next((index for index, size in enumerate(gradients) if size), len(gradients)),
             validates=self.validates,
+            keepable_bytes=tuple(keepable_of(of_size) for of_size in costs),
         )
 
     def limits(self) -> MemoryLimits:

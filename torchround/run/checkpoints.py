@@ -135,6 +135,7 @@ class RunCheckpoints:
                 state["loss_scale"],
                 state.get("spikes"),
                 holds_older_weights,
+                state.get("prediction"),
             )
             validation = state.get("validation")
             progress = None if validation is None else ValidationProgress.from_state(validation)

@@ -8,7 +8,7 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.bundles import ASYNC_PREDICT, POLICIES, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import SpikeBounds
@@ -32,13 +32,18 @@ def build_store(
     return HostStore(
         model,
         numbers.dtype,
-        policy=POLICIES[numbers.engine.update],
+        policy=update_policy(numbers.engine),
         # Devices copy asynchronously only from and to locked memory.
         pinned=kind_of(hardware.kind).locks_pages,
         gradient_dtype=numbers.gradient_dtype,
         spikes=SpikeBounds(numbers.spike_factor, numbers.training.spike_window),
         mapped=mapped,
     )
+
+
+def update_policy(table: EngineTable) -> UpdatePolicy:
+    """Return the policy that `engine.update` and `engine.delay_correction` ask for."""
+    return ASYNC_PREDICT if table.delay_correction == "predict" else POLICIES[table.update]
 
 
 def build_engine(

@@ -34,7 +34,7 @@ LOSS_KEYS: Mapping[str, tuple[str, ...]] = {
         *("max_norm", "clip"),
         *("on_spike", "spike_factor", "spike_window", "fp16_accumulation"),
     ),
-    "engine": ("update", "rounds", "grad_dtype", "accumulate_dtype"),
+    "engine": ("update", "delay_correction", "rounds", "grad_dtype", "accumulate_dtype"),
     "optimizer": (),
     "lr_schedule": (),
     "lora": ("alpha", "dropout"),

@@ -8,8 +8,10 @@ import threading
 import pytest
 import torch
 
+from tests.support.planting import empty_event_at, no_wait_at
 from tests.support.toy import (
     BLOCKS,
+    KEPT,
     PARTITIONS,
     ToyBlock,
     ToyEmbedding,
@@ -101,6 +103,36 @@ def test_no_race_with_tied_frozen_rounded_and_several_rounds(options, policy):
     assert record(PARTITIONS["backward coarser"], 3, policy, **options) == []
 
 
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("kept", KEPT)
+def test_no_race_with_kept_activations(kept, num_devices, policy):
+    """Micro-batches of the next round or step find buffers and slots that kept activations have left."""
+    options = {"kept": KEPT[kept], "rounds": 2, "evaluate": True, "steps": 3}
+    for partition in ("one layer a stage", "backward coarser"):
+        assert record(PARTITIONS[partition], num_devices, policy, **options) == []
+
+
+KEPT_SITES = [
+    no_wait_at("kept_transfers.bring: self._device.wait(Stream.COMPUTE, staged.uploaded)"),
+    no_wait_at("kept_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, slot.released)"),
+    no_wait_at("kept_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, value.landed)"),
+    empty_event_at("kept_transfers.end_micro_batch: self._device.record(Stream.COMPUTE)"),
+    empty_event_at("kept_transfers._upload: device.record(Stream.ACTIVATION_UPLOAD)"),
+    no_wait_at("activation_transfers.send: device.wait(Stream.COMPUTE, slot.released)"),
+    no_wait_at(
+        "activation_transfers.send: device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))"
+    ),
+]
+
+
+@pytest.mark.parametrize("plant", KEPT_SITES)
+def test_each_wait_of_kept_activations_orders_something(monkeypatch, plant):
+    planted = plant(monkeypatch)
+    assert record(PARTITIONS["backward coarser"], 3, kept=KEPT["all"], steps=2) != []
+    assert planted.times > 0
+
+
 class PassingBlock(ToyBlock):
     """A block that hands the second tensor of its input on as it came."""
 
@@ -134,11 +166,11 @@ def test_a_ring_slot_is_released_after_its_content_is_sent_on(monkeypatch, parti
         end, send = ActivationTransfers.end_micro_batch, ActivationTransfers.send
 
         def release_and_send(transfers, *arguments, **options):
-            staged = list(transfers._inputs)
+            staged = list(transfers.inputs)
             end(transfers)
-            transfers._inputs += staged  # `send` is to know them still, but their release stays the early one
+            transfers.inputs += staged  # `send` is to know them still, but their release stays the early one
             send(transfers, *arguments, **options)
-            transfers._inputs.clear()
+            transfers.inputs.clear()
 
         monkeypatch.setattr(ActivationTransfers, "send", release_and_send)
     assert bool(record(PARTITIONS[partition], 1, model=passing_model())) is released_early

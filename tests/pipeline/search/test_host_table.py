@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.random_costs import partitions
-from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.pool_count import HostBatch, PoolCount
@@ -17,11 +17,15 @@ LAYERS = 6
 
 @st.composite
 def batches(draw: st.DrawFn) -> HostBatch:
-    """Draw micro-batches of up to two sizes, with boundaries that are alike or not, in bytes or in pages."""
+    """Draw micro-batches of up to two sizes, with boundaries that are alike or not, in bytes or in pages.
+
+    Each layer can keep `down`, of the same bytes in each layer or not.
+    """
     outputs = st.tuples(*[st.integers(1, 9000)] * LAYERS) | st.builds(
         lambda n: (n,) * LAYERS, st.integers(1, 9000)
     )
     output_bytes = tuple(draw(st.lists(outputs, min_size=1, max_size=2)))
+    keepable = [[{"down": nbytes} for nbytes in draw(outputs)] for _ in output_bytes]
     sizes = draw(st.lists(st.integers(0, len(output_bytes) - 1), min_size=1, max_size=7))
     return HostBatch(
         # Longer micro-batches come first, as a batch is cut.
@@ -30,6 +34,7 @@ def batches(draw: st.DrawFn) -> HostBatch:
         integer_bytes=draw(st.sampled_from([None, (100, 5000)[: len(output_bytes)]])),
         frozen_layers=draw(st.sampled_from([0, 2, LAYERS])),
         validates=draw(st.booleans()),
+        keepable_bytes=tuple(tuple(of_size) for of_size in keepable),
     )
 
 
@@ -40,15 +45,23 @@ def batches(draw: st.DrawFn) -> HostBatch:
     num_devices=st.integers(1, 8),
     rounds=st.integers(1, 7),
     update=st.sampled_from(["sync", "async"]),
+    kept=st.lists(st.sampled_from([(), ("down",)]), min_size=LAYERS, max_size=LAYERS),
 )
 def test_a_plan_fits_exactly_where_the_pool_of_the_engine_does(
-    batch: HostBatch, chosen: list[Partition], num_devices: int, rounds: int, update: str
+    batch: HostBatch,
+    chosen: list[Partition],
+    num_devices: int,
+    rounds: int,
+    update: str,
+    kept: list[tuple[str, ...]],
 ) -> None:
-    costs = Costs(tuple(LayerCost(str(n), 1.0, 2.0, boundary_bytes=1) for n in range(LAYERS)))
+    parts = (KeptCost("down", 1, 0.5),)
+    layers = (LayerCost(str(n), 1.0, 2.0, boundary_bytes=1, keepable=parts) for n in range(LAYERS))
+    costs = Costs(tuple(layers)).keeping(kept)
     rounds, rows = min(rounds, len(batch.sizes)), batch_of(chosen)
     pool, every = PoolCount(batch, num_devices, update), np.ones(len(chosen), dtype=np.bool_)
     nothing = np.zeros(len(chosen), dtype=np.int64)
-    counted = [pool.nbytes(partition, rounds) for partition in chosen]
+    counted = [pool.nbytes(partition, rounds, costs.kept) for partition in chosen]
 
     def table(host_bytes: int) -> HostTable:
         limits = MemoryLimits(host_bytes=host_bytes, batch=batch)

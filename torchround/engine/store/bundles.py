@@ -22,10 +22,14 @@ class UpdatePolicy:
 
     Under either policy step `t`'s gradient is applied to `v(t)` and gives `v(t + 1)`; they differ only in the
     version that the gradient is computed with. The step's number alone decides that version, never timing.
+
+    If it `predicts`, a version's device weights are taken one update ahead of its fp32 weights, towards the version
+    that the gradient will be applied to (`store/prediction.py`).
     """
 
     name: str
     versions: int
+    predicts: bool = False
 
     def version_read(self, step: int) -> int:
         """Return the version that step `step` computes with."""
@@ -34,6 +38,8 @@ class UpdatePolicy:
 
 SYNC = UpdatePolicy("sync", 1)
 ASYNC = UpdatePolicy("async", 2)
+# `async` with `engine.delay_correction = "predict"`.
+ASYNC_PREDICT = UpdatePolicy("async", 2, predicts=True)
 # One version of each weight, updated as soon as its gradient is complete (PACI). The forward of step `t` reads
 # `v(t - 1)` in the first `HostStore.stale_layers` layers, everything else reads `v(t)`.
 BOUNDED = UpdatePolicy("bounded", 1)

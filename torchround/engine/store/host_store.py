@@ -22,6 +22,7 @@ from torchround.engine.store.bundles import (
     owner_of,
 )
 from torchround.engine.store.host_memory import HostAllocator
+from torchround.engine.store.prediction import Prediction, derive_newest
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
 
@@ -66,6 +67,8 @@ class HostStore:
         self.is_consistent = True
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
         self.spikes = spikes or SpikeBounds()
+        # Set by each update if the policy predicts.
+        self.prediction: Prediction | None = None
         self._memory = HostAllocator(pinned)
         self.bundles, self.locations = collect_bundles(model, mapped or {})
         for bundle in self.bundles:
@@ -117,25 +120,32 @@ class HostStore:
         loss_scale: Mapping[str, Any] | None = None,
         spikes: Mapping[str, Any] | None = None,
         holds_older_weights: bool = True,
+        prediction: Mapping[str, Any] | None = None,
     ) -> None:
         """Continue at `step`. Call it after reading a checkpoint into `named_views`.
 
         `loss_scale` comes from `loss_scale_state`, `spikes` from `spikes.state_dict`. A checkpoint that
         `holds_older_weights` has filled the older versions: each moves to the buffer of its number, and only
         the newest is derived anew. Otherwise every version is derived from the fp32 weights, so the next step
-        of `async` reads the newest ones, as the first step of a run does.
+        of `async` reads the newest ones, as the first step of a run does. `prediction` is the saved state of
+        `self.prediction`. The newest device weights are predictions again if both runs predict.
         """
+        # First: it may refuse what the checkpoint says.
+        self.prediction = None
+        if prediction is not None and self.policy.predicts:
+            self.prediction = Prediction.from_state(prediction, applied_updates)
         for bundle in self.trained:
             # Version v belongs to buffer v modulo their number, but the views were filled as of the
             # store's own step: a buffer that holds version `self.step - age` must come to where `step -
             # age` belongs, `shift` places on.
             shift = (step - self.step) % len(bundle.device_weights)
             bundle.device_weights = bundle.device_weights[-shift:] + bundle.device_weights[:-shift]
-            derived = [bundle.version(step)] if holds_older_weights else bundle.device_weights
-            for device_weights in derived:
-                device_weights.copy_(bundle.authority)
+            if not holds_older_weights:
+                for device_weights in bundle.device_weights:
+                    device_weights.copy_(bundle.authority)
         self.step = step
         self.applied_updates = applied_updates
+        derive_newest(self.trained, step, self.prediction, applied_updates)
         self.is_consistent = True
         self.loss_scaling.load_state_dict(step, loss_scale or {})
         self.spikes.load_state_dict(spikes or {})
@@ -145,11 +155,28 @@ class HostStore:
 
         Only between steps.
         """
-        return {
+        state = {
             "applied_updates": self.applied_updates,
             "loss_scale": self.loss_scale_state(),
             "spikes": self.spikes.state_dict(),
         }
+        return state if self.prediction is None else {**state, "prediction": self.prediction.state()}
+
+    @contextmanager
+    def true_device_weights(self) -> Iterator[None]:
+        """Let the newest device weights be the fp32 weights for the block, as a validation should see them.
+
+        Only after `Engine.drain`, and the block must wait for what it evaluates. Changes nothing unless the policy
+        predicts. Afterwards the predictions are there again, bit for bit.
+        """
+        if self.prediction is None:
+            yield
+            return
+        derive_newest(self.trained, self.step, None, self.applied_updates)
+        try:
+            yield
+        finally:
+            derive_newest(self.trained, self.step, self.prediction, self.applied_updates)
 
     def loss_scale_state(self) -> dict[str, Any]:
         """Return what `resume` needs of the loss scale, JSON-able; empty except in float16. Only between steps."""
@@ -192,7 +219,7 @@ class HostStore:
         kinds = {"weights": bundle.authority}
         if bundle.exp_avg is not None and bundle.exp_avg_sq is not None:
             kinds |= {"exp_avg": bundle.exp_avg, "exp_avg_sq": bundle.exp_avg_sq}
-        # The newest device weights are not saved: they are the fp32 weights, rounded.
+        # The newest device weights are not saved: the fp32 weights, rounded, or what `prediction` makes of them.
         for age in range(1, len(bundle.device_weights)):
             kinds[f"{OLDER_WEIGHTS}{age}_old"] = bundle.version(step - age)
         return {

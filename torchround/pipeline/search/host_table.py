@@ -19,14 +19,21 @@ class HostTable:
     """The host memory of plans for one problem, as far as it depends on the plan."""
 
     def __init__(
-        self, costs: Costs, limits: MemoryLimits, num_devices: int, num_micro_batches: int, update: str
+        self,
+        costs: Costs,
+        limits: MemoryLimits,
+        num_devices: int,
+        num_micro_batches: int,
+        update: str,
+        stale_layers: int = 0,
     ) -> None:
         self._batch = limits.batch or boundaries_of(costs, num_micro_batches)
-        self._pool = PoolCount(self._batch, num_devices, update)
+        self._pool = PoolCount(self._batch, num_devices, update, stale_layers)
+        self._stale_layers = stale_layers
         self._limits = limits
         self._num_devices = num_devices
         # Frozen layers and validations let a pass begin beside the previous one, as `async` does.
-        self._overlaps = update == "async" or self._batch.validates or self._batch.frozen_layers > 0
+        self._overlaps = update != "sync" or self._batch.validates or self._batch.frozen_layers > 0
         # By size, what the input of each layer takes of the pool [L]. The first layer reads the integers alone.
         num_sizes = len(self._batch.output_bytes)
         self._inputs = np.array(
@@ -36,15 +43,22 @@ class HostTable:
             ],
             dtype=np.int64,
         )
+        # By size, what the layers before each one keep together [L + 1].
+        self._kept = costs.kept
+        kept = [
+            [self._batch.kept_bytes(self._kept, layer, size) for layer in range(costs.num_layers)]
+            for size in range(num_sizes)
+        ]
+        self._kept_before = np.cumsum([[0, *of_size] for of_size in kept], axis=1, dtype=np.int64)
         self._is_even = all(len(set(inputs[1:])) <= 1 for inputs in self._inputs.tolist())
         self._known: dict[tuple[Partition, int], int] = {}
 
     def boundary_bytes(self, partition: Partition, rounds: int) -> int:
-        """Return what a plan's boundaries take of the pool."""
+        """Return what a plan's boundaries and kept activations take of the pool."""
         key = partition, rounds
         # The search meets the same partition in several generations.
         if key not in self._known:
-            self._known[key] = self._pool.boundary_bytes(partition, rounds)
+            self._known[key] = self._pool.boundary_bytes(partition, rounds, self._kept)
         return self._known[key]
 
     def plan_bytes(self, partition: Partition, rounds: int, device_bytes: int) -> int:
@@ -80,7 +94,8 @@ class HostTable:
         """Compute bounds [K] of the boundaries' bytes from below and from above.
 
         Below: all micro-batches of the first round, which has most, hold at once what they hold after the
-        forward. Above: all rounds that may be under way hold every boundary of every stage and one more.
+        forward. Above: all rounds that may be under way hold every boundary of every stage and one more, and all
+        that is kept.
         """
         num_layers = self._inputs.shape[1]
         first_round = self._batch.in_rounds(rounds)[0]
@@ -91,8 +106,15 @@ class HostTable:
         # Columns after a partition's last stage start at 0, where no boundary is.
         kept[at, np.where(rows.has_gradients(), starts, 0)] = True
         cut[at, starts] = True
+        if self._stale_layers:
+            fused = np.take_along_axis(rows.counts, rows.fused_at[:, None], axis=1)
+            stale = np.arange(num_layers) <= np.minimum(self._stale_layers, num_layers - fused - 1)
+            kept |= stale
+            cut |= stale
         inputs = np.asarray(inputs, dtype=np.int64)
-        lowest = kept @ inputs
+        splits = num_layers - np.take_along_axis(rows.counts, rows.fused_at[:, None], axis=1)[:, 0]
+        kept_first = sum(number * self._kept_before[size] for size, number in first_round.items())
+        lowest = kept @ inputs + np.asarray(kept_first, dtype=np.int64)[splits]
         update = "async" if self._overlaps else "sync"
         all_rounds = len(self._batch.sizes) if self._batch.validates else 0
         in_flight = np.array(
@@ -103,5 +125,5 @@ class HostTable:
             dtype=np.int64,
         )
         largest = self._inputs.max(axis=0)
-        each = cut @ largest + int(largest.max(initial=0))
+        each = cut @ largest + int(largest.max(initial=0)) + self._kept_before.max(axis=0)[splits]
         return lowest, each * np.maximum(in_flight, 2 * all_rounds)

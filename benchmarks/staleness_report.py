@@ -1,0 +1,112 @@
+"""What the results of the study of staleness say: tables of final losses, and pictures of loss over tokens and time."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.staleness_cells import FIRST_RATES, TUNING_SEED, Cell, Results, StudySize, tuned_rate
+from torchround.pipeline.costs import Costs
+from torchround.pipeline.memory import GIB, MemoryLimits
+from torchround.pipeline.planner import UPDATES, make_plan
+
+COSTS = Path(__file__).parents[1] / "docs" / "costs" / "rtx4090_llama3_8b.json"
+DEVICES, MICRO_BATCHES, DEVICE_GIB = 8, 16, 24
+
+
+def final_losses(size: StudySize, results: Results, task: str, mode: str) -> dict[int, float]:
+    """Return the held-out loss at the end by seed, at the mode's tuned rate; only the seeds that have run."""
+    rate = tuned_rate(size, results, task, mode)
+    if rate is None:
+        return {}
+    cells = [Cell(task, mode, rate, seed) for seed in size.seeds]
+    return {cell.seed: results[cell].final_loss for cell in cells if cell in results}
+
+
+def losses_table(size: StudySize, results: Results) -> str:
+    """Make the table of final losses: the tuned rate, mean and range over seeds, and the distance to `sync`."""
+    rows = []
+    for task in FIRST_RATES:
+        sync = final_losses(size, results, task, "sync")
+        for mode in size.rules():
+            found = final_losses(size, results, task, mode)
+            if not found:
+                continue
+            apart = [found[seed] - sync[seed] for seed in found if seed in sync]
+            rows.append(
+                [
+                    task,
+                    mode,
+                    f"{tuned_rate(size, results, task, mode):g}",
+                    f"{statistics.mean(found.values()):.4f}",
+                    f"{min(found.values()):.4f} to {max(found.values()):.4f}",
+                    f"{statistics.mean(apart):+.4f}" if apart else "",
+                    f"{min(apart):+.4f} to {max(apart):+.4f}" if apart else "",
+                ]
+            )
+    head = ["task", "mode", "tuned rate", "mean loss", "over seeds", "above `sync`", "over seeds"]
+    return markdown(head, rows)
+
+
+def rates_table(size: StudySize, results: Results, task: str) -> str:
+    """Make the table of tuning: the final loss of the tuning seed for each mode and rate."""
+    tried = sorted({cell.lr for cell in results if cell.task == task and cell.seed == TUNING_SEED})
+    rows = []
+    for mode in size.rules():
+        cells = [Cell(task, mode, lr, TUNING_SEED) for lr in tried]
+        rows.append([mode, *(f"{results[cell].final_loss:.4f}" if cell in results else "" for cell in cells)])
+    return markdown([task, *(f"{lr:g}" for lr in tried)], rows)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a table, its first column to the left."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+# Time on 8 GPUs.
+
+
+def step_seconds(size: StudySize) -> dict[str, float]:
+    """Return the planner's seconds per step for each mode: Llama-3.1-8B on 8 cards of 24 GiB, 16 micro-batches."""
+    costs = Costs.from_json(COSTS.read_text(encoding="utf-8"))
+    limits = MemoryLimits(device_bytes=DEVICE_GIB * GIB)
+    by_update: dict[str, float] = {}
+    for rule in size.rules().values():
+        if rule.update in UPDATES and rule.update not in by_update:
+            plan = make_plan(costs, DEVICES, MICRO_BATCHES, rule.update, 1, limits)
+            by_update[rule.update] = plan.step_s
+    return {mode: by_update[r.update] for mode, r in size.rules().items() if r.update in by_update}
+
+
+def draw(size: StudySize, results: Results, picture: Path) -> None:
+    """Draw the mean held-out loss of each mode into a PNG: a row for each task, over tokens and over simulated time."""
+    from matplotlib.figure import Figure
+
+    seconds = step_seconds(size)
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    grid = figure.subplots(len(FIRST_RATES), 2, squeeze=False)
+    for row, task in zip(grid, FIRST_RATES, strict=True):
+        for axes, label in zip(row, ("tokens", "simulated hours on 8 GPUs"), strict=True):
+            for colour, mode in enumerate(size.rules()):
+                if mode not in seconds:
+                    continue
+                steps, losses = _mean_curve(size, results, task, mode)
+                scale = size.sequences * size.tokens if label == "tokens" else seconds[mode] / 3600
+                axes.plot([step * scale for step in steps], losses, f"C{colour}.-", label=mode)
+            axes.set_xlabel(label)
+            axes.set_ylabel("held-out loss (nats per byte)")
+            axes.set_title(task, fontsize="medium")
+            axes.grid(alpha=0.3)
+    grid[0][0].legend()
+    figure.savefig(picture, dpi=110, format="png")
+
+
+def _mean_curve(size: StudySize, results: Results, task: str, mode: str) -> tuple[list[int], list[float]]:
+    """Return steps and the mean loss over the seeds that ran to the end at the tuned rate."""
+    rate = tuned_rate(size, results, task, mode)
+    cells = [Cell(task, mode, rate or 0.0, seed) for seed in size.seeds]
+    curves = [results[cell] for cell in cells if cell in results and None not in results[cell].losses]
+    if not curves:
+        return [], []
+    means = [statistics.mean(losses) for losses in zip(*(curve.losses for curve in curves), strict=True)]  # type: ignore[arg-type]
+    return list(curves[0].evaluated), means

@@ -1,0 +1,213 @@
+"""Predicted device weights in `async`: the bits of a plain loop, the truth in fp32, and nothing that they cost."""
+
+import json
+
+import pytest
+import torch
+
+from tests.support.predicting_loop import PredictingLoop
+from tests.support.toy import (
+    PARTITIONS,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT
+from torchround.engine.store.host_store import OLDER_WEIGHTS
+
+PARTITION = PARTITIONS["backward coarser"]
+STEPS, LR = 8, 1e-2
+BATCHES = toy_batches(STEPS, micro_batches=3)
+
+
+def predicting(tied=False, dtype=torch.float32, frozen=(), spikes=None):
+    model = toy_model(tied)
+    for layer in frozen:
+        model.layers[layer].requires_grad_(False)
+    return model, toy_store(model, dtype, policy=ASYNC_PREDICT, spikes=spikes)
+
+
+def trained(num_devices=2, batches=BATCHES, **options):
+    model, store = predicting(**options)
+    with toy_engine(model, store, PARTITION, num_devices) as engine:
+        losses = train(engine, batches, LR)
+    return losses, store
+
+
+def copies(store):
+    """Copy the state of a checkpoint, and the device weights that the next two steps read."""
+    newest = {f"newest/{bundle.index}": bundle.version(store.step) for bundle in store.bundles}
+    return {name: view.clone() for name, view in {**store.named_views(), **newest}.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+def test_training_is_bitwise_a_plain_loop_whose_late_gradients_come_from_predicted_weights(
+    num_devices, tied, dtype
+):
+    loop = PredictingLoop(*predicting(tied, dtype), tied)
+    losses, store = trained(num_devices, tied=tied, dtype=dtype)
+    assert losses == loop.train_late(BATCHES, LR)
+    views = store.named_views()
+    assert_same_state({name: views[name] for name in loop.state()}, loop.state())
+    for bundle in store.trained:
+        for parameter in bundle.parameters:
+            expected = loop.predicted(parameter.name, LR).to(dtype)
+            assert torch.equal(parameter.view(bundle.version(STEPS)), expected)
+            assert not torch.equal(expected, loop.truth[parameter.name].to(dtype))
+
+
+def test_a_prediction_changes_training_from_the_third_step_on():
+    """The first two steps read the initial weights, which no update has predicted."""
+    predicted, _ = trained()
+    model = toy_model()
+    with toy_engine(model, toy_store(model, policy=ASYNC), PARTITION, 2) as engine:
+        plain = train(engine, BATCHES, LR)
+    assert predicted[:2] == plain[:2]
+    assert all(left != right for left, right in zip(predicted[2:], plain[2:], strict=True))
+
+
+def test_frozen_weights_are_never_predicted():
+    model, store = predicting(frozen=(0, 2))
+    before = {b.index: b.authority.clone() for b in store.bundles if not b.trainable}
+    loop = PredictingLoop(model, store, tied=False)
+    with toy_engine(model, store, PARTITION, 2) as engine:
+        losses = train(engine, BATCHES, LR)
+    assert losses == loop.train_late(BATCHES, LR)
+    assert len(before) == 2
+    assert all(torch.equal(store.bundles[index].authority, weights) for index, weights in before.items())
+
+
+class SkipStep:
+    """Spike bounds that skip one step, and record nothing."""
+
+    def __init__(self, call):
+        self.calls, self.call = 0, call
+
+    def spike(self, loss, norm):
+        self.calls += 1
+        return "planted spike" if self.calls - 1 == self.call else None
+
+    def record(self, loss, norm):
+        pass
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("skipped", [0, 3, STEPS - 1])
+def test_a_skipped_update_leaves_the_prediction_of_the_update_before_it(skipped):
+    loop = PredictingLoop(*predicting(), tied=False)
+    losses, store = trained(spikes=SkipStep(skipped))
+    assert losses == loop.train_late(BATCHES, LR, skipped=[skipped])
+    assert store.applied_updates == STEPS - 1
+    views = store.named_views()
+    assert_same_state({name: views[name] for name in loop.state()}, loop.state())
+
+
+@pytest.mark.parametrize("skipped", [None, 3], ids=["applied", "the last update skipped"])
+@pytest.mark.parametrize("stop", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_resumed_store_derives_the_predicted_weights_bit_for_bit(dtype, stop, skipped):
+    """A checkpoint holds no more than that of `async`: the newest device weights come from the fp32 state."""
+    expected = copies(trained(dtype=dtype, spikes=None if skipped is None else SkipStep(skipped))[1])
+    first = trained(
+        batches=BATCHES[:stop], dtype=dtype, spikes=None if skipped is None else SkipStep(skipped)
+    )[1]
+    model, store = predicting(dtype=dtype, spikes=None if skipped is None else SkipStep(skipped - stop))
+    for name, view in store.named_views().items():
+        view.copy_(first.named_views()[name])
+    state = json.loads(json.dumps(dict(first.resume_state())))
+    state["spikes"] = None
+    store.resume(stop, **state)
+    assert_same_state(copies(store), copies(first))
+    with toy_engine(model, store, PARTITION, 3) as engine:
+        train(engine, BATCHES[stop:], LR)
+    assert_same_state(copies(store), expected)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"lr": True},
+        {"betas": [0.9]},
+        {"betas": [0.9, 1.0]},
+        {"betas": 3},
+        {"eps": 0.0},
+        {"eps": None},
+    ],
+    ids=str,
+)
+def test_numbers_that_no_update_can_have_had_are_refused(damage):
+    _, store = predicting()
+    before = copies(store)
+    prediction = {"lr": LR, "betas": [0.9, 0.95], "eps": 1e-8, **damage}
+    with pytest.raises((ValueError, TypeError)):
+        store.resume(3, 3, prediction=prediction)
+    with pytest.raises(ValueError, match="prediction"):  # its bias correction would divide by zero
+        store.resume(3, 0, prediction={**prediction, "lr": LR, "betas": [0.9, 0.95], "eps": 1e-8})
+    assert_same_state(copies(store), before)
+
+
+@pytest.mark.parametrize("policy", [ASYNC, ASYNC_PREDICT], ids=["to none", "from none"])
+def test_a_run_may_begin_or_end_to_predict_at_a_resume(policy):
+    """The step under way reads the older weights of the checkpoint; the newest follow the new rule."""
+    before = ASYNC if policy.predicts else ASYNC_PREDICT
+    stores = []
+    for kind in (before, policy):
+        model = toy_model()
+        stores.append(toy_store(model, policy=kind))
+    with toy_engine(model, stores[0], PARTITION, 2) as engine:
+        train(engine, BATCHES[:4], LR)
+    for name, view in stores[1].named_views().items():
+        view.copy_(stores[0].named_views()[name])
+    stores[1].resume(4, **stores[0].resume_state())
+    for old, new in zip(stores[0].trained, stores[1].trained, strict=True):
+        assert torch.equal(new.version(3), old.version(3))
+        assert torch.equal(new.version(4), new.weight)
+    with toy_engine(model, stores[1], PARTITION, 2) as engine:
+        train(engine, BATCHES[4:], LR)
+    predicted = [not torch.equal(b.version(STEPS), b.weight) for b in stores[1].trained]
+    assert predicted == [policy.predicts] * len(predicted)
+
+
+def test_a_validation_computes_with_the_true_weights_and_leaves_no_trace():
+    expected = copies(trained()[1])
+    model, store = predicting()
+    truth = toy_store(model)
+    with toy_engine(model, store, PARTITION, 2) as engine:
+        train(engine, BATCHES[:4], LR)
+        with store.true_device_weights():
+            loss = engine.evaluate(BATCHES[5]).loss()
+        assert engine.evaluate(BATCHES[5]).loss() != loss
+        train(engine, BATCHES[4:], LR)
+    assert_same_state(copies(store), expected)
+    after_four = trained(batches=BATCHES[:4])[1].weights()
+    for name, view in truth.weights().items():
+        view.copy_(after_four[name])
+    truth.refresh_device_weights()
+    with toy_engine(model, truth, PARTITION, 2) as engine:
+        assert engine.evaluate(BATCHES[5]).loss() == loss
+
+
+def test_predictions_take_no_host_memory_and_no_room_in_checkpoints():
+    model = toy_model()
+    plain, predicts = (toy_store(model, torch.bfloat16, policy=policy) for policy in (ASYNC, ASYNC_PREDICT))
+    for store in (plain, predicts):
+        with toy_engine(model, store, PARTITION, 2) as engine:
+            train(engine, BATCHES, LR)
+    assert predicts.nbytes() == plain.nbytes()
+    shapes = [{n: (v.shape, v.dtype) for n, v in store.named_views().items()} for store in (plain, predicts)]
+    assert shapes[0] == shapes[1] and any(name.startswith(OLDER_WEIGHTS) for name in shapes[0])
+    state = predicts.resume_state()
+    assert state.pop("prediction") == {"lr": LR, "betas": [0.9, 0.95], "eps": 1e-3}
+    assert state == plain.resume_state()
