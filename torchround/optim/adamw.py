@@ -90,6 +90,8 @@ def adamw_update_(
     finish an interrupted update, nor for a single element, which compilers treat as a special case.
     """
     _check(weight, exp_avg, exp_avg_sq, gradient, device_weight, bias_correction_step)
+    if predicts and device_weight.data_ptr() == weight.data_ptr():
+        raise ValueError("device_weight is weight itself, which a prediction would overwrite")
     progress = progress if progress is not None else UpdateProgress()
     factors = update_factors(lr, betas, eps, weight_decay, bias_correction_step, float(gradient_scale))
     if kernel is not None and progress.untouched and weight.numel() > 1:
