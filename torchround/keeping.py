@@ -93,7 +93,7 @@ def recording(names: Iterable[str]) -> Iterator[ActivationRecord]:
             found = function(*map(_as_leaf, args))
         return tuple(tensor.detach() for tensor in found) if isinstance(found, tuple) else found.detach()
 
-    with _parts_run_by(frozenset(names), run):
+    with _parts_run_by(_Active(frozenset(names), run, record=record)):
         yield record
     mode.check_untouched()
 
@@ -111,9 +111,34 @@ def replaying(names: Iterable[str], tensors: Sequence[Tensor]) -> Iterator[None]
         with _operations_seen_by(mode):
             return function(*args)
 
-    with _parts_run_by(frozenset(names), run):
+    with _parts_run_by(_Active(frozenset(names), run, replay=mode)):
         yield
     mode.check_used_up()
+
+
+def whole_record(names: Iterable[str]) -> ActivationRecord | None:
+    """Return the record of this thread if it records all these parts: a layer of one piece of code fills it as a whole.
+
+    Such a layer may leave it empty, and is then recomputed.
+    """
+    active = _thread.active
+    return active.record if active is not None and active.names.issuperset(names) else None
+
+
+def whole_replay() -> Sequence[Tensor]:
+    """Return and take all tensors that this thread replays, for a layer that is one piece of code; () without a replay."""
+    active = _thread.active
+    return () if active is None or active.replay is None else active.replay.take_all()
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Run layers inside as if this thread had no recording and no replay."""
+    before, _thread.active = _thread.active, None
+    try:
+        yield
+    finally:
+        _thread.active = before
 
 
 @dataclass(frozen=True)
@@ -122,6 +147,8 @@ class _Active:
 
     names: frozenset[str]
     run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+    record: ActivationRecord | None = None
+    replay: "_Replaying | None" = None
 
 
 class _Thread(threading.local):
@@ -133,11 +160,9 @@ _thread = _Thread()
 
 
 @contextmanager
-def _parts_run_by(
-    names: frozenset[str], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
-) -> Iterator[None]:
+def _parts_run_by(active: _Active) -> Iterator[None]:
     assert _thread.active is None, "a layer runs in one recording or replay at a time"
-    _thread.active = _Active(names, run)
+    _thread.active = active
     try:
         yield
     finally:
@@ -246,6 +271,11 @@ class _Replaying(_PartMode):
         [result] = results
         assert result.shape is not None and result.dtype is not None, "a product knows its result"
         return args[0].new_empty(result.shape, dtype=result.dtype)
+
+    def take_all(self) -> Sequence[Tensor]:
+        """Return and take the tensors that are left."""
+        left, self._next = self._tensors[self._next :], len(self._tensors)
+        return left
 
     def check_used_up(self) -> None:
         """Check that the layer has taken all tensors."""
