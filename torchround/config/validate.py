@@ -233,8 +233,7 @@ def _bounded(config: Config) -> Iterator[Conflict]:
     if training.max_norm and training.clip == "global":
         yield (
             ("engine.update", "training.clip", "training.max_norm"),
-            f'given "bounded", "global" and {training.max_norm}, and no layer waits for the global norm; legal: '
-            'clip = "layer", or max_norm = 0',
+            f'given "bounded", "global" and {training.max_norm}; legal: clip = "layer", or max_norm = 0',
         )
     rounds = engine.plan.rounds if isinstance(engine.plan, PlanTable) else None
     for key, value in (("engine.rounds", engine.rounds), ("engine.plan", rounds)):

@@ -75,8 +75,8 @@ class PlanByMeasuring:
         costs = costs_from_reports(self._costs, reports, updates, self._question.recompute)
         try:
             # Losses depend on the rounds and on the stale layers, so both stay as they were counted.
-            known = {"rounds": self.settled.rounds, "stale_layers": self.settled.stale_layers}
-            self.settled = plan_for(replace(self._question, **known), costs)
+            rounds, stale_layers = self.settled.rounds, self.settled.stale_layers
+            self.settled = plan_for(replace(self._question, rounds=rounds, stale_layers=stale_layers), costs)
         except InfeasiblePlanError as error:
             # The search is not exhaustive: under other times it may miss the partitions that fit. One is known.
             logger.warning("no plan from measured times fits, so the counted one stays: %s", error)
