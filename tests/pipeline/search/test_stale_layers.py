@@ -54,7 +54,7 @@ def test_a_given_number_of_stale_layers_is_kept(
     costs: Costs, stale: int, devices: int, micro_batches: int
 ) -> None:
     if stale >= costs.num_layers:
-        with pytest.raises(PlanError, match="stale layers"):
+        with pytest.raises(PlanError, match="engine.stale_layers"):
             make_plan(costs, devices, micro_batches, "bounded", stale_layers=stale)
         return
     costs = costs.keeping([])
