@@ -216,6 +216,17 @@ def stage_seconds(costs: Costs, stage: Stage, recompute: str = "stage") -> tuple
     return sum(layer.recompute_s for layer in layers), backward_s
 
 
+class CountedPart(Protocol):
+    """The attributes of `torchround.layer.KeptWork` that `costs_from_work` reads."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def flops(self) -> float: ...
+
+
 class CountedWork(Protocol):
     """The attributes of `torchround.layer.LayerWork` that `costs_from_work` reads.
 
@@ -233,6 +244,8 @@ class CountedWork(Protocol):
     def boundary_bytes(self) -> int: ...
     @property
     def workspace_bytes(self) -> int: ...
+    @property
+    def keepable(self) -> Sequence[CountedPart]: ...
 
 
 @dataclass(frozen=True)
@@ -286,6 +299,9 @@ def costs_from_work(
                 optimizer_s=UPDATE_BYTES * parameter.trained / optimizer_bytes_per_s
                 if optimizer_bytes_per_s
                 else 0.0,
+                keepable=tuple(
+                    KeptCost(part.name, part.nbytes, part.flops / flops_per_s) for part in work.keepable
+                ),
             )
         )
     return Costs(tuple(layers), hop_seconds(max(layer.boundary_bytes for layer in layers), device))

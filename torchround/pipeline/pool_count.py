@@ -231,9 +231,10 @@ def boundary_pool_bytes(
     update: str,
     stale_layers: int = 0,
 ) -> int:
-    """Compute the bytes of the boundaries of a plan if all micro-batches have the length that the costs are for."""
+    """Compute the bytes of boundaries and kept activations if all micro-batches have the length that the costs are for."""
     batch = boundaries_of(costs, num_micro_batches)
-    return PoolCount(batch, num_devices, update, stale_layers).boundary_bytes(partition, rounds)
+    pool = PoolCount(batch, num_devices, update, stale_layers)
+    return pool.boundary_bytes(partition, rounds, costs.kept)
 
 
 def boundaries_of(costs: Costs, num_micro_batches: int) -> HostBatch:
