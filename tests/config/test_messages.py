@@ -155,7 +155,8 @@ CONFLICTS = [
     ),
     (
         {
-            **{"engine.update": "bounded", "training.clip": "layer"},
+            "engine.update": "bounded",
+            "training.clip": "layer",
             "engine.plan": "{forward=[1],fused=1,backward=[1],rounds=2}",
         },
         ["engine.plan", "engine.update"],
