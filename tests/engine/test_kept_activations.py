@@ -8,7 +8,10 @@ import torch
 from tests.support.toy import (
     KEPT,
     PARTITIONS,
+    WIDTH,
     PlainLoop,
+    ToyBlock,
+    ToyLayer,
     assert_same_state,
     toy_batches,
     toy_engine,
@@ -18,6 +21,7 @@ from tests.support.toy import (
     watched,
 )
 from torchround.engine.device import DeviceWatcher, Stream
+from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import ASYNC, SYNC
 
 LR = 1e-2
@@ -134,3 +138,71 @@ def test_the_next_micro_batchs_come_up_before_the_gradient_of_the_present_one():
     # The last two micro-batches of a backward stage, both of two sequences: input, what is kept, gradient; the
     # gradient of the one before comes after what is kept of the next.
     assert [boundary, kept, boundary, boundary] in [ups[i : i + 4] for i in range(len(ups))], ups
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("partition", ["one layer a stage", "forward coarser"])
+@pytest.mark.parametrize(("num_devices", "rounds"), [(1, 1), (3, 1), (3, 2), (8, 2)])
+def test_a_run_takes_all_buffers_of_kept_activations_before_its_first_step(
+    partition, num_devices, rounds, policy
+):
+    """The micro-batches are uneven (3, 2, 2, ..), and evaluations come between steps."""
+    model = toy_model()
+    batches = toy_batches(4, micro_batches=5)
+    settings = {"kept": KEPT["mixed"], "rounds": rounds}
+    with toy_engine(
+        model, toy_store(model, policy=policy), PARTITIONS[partition], num_devices, **settings
+    ) as engine:
+        engine.reserve([tuple(part.tokens.shape) for part in batches[0]], validates=True)
+        before = engine.pool.num_allocations
+        train(engine, batches[:1])
+        slots = [device.num_allocations for device in engine.devices]
+        for batch in batches[1:]:
+            result = engine.evaluate(batch)
+            train(engine, [batch])
+            assert result.loss() > 0
+        assert engine.pool.num_allocations == before
+        assert engine.pool.reserved_bytes == engine.pool.allocated_bytes
+        assert [device.num_allocations for device in engine.devices] == slots
+
+
+def test_device_memory_does_not_grow_with_the_number_of_micro_batches():
+    """The integers of a round do: a device holds them all."""
+    peaks = []
+    for micro_batches in (4, 16):
+        model = toy_model()
+        [batch] = toy_batches(1, micro_batches)
+        with toy_engine(
+            model, toy_store(model), PARTITIONS["forward coarser"], 2, kept=KEPT["all"]
+        ) as engine:
+            result = engine.forward_backward(batch)
+            engine.step(LR)
+            engine.drain()
+            integers_bytes = result.pass_.sizes.integer_bytes * micro_batches
+            peaks.append([device.peak_bytes() - integers_bytes for device in engine.devices])
+    assert peaks[0] == peaks[1]
+
+
+def test_a_layer_that_records_more_than_it_declared_is_recomputed_with_one_warning(monkeypatch, caplog):
+    expected = trained("forward coarser", 1)
+    monkeypatch.setattr(ToyBlock, "keepable", {"gate_up": 1, "down": WIDTH})
+    losses, state = trained("forward coarser", 1, kept=KEPT["mixed"])
+    assert losses == expected[0]
+    assert_same_state(state, expected[1])
+    # Layer 3 records too much too; layer 4 keeps only the part that is declared as it is.
+    [warning] = caplog.records
+    assert "layer block.0 would keep 4608 bytes of a micro-batch, but 256 were counted" in warning.message
+
+
+def test_layers_that_declare_no_work_take_buffers_when_they_need_them(monkeypatch):
+    expected = trained("backward coarser", 2)
+    monkeypatch.delattr(ToyLayer, "work")
+    losses, state = trained("backward coarser", 2, kept=KEPT["all"])
+    assert losses == expected[0]
+    assert_same_state(state, expected[1])
+
+
+def test_names_for_another_number_of_layers_are_refused():
+    model = toy_model()
+    with pytest.raises(EngineUsageError, match="kept names parts of 2 layers; the partition covers 7"):
+        toy_engine(model, toy_store(model), PARTITIONS["one stage"], 1, kept=((), ("down",)))

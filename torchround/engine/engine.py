@@ -97,7 +97,8 @@ class Engine:
         # The rounds decide which gradients add up on the host, and so which pool buffers they need.
         store.allocate_gradients(self.settings.rounds)
         kind = self.devices[0].torch_device.type
-        kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind)
+        compiles = self.settings.compiler is not None
+        kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind, compiles)
         self._reservation = BufferReservation(model, store, self.pool, self.devices, kept)
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)

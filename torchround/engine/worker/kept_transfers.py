@@ -5,7 +5,6 @@ them and sends them to the host; its backward stage brings them up ahead of thei
 them instead of running those parts again. All that a layer keeps of a micro-batch travels as one.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,9 +20,6 @@ from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing
 from torchround.keeping import recording, replaying
 from torchround.layer import Hidden, MicroBatch
-
-logger = logging.getLogger(__name__)
-
 
 # None if the layer recorded nothing, or more than was counted for it: it is then recomputed.
 KEPT = HandOver[HostTensors | None]("the kept activations of layer {1} for micro-batch {2} of pass {0}")
@@ -55,7 +51,6 @@ class KeptTransfers:
         self._ahead: tuple[tuple[int, int, range], KeptOnDevice] | None = None
         self._in_use: list[DeviceSlot] = []
         self._joined: dict[tuple[Packing, ...], Packing] = {}
-        self._warned: set[int] = set()
 
     def prepare(self, sizes: StagingSizes) -> None:
         """Allocate now everything that passes of these sizes need."""
@@ -100,7 +95,7 @@ class KeptTransfers:
         nbytes = Packing.of(tensors).nbytes
         kept: HostTensors | None = None
         if counted_bytes is not None and nbytes > counted_bytes:
-            self._warn(layer, nbytes, counted_bytes)
+            self._kept.warn(layer, nbytes, counted_bytes)
         elif tensors:
             kept = self._out.send(tensors, 1, reads, buffer_bytes=counted_bytes or 0)
         self._board.post(KEPT(pass_index, layer, m), kept)
@@ -174,14 +169,3 @@ class KeptTransfers:
         views = iter(slot.views(joined))
         tensors = {layer: [next(views) for _ in value.packing.ranges] for layer, value in kept.items()}
         return KeptOnDevice(tensors, slot, uploaded)
-
-    def _warn(self, layer: int, nbytes: int, counted_bytes: int) -> None:
-        if layer not in self._warned:
-            self._warned.add(layer)
-            logger.warning(
-                "layer %d keeps %d bytes of a micro-batch on %s, but %d were counted; it is recomputed instead",
-                layer,
-                nbytes,
-                self._device.name,
-                counted_bytes,
-            )
