@@ -51,6 +51,7 @@ class StepMeter:
         self._device_allocations = self._host_allocations = 0
         self._last: StepResult | None = None
         self._loss = self._grad_norm = 0.0
+        self._weight_drift = 0
         self._reset()
 
     def start(self) -> None:
@@ -159,7 +160,7 @@ class StepMeter:
         self._start_s = self._clock() if now_s is None else now_s
         self._excluded_s = self._data_s = self._optimizer_s = 0.0
         self._num_steps = self._num_tokens = 0
-        self._weight_drift: int = 0
+        self._weight_drift = 0
         self._averaged: list[
             tuple[float, int]
         ] = []  # loss and number of labels of each step with a finite loss
