@@ -25,7 +25,7 @@ from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
 from torchround.pipeline.run_question import INTEGER_TENSORS, RunQuestion
 from torchround.run.hardware import Hardware
-from torchround.run.run_plan import given_plan
+from torchround.run.run_plan import given_plan, given_stale_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -116,6 +116,7 @@ def run_question(
         devices_on_host=hardware.kind == "cpu",
         validates=validates,
         given=given,
+        stale_layers=given_stale_layers(engine),
     )
 
 
