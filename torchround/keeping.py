@@ -22,6 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
 
+# Runs the part of a name: its function and arguments.
+_RunPart = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
+
 
 class KeptActivationError(RuntimeError):
     """Kept activations that do not fit the layer that is recomputed from them."""
@@ -48,7 +51,7 @@ def keep(name: str, function: Callable[..., Result], *args: Any) -> Result:
     active = _thread.active
     if active is None or name not in active.names:
         return function(*args)
-    return active.run(function, args)
+    return active.run(name, function, args)
 
 
 def passing(function: Callable[..., Result], *args: Any) -> Result:
@@ -67,15 +70,17 @@ def passing(function: Callable[..., Result], *args: Any) -> Result:
 
 
 def joined(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Return `function(*args)`, one operation that joins what `passing` made. Its result is kept in their place."""
+    """Return `function(*args)`, one operation that joins what `passing` made. Its result is kept in their place.
+
+    Inside of another `passing` it is not kept either.
+    """
     mode = None if torch.compiler.is_compiling() else _thread.mode
     if mode is None:
         return function(*args)
     mode.joins = True
-    try:
-        return function(*args)
-    finally:
-        assert not mode.joins, "one operation joins the parts"
+    result = function(*args)
+    assert not mode.joins, "one operation joins the parts"
+    return result
 
 
 @contextmanager
@@ -88,14 +93,20 @@ def recording(names: Iterable[str]) -> Iterator[ActivationRecord]:
     record = ActivationRecord()
     mode = _Recording(record)
 
-    def run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        with torch.enable_grad(), _operations_seen_by(mode):
+    def run(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        with torch.enable_grad(), _operations_seen_by(mode, name):
             found = function(*map(_as_leaf, args))
         return tuple(tensor.detach() for tensor in found) if isinstance(found, tuple) else found.detach()
 
-    with _parts_run_by(_Active(frozenset(names), run, record=record)):
-        yield record
-    mode.check_untouched()
+    try:
+        with _parts_run_by(_Active(frozenset(names), run, record=record)):
+            yield record
+        mode.check_untouched()
+    except BaseException:
+        record.tensors.clear()
+        raise
+    finally:
+        mode.forget()
 
 
 @contextmanager
@@ -107,13 +118,16 @@ def replaying(names: Iterable[str], tensors: Sequence[Tensor]) -> Iterator[None]
     """
     mode = _Replaying(tensors)
 
-    def run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        with _operations_seen_by(mode):
+    def run(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        with _operations_seen_by(mode, name):
             return function(*args)
 
-    with _parts_run_by(_Active(frozenset(names), run, replay=mode)):
-        yield
-    mode.check_used_up()
+    try:
+        with _parts_run_by(_Active(frozenset(names), run, replay=mode)):
+            yield
+        mode.check_used_up()
+    finally:
+        mode.forget()
 
 
 def whole_record(names: Iterable[str]) -> ActivationRecord | None:
@@ -146,7 +160,7 @@ class _Active:
     """What the running `recording` or `replaying` of a thread does with named parts."""
 
     names: frozenset[str]
-    run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+    run: _RunPart
     record: ActivationRecord | None = None
     replay: "_Replaying | None" = None
 
@@ -170,9 +184,10 @@ def _parts_run_by(active: _Active) -> Iterator[None]:
 
 
 @contextmanager
-def _operations_seen_by(mode: "_PartMode") -> Iterator[None]:
+def _operations_seen_by(mode: "_PartMode", name: str) -> Iterator[None]:
     assert _thread.mode is None, "named parts do not contain each other"
     _thread.mode = mode
+    mode.begin(name)
     try:
         with mode:
             yield
@@ -194,7 +209,13 @@ class _PartMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.begin("")
+
+    def begin(self, name: str) -> None:
+        """Begin the part `name`."""
         self.passes = self.joins = False
+        # PyTorch may compute attention by products of all pairs. Their results, of size T^2, are not worth the link.
+        self._operations = _ATTENTION if name == "attention" else _PRODUCTS
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -202,10 +223,9 @@ class _PartMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.joins:
             self.joins = False
-            return self.collected(func, args, kwargs, None)
-        described = _OPERATIONS.get(func.name())
-        # Dropout inside of the kernel would need the state of its random numbers too.
-        if described is None or kwargs.get("dropout_p"):
+            return func(*args, **kwargs) if self.passes else self.collected(func, args, kwargs, None)
+        described = self._operations.get(func.name())
+        if described is None:
             return func(*args, **kwargs)
         results = described(*args)
         if self.passes:
@@ -228,6 +248,10 @@ class _Recording(_PartMode):
         super().__init__()
         self._record = record
         self._found: list[tuple[Any, Tensor]] = []
+
+    def forget(self) -> None:
+        """Drop the tensors: after a fault its traceback keeps this object."""
+        self._found.clear()
 
     def collected(self, func: Any, args: Any, kwargs: Any, results: "_Results | None") -> Any:
         found = func(*args, **kwargs)
@@ -259,6 +283,10 @@ class _Replaying(_PartMode):
         super().__init__()
         self._tensors = tensors
         self._next = 0
+
+    def forget(self) -> None:
+        """Drop the tensors: after a fault its traceback keeps this object."""
+        self._tensors = ()
 
     def collected(self, func: Any, args: Any, kwargs: Any, results: "_Results | None") -> Any:
         found = [self._take(func, result) for result in results or (_Collected(),)]
@@ -356,15 +384,17 @@ def _attention_by_offsets(query: Tensor, key: Tensor, value: Tensor, *_: Any) ->
     return (_Collected((*query.shape[:-1], value.shape[-1]), query.dtype), _Collected(dtype=torch.float32))
 
 
-# The expensive operations, and the results of each that are kept: the first ones. No caller uses dropout in a kernel, so
-# the state of random numbers behind them is never read.
-_OPERATIONS: dict[str, Callable[..., _Results]] = {
+# The expensive operations, and the results of each that are kept: the first ones.
+_PRODUCTS: dict[str, Callable[..., _Results]] = {
     "aten::mm": _product,
     "aten::bmm": _product,
     "aten::addmm": _product_with_addend,
     "aten::baddbmm": _product_with_addend,
     "aten::_grouped_mm": _product,
     "torchround::grouped_rows": _product,
+}
+# No caller uses dropout in a kernel, so the state of random numbers behind the log-sum-exp is never read.
+_ATTENTION: dict[str, Callable[..., _Results]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention_on_cpu,
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_efficient_attention": _attention,

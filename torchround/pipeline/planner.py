@@ -140,7 +140,7 @@ def _problem(
         stale_layers = 0
     elif stale_layers is not None and not 0 <= stale_layers < costs.num_layers:
         raise PlanError(
-            f"{stale_layers} stale layers: legal are 0 to {costs.num_layers - 1}, the layers before the last"
+            f"engine.stale_layers = {stale_layers}; legal: 0 to {costs.num_layers - 1}, the layers before the last"
         )
     if keep is not None:
         costs = costs.keeping(keep.fixed(costs))
