@@ -75,7 +75,7 @@ class PlanningProblem:
         # Running sums of whole stages: a fused one computes all, a backward one skips what is kept.
         self.fused_s: list[float] = (self.forward_s + self.backward_s).tolist()
         self.both_s: list[float] = (self.recompute_s + self.backward_s).tolist()
-        self.memory = MemoryTable(costs, limits)
+        self.memory = MemoryTable(costs, limits, stale_layers or 0)
         self.host = HostTable(costs, limits, num_devices, num_micro_batches, update, stale_layers or 0)
         self.widest, self.even = self.memory.stage_limits(even=False), self.memory.stage_limits(even=True)
         self.idle_weight = 0.0
@@ -163,7 +163,8 @@ class PlanningProblem:
     def device_bytes(self, partition: Partition, rounds: int) -> int:
         """Return what each device allocates."""
         size = self.limits.micro_batches_at_once(self.num_micro_batches, rounds)
-        return device_memory(partition, self.costs, self.num_devices, size, self.limits).total_bytes
+        run = partition, self.costs, self.num_devices, size, self.limits
+        return device_memory(*run, self.stale_layers or 0).total_bytes
 
     def host_bytes(self, candidate: Candidate) -> int:
         """Return what a plan takes of the host memory that `MemoryLimits.host_bytes` limits."""
