@@ -98,9 +98,15 @@ def recording(names: Iterable[str]) -> Iterator[ActivationRecord]:
             found = function(*map(_as_leaf, args))
         return tuple(tensor.detach() for tensor in found) if isinstance(found, tuple) else found.detach()
 
-    with _parts_run_by(_Active(frozenset(names), run, record=record)):
-        yield record
-    mode.check_untouched()
+    try:
+        with _parts_run_by(_Active(frozenset(names), run, record=record)):
+            yield record
+        mode.check_untouched()
+    except BaseException:
+        record.tensors.clear()
+        raise
+    finally:
+        mode.forget()
 
 
 @contextmanager
@@ -116,9 +122,12 @@ def replaying(names: Iterable[str], tensors: Sequence[Tensor]) -> Iterator[None]
         with _operations_seen_by(mode, name):
             return function(*args)
 
-    with _parts_run_by(_Active(frozenset(names), run, replay=mode)):
-        yield
-    mode.check_used_up()
+    try:
+        with _parts_run_by(_Active(frozenset(names), run, replay=mode)):
+            yield
+        mode.check_used_up()
+    finally:
+        mode.forget()
 
 
 def whole_record(names: Iterable[str]) -> ActivationRecord | None:
@@ -240,6 +249,10 @@ class _Recording(_PartMode):
         self._record = record
         self._found: list[tuple[Any, Tensor]] = []
 
+    def forget(self) -> None:
+        """Drop the tensors: after a fault its traceback keeps this object."""
+        self._found.clear()
+
     def collected(self, func: Any, args: Any, kwargs: Any, results: "_Results | None") -> Any:
         found = func(*args, **kwargs)
         outputs = found if isinstance(found, tuple) else (found,)
@@ -270,6 +283,10 @@ class _Replaying(_PartMode):
         super().__init__()
         self._tensors = tensors
         self._next = 0
+
+    def forget(self) -> None:
+        """Drop the tensors: after a fault its traceback keeps this object."""
+        self._tensors = ()
 
     def collected(self, func: Any, args: Any, kwargs: Any, results: "_Results | None") -> Any:
         found = [self._take(func, result) for result in results or (_Collected(),)]
