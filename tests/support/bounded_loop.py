@@ -59,9 +59,13 @@ class BoundedLoop:
 
     def step(self, micro_batches: Sequence[MicroBatch], lr: float) -> float:
         loss, gradients = self.gradients(micro_batches)
+        self.apply(gradients, lr)
+        return loss
+
+    def apply(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        """Make the next version. The next step's forward reads the one before in its first layers."""
         self.older = {name: weight.to(self._dtype, copy=True) for name, weight in self.weights.items()}
         self.update(gradients, lr)
-        return loss
 
     def gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss, and each weight's gradient, a tied one added up from the deepest use on."""

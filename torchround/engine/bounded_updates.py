@@ -32,6 +32,8 @@ from torchround.optim.kernel import UpdateDtypes
 class BoundedOptimizerWorker(OptimizerWorker):
     """The optimizer worker of the `bounded` policy. A stop in the middle of a step leaves an inconsistent store."""
 
+    _why_mixed = "some layers are updated"
+
     def _run_step(self, step: int) -> None:
         """Take and apply a step's gradient, bundle by bundle as it lands."""
         pass_ = self._board.wait(TRAINING_PASS(step))
@@ -57,7 +59,7 @@ class BoundedOptimizerWorker(OptimizerWorker):
         if not skipped and not left_out:
             self._store.spikes.record(self._mean_loss(), norm)
         self._store.loss_scaling.record(step, overflowed=False)  # which does not scale, but counts the steps
-        names = () if skipped else tuple(str(self._location_of(bundle)) for bundle in left_out)
+        names = () if skipped else tuple(", ".join(self._location_of(bundle).layers) for bundle in left_out)
         if names:
             fault = "the gradient is not finite"
         self._finish_step(step, overcome, norm, skipped, fault, left_out=names)

@@ -10,6 +10,7 @@ The engine stops at the first fault; the call in progress, and each later one, r
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch import nn
@@ -18,7 +19,7 @@ from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOverKey, Observer
 from torchround.engine.bounded_updates import make_optimizer_worker
 from torchround.engine.device import Device, Event
-from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
+from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.lifecycle import Lifecycle
 from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED
@@ -40,6 +41,7 @@ from torchround.engine.passes import (
 from torchround.engine.results import StepResult
 from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
 from torchround.engine.settings import EngineSettings
+from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
@@ -241,8 +243,12 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:
-            self._life.stop()
+            return
+        # After a stop no more gradients come, so an update layer by layer would end between two versions.
+        if self.store.policy is BOUNDED and issubclass(kind, Exception):
+            with suppress(EngineError):  # the caller gets its own exception
+                self.drain()
+        self._life.stop()
 
     # Dispatch.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOver
 from torchround.engine.device import use_threads_here
-from torchround.engine.errors import FaultLocation, PipelineError, Stopped
+from torchround.engine.errors import MIXED, FaultLocation, PipelineError, Stopped
 from torchround.engine.landed_gradients import Clipping, LandedGradients
 from torchround.engine.ordering import Ordering
 from torchround.engine.pass_data import read_loss
@@ -75,6 +75,8 @@ class OptimizerWorker:
     `moves` grows with each bundle that an update comes to. A stop leaves a consistent store as it is.
     """
 
+    _why_mixed = "a second try failed too"
+
     def __init__(
         self,
         store: HostStore,
@@ -109,6 +111,11 @@ class OptimizerWorker:
         self._bundle_updates: list[BundleUpdate] = []
         self._location = FaultLocation("optimizer worker")
         self.thread = threading.Thread(target=self._main, name="torchround optimizer", daemon=True)
+
+    @property
+    def left_whole(self) -> bool:
+        """Whether the store holds a whole number of updates."""
+        return self._store.is_consistent
 
     def _main(self) -> None:
         try:
@@ -375,7 +382,7 @@ class OptimizerWorker:
     def _failure(self, error: BaseException, leaves_whole: bool = True) -> PipelineError:
         problem = f"{type(error).__name__}: {error}"
         if not leaves_whole:
-            problem += " (a second try failed too: the host store mixes two weight versions, do not save it)"
+            problem += f" ({self._why_mixed}: {MIXED})"
         failure = PipelineError(self._location, problem, leaves_whole)
         failure.__cause__ = error
         return failure

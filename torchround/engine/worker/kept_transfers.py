@@ -7,6 +7,7 @@ them instead of running those parts again. All that a layer keeps of a micro-bat
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,14 +75,7 @@ class KeptTransfers:
 
     def recorded(self, layer: int, call: LayerCall) -> LayerCall:
         """Return the layer's call, which records what the layer keeps for the next `send`."""
-
-        def record_and_run(hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
-            with recording(self._kept.names_of(layer)) as record:
-                output = call(hidden, micro_batch)
-            self._recorded[layer] = list(record.tensors)
-            return output
-
-        return record_and_run
+        return partial(_record_and_run, self._kept.names_of(layer), call, self._recorded, layer)
 
     def send(
         self, pass_index: int, layer: int, m: int, shape: torch.Size, reads: Sequence[DeviceSlot]
@@ -128,14 +122,9 @@ class KeptTransfers:
     def replayed(self, layer: int, call: LayerCall, staged: KeptOnDevice) -> LayerCall:
         """Return the layer's call, which takes what the layer kept instead of running those parts."""
         tensors = staged.tensors.get(layer)
-        if tensors is None:
-            return call
-
-        def replay_and_run(hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
-            with replaying(self._kept.names_of(layer), tensors):
-                return call(hidden, micro_batch)
-
-        return replay_and_run
+        return (
+            call if tensors is None else partial(_replay_and_run, self._kept.names_of(layer), call, tensors)
+        )
 
     def end_micro_batch(self) -> None:
         """Note that nothing more will read what was brought up for the micro-batch."""
@@ -169,3 +158,34 @@ class KeptTransfers:
         views = iter(slot.views(joined))
         tensors = {layer: [next(views) for _ in value.packing.ranges] for layer, value in kept.items()}
         return KeptOnDevice(tensors, slot, uploaded)
+
+
+# Functions with arguments rather than ones that take tensors from around them: after a fault the variables of the
+# traceback's frames are cleared (`lifecycle.py`), but tensors that are taken so would stay.
+
+
+def _record_and_run(
+    names: tuple[str, ...],
+    call: LayerCall,
+    recorded: dict[int, list[Tensor]],
+    layer: int,
+    hidden: Hidden | None,
+    micro_batch: MicroBatch,
+) -> Hidden:
+    """Run a layer, and leave in `recorded` what it keeps."""
+    with recording(names) as record:
+        output = call(hidden, micro_batch)
+    recorded[layer] = record.tensors
+    return output
+
+
+def _replay_and_run(
+    names: tuple[str, ...],
+    call: LayerCall,
+    tensors: Sequence[Tensor],
+    hidden: Hidden | None,
+    micro_batch: MicroBatch,
+) -> Hidden:
+    """Run a layer with what it kept in place of the parts that made it."""
+    with replaying(names, tensors):
+        return call(hidden, micro_batch)
