@@ -4,6 +4,7 @@ Shapes: K partitions, S stages, L layers.
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import numpy as np
 from torchround.pipeline.costs import UPDATE_BYTES, Costs
 from torchround.pipeline.memory import MemoryLimits, device_memory
 from torchround.pipeline.partition import KeptNames, Partition, split_evenly
+from torchround.pipeline.pool_count import PoolCount
 from torchround.pipeline.search.batch_time import BatchTimes, batch_async_seconds, batch_sync_seconds
 from torchround.pipeline.search.host_table import HostTable
-from torchround.pipeline.search.memory_table import MemoryTable
+from torchround.pipeline.search.memory_table import MemoryTable, StageLimits
 from torchround.pipeline.search.partition_batch import (
     Booleans,
     Candidate,
@@ -75,11 +77,32 @@ class PlanningProblem:
         # Running sums of whole stages: a fused one computes all, a backward one skips what is kept.
         self.fused_s: list[float] = (self.forward_s + self.backward_s).tolist()
         self.both_s: list[float] = (self.recompute_s + self.backward_s).tolist()
-        self.memory = MemoryTable(costs, limits)
-        self.host = HostTable(costs, limits, num_devices, num_micro_batches, update, stale_layers or 0)
-        self.widest, self.even = self.memory.stage_limits(even=False), self.memory.stage_limits(even=True)
+        self._pool: PoolCount | None = None
         self.idle_weight = 0.0
         self._exact: dict[Candidate, float] = {}
+
+    # What is not asked of every problem: the choice of what to keep makes dozens of them.
+
+    @cached_property
+    def memory(self) -> MemoryTable:
+        """Device memory of many partitions."""
+        return MemoryTable(self.costs, self.limits, self.stale_layers or 0)
+
+    @cached_property
+    def host(self) -> HostTable:
+        """Host memory of many partitions."""
+        sizes = self.num_devices, self.num_micro_batches, self.update, self.stale_layers or 0
+        return HostTable(self.costs, self.limits, *sizes, self._pool)
+
+    @cached_property
+    def widest(self) -> StageLimits:
+        """How far a stage may reach next to the smallest layer."""
+        return self.memory.stage_limits(even=False)
+
+    @cached_property
+    def even(self) -> StageLimits:
+        """How far stages of about the same size may reach."""
+        return self.memory.stage_limits(even=True)
 
     def sizes(self, rounds: int) -> list[int]:
         """Return the number of micro-batches of each round."""
@@ -105,9 +128,15 @@ class PlanningProblem:
         """Return the same problem with this number of stale layers."""
         return self._with(self.whole_costs, stale_layers)
 
+    def busy_s(self, candidate: Candidate) -> float:
+        """Compute the seconds that all devices together are busy with a step, or wait for the link."""
+        return self.num_micro_batches * sum(self._stage_times(candidate).total_s)
+
     def keeping(self, kept: KeptNames) -> "PlanningProblem":
         """Return the same problem with these activations kept."""
-        return self._with(self.whole_costs.keeping(kept), self.stale_layers)
+        problem = self._with(self.whole_costs.keeping(kept), self.stale_layers)
+        problem._pool = self.host.pool  # its tables do not depend on what is kept
+        return problem
 
     def _with(self, costs: Costs, stale_layers: int | None) -> "PlanningProblem":
         question = costs, self.num_devices, self.num_micro_batches, self.update, self.limits
@@ -163,7 +192,8 @@ class PlanningProblem:
     def device_bytes(self, partition: Partition, rounds: int) -> int:
         """Return what each device allocates."""
         size = self.limits.micro_batches_at_once(self.num_micro_batches, rounds)
-        return device_memory(partition, self.costs, self.num_devices, size, self.limits).total_bytes
+        run = partition, self.costs, self.num_devices, size, self.limits
+        return device_memory(*run, self.stale_layers or 0).total_bytes
 
     def host_bytes(self, candidate: Candidate) -> int:
         """Return what a plan takes of the host memory that `MemoryLimits.host_bytes` limits."""
