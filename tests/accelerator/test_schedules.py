@@ -44,7 +44,11 @@ def draw(seed: int) -> ShortRun:
     settings = {
         "layerwise_recompute": drawn.random() < 0.25,
         "turns": (tuple(range(workers)),) if drawn.random() < 0.25 else (),
-        "kept": kept_by(run.model, random.Random(-seed)),
+        # A layer whose forward read older weights must be computed anew.
+        "kept": tuple(
+            () if layer < run.stale_layers else names
+            for layer, names in enumerate(kept_by(run.model, random.Random(-seed)))
+        ),
     }
     return replace(
         run,
