@@ -34,15 +34,15 @@ class StudySize:
 
     pretraining_package: str = "torch"
     fine_tuning_package: str = "networkx"
-    blocks: int = 6
+    blocks: int = 4
     width: int = 64
     heads: int = 2
     ffn_size: int = 192
     sequences: int = 8
     tokens: int = 128
-    pretraining_steps: int = 500
-    fine_tuning_steps: int = 150
-    evaluations: int = 10
+    pretraining_steps: int = 400
+    fine_tuning_steps: int = 120
+    evaluations: int = 8
     held_out_sequences: int = 64
     seeds: tuple[int, ...] = (1, 2, 3)
     most_rates: int = 7
