@@ -13,6 +13,28 @@ from torchround.pipeline.pool_count import HostBatch, PoolCount, boundary_pool_b
 FORWARD, FUSED, BACKWARD = StageKind.FORWARD, StageKind.FUSED, StageKind.BACKWARD
 
 
+def alive_after(alive, number, task, m, kept_cuts, kept_layers, last_layer):
+    """Return what is alive, with its readers, after the task of pass `number` has run micro-batch `m`."""
+    stage = task.stage
+    own = set(range(stage.start, stage.stop))
+    readers = Counter(dict(alive))
+    readers.subtract(
+        (number, "input", cut, m)
+        for cut in (kept_cuts & own if stage.kind is BACKWARD else {stage.start}) - {0}
+    )
+    if stage.kind is BACKWARD:
+        readers[number, "gradient", stage.stop, m] -= 1
+        readers.subtract((number, "kept", layer, m) for layer in kept_layers & own)
+    if stage.kind is FORWARD:
+        readers.update((number, "kept", layer, m) for layer in kept_layers & own)
+        for cut in range(stage.start + 1, min(stage.stop, last_layer - 1) + 1):
+            readers[number, "input", cut, m] += (cut in kept_cuts) + (cut == stage.stop)
+    elif stage.start > 0:
+        readers[number, "gradient", stage.start, m] += 1
+    assert all(count >= 0 for count in readers.values())
+    return frozenset((key, count) for key, count in readers.items() if count)
+
+
 def most_alive(passes, num_devices, ahead, kept_layers=(), counted=None, stale_layers=None):
     """Find the most boundaries and kept activations alive at once, by trying every order of single micro-batches.
 
@@ -55,31 +77,6 @@ def most_alive(passes, num_devices, ahead, kept_layers=(), counted=None, stale_l
             waits = bool(layers)
         return not waits or all(state[j] == len(tasks[j][1].micro_batches) for j in before)
 
-    def run(alive, i, done):
-        number, task = tasks[i]
-        stage, m = task.stage, task.micro_batches[done]
-        readers = Counter(dict(alive))
-        cuts = (
-            {stage.start}
-            if stage.kind is not BACKWARD
-            else kept[number] & set(range(stage.start, stage.stop))
-        )
-        for cut in cuts - {0}:
-            readers[number, "input", cut, m] -= 1
-        if stage.kind is BACKWARD:
-            readers[number, "gradient", stage.stop, m] -= 1
-        mine = set(kept_layers) & set(range(stage.start, stage.stop))
-        if stage.kind is BACKWARD:
-            readers.subtract((number, "kept", layer, m) for layer in mine)
-        if stage.kind is FORWARD:
-            readers.update((number, "kept", layer, m) for layer in mine & again[number])
-            for cut in range(stage.start + 1, min(stage.stop, last_layer - 1) + 1):
-                readers[number, "input", cut, m] += (cut in kept[number]) + (cut == stage.stop)
-        elif stage.start > 0:
-            readers[number, "gradient", stage.start, m] += 1
-        assert all(count >= 0 for count in readers.values())
-        return frozenset((key, count) for key, count in readers.items() if count)
-
     start = (0,) * len(tasks)
     seen, found, most = {start: frozenset()}, [start], 0
     while found:
@@ -89,7 +86,9 @@ def most_alive(passes, num_devices, ahead, kept_layers=(), counted=None, stale_l
             if may_run(state, i):
                 after = (*state[:i], state[i] + 1, *state[i + 1 :])
                 if after not in seen:
-                    seen[after] = run(seen[state], i, state[i])
+                    number, task = tasks[i]
+                    held = kept[number], again[number] & set(kept_layers), last_layer
+                    seen[after] = alive_after(seen[state], number, task, task.micro_batches[state[i]], *held)
                     found.append(after)
     return most
 

@@ -18,7 +18,9 @@ from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
-from torchround.layer import IGNORED_LABEL, LayeredModel, LayerWork, MicroBatch, decayed_names
+from torchround.engine.worker.slots import aligned
+from torchround.keeping import keep
+from torchround.layer import IGNORED_LABEL, KeptWork, LayeredModel, LayerWork, MicroBatch, decayed_names
 from torchround.optim import adamw_update_, clip_scale, sum_of_squares
 from torchround.pipeline.partition import Partition
 
@@ -36,9 +38,17 @@ PARTITIONS = {
     "backward coarser": Partition((1, 2, 2), 2, (4, 1)),
 }
 
+# What each layer keeps, in several choices.
+KEPT = {
+    "all": ((), *(("gate_up", "down"),) * BLOCKS, ()),
+    "half": ((), *(("gate_up", "down"), ()) * (BLOCKS // 2), ("gate_up", "down"), ()),
+    "one part": ((), *(("down",),) * BLOCKS, ()),
+    "mixed": ((), ("gate_up",), (), ("down", "gate_up"), ("down",), (), ()),
+}
+
 
 class ToyLayer(nn.Module):
-    def work(self, batch: int, tokens: int, element_bytes: int) -> LayerWork:
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cpu") -> LayerWork:
         return LayerWork(0.0, 0, batch * tokens * WIDTH * element_bytes)
 
 
@@ -55,7 +65,7 @@ class ToyEmbedding(ToyLayer):
 
 
 class ToyBlock(ToyLayer):
-    """A gated residual block; `before_forward` lets a test plant a fault."""
+    """A gated residual block that can keep its two products; `before_forward` lets a test plant a fault."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +75,15 @@ class ToyBlock(ToyLayer):
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         scaled = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-5) * self.norm
-        return hidden + self.down(F.silu(self.up(scaled)))
+        return hidden + keep("down", self.down, F.silu(keep("gate_up", self.up, scaled)))
+
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = "cpu") -> LayerWork:
+        rows = batch * tokens
+        parts = {"gate_up": 3 * WIDTH, "down": WIDTH}
+        keepable = tuple(
+            KeptWork(name, aligned(rows * width * element_bytes), 0.0) for name, width in parts.items()
+        )
+        return replace(super().work(batch, tokens, element_bytes), keepable=keepable)
 
     def init_weights(self, generator: torch.Generator) -> None:
         self.norm.fill_(1.0)

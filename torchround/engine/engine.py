@@ -18,6 +18,7 @@ from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOverKey, Observer
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
+from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.lifecycle import Lifecycle
 from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED, OptimizerWorker, update_threads
 from torchround.engine.ordering import Ordering
@@ -44,6 +45,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
+from torchround.engine.worker.kept_transfers import KEPT
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks, step_tasks
@@ -94,11 +96,13 @@ class Engine:
         self._saves: list[PendingSave[Any]] = []
         # The rounds decide which gradients add up on the host, and so which pool buffers they need.
         store.allocate_gradients(self.settings.rounds)
-        self._reservation = BufferReservation(model, store, self.pool, self.devices)
+        kind = self.devices[0].torch_device.type
+        kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind)
+        self._reservation = BufferReservation(model, store, self.pool, self.devices, kept)
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
         self._ordering.begin([bundle.index for bundle in store.trained], self._step)
         self._ordering.settled(self._step, store.resume_state())
-        workers = self._make_workers(model)
+        workers = self._make_workers(model, kept)
         queues = [
             QueueWatch(device, worker.state) for device, worker in zip(self.devices, workers, strict=True)
         ]
@@ -303,6 +307,7 @@ class Engine:
         self._board.retire(UPDATED, oldest.pass_.step)
         for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
             self._board.retire(kind, oldest.pass_.index)
+        self._board.retire(KEPT, oldest.pass_.index)
         self._board.retire(STAGE_JOB, oldest.tasks[0].slot)
         self._board.retire(STAGE_ENQUEUED, oldest.tasks[0].slot)
 
@@ -319,7 +324,7 @@ class Engine:
 
     # Faults and threads.
 
-    def _make_workers(self, model: LayeredModel) -> list[DeviceWorker]:
+    def _make_workers(self, model: LayeredModel, kept: KeptLayers) -> list[DeviceWorker]:
         setup = WorkerSetup(
             store=self.store,
             board=self._board,
@@ -333,6 +338,7 @@ class Engine:
             times_layers=self.settings.times_layers,
             accumulate_dtype=self.settings.accumulate_dtype,
             compiler=self.settings.compiler,
+            kept=kept,
             on_failure=self._life.fail,
         )
         skeletons = [list(copy.deepcopy(nn.ModuleList(model.layers))) for _ in self.devices]

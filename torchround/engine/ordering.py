@@ -23,6 +23,7 @@ files; S the saver.)
 | `TRAINING_PASS` | `passes.py` | step | `Pass`, whose gradients O adds up | C | O |
 | `BOUNDARY` | `worker/activation_transfers.py` | pass, layer, micro-batch | `HostTensors`: input of a stage | D | D |
 | `BOUNDARY_GRADIENT` | `worker/activation_transfers.py` | pass, layer, micro-batch | `HostTensors`: its gradient | D | D |
+| `KEPT` | `worker/kept_transfers.py` | pass, layer, micro-batch | `HostTensors` that the layer keeps, or None | D | D |
 | `LOSS` | `worker/activation_transfers.py` | pass, micro-batch | `HostTensors`: sum of token losses | D | C, O |
 | `FILE_RANGES` | `worker/file_reader.py` | upload, device | ranges of weights in files, to be read | D | R |
 | `FILE_BUFFER` | `worker/file_reader.py` | buffer, device | content of the next range | R | D |

@@ -13,6 +13,7 @@ import torch
 
 from torchround.engine.board import HandOver, Observer
 from torchround.engine.device import Device, Event, PastEvent
+from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
@@ -229,11 +230,17 @@ class BufferReservation:
     """The host buffers that a store and each pass need, reserved in the pool before they are used."""
 
     def __init__(
-        self, model: LayeredModel, store: HostStore, pool: HostPool, devices: Sequence[Device]
+        self,
+        model: LayeredModel,
+        store: HostStore,
+        pool: HostPool,
+        devices: Sequence[Device],
+        kept: KeptLayers,
     ) -> None:
         self._model = model
         self._store = store
         self._pool = pool
+        self._kept = kept
         self._num_devices = len(devices)
         # Gradients that add up on the host: one buffer for each use of a bundle (ordering rule 4).
         self._always = Counter(
@@ -316,6 +323,8 @@ class BufferReservation:
                 self._pool.stand_in(integer_bytes, self._integer_bytes[longest])
                 for cut in layers:
                     self._pool.stand_in(self._bytes(cut, shape), self._bytes(cut, longest))
+                for layer in self._kept.layers:
+                    self._pool.stand_in(self._kept_bytes(layer, shape), self._kept_bytes(layer, longest))
         self._shapes.update(this.shapes)
         self._integer_bytes.update(zip(this.shapes, this.integer_bytes, strict=True))
 
@@ -323,11 +332,20 @@ class BufferReservation:
         # Layer 0 reads the micro-batch alone, so no boundary lies before it.
         cuts = {stage.start for stage in this.stages} - {0}
         shapes = set(this.shapes)
+        # What the layers of each backward stage keep; an evaluation has none.
+        kept = [
+            [self._kept_bytes(layer, shape) for layer in range(stage.start, stage.stop)]
+            for stage in this.stages
+            if stage.kind is StageKind.BACKWARD
+            for shape in shapes
+        ]
         return StagingSizes(
             boundary_bytes=max((self._bytes(cut, shape) for cut in cuts for shape in shapes), default=0),
             integer_bytes=max(this.integer_bytes),
             micro_batches=max(len(part) for part in this.rounds),
             training=this.training,
+            kept_out_bytes=max((max(of_stage) for of_stage in kept), default=0),
+            kept_in_bytes=max((sum(of_stage) for of_stage in kept), default=0),
         )
 
     def _needed(self, this: PassShape, before: PassShape, ahead: int) -> Mapping[int, int]:
@@ -337,12 +355,13 @@ class BufferReservation:
             zip(before.shapes + this.shapes, before.integer_bytes + this.integer_bytes, strict=True)
         )
         needed = pass_buffers(
-            _held(before, shapes, 0),
-            _held(this, shapes, ahead),
+            self._held(before, shapes, 0),
+            self._held(this, shapes, ahead),
             self._num_devices,
             # In whole pages before they are counted: two boundaries of about a size can use one buffer in turn.
             boundary_bytes=lambda cut, size: whole_pages(self._bytes(cut, shapes[size])),
             integer_bytes=lambda size: integers[shapes[size]],
+            kept_bytes=lambda layer, size: whole_pages(self._kept_bytes(layer, shapes[size])),
         )
         return needed + self._always
 
@@ -350,6 +369,14 @@ class BufferReservation:
         """Return the bytes of the input of layer `cut`; 0 if the layer before it does not declare its work."""
         work = getattr(self._model.layers[cut - 1], "work", None)
         return 0 if work is None else aligned(work(*shape, self._store.dtype.itemsize).boundary_bytes)
+
+    def _kept_bytes(self, layer: int, shape: torch.Size) -> int:
+        """Return the bytes that a layer keeps; 0 if it keeps nothing, or does not declare its work."""
+        return (self._kept.nbytes(layer, shape) or 0) if layer in self._kept.layers else 0
+
+    def _held(self, shape: PassShape, shapes: Sequence[torch.Size], ahead: int) -> HeldPass:
+        rounds = tuple(Counter(shapes.index(shape.shapes[m]) for m in part) for part in shape.rounds)
+        return HeldPass(shape.stages, rounds, ahead, self._kept.layers)
 
     def _frozen_stages(self, this: PassShape) -> int:
         """Count the stages at the start of a pass that read no weights that are ever updated."""
@@ -360,8 +387,3 @@ class BufferReservation:
             if any(self._store.bundles[bundle].trainable for bundle in bundles):
                 return index
         return len(this.stages)
-
-
-def _held(shape: PassShape, shapes: Sequence[torch.Size], ahead: int) -> HeldPass:
-    rounds = tuple(Counter(shapes.index(shape.shapes[m]) for m in part) for part in shape.rounds)
-    return HeldPass(shape.stages, rounds, ahead)

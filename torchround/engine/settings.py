@@ -10,7 +10,7 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
-from torchround.pipeline.partition import Partition
+from torchround.pipeline.partition import KeptNames, Partition
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class EngineSettings:
     marks in the streams. `compile_update` compiles the optimizer's update before the first update
     (`optim/kernel.py`). `compiler` compiles the layers; engines of one model that follow each other may share it.
     `turns` are groups of devices, by index, whose weight uploads take turns (`engine/worker/link_turns.py`).
+    `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`);
+    empty keeps nothing.
     """
 
     rounds: int = 1
@@ -36,9 +38,14 @@ class EngineSettings:
     compile_update: bool = False
     compiler: LayerCompiler | None = None
     turns: Sequence[Sequence[int]] = ()
+    kept: KeptNames = ()
 
     def check(self, store: HostStore, partition: Partition) -> None:
         """Raise `EngineUsageError` if the store or the partition cannot be used with these settings."""
+        if self.kept and len(self.kept) != partition.num_layers:
+            raise EngineUsageError(
+                f"kept names parts of {len(self.kept)} layers; the partition covers {partition.num_layers}"
+            )
         if not store.is_consistent:
             raise EngineUsageError(
                 "the host store mixes two weight versions; load a checkpoint into it first"

@@ -43,6 +43,7 @@ class Plan:
       tried or excluded everything else.
     - `device_bytes`: what each device allocates.
     - `host_activation_bytes`: what waits on the host between stages.
+    - `stale_layers`: in `bounded`, the first layers, whose weights the forward reads one version older.
     - `kept`: for each layer the parts whose results its forward stage keeps on the host for its backward stage;
       empty if no layer keeps any.
     """
@@ -58,6 +59,7 @@ class Plan:
     device_bytes: int = 0
     host_activation_bytes: int = 0
     stages: tuple[PlannedStage, ...] = ()
+    stale_layers: int = 0
     kept: tuple[tuple[str, ...], ...] = ()
 
     def to_json(self) -> str:
@@ -118,9 +120,11 @@ class Plan:
         # Of a virtual device only the buffers are counted while it runs (`device_peak_gib`).
         compute_bytes = max((stage.compute_bytes for stage in self.stages), default=0)
         buffers = f", {size_text(self.device_bytes - compute_bytes)} of it buffers" if compute_bytes else ""
+        count = self.stale_layers
+        stale = f" with {count} stale layer{'s' * (count != 1)}" if self.update == "bounded" else ""
         return (
             f"{self.num_micro_batches} micro-batches in {self.rounds} round(s) on {self.num_devices} device(s), "
-            f"{self.update}: {speed}; {size_text(self.device_bytes)} per device{buffers}"
+            f"{self.update}{stale}: {speed}; {size_text(self.device_bytes)} per device{buffers}"
         )
 
     def runs(self) -> list[tuple[int, int, PlannedStage]]:
@@ -144,6 +148,8 @@ def _read_fields(kind: type[Plan | PlannedStage], data: object) -> dict[str, Any
     # `rounds` and the partition are read by `read_partition`, because `engine.plan` gives them too.
     wanted = {field.name: field.type for field in fields(kind) if field.type in (str, int, float)}
     wanted.pop("rounds", None)
+    if isinstance(data, Mapping) and kind is Plan:
+        data = {"stale_layers": 0, **data}  # plans of older versions have none
     if not isinstance(data, Mapping) or not wanted.keys() <= data.keys():
         found = data.keys() if isinstance(data, Mapping) else ()
         raise PlanError(f"the plan lacks {sorted(wanted.keys() - found)}")
@@ -230,6 +236,8 @@ def plan_transfers(
     # Uploads and downloads use different directions of the link, so the larger of the two is a stage's load.
     for index, stage in enumerate(plan.partition.stages()):
         up, down = _stage_bytes(stage, costs, size, gradient_share)
+        stale = size * _stale_input_bytes(stage, costs, plan.stale_layers)
+        up, down = (up, down + stale) if stage.kind is StageKind.FORWARD else (up + stale, down)
         up_total, down_total = up_total + plan.rounds * up, down_total + plan.rounds * down
         seconds = size * sum(stage_seconds(costs, stage, recompute))
         load = max(up, down) / rate / seconds if seconds else 0.0
@@ -257,6 +265,14 @@ def _stage_bytes(stage: Stage, costs: Costs, size: float, gradient_share: float)
         up += size * outgoing  # the gradient of its output
     down = gradient_share * sum(layer.gradient_bytes for layer in layers) + size * incoming
     return up, down
+
+
+def _stale_input_bytes(stage: Stage, costs: Costs, stale_layers: int) -> int:
+    """Count the inputs inside a stage that `bounded` keeps on the host from forward to backward, for one micro-batch."""
+    if stage.kind is StageKind.FUSED:
+        return 0
+    inside = range(stage.start + 1, min(stage.stop, stale_layers + 1))
+    return sum(costs.layers[layer - 1].boundary_bytes for layer in inside)
 
 
 def micro_batches_to_hide(layer: LayerCost, pcie_gb_per_s: float) -> float:

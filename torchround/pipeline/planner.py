@@ -24,6 +24,7 @@ from torchround.pipeline.search.lower_bound import lower_bound_s
 from torchround.pipeline.search.partition_batch import Candidate
 from torchround.pipeline.search.planning_problem import PlanningProblem
 from torchround.pipeline.search.random_search import find_plan, is_small
+from torchround.pipeline.search.stale_layers import fewest_stale_layers, find_stale_plan
 from torchround.pipeline.search.systematic_search import coarse_partitions
 
 DEVICE_KEYS = {
@@ -37,7 +38,7 @@ DEVICE_KEYS = {
 # Config keys that need less of the host; `DEVICE_KEYS` has
 # those that need less of a device, by kind of its memory.
 HOST_KEYS = ("training.global_batch_size", "engine.rounds", "training.seq_len")
-UPDATES = ("sync", "async")
+UPDATES = ("sync", "async", "bounded")
 
 
 class InfeasiblePlanError(ValueError):
@@ -61,15 +62,22 @@ def make_plan(
     rounds: int | str = "auto",
     limits: MemoryLimits | None = None,
     as_fast: float = AS_FAST,
+    stale_layers: int | None = None,
 ) -> Plan:
     """Make the plan of least host memory among those within `limits` that are about as fast as the fastest.
 
-    Those take at most the share `as_fast` longer; with 0 the plan is the fastest. Raises `InfeasiblePlanError`,
-    or `PlanError` for bad arguments.
+    Those take at most the share `as_fast` longer; with 0 the plan is the fastest. `stale_layers` is the number of them in
+    `bounded`; None chooses the smallest that costs no time. Raises `InfeasiblePlanError`, or `PlanError` for bad
+    arguments.
     """
-    problem = _problem(costs, num_devices, num_micro_batches, update, limits)
-    choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
-    found = find_plan(problem, choices, as_fast)
+    problem = _problem(costs, num_devices, num_micro_batches, update, limits, stale_layers)
+    choices = _rounds_choices(problem, rounds)
+    found: tuple[Candidate, float | None] | None
+    if problem.stale_layers is None:
+        open_problem = problem
+        problem, found = find_stale_plan(problem, as_fast) or (open_problem, None)
+    else:
+        found = find_plan(problem, choices, as_fast)
     if found is None:
         raise why_infeasible(problem, choices)
     candidate, fastest_s = found
@@ -88,20 +96,28 @@ def evaluate_plan(
     num_micro_batches: int,
     update: str = "sync",
     limits: MemoryLimits | None = None,
+    stale_layers: int | None = None,
 ) -> Plan:
-    """Make a plan of a given partition, however slow. Raises the errors of `make_plan`."""
-    problem = _problem(costs, num_devices, num_micro_batches, update, limits)
-    choices = _rounds_choices(costs.num_layers, num_devices, num_micro_batches, rounds)
+    """Make a plan of a given partition, however slow. `stale_layers` and the errors are as in `make_plan`."""
+    problem = _problem(costs, num_devices, num_micro_batches, update, limits, stale_layers)
+    choices = _rounds_choices(problem, rounds)
     if partition.num_layers != costs.num_layers:
         raise PlanError(f"the plan covers {partition.num_layers} layers, the model has {costs.num_layers}")
     candidate = Candidate(partition, rounds)
+    if problem.stale_layers is None:
+        problem = problem.with_stale_layers(fewest_stale_layers(problem, candidate))
     if not problem.fits_limits(candidate):
         raise why_infeasible(problem, choices, partition)
     return _plan(problem, candidate, lower_bound_s(problem, choices, problem.exact_s(candidate)))
 
 
 def _problem(
-    costs: Costs, num_devices: int, num_micro_batches: int, update: str, limits: MemoryLimits | None
+    costs: Costs,
+    num_devices: int,
+    num_micro_batches: int,
+    update: str,
+    limits: MemoryLimits | None,
+    stale_layers: int | None,
 ) -> PlanningProblem:
     if num_devices < 1 or num_micro_batches < 1:
         raise PlanError(
@@ -109,16 +125,32 @@ def _problem(
         )
     if update not in UPDATES:
         raise PlanError(f"update = {update!r} must be one of {UPDATES}")
-    return PlanningProblem(costs, num_devices, num_micro_batches, update, limits or MemoryLimits())
+    if update != "bounded":
+        stale_layers = 0
+    elif stale_layers is not None and not 0 <= stale_layers < costs.num_layers:
+        raise PlanError(
+            f"{stale_layers} stale layers: legal are 0 to {costs.num_layers - 1}, the layers before the last"
+        )
+    return PlanningProblem(
+        costs, num_devices, num_micro_batches, update, limits or MemoryLimits(), stale_layers
+    )
 
 
-def _rounds_choices(
-    num_layers: int, num_devices: int, num_micro_batches: int, rounds: int | str
-) -> tuple[int, ...]:
+def _rounds_choices(problem: PlanningProblem, rounds: int | str) -> tuple[int, ...]:
     """List the numbers of rounds to search: all for a small model, otherwise a few that can be useful.
 
-    Few rounds keep uploads rare. A number near the devices lets whole rounds run beside each other.
+    Few rounds keep uploads rare. A number near the devices lets whole rounds run beside each other. Steps of `bounded`
+    have one round: with more, the first gradients of a step would wait for the last.
     """
+    num_layers, num_micro_batches, num_devices = (
+        problem.num_layers,
+        problem.num_micro_batches,
+        problem.num_devices,
+    )
+    if problem.update == "bounded":
+        if rounds not in ("auto", 1):
+            raise PlanError(f'rounds = {rounds!r} with update = "bounded" must be 1 or "auto"')
+        return (1,)
     if rounds != "auto":
         if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= num_micro_batches:
             raise PlanError(f'rounds = {rounds!r} must be "auto" or 1 to {num_micro_batches} (micro-batches)')
@@ -153,6 +185,7 @@ def _plan(problem: PlanningProblem, candidate: Candidate, bound_s: float) -> Pla
         num_devices=devices,
         num_micro_batches=micro_batches,
         update=problem.update,
+        stale_layers=problem.stale_layers or 0,
         step_s=step_s,
         bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
         lower_bound_s=bound_s,
@@ -170,6 +203,13 @@ def why_infeasible(
     ones = (1,) * (problem.num_layers - 1)
     finest = Partition(ones, 1, ones)
     chosen = partition or finest
+    if (stale_layers := problem.stale_layers or 0) > problem.num_layers - chosen.fused:
+        return InfeasiblePlanError(
+            f"{stale_layers} stale layers need a fused stage that begins after them, and the given plan's begins at "
+            f"layer {problem.num_layers - chosen.fused}. What would help: a smaller engine.stale_layers, or another "
+            "engine.plan",
+            *(problem.costs.layers[stale_layers].name, 0.0, ("engine.stale_layers", "engine.plan")),
+        )
     # The most rounds have the fewest micro-batches each, and so need the least memory for integers.
     size = problem.limits.micro_batches_at_once(problem.num_micro_batches, max(rounds_choices))
     needed = device_memory(chosen, problem.costs, problem.num_devices, size, problem.limits)

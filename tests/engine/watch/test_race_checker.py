@@ -134,11 +134,11 @@ def test_a_ring_slot_is_released_after_its_content_is_sent_on(monkeypatch, parti
         end, send = ActivationTransfers.end_micro_batch, ActivationTransfers.send
 
         def release_and_send(transfers, *arguments, **options):
-            staged = list(transfers._inputs)
+            staged = list(transfers.inputs)
             end(transfers)
-            transfers._inputs += staged  # `send` is to know them still, but their release stays the early one
+            transfers.inputs += staged  # `send` is to know them still, but their release stays the early one
             send(transfers, *arguments, **options)
-            transfers._inputs.clear()
+            transfers.inputs.clear()
 
         monkeypatch.setattr(ActivationTransfers, "send", release_and_send)
     assert bool(record(PARTITIONS[partition], 1, model=passing_model())) is released_early

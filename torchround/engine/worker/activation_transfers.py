@@ -5,7 +5,7 @@ reads it.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,33 +65,87 @@ LOSS = HandOver[HostTensors]("the loss of micro-batch {1} of pass {0}")
 
 @dataclass(frozen=True)
 class StagingSizes:
-    """Bytes of the largest boundary and of the largest micro-batch's integers, and micro-batches in a round."""
+    """Bytes of the largest boundary and of the largest micro-batch's integers, and micro-batches in a round.
+
+    `kept_out_bytes` is the most that a layer keeps of a micro-batch, `kept_in_bytes` the most that the layers of a
+    backward stage keep together.
+    """
 
     boundary_bytes: int
     integer_bytes: int
     micro_batches: int
     training: bool
+    kept_out_bytes: int = 0
+    kept_in_bytes: int = 0
+
+
+class Outbox:
+    """The way of activations from a device to the host: through a ring of device slots into buffers of the pool."""
+
+    def __init__(self, device: Device, pool: HostPool) -> None:
+        self._device = device
+        self._pool = pool
+        self._slots = SlotRing(device)
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate now what tensors of `nbytes` in all need."""
+        self._slots.reserve(nbytes)
+
+    def clear(self) -> None:
+        """Drop the memory of all slots."""
+        self._slots.clear()
+
+    def send(
+        self, hidden: Hidden, readers: int, inputs: Sequence[DeviceSlot], buffer_bytes: int = 0
+    ) -> HostTensors:
+        """Copy tensors to the host for `readers` readers.
+
+        `inputs` are slots of which the tensors may be parts. The host buffer has `buffer_bytes` if they need fewer.
+        """
+        device, packing = self._device, Packing.of(hidden)
+        slot = self._slots.next(packing.nbytes)
+        if slot.released is not None:
+            device.wait(Stream.COMPUTE, slot.released)
+        # Packed into a slot on the compute stream: the tensors belong to PyTorch's allocator, which may give
+        # their memory to the next computation while a copy on another stream still reads it.
+        device.run(
+            Stream.COMPUTE,
+            partial(fill, slot.views(packing), hidden),
+            reads=[staged.memory for staged in inputs if staged.holds_any(as_tuple(hidden))],
+            writes=[slot.memory],
+        )
+        device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))
+        buffer = self._pool.take(max(packing.nbytes, buffer_bytes))
+        # Devices that used the buffer for something else may still read it.
+        for event in buffer.busy:
+            device.wait(Stream.ACTIVATION_DOWNLOAD, event)
+        device.copy(
+            Stream.ACTIVATION_DOWNLOAD, buffer.memory[: packing.nbytes], slot.memory[: packing.nbytes]
+        )
+        landed = slot.released = device.record(Stream.ACTIVATION_DOWNLOAD)
+        return HostTensors(buffer, packing, landed, readers)
 
 
 class ActivationTransfers:
     """The transfers of one device's activations.
 
-    Uploaded activations and gradients are valid until `end_micro_batch`, on the compute stream.
+    Uploaded activations and gradients are valid until `end_micro_batch`, on the compute stream. `inputs` are the
+    slots of those that are valid.
     """
 
     def __init__(self, device: Device, board: Board, pool: HostPool) -> None:
         self._device = device
         self._board = board
         self._pool = pool
-        self._hidden_in, self._gradients_in, self._out = SlotRing(device), SlotRing(device), SlotRing(device)
+        self._hidden_in, self._gradients_in = SlotRing(device), SlotRing(device)
+        self._out = Outbox(device, pool)
         # By position in the round: space for a micro-batch's integers, and the
         # micro-batch whose integers it holds.
         self._integers = SlotRing(device, depth=0)
         self._micro_batches: dict[int, tuple[HostTensors, MicroBatch]] = {}
         self._prepared: set[StagingSizes] = set()
         self._stage_end: Event | None = None
-        # Slots of the micro-batch's activations and gradients that were uploaded.
-        self._inputs: list[DeviceSlot] = []
+        self.inputs: list[DeviceSlot] = []
 
     def prepare(self, sizes: StagingSizes) -> None:
         """Allocate now everything that passes of these sizes need, instead of each buffer at its first use."""
@@ -108,8 +162,9 @@ class ActivationTransfers:
 
     def clear(self) -> None:
         """Drop the memory of all slots."""
-        for ring in (self._hidden_in, self._gradients_in, self._out, self._integers):
+        for ring in (self._hidden_in, self._gradients_in, self._integers):
             ring.clear()
+        self._out.clear()
         self._micro_batches.clear()
 
     def bring_micro_batch(self, boundary: HostTensors, position: int) -> tuple[MicroBatch, DeviceSlot]:
@@ -134,47 +189,28 @@ class ActivationTransfers:
     def bring_hidden(self, boundary: HostTensors) -> tuple[Hidden, DeviceSlot]:
         """Upload the input of a stage."""
         slot = self._hidden_in.next(boundary.packing.nbytes)
-        self._inputs.append(slot)
+        self.inputs.append(slot)
         return as_hidden(self._upload(boundary, slot), boundary.packing.single), slot
 
     def bring_gradients(self, boundary: HostTensors) -> tuple[tuple[Tensor, ...], DeviceSlot]:
         """Upload the gradients of a stage's output."""
         slot = self._gradients_in.next(boundary.packing.nbytes)
-        self._inputs.append(slot)
+        self.inputs.append(slot)
         return self._upload(boundary, slot), slot
 
     def end_micro_batch(self) -> None:
         """Note that nothing more will read the micro-batch's activations and gradients that were uploaded."""
-        if self._inputs:
+        if self.inputs:
             read = self._device.record(Stream.COMPUTE)
-            for slot in self._inputs:
+            for slot in self.inputs:
                 slot.released = read
-            self._inputs.clear()
+            self.inputs.clear()
 
     def send(self, key: HandOverKey[HostTensors], hidden: Hidden, readers: int) -> None:
         """Copy tensors to the host and post them under `key` for `readers` readers."""
-        device, packing = self._device, Packing.of(hidden)
-        slot = self._out.next(packing.nbytes)
-        if slot.released is not None:
-            device.wait(Stream.COMPUTE, slot.released)
-        # Packed into a slot on the compute stream: the tensors belong to PyTorch's allocator, which may give
-        # their memory to the next computation while a copy on another stream still reads it.
-        device.run(
-            Stream.COMPUTE,
-            partial(fill, slot.views(packing), hidden),
-            reads=[staged.memory for staged in self._inputs if staged.holds_any(as_tuple(hidden))],
-            writes=[slot.memory],
-        )
-        device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))
-        buffer = self._pool.take(packing.nbytes)
-        # Devices that used the buffer for something else may still read it.
-        for event in buffer.busy:
-            device.wait(Stream.ACTIVATION_DOWNLOAD, event)
-        device.copy(Stream.ACTIVATION_DOWNLOAD, buffer.memory, slot.memory[: packing.nbytes])
-        landed = slot.released = device.record(Stream.ACTIVATION_DOWNLOAD)
         # Posted when enqueued, not when landed: the reader's stream waits for
         # `landed`, its thread for nothing.
-        self._board.post(key, HostTensors(buffer, packing, landed, readers))
+        self._board.post(key, self._out.send(hidden, readers, self.inputs))
 
     def _upload(self, boundary: HostTensors, slot: DeviceSlot) -> tuple[Tensor, ...]:
         device, nbytes = self._device, boundary.packing.nbytes

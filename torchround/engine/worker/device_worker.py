@@ -18,15 +18,17 @@ from torchround.engine.board import Board, HandOverKey
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
+from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, StageJob
 from torchround.engine.results import STAGE_ENQUEUED, DeviceSpan, StageReport
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.activation_transfers import ActivationTransfers
+from torchround.engine.worker.activation_transfers import ActivationTransfers, StagingSizes
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
 from torchround.engine.worker.compute import LayerCall, bind, unbind, with_own_seed
 from torchround.engine.worker.file_reader import FileReader
+from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.engine.worker.slots import DeviceSlot, StageLayout, StageSlots
 from torchround.engine.worker.stage_run import StageRun
@@ -53,6 +55,7 @@ class WorkerSetup:
     times_layers: bool
     accumulate_dtype: torch.dtype
     compiler: LayerCompiler | None
+    kept: KeptLayers
     on_failure: Callable[[PipelineError], None]
 
 
@@ -71,6 +74,7 @@ class DeviceWorker:
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
+        self._kept = KeptTransfers(device, setup.board, setup.pool, setup.kept)
         self.reader: FileReader | None = None
         # Without page-locking a copy is the thread's own work anyway, and a ring would only add a second one.
         if device.pins_host_memory and any(bundle.mapped for bundle in self._store.bundles):
@@ -90,6 +94,7 @@ class DeviceWorker:
         """
         self._slots.clear()
         self._activations.clear()
+        self._kept.clear()
         self._upload = self._download = None
         if self.reader is not None:
             self.reader.let_go()
@@ -99,7 +104,7 @@ class DeviceWorker:
         try:
             self._device.enter_thread()
             for sizes in self._await(FIRST_SIZES(0)):
-                self._activations.prepare(sizes)
+                self._prepare(sizes)
             while True:
                 self._run(self._await(STAGE_JOB(self._next_slot)))
                 self._next_slot += self._setup.num_devices  # slots are dealt to devices in turn
@@ -120,7 +125,7 @@ class DeviceWorker:
         """Run one stage job: weights in, every micro-batch, gradients out."""
         self._job = job
         self._begin_step(job, Stream.COMPUTE, Stream.ACTIVATION_UPLOAD, Stream.ACTIVATION_DOWNLOAD)
-        self._activations.prepare(job.pass_.sizes)
+        self._prepare(job.pass_.sizes)
         upload = self._upload or self._start_upload(job)
         self._upload = None
         # The optimizer may need this device's last gradients before it can complete
@@ -147,6 +152,7 @@ class DeviceWorker:
             times_layers=self._setup.times_layers,
             device=self._device,
             activations=self._activations,
+            kept=self._kept,
             wait=self._await,
             on_final=self._early_download(job, upload.layout, gradients),
         )
@@ -159,6 +165,10 @@ class DeviceWorker:
         self._finish(job, upload, gradients)
         self._report(job, upload, weights_ready, stage_run.spans)
         self._job = None
+
+    def _prepare(self, sizes: StagingSizes) -> None:
+        self._activations.prepare(sizes)
+        self._kept.prepare(sizes)
 
     def _begin_step(self, job: StageJob, *streams: Stream) -> None:
         # An evaluation has the number of the next training step, whose trace must not show its copies.

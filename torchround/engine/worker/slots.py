@@ -6,6 +6,7 @@ leave beside its gradients. Activations pass through slots of their own. All slo
 that was freed and allocated again could be written by one stream while another still uses it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,6 +172,21 @@ class Packing:
             tuple(ranges),
             isinstance(hidden, Tensor),
             start,
+        )
+
+    @staticmethod
+    def joined(packings: "Sequence[Packing]") -> "Packing":
+        """Lay out the tensors of several packings, one packing after the other."""
+        ranges, offset = [], 0
+        for packing in packings:
+            ranges += [(offset + start, offset + stop) for start, stop in packing.ranges]
+            offset += packing.nbytes
+        return Packing(
+            tuple(shape for packing in packings for shape in packing.shapes),
+            tuple(dtype for packing in packings for dtype in packing.dtypes),
+            tuple(ranges),
+            False,
+            offset,
         )
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:

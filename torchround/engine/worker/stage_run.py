@@ -17,6 +17,7 @@ from torchround.engine.worker.activation_transfers import (
     ActivationTransfers,
 )
 from torchround.engine.worker.compute import ForwardWithGraph, FusedStage, LayerCall, StageForward
+from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.slots import DeviceSlot, StageLayout
 from torchround.layer import Hidden, MicroBatch
 from torchround.pipeline.partition import StageKind
@@ -50,6 +51,7 @@ class StageRun:
         times_layers: bool,
         device: Device,
         activations: ActivationTransfers,
+        kept: KeptTransfers,
         wait: WaitForHandOver,
         on_final: Callable[[int], None] | None,
     ) -> None:
@@ -64,7 +66,9 @@ class StageRun:
         self._times_layers = times_layers
         self._device = device
         self._activations = activations
+        self._kept = kept
         self._wait = wait
+        self._keeping = kept.keeping(range(job.task.stage.start, job.task.stage.stop))
         self._on_final = on_final
 
     def run(self, micro_batch: int) -> None:
@@ -73,18 +77,21 @@ class StageRun:
         # After everything is sent: a layer may hand a part of its input on as it came, and then the copy that
         # `send` makes of the result still reads the input's slot.
         self._activations.end_micro_batch()
+        self._kept.end_micro_batch()
 
     def _forward(self, m: int) -> None:
-        """Run forward without gradients, and send what later stages read: the output, and inputs of backward stages."""
+        """Run forward without gradients, and send what later stages read: the output, and what backward stages need."""
         stage, pass_ = self._job.task.stage, self._job.pass_
         micro_batch, hidden, inputs = self._bring_inputs(m)
-        forward = StageForward(self._layers, hidden, micro_batch)
-        # Each boundary is sent where it is made: it leaves while the layers behind it compute, and the stage
-        # need not hold all of them at once.
-        kept = [layer for layer in range(stage.start + 1, stage.stop) if layer in pass_.backward_inputs]
-        sent = [*kept, stage.stop]
+        keeping = self._keeping if pass_.training else []
+        forward = StageForward(self._recording(keeping), hidden, micro_batch)
+        # Everything is sent where it is made: it leaves while the layers behind it compute, and the stage
+        # need not hold all of it at once.
+        layers = range(stage.start + 1, stage.stop + 1)
+        sent = [layer for layer in layers if layer == stage.stop or layer in pass_.backward_inputs]
+        stops = sorted({*sent, *(layer + 1 for layer in keeping)})
         first = stage.start
-        for layer in range(stage.start + 1, stage.stop + 1) if self._times_layers else sent:
+        for layer in layers if self._times_layers else stops:
             run = partial(forward.run_to, layer - stage.start)
             output = self._compute(TaskKind.FORWARD, m, run, inputs, layers=range(first, layer))
             first = layer
@@ -96,6 +103,10 @@ class StageRun:
                 readers = (layer in pass_.forward_inputs) + (layer in pass_.backward_inputs)
                 self._activations.send(BOUNDARY(pass_.index, layer, m), output, readers)
             del output  # otherwise it would stay while the next layers run
+            # After the boundary, for which another device may be waiting.
+            if layer - 1 in keeping:
+                shape = micro_batch.tokens.shape
+                self._kept.send(pass_.index, layer - 1, m, shape, self._activations.inputs)
 
     def _fused(self, m: int) -> None:
         """Run forward and backward of the last stage in one go: its backward needs no gradient from another stage."""
@@ -111,23 +122,40 @@ class StageRun:
         self._send_gradients(m, gradients)
 
     def _backward(self, m: int) -> None:
-        """Recompute the stage from its kept input, then run its backward with the next stage's gradient."""
+        """Recompute the stage from its input, all but what its layers keep, then run its backward."""
         stage, pass_ = self._job.task.stage, self._job.pass_
         micro_batch, hidden, inputs = self._bring_inputs(m)
+        own = range(stage.start, stage.stop)
+        staged_kept = self._kept.bring(pass_.index, own, m, self._wait)
+        layers = [
+            self._kept.replayed(layer, call, staged_kept)
+            for layer, call in zip(own, self._layers, strict=True)
+        ]
+        if staged_kept.slot is not None:
+            inputs.append(staged_kept.slot.memory)
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
-        recomputed = ForwardWithGraph(self._layers, hidden, micro_batch, self._layerwise)
+        recomputed = ForwardWithGraph(layers, hidden, micro_batch, self._layerwise)
         first = stage.start
         for layer in range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]:
             run = partial(recomputed.run_to, layer - stage.start)
             self._compute(TaskKind.RECOMPUTE, m, run, inputs, layers=range(first, layer))
             first = layer
+        if m + 1 in self._job.task.micro_batches:
+            self._kept.bring_ahead(pass_.index, own, m + 1)
         boundary = self._wait(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
         incoming, staged = self._activations.bring_gradients(boundary)
-        # The backward reads the stage's input too.
+        # The backward reads the stage's input and what is kept too.
         reads = [*inputs, staged.memory]
         gradients = self._differentiate(TaskKind.BACKWARD, m, recomputed.backward, incoming, reads)
         self._send_gradients(m, gradients)
+
+    def _recording(self, keeping: Sequence[int]) -> list[LayerCall]:
+        """Return the stage's layers; those of `keeping` record what they keep."""
+        return [
+            self._kept.recorded(layer, call) if layer in keeping else call
+            for layer, call in enumerate(self._layers, start=self._job.task.stage.start)
+        ]
 
     def _differentiate(
         self, kind: TaskKind, m: int, backward: BackwardCall, gradients: Gradients, reads: Sequence[Tensor]

@@ -89,7 +89,7 @@ def random_shapes(
     """Draw shapes over the whole range; the logarithm of the number of stages is uniform."""
     least, most = allowed.fewest_stages, max(allowed.most_stages, allowed.fewest_stages)
     stages = np.exp(random.uniform(np.log(least), np.log(most), number)).round().astype(np.int64)
-    smallest = random.random(number) < SMALLEST_FUSED_SHARE[problem.update]
+    smallest = random.random(number) < SMALLEST_FUSED_SHARE[problem.overlap]
     fused_factor = np.where(smallest, 0.0, random.uniform(*FUSED_FACTOR, number))
     forward_factor = np.exp(random.uniform(np.log(FORWARD_FACTOR[0]), np.log(FORWARD_FACTOR[1]), number))
     fused, forward = _sizes(problem, stages, fused_factor, forward_factor)
@@ -98,7 +98,7 @@ def random_shapes(
         fused,
         forward,
         np.where(
-            random.random((number, 2)) < EVEN_SHARE[problem.update],
+            random.random((number, 2)) < EVEN_SHARE[problem.overlap],
             1.0,
             random.uniform(SMALLEST_RATIO, 1.0, (number, 2)),
         ),

@@ -19,14 +19,21 @@ class HostTable:
     """The host memory of plans for one problem, as far as it depends on the plan."""
 
     def __init__(
-        self, costs: Costs, limits: MemoryLimits, num_devices: int, num_micro_batches: int, update: str
+        self,
+        costs: Costs,
+        limits: MemoryLimits,
+        num_devices: int,
+        num_micro_batches: int,
+        update: str,
+        stale_layers: int = 0,
     ) -> None:
         self._batch = limits.batch or boundaries_of(costs, num_micro_batches)
-        self._pool = PoolCount(self._batch, num_devices, update)
+        self._pool = PoolCount(self._batch, num_devices, update, stale_layers)
+        self._stale_layers = stale_layers
         self._limits = limits
         self._num_devices = num_devices
         # Frozen layers and validations let a pass begin beside the previous one, as `async` does.
-        self._overlaps = update == "async" or self._batch.validates or self._batch.frozen_layers > 0
+        self._overlaps = update != "sync" or self._batch.validates or self._batch.frozen_layers > 0
         # By size, what the input of each layer takes of the pool [L]. The first layer reads the integers alone.
         num_sizes = len(self._batch.output_bytes)
         self._inputs = np.array(
@@ -99,6 +106,11 @@ class HostTable:
         # Columns after a partition's last stage start at 0, where no boundary is.
         kept[at, np.where(rows.has_gradients(), starts, 0)] = True
         cut[at, starts] = True
+        if self._stale_layers:
+            fused = np.take_along_axis(rows.counts, rows.fused_at[:, None], axis=1)
+            stale = np.arange(num_layers) <= np.minimum(self._stale_layers, num_layers - fused - 1)
+            kept |= stale
+            cut |= stale
         inputs = np.asarray(inputs, dtype=np.int64)
         splits = num_layers - np.take_along_axis(rows.counts, rows.fused_at[:, None], axis=1)[:, 0]
         kept_first = sum(number * self._kept_before[size] for size, number in first_round.items())

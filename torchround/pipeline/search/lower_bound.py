@@ -52,7 +52,7 @@ def _bound_s(problem: PlanningProblem, rounds: int, fused: int) -> float:
     alone_s = _alone_s(problem, rounds, fused)[allowed]
     work_s = problem.num_micro_batches * problem.sums.work_s(fused)
     devices = problem.num_devices
-    if problem.update == "async":
+    if problem.overlap == "async":
         # Steps overlap: one may last two step times from its first stage to its last gradient.
         return max(work_s / devices, float(alone_s.min()) / 2)
     stages = np.arange(1, limit + 1)

@@ -28,6 +28,7 @@ from torchround.pipeline.search.partition_batch import (
     PartitionBatch,
     batch_of,
 )
+from torchround.pipeline.simulation.bounded_time import bounded_step_seconds
 from torchround.pipeline.simulation.step_time import LayerSums, step_seconds
 
 # Adding a round on the host moves 10 bytes per trained parameter: a 2-byte gradient is read, a float32 sum is
@@ -42,13 +43,28 @@ SAME_STEP = 1e-9
 class PlanningProblem:
     """A question to the planner: layer costs, devices, micro-batches, update mode and memory limits.
 
-    `idle_weight`: what a second of a device's idle time adds to a plan's rank, in seconds.
+    - `idle_weight`: what a second of a device's idle time adds to a plan's rank, in seconds.
+    - `stale_layers`: the number in `bounded`, K. None leaves it open: each plan is timed with all layers before its
+      fused stage stale, and its host memory is counted with none. So no K makes it faster or smaller.
     """
 
     def __init__(
-        self, costs: Costs, num_devices: int, num_micro_batches: int, update: str, limits: MemoryLimits
+        self,
+        costs: Costs,
+        num_devices: int,
+        num_micro_batches: int,
+        update: str,
+        limits: MemoryLimits,
+        stale_layers: int | None = 0,
     ) -> None:
+        self.whole_costs = costs
+        if stale_layers and costs.kept:
+            # What the forward of a stale layer has made is of older weights than its backward computes with.
+            costs = costs.keeping(
+                [names if layer >= stale_layers else () for layer, names in enumerate(costs.kept)]
+            )
         self.costs, self.limits, self.update = costs, limits, update
+        self.stale_layers = stale_layers
         self.num_devices, self.num_micro_batches = num_devices, num_micro_batches
         self.num_layers = costs.num_layers
         self.sums = LayerSums(costs, limits.recompute)
@@ -60,7 +76,7 @@ class PlanningProblem:
         self.fused_s: list[float] = (self.forward_s + self.backward_s).tolist()
         self.both_s: list[float] = (self.recompute_s + self.backward_s).tolist()
         self.memory = MemoryTable(costs, limits)
-        self.host = HostTable(costs, limits, num_devices, num_micro_batches, update)
+        self.host = HostTable(costs, limits, num_devices, num_micro_batches, update, stale_layers or 0)
         self.widest, self.even = self.memory.stage_limits(even=False), self.memory.stage_limits(even=True)
         self.idle_weight = 0.0
         self._exact: dict[Candidate, float] = {}
@@ -73,11 +89,29 @@ class PlanningProblem:
         """Compute the step time by the exact recurrence, once for each candidate."""
         # The search meets the same candidate in several generations, and again at the end.
         if candidate not in self._exact:
-            partition, devices = candidate.partition, self.num_devices
-            times = self.sums.times(partition.forward, partition.fused, partition.backward)
-            step_s = step_seconds(times, devices, self.num_micro_batches, candidate.rounds, self.update)
+            step_s = self._step_s(candidate)
             self._exact[candidate] = max(step_s, self.host_s(candidate.rounds))
         return self._exact[candidate]
+
+    def _step_s(self, candidate: Candidate) -> float:
+        partition, devices = candidate.partition, self.num_devices
+        if self.update == "bounded":
+            stale = self.num_layers if self.stale_layers is None else self.stale_layers
+            return bounded_step_seconds(self.sums, partition, stale, devices, self.num_micro_batches)
+        times = self.sums.times(partition.forward, partition.fused, partition.backward)
+        return step_seconds(times, devices, self.num_micro_batches, candidate.rounds, self.update)
+
+    def with_stale_layers(self, stale_layers: int) -> "PlanningProblem":
+        """Return the same problem with this number of stale layers."""
+        question = self.whole_costs, self.num_devices, self.num_micro_batches, self.update, self.limits
+        return PlanningProblem(*question, stale_layers)
+
+    @property
+    def overlap(self) -> str:
+        """The mode whose plans are like those of this problem: `bounded` overlaps steps if any layer is stale."""
+        if self.update != "bounded":
+            return self.update
+        return "sync" if self.stale_layers == 0 else "async"
 
     def rank_s(self, candidate: Candidate) -> float:
         """Compute what the search minimises: the step time plus `idle_weight` times a device's idle time in it."""
@@ -139,16 +173,24 @@ class PlanningProblem:
     def fits(self, rows: PartitionBatch, rounds: int) -> Booleans:
         """Check rows [K] against the memory limits."""
         limits, fits = self.limits, np.ones(len(rows), dtype=np.bool_)
+        if self.stale_layers:
+            fits = self._splits(rows) >= self.stale_layers
         device_bytes = self._device_bytes(rows, rounds)
         if limits.device_bytes is not None:
-            fits = device_bytes <= limits.device_bytes
+            fits = fits & (device_bytes <= limits.device_bytes)
         if limits.host_bytes is not None:
             fits = self.host.fits(rows, rounds, device_bytes, fits)
         return np.asarray(fits)
 
+    def _splits(self, rows: PartitionBatch) -> Integers:
+        """Return the first layer of each row's fused stage [K]."""
+        return np.asarray(
+            self.num_layers - np.take_along_axis(rows.counts, rows.fused_at[:, None], axis=1)[:, 0]
+        )
+
     def estimate_s(self, rows: PartitionBatch, rounds: int) -> Floats:
         """Estimate ranks [K]; an estimate is never above the exact rank."""
-        batch_seconds = batch_sync_seconds if self.update == "sync" else batch_async_seconds
+        batch_seconds = batch_sync_seconds if self.overlap == "sync" else batch_async_seconds
         sizes, host_s = self.sizes(rounds), self.host_s(rounds)
 
         def rank_s(times: BatchTimes) -> Floats:
@@ -179,10 +221,12 @@ class PlanningProblem:
             after_s = after_s + self._forward_again_s(starts, stops - 1, is_backward)
         total_s = forward_s + np.where(rows.has_gradients(), after_s, 0.0)
         entry_s = np.where(is_backward, after_s, total_s) + self.sums.hop_s
+        # A stage of `bounded` waits for its own layers alone: without these waits no estimate is above the exact time.
+        updated_s = np.zeros_like(self.updated_s) if self.update == "bounded" else self.updated_s
         return BatchTimes(
             np.ascontiguousarray(entry_s.T),
             np.ascontiguousarray(total_s.T),
-            np.ascontiguousarray(self.updated_s[stops].T),
+            np.ascontiguousarray(updated_s[stops].T),
             num_stages,
         )
 

@@ -83,7 +83,7 @@ def find_plan(
     if is_small(problem.num_layers, len(rounds_choices)):
         found = search_all(problem, rounds_choices, as_fast)
         return None if found is None else (found[1], problem.exact_s(found[0]))
-    problem.idle_weight = IDLE_WEIGHT[problem.update]
+    problem.idle_weight = IDLE_WEIGHT[problem.overlap]
     met = {rounds: LeastHost(problem, rounds) for rounds in rounds_choices}
     best = _search_large(problem, rounds_choices, met)
     if best is None:
@@ -114,7 +114,7 @@ def _search_large(
     promising = _promising(problem, widest, rounds_choices)
     starts = [
         _Search(problem, met[rounds], rounds, even if is_even else widest, seeds, seed)
-        for seed, is_even in SEEDS[problem.update]
+        for seed, is_even in SEEDS[problem.overlap]
         for rounds in promising
     ]
     starts = sorted((start for start in starts if len(start)), key=lambda start: start.best_s)
@@ -199,10 +199,10 @@ class _Search:
         self.shapes: CandidateShapes | None = None
         self.shape_s = np.zeros(0)
         self.allowed = self._shape_range(fullest)
-        number = SHAPES[problem.update] * min(1.0, FULL_SHAPES_LAYERS / problem.num_layers)
+        number = SHAPES[problem.overlap] * min(1.0, FULL_SHAPES_LAYERS / problem.num_layers)
         number = max(FEWEST, number if rounds == 1 else number / 8)
         shapes = random_shapes(problem, self.random, round(number), self.allowed)
-        if problem.update == "async":
+        if problem.overlap == "async":
             shapes = shapes.followed_by(even_shapes(problem, self.allowed))
         # In short rounds the finer partitions are slow, and timing them takes long.
         short = [part for part in seeds if part.num_stages <= self.allowed.most_stages]
@@ -225,14 +225,14 @@ class _Search:
         layers, most = self.problem.num_layers, 2 * self.problem.num_layers - 1
         if self.rounds > 1 and not _fills(self.problem, self.rounds):
             most = max(3, min(most, MOST_TURNS_OF_SHORT_ROUNDS * self.problem.num_devices))
-        if self.problem.update == "async":
+        if self.problem.overlap == "async":
             # Async steps neither fill nor drain, so more stages than memory asks for save nothing.
             most = min(most, max(4 * self.problem.num_devices, 3 * fullest.num_stages))
         return ShapeRange(
             num_layers=layers,
             fewest_forward=max(1, len(fullest.forward)),
             fewest_backward=max(1, len(fullest.backward)),
-            most_fused=min(fullest.fused, layers - 1),
+            most_fused=min(fullest.fused, layers - max(1, self.problem.stale_layers or 0)),
             most_stages=most,
         )
 
@@ -250,7 +250,7 @@ class _Search:
 
     def refine(self, enough_s: float) -> None:
         """Spend the budget on generations near the best partitions; stop early once one takes `enough_s`."""
-        spent, budget = 0, BUDGET[self.problem.update]
+        spent, budget = 0, BUDGET[self.problem.overlap]
         while spent < budget and self.best_s > enough_s:
             spent += FIXED_COST + self.rounds * self.longest
             if spent < SHAPES_SHARE * budget:
@@ -272,7 +272,7 @@ class _Search:
 
     def _parents(self, number: int) -> Integers:
         """Draw the parents' indices: better ranks get more children, long partitions fewer."""
-        share = FULL_CHILDREN_STAGES[self.problem.update] / self.longest
+        share = FULL_CHILDREN_STAGES[self.problem.overlap] / self.longest
         children = max(FEWEST, round(CHILDREN * min(1.0, share)))
         return (number * self.random.random(children) ** 2).astype(np.int64)
 

@@ -1,0 +1,155 @@
+"""Plans of bounded updates: the fewest stale layers that cost no time, within every limit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.random_costs import all_partitions, costs
+from torchround.pipeline.costs import Costs, KeptCost, LayerCost
+from torchround.pipeline.host_buffers import kept_cuts
+from torchround.pipeline.memory import MemoryLimits
+from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.plan import Plan, plan_transfers
+from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.pipeline.pool_count import boundary_pool_bytes
+from torchround.pipeline.search.stale_layers import AS_SHORT
+from torchround.pipeline.simulation.bounded_time import bounded_step_seconds
+from torchround.pipeline.simulation.step_time import LayerSums
+
+COSTS = Path(__file__).parents[3] / "docs" / "costs"
+SIZES = {"devices": st.integers(1, 4), "micro_batches": st.integers(1, 5)}
+
+
+def split_of(partition: Partition) -> int:
+    return partition.num_layers - partition.fused
+
+
+@settings(max_examples=25, deadline=None)
+@given(costs=costs(max_layers=5, updates=False), **SIZES)
+def test_no_plan_and_no_number_of_stale_layers_gives_a_shorter_step(
+    costs: Costs, devices: int, micro_batches: int
+) -> None:
+    """Every partition is tried by hand, without kept activations; the plan may take 0.1 % longer to have fewer stale layers."""
+    costs = costs.keeping([])
+    sums = LayerSums(costs)
+    every = [
+        bounded_step_seconds(sums, partition, split_of(partition), devices, micro_batches)
+        for partition in all_partitions(costs.num_layers)
+    ]
+    plan = make_plan(costs, devices, micro_batches, "bounded", as_fast=0.0)
+    assert plan.rounds == 1
+    assert plan.step_s <= min(every) * (1 + AS_SHORT) + 1e-12
+    if plan.stale_layers:
+        fewer = plan.stale_layers - 1
+        longer_s = bounded_step_seconds(sums, plan.partition, fewer, devices, micro_batches)
+        assert longer_s > min(every), "fewer stale layers would do"
+
+
+@settings(max_examples=25, deadline=None)
+@given(costs=costs(max_layers=5), stale=st.integers(0, 4), **SIZES)
+def test_a_given_number_of_stale_layers_is_kept(
+    costs: Costs, stale: int, devices: int, micro_batches: int
+) -> None:
+    if stale >= costs.num_layers:
+        with pytest.raises(PlanError, match="stale layers"):
+            make_plan(costs, devices, micro_batches, "bounded", stale_layers=stale)
+        return
+    costs = costs.keeping([])
+    plan = make_plan(costs, devices, micro_batches, "bounded", stale_layers=stale, as_fast=0.0)
+    assert plan.stale_layers == stale <= split_of(plan.partition)
+    possible = [other for other in all_partitions(costs.num_layers) if split_of(other) >= stale]
+    sums = LayerSums(costs)
+    best_s = min(bounded_step_seconds(sums, other, stale, devices, micro_batches) for other in possible)
+    assert plan.step_s == pytest.approx(best_s, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    costs=costs(max_layers=5, updates=False),
+    share=st.floats(0.3, 1.0),
+    stale=st.sampled_from([None, 1]),
+    **SIZES,
+)
+def test_a_plan_counts_the_inputs_of_its_stale_layers(
+    costs: Costs, share: float, stale: int | None, devices: int, micro_batches: int
+) -> None:
+    costs = costs.keeping([])
+    if costs.num_layers == 1:
+        return
+    free = make_plan(costs, devices, micro_batches, "bounded", stale_layers=stale)
+    limit = int(share * free.host_activation_bytes)
+    try:
+        plan = make_plan(
+            *(costs, devices, micro_batches, "bounded"),
+            limits=MemoryLimits(host_bytes=limit),
+            stale_layers=stale,
+        )
+    except InfeasiblePlanError:
+        return
+    run = plan.partition, costs, devices, micro_batches, 1, "bounded", plan.stale_layers
+    assert plan.host_activation_bytes == boundary_pool_bytes(*run) <= limit
+
+
+def test_the_stale_layers_of_a_given_partition_are_the_fewest_without_a_longer_step() -> None:
+    costs = Costs.from_json((COSTS / "rtx4090_gpt_oss_20b.json").read_text(encoding="utf-8"))
+    partition = Partition((4,) * 6, 1, (1,) * 24)
+    plan = evaluate_plan(partition, 1, costs, 8, 16, "bounded")
+    sums = LayerSums(costs)
+    steps = [bounded_step_seconds(sums, partition, stale, 8, 16) for stale in range(25)]
+    assert plan.stale_layers == next(k for k in range(25) if steps[k] <= steps[24] * (1 + AS_SHORT)) > 0
+    assert plan.step_s == steps[plan.stale_layers] < steps[0]
+    assert evaluate_plan(partition, 1, costs, 8, 16, "bounded", stale_layers=3).step_s == steps[3]
+    with pytest.raises(InfeasiblePlanError, match="stale layers"):
+        evaluate_plan(Partition((1,), 24, (1,)), 1, costs, 8, 16, "bounded", stale_layers=3)
+
+
+def test_a_stale_layer_keeps_no_activations() -> None:
+    """Its forward has made them with older weights than its backward computes with; the first layer after it may."""
+    layer = LayerCost("block", 1.0, 2.0, keepable=(KeptCost("attention", 8, 0.5),))
+    costs = Costs((layer,) * 6).keeping([("attention",)] * 6)
+    plan = evaluate_plan(Partition((4,), 2, (2, 2)), 1, costs, 2, 4, "bounded", stale_layers=3)
+    assert plan.kept == ((), (), (), ("attention",), (), ())
+    assert [stage.seconds for stage in plan.stages] == [4.0, 6.0, 5.5, 6.0]
+
+
+def test_a_plan_of_bounded_updates_has_one_round() -> None:
+    costs = Costs.from_json((COSTS / "rtx4090_gpt_oss_20b.json").read_text(encoding="utf-8"))
+    with pytest.raises(PlanError, match="rounds = 2"):
+        make_plan(costs, 8, 16, "bounded", rounds=2)
+
+
+def test_stale_layers_are_in_the_plans_file_and_text_and_a_plan_without_them_is_read() -> None:
+    costs = Costs.from_json((COSTS / "rtx4090_gpt_oss_20b.json").read_text(encoding="utf-8"))
+    plan = evaluate_plan(Partition((4,) * 6, 1, (4,) * 6), 1, costs, 8, 16, "bounded", stale_layers=3)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "bounded with 3 stale layers" in plan.summary()
+    older = plan.to_json().replace('"stale_layers": 3', '"other": 0')
+    assert Plan.from_json(older) == replace(plan, stale_layers=0)
+
+
+def test_the_transfers_of_a_plan_count_the_inputs_that_stale_layers_keep() -> None:
+    """Layers 1 to 3 start anew: their inputs go down once more after the forward, and up before the backward."""
+    costs = Costs.from_json((COSTS / "rtx4090_gpt_oss_20b.json").read_text(encoding="utf-8"))
+    partition = Partition((4,) * 6, 1, (4,) * 6)
+    none, some = (
+        plan_transfers(
+            evaluate_plan(partition, 1, costs, 8, 16, "bounded", stale_layers=k), costs, 32, "stage", 0.5
+        )
+        for k in (0, 3)
+    )
+    extra = 16 * 3 * costs.layers[0].boundary_bytes
+    assert some.up_bytes - none.up_bytes == some.down_bytes - none.down_bytes == extra > 0
+    assert kept_cuts(partition.stages(), 3) - kept_cuts(partition.stages()) == {1, 2, 3}
+
+
+# Host memory is 16 bytes per parameter: `tests/pipeline/test_memory.py` counts it.
+@pytest.mark.parametrize("path", sorted(COSTS.glob("rtx4090_*.json")), ids=lambda path: path.stem)
+def test_a_published_model_has_next_to_no_bubble_on_eight_devices(path: Path) -> None:
+    costs = Costs.from_json(path.read_text(encoding="utf-8"))
+    limits = MemoryLimits(device_bytes=24 * 2**30)
+    plan = make_plan(costs, 8, 16, "bounded", limits=limits)
+    assert plan.bubble <= 0.01
+    assert 0 < plan.stale_layers < split_of(plan.partition)
