@@ -40,9 +40,9 @@ class StudySize:
     ffn_size: int = 192
     sequences: int = 8
     tokens: int = 128
-    pretraining_steps: int = 400
-    fine_tuning_steps: int = 120
-    evaluations: int = 8
+    pretraining_steps: int = 300
+    fine_tuning_steps: int = 100
+    evaluations: int = 5
     held_out_sequences: int = 64
     seeds: tuple[int, ...] = (1, 2, 3)
     most_rates: int = 7
