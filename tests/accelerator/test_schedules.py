@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from tests.support.scheduled_run import Outcome, Schedule, ShortRun, execute, reference, scheduled
-from tests.support.toy import PARTITIONS
+from tests.support.toy import BLOCKS, PARTITIONS
 from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.layer import KEEPABLE
+from torchround.pipeline.partition import KeptNames
 
 SEEDS, ALL_SEEDS = 25, 500
 MODELS = ("llama3-debug", "qwen3-debug", "qwen3-debug_moe", "gpt_oss-debug")
@@ -39,6 +41,7 @@ def draw(seed: int) -> ShortRun:
     settings = {
         "layerwise_recompute": drawn.random() < 0.25,
         "turns": (tuple(range(workers)),) if drawn.random() < 0.25 else (),
+        "kept": kept_by(run.model, random.Random(-seed)),
     }
     return replace(
         run,
@@ -48,6 +51,15 @@ def draw(seed: int) -> ShortRun:
         tight_pool=drawn.random() < 0.5,
         settings=tuple(settings.items()),
     )
+
+
+def kept_by(model: str, drawn: random.Random) -> KeptNames:
+    """Draw the parts that each layer of a run keeps. Every second run keeps nothing."""
+    if drawn.random() < 0.5:
+        return ()
+    names = ("gate_up", "down") if model == "toy" else KEEPABLE
+    blocks = [tuple(name for name in names if drawn.random() < 0.6) for _ in range(BLOCKS)]
+    return ((), *blocks, ())
 
 
 @functools.cache
@@ -91,3 +103,5 @@ def test_the_runs_that_seeds_draw_cover_every_mode_and_family():
     ):
         assert {getattr(run, name) for run in runs} == values
     assert {(run.workers, run.devices) for run in runs} == set(WORKERS)
+    keeping = [run for run in runs if dict(run.settings)["kept"]]
+    assert {run.model for run in keeping} == {"toy", *MODELS} and len(keeping) > ALL_SEEDS / 3

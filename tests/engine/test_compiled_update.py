@@ -87,7 +87,7 @@ def test_the_first_step_runs_on_the_devices_while_the_update_compiles(monkeypatc
     """The loss is there before the kernels are; and a compiler that takes long is no hang."""
     loss_is_known = threading.Event()
 
-    def slow_kernels(wanted, meanwhile):
+    def slow_kernels(wanted, meanwhile, predicts):
         started = time.monotonic()
         while not loss_is_known.is_set() or time.monotonic() - started < 1.0:
             meanwhile()
@@ -107,7 +107,7 @@ def test_the_first_step_runs_on_the_devices_while_the_update_compiles(monkeypatc
 
 
 def test_a_fault_while_the_update_compiles_ends_every_thread(monkeypatch):
-    def endless_kernels(wanted, meanwhile):
+    def endless_kernels(wanted, meanwhile, predicts):
         while True:
             meanwhile()
             time.sleep(0.01)

@@ -24,8 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchround import keeping
 from torchround.accelerators import kind_of
 from torchround.engine.board import Board
+from torchround.engine.compiled_shape import CompiledShape
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import as_hidden, as_tuple
 from torchround.layer import Hidden, LayeredModel, MicroBatch, runs_fused
@@ -75,7 +77,12 @@ class LayerCompiler:
 
         def call(hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
             output = kind.run(parameters, hidden, micro_batch, board)
-            return layer(hidden, micro_batch) if output is None else output
+            if output is not None:
+                return output
+            # A layer that cannot be compiled keeps nothing, and what a compiled run of it kept is of no use.
+            keeping.whole_replay()
+            with keeping.suspended():
+                return layer(hidden, micro_batch)
 
         return call
 
@@ -166,7 +173,7 @@ class LayerKind:
     def _compile(
         self,
         key: object,
-        shape: "CompiledShape",
+        shape: CompiledShape,
         board: Board,
         micro_batch: MicroBatch,
         tensors: list[Tensor],
@@ -220,90 +227,6 @@ class LayerKind:
         )
 
 
-class CompiledShape:
-    """A kind compiled for one shape. `wants` says which parameters and inputs get gradients."""
-
-    def __init__(self, function: Callable[..., Hidden], wants: Sequence[bool], backend: str) -> None:
-        options = _deterministic_options() if backend == "inductor" else None
-        self._compiled = torch.compile(
-            function, fullgraph=True, dynamic=False, backend=backend, options=options
-        )
-        self._wants = wants
-
-    def __call__(self, micro_batch: MicroBatch, tensors: list[Tensor]) -> Hidden:
-        outputs = _Run.apply(self, micro_batch, *tensors)
-        return as_hidden(outputs, self._single)
-
-    def rehearse(self, micro_batch: MicroBatch, tensors: list[Tensor]) -> None:
-        """Run forward and backward once, so that both are compiled, and drop the results."""
-        inner, outputs = self.forward(micro_batch, tensors)
-        self.backward(inner, outputs, [torch.zeros_like(output) for output in outputs])
-
-    def forward(
-        self, micro_batch: MicroBatch, tensors: Sequence[Tensor]
-    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return leaves in the place of `tensors`, and the outputs computed from them."""
-        inner = [_leaf(tensor, wanted) for tensor, wanted in zip(tensors, self._wants, strict=True)]
-        with torch.set_grad_enabled(any(self._wants)):
-            output = self._compiled(inner, micro_batch.tensors(), micro_batch.facts())
-        # Device threads share this object; every one of them writes the same value here.
-        self._single = isinstance(output, Tensor)
-        return inner, as_tuple(output)
-
-    def backward(
-        self, inner: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Return a gradient for each leaf of `inner`, None for a leaf without one."""
-        pairs = [
-            (output, grad) for output, grad in zip(outputs, gradients, strict=True) if output.requires_grad
-        ]
-        wanted = [leaf for leaf in inner if leaf.requires_grad]
-        if not pairs or not wanted:
-            return [None] * len(inner)
-        found = iter(
-            torch.autograd.grad(
-                [output for output, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True
-            )
-        )
-        return [next(found) if leaf.requires_grad else None for leaf in inner]
-
-
-class _Run(torch.autograd.Function):
-    """The step from the caller's autograd graph into compiled code and back.
-
-    It keeps the caller's leaves, which may hold gradients already, out of what is compiled.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, shape: CompiledShape, micro_batch: MicroBatch, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        inner, outputs = shape.forward(micro_batch, tensors)
-        ctx.shape, ctx.inner, ctx.outputs = shape, inner, outputs
-        ctx.totals = [tensor.grad if tensor.is_leaf else None for tensor in tensors]
-        found = tuple(output.detach() for output in outputs)
-        ctx.mark_non_differentiable(*(output for output in found if not output.is_floating_point()))
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inner, outputs, totals = ctx.inner, ctx.outputs, ctx.totals
-        ctx.inner = ctx.outputs = ctx.totals = None  # the activations that they keep are of no more use
-        found = ctx.shape.backward(inner, outputs, grads)
-        return None, None, *(_added(grad, total) for grad, total in zip(found, totals, strict=True))
-
-
-def _added(grad: Tensor | None, total: Tensor | None) -> Tensor | None:
-    """Add a gradient to the sum of another number format that its leaf holds, and return what is left for autograd.
-
-    Autograd would cast the gradient in a pass of its own. The sum has the same bits: the cast is exact.
-    """
-    if grad is None or total is None or total.dtype == grad.dtype or total.dtype != torch.float32:
-        return grad
-    total.add_(grad)
-    return None
-
-
 def _setting(is_required: bool) -> str:
     """Return the setting that layers are compiled for, as the config says it."""
     return "engine.compile = true" if is_required else 'engine.compile = "auto"'
@@ -312,11 +235,6 @@ def _setting(is_required: bool) -> str:
 def _as_data(fact: int | Tensor | None) -> Tensor | None:
     """Return a number that changes from call to call as a tensor: as an int, each value would be compiled anew."""
     return None if fact is None else torch.tensor(fact)
-
-
-def _leaf(tensor: Tensor, wanted: bool) -> Tensor:
-    """Return the same memory as a leaf of its own."""
-    return tensor.detach().requires_grad_(wanted)
 
 
 def _floating(tensors: Sequence[Tensor]) -> list[bool]:
@@ -371,16 +289,6 @@ def _counted_as_progress(board: Board) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _deterministic_options() -> dict[str, Any]:
-    """Return options with which equal runs give equal bits.
-
-    Inductor then does not choose by measured times how sums add up. Code for virtual devices has one thread, because it
-    splits sums by threads, and the number of the thread that compiles would be in the cached code.
-    """
-    options = {"deterministic": True, "cpp.threads": 1}
-    return {name: value for name, value in options.items() if name in torch._inductor.list_options()}
 
 
 def _missing_compiler(device: str) -> str | None:

@@ -237,7 +237,9 @@ def _check_bits(
     """Raise `KernelError` unless the kernel gives the uncompiled update's bits on this machine."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(CHECKED_ELEMENTS, generator=generator) for _ in range(4)]
-    plain = [values[0], values[1], values[2].square(), values[3].to(gradient), values[0].to(device_weight)]
+    # A copy even in fp32: a predicted device weight cannot be the weight itself.
+    device_weights = values[0].to(device_weight, copy=True)
+    plain = [values[0], values[1], values[2].square(), values[3].to(gradient), device_weights]
     compiled = [tensor.clone() for tensor in plain]
     for buffers, with_kernel in ((plain, None), (compiled, kernel)):
         adamw_update_(

@@ -8,8 +8,10 @@ import threading
 import pytest
 import torch
 
+from tests.support.planting import empty_event_at, no_wait_at
 from tests.support.toy import (
     BLOCKS,
+    KEPT,
     PARTITIONS,
     ToyBlock,
     ToyEmbedding,
@@ -99,6 +101,36 @@ def test_no_race_for_any_partition_and_device_count(num_devices, partition, poli
 )
 def test_no_race_with_tied_frozen_rounded_and_several_rounds(options, policy):
     assert record(PARTITIONS["backward coarser"], 3, policy, **options) == []
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("kept", KEPT)
+def test_no_race_with_kept_activations(kept, num_devices, policy):
+    """Micro-batches of the next round or step find buffers and slots that kept activations have left."""
+    options = {"kept": KEPT[kept], "rounds": 2, "evaluate": True, "steps": 3}
+    for partition in ("one layer a stage", "backward coarser"):
+        assert record(PARTITIONS[partition], num_devices, policy, **options) == []
+
+
+KEPT_SITES = [
+    no_wait_at("kept_transfers.bring: self._device.wait(Stream.COMPUTE, staged.uploaded)"),
+    no_wait_at("kept_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, slot.released)"),
+    no_wait_at("kept_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, value.landed)"),
+    empty_event_at("kept_transfers.end_micro_batch: self._device.record(Stream.COMPUTE)"),
+    empty_event_at("kept_transfers._upload: device.record(Stream.ACTIVATION_UPLOAD)"),
+    no_wait_at("activation_transfers.send: device.wait(Stream.COMPUTE, slot.released)"),
+    no_wait_at(
+        "activation_transfers.send: device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))"
+    ),
+]
+
+
+@pytest.mark.parametrize("plant", KEPT_SITES)
+def test_each_wait_of_kept_activations_orders_something(monkeypatch, plant):
+    planted = plant(monkeypatch)
+    assert record(PARTITIONS["backward coarser"], 3, kept=KEPT["all"], steps=2) != []
+    assert planted.times > 0
 
 
 class PassingBlock(ToyBlock):
