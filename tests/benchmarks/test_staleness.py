@@ -83,12 +83,18 @@ def new_store(**options) -> tuple:
         DelayRule("sync"),
         DelayRule("async"),
         DelayRule("async", correction="predict"),
+        DelayRule("sync", clip="layer"),
+        DelayRule("bounded", 0, clip="layer"),
+        DelayRule("bounded", 1, clip="layer"),
+        DelayRule("bounded", 3, clip="layer"),
     ],
     ids=lambda rule: f"{rule.update}-{rule.stale_layers}-{rule.correction}-{rule.clip}",
 )
 def test_the_loop_of_the_study_is_the_engine_bit_for_bit(rule: DelayRule, partition: Partition) -> None:
     model, store = new_store(policy=ASYNC_PREDICT if rule.correction == "predict" else POLICIES[rule.update])
-    settings = EngineSettings(max_norm=MAX_NORM, hang_timeout_s=60.0)
+    settings = EngineSettings(
+        max_norm=MAX_NORM, clip=rule.clip, stale_layers=rule.stale_layers, hang_timeout_s=60.0
+    )
     devices = [CpuDevice(0), CpuDevice(1)]
     with Engine(model, store, devices, partition, optimizer=OptimizerTable(), settings=settings) as engine:
         results = []
