@@ -156,7 +156,7 @@ def _device(question: RunQuestion, costs: Costs, plan: Plan | None) -> DeviceMem
         return None
     limits = question.limits()
     size = limits.micro_batches_at_once(question.num_micro_batches, plan.rounds)
-    return device_memory(plan.partition, costs, question.num_devices, size, limits)
+    return device_memory(plan.partition, costs, question.num_devices, size, limits, plan.stale_layers)
 
 
 def _transfers(question: RunQuestion, costs: Costs, plan: Plan | None) -> Transfers | None:
