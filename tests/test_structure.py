@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "untrusted": set(),  # defence against hostile input, which every room may use
     "accelerators": set(),  # what differs by kind of device, which layers and the engine ask
     "layer": {"accelerators", "untrusted"},
-    "keeping": set(),  # kept activations, between the layers' code and the engine
+    "kept_operations": set(),  # which of PyTorch's operations are worth keeping
+    "keeping": {"kept_operations"},  # kept activations, between the layers' code and the engine
     "models": {"accelerators", "keeping", "layer", "untrusted"},
     "config": {"untrusted"},
     "pipeline": {"config", "untrusted"},

@@ -211,6 +211,9 @@ class Layer(Protocol):
     two or more dimensions only because they are stacks of vectors.
 
     A layer with an attribute `fused_on_accelerators` that is true is not compiled there.
+
+    A layer may name expensive parts by `torchround.keeping.keep`, so that its recomputation can skip them. It then counts
+    them in `LayerWork.keepable`.
     """
 
     def __call__(self, hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:

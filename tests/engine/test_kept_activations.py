@@ -22,7 +22,7 @@ from tests.support.toy import (
 )
 from torchround.engine.device import DeviceWatcher, Stream
 from torchround.engine.errors import EngineUsageError
-from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
 
 LR = 1e-2
 
@@ -200,6 +200,29 @@ def test_layers_that_declare_no_work_take_buffers_when_they_need_them(monkeypatc
     losses, state = trained("backward coarser", 2, kept=KEPT["all"])
     assert losses == expected[0]
     assert_same_state(state, expected[1])
+
+
+@pytest.mark.parametrize("stale_layers", [0, 2])
+def test_bounded_updates_keep_what_is_above_the_stale_layers(stale_layers):
+    kept = tuple(names if layer >= stale_layers else () for layer, names in enumerate(KEPT["all"]))
+    options = {"policy": BOUNDED, "clip": "layer", "stale_layers": stale_layers}
+    expected = trained("backward coarser", 1, **options)
+    for num_devices in (2, 3):
+        losses, state = trained("backward coarser", num_devices, kept=kept, **options)
+        assert losses == expected[0]
+        assert_same_state(state, expected[1])
+
+
+def test_stale_layers_may_keep_nothing():
+    model = toy_model()
+    store = toy_store(model, policy=BOUNDED)
+    with pytest.raises(EngineUsageError, match=r"layers \[1\] keep activations"):
+        toy_engine(
+            *(model, store, PARTITIONS["backward coarser"], 1),
+            kept=KEPT["all"],
+            clip="layer",
+            stale_layers=2,
+        )
 
 
 def test_names_for_another_number_of_layers_are_refused():

@@ -156,7 +156,8 @@ def _device(question: RunQuestion, costs: Costs, plan: Plan | None) -> DeviceMem
         return None
     limits = question.limits()
     size = limits.micro_batches_at_once(question.num_micro_batches, plan.rounds)
-    return device_memory(plan.partition, costs.keeping(plan.kept), question.num_devices, size, limits)
+    kept = costs.keeping(plan.kept)
+    return device_memory(plan.partition, kept, question.num_devices, size, limits, plan.stale_layers)
 
 
 def _transfers(question: RunQuestion, costs: Costs, plan: Plan | None) -> Transfers | None:
