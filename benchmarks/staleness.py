@@ -4,6 +4,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.frame import ROOT, Benchmark, Report
-from benchmarks.installed_text import documentation_of
+from benchmarks.installed_text import InstalledText, documentation_of, remember
 from benchmarks.staleness_cells import (
     FIRST_RATES,
     PRETRAINING,
@@ -23,7 +24,7 @@ from benchmarks.staleness_cells import (
     tuned_rate,
     wanted_cells,
 )
-from benchmarks.staleness_report import draw, final_losses, losses_table, rates_table, step_seconds
+from benchmarks.staleness_report import draw, final_losses, step_seconds, tables
 
 
 class AnotherStudyError(ValueError):
@@ -79,7 +80,8 @@ def complete(size: StudySize, file: ResultFile, workers: int, folder: Path) -> N
             file.add(run_cell(size, wanted[0], folder, tuned_rate(size, file.results, PRETRAINING, "sync")))
         return
     running: dict[Future[CellResult], Cell] = {}
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=use_one_thread) as pool:
+    texts = [documentation_of(size.package(task)) for task in FIRST_RATES]
+    with ProcessPoolExecutor(workers, get_context("spawn"), prepare_worker, (texts,)) as pool:
         while True:
             base_lr = tuned_rate(size, file.results, PRETRAINING, "sync")
             free = [cell for cell in wanted_cells(size, file.results) if cell not in running.values()]
@@ -93,9 +95,10 @@ def complete(size: StudySize, file: ResultFile, workers: int, folder: Path) -> N
                 print(f"{len(file.results)} cells: {file.path}", flush=True)
 
 
-def use_one_thread() -> None:
-    """Compute with one thread: the bits of products depend on their number."""
+def prepare_worker(texts: Sequence[InstalledText]) -> None:
+    """Give a worker process the texts, and one thread: the bits of products depend on the number of threads."""
     torch.set_num_threads(1)
+    remember(texts)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +107,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--results", type=Path, default=ROOT / "outputs" / "staleness.jsonl", help="file to continue"
     )
+    parser.add_argument("--only-report", action="store_true", help="run nothing: show what the file holds")
     parser.add_argument("--forget", action="store_true", help="keep no results, for a trial")
     parser.add_argument(
         "--workers", type=int, default=2, help="runs at a time, each of one thread; 0: this process"
@@ -132,6 +136,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def study(options: argparse.Namespace) -> Report:
     """Run what is missing of the study and return its tables."""
+    if options.only_report:
+        return report(*read_results(options.results), options.picture)
     size = StudySize(
         pretraining_package=options.pretraining_package,
         fine_tuning_package=options.fine_tuning_package,
@@ -145,8 +151,20 @@ def study(options: argparse.Namespace) -> Report:
         path = Path(folder) / "staleness.jsonl" if options.forget else options.results
         file = ResultFile(path, describe(size))
         complete(size, file, options.workers, Path(folder))
-    if options.picture is not None:
-        draw(size, file.results, options.picture)
+    return report(size, file, options.picture)
+
+
+def read_results(path: Path) -> tuple[StudySize, ResultFile]:
+    """Read the results of any study, complete or not, made with any text."""
+    description = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    fields = {**description["size"], "seeds": tuple(description["size"]["seeds"])}
+    return StudySize(**fields), ResultFile(path, description)
+
+
+def report(size: StudySize, file: ResultFile, picture: Path | None) -> Report:
+    """Return the figures of a study, and draw them if there is a place for the picture."""
+    if picture is not None:
+        draw(size, file.results, picture)
     losses = {
         task: {mode: final_losses(size, file.results, task, mode) for mode in size.rules()}
         for task in FIRST_RATES
@@ -155,10 +173,7 @@ def study(options: argparse.Namespace) -> Report:
         **file.description,
         "final_losses": losses,
         "simulated_step_s": step_seconds(size),
-        "tables": [
-            losses_table(size, file.results),
-            *(rates_table(size, file.results, task) for task in FIRST_RATES),
-        ],
+        "tables": tables(size, file.results),
     }
 
 
@@ -184,5 +199,5 @@ interrupted study continues; results depend on nothing but the text and PyTorch.
     headline,
     "--forget --workers 0 --blocks 1 --pretraining-package jinja2 --fine-tuning-package torchdata "
     "--pretraining-steps 2 --fine-tuning-steps 2 --seeds 1 --most-rates 3",
-    show=lambda figures: "\n\n".join(figures["tables"]),
+    show=lambda figures: "\n\n".join(figures["tables"].values()),
 )
