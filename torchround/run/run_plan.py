@@ -26,7 +26,8 @@ class PlanByMeasuring:
     """The plans of one start of a run: steps from `first_step` up to `until` measure, `settled` is the plan after them.
 
     `counted` is the plan from FLOPs and bytes. `kept` is the plan that the run had before it was resumed, if any.
-    `measure_steps` is 0 if the run does not measure; `total_steps` is the run's last step.
+    `measure_steps` is 0 if the run does not measure; `total_steps` is the run's last step. The `question` has the stale
+    layers of `counted`.
     """
 
     def __init__(
@@ -75,9 +76,8 @@ class PlanByMeasuring:
         counted = self._costs.keeping(self.settled.kept)
         costs = costs_from_reports(counted, reports, updates, self._question.recompute).keeping(())
         try:
-            # Losses depend on the rounds and on the stale layers, so both stay as they were counted.
-            rounds, stale_layers = self.settled.rounds, self.settled.stale_layers
-            self.settled = plan_for(replace(self._question, rounds=rounds, stale_layers=stale_layers), costs)
+            # Losses depend on the rounds and on the stale layers. Both stay as they were counted: the question has the latter.
+            self.settled = plan_for(replace(self._question, rounds=self.settled.rounds), costs)
         except InfeasiblePlanError as error:
             # The search is not exhaustive: under other times it may miss the partitions that fit. One is known.
             logger.warning("no plan from measured times fits, so the counted one stays: %s", error)
