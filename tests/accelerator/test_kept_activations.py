@@ -60,3 +60,15 @@ def test_parts_keep_the_counted_bytes_and_their_kernels_do_not_run(
     with kernels() as seen, replaying(KEEPABLE, tensors):
         block(hidden, batch)
     assert len(seen) == hasattr(block.mlp, "router"), seen
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=IDS[:4])
+def test_tokens_that_kernels_pad_are_counted_from_above(kind: str, case: Any) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        block = as_the_engine_binds(model_with_adapters(*case).layers[1], dtype, kind)
+        batch = batch_on(kind, [[7, 13], [20]])
+        hidden = an_input(block, batch, dtype)
+        for part in block.work(2, 20, dtype.itemsize, kind).keepable:
+            kept = kept_by(block, hidden, batch, [part.name])
+            assert 0 < Packing.of(tuple(kept)).nbytes <= part.nbytes, part.name
+        assert differing_choices(block, hidden, batch, [KEEPABLE]) == []

@@ -37,7 +37,7 @@ from tests.support.toy import KEPT
 from torchround.engine.device import Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.ordering import Ordering
-from torchround.engine.store.bundles import ASYNC
+from torchround.engine.store.bundles import ASYNC, BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.activation_transfers import ActivationTransfers, HostTensors
 from torchround.engine.worker.bundle_transfers import GradientDownload
@@ -54,6 +54,7 @@ PARTS = ShortRun(workers=2, tight_pool=True, rounds=2, steps=3, tied=True)
 LATE = ShortRun(workers=2, policy=ASYNC, steps=4)
 EVALUATED = ShortRun("one stage", workers=3, evaluates=True, steps=3)
 ROUNDED = ShortRun(dtype=torch.bfloat16)
+BEHIND = ShortRun("backward coarser", workers=2, policy=BOUNDED, steps=3, stale_layers=5)
 KEEPS = ShortRun("one layer a stage", settings=(("kept", KEPT["all"]),))
 
 
@@ -163,6 +164,15 @@ OTHERS = {
     ),
     "rule 2: a version is posted before its update": Mutant(
         early_signal("updated"), TWO, hurried(WEIGHTS_UP)
+    ),
+    "rule 1: device weights that lag are written under the forward's upload": Mutant(
+        skipped(Ordering, "before_device_weight_write"), BEHIND, starved(WEIGHTS_UP)
+    ),
+    "rule 2: a backward uploads device weights that still lag": Mutant(
+        skipped(Ordering, "before_upload"), BEHIND, starved(GRADIENTS_DOWN)
+    ),
+    "rule 3: a layer is updated before its gradient has landed": Mutant(
+        gradient_before_it_landed, BEHIND, starved(GRADIENTS_DOWN)
     ),
     "rule 3: a gradient is read before it has landed": Mutant(
         gradient_before_it_landed, ONE, starved(GRADIENTS_DOWN)

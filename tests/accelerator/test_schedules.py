@@ -13,7 +13,7 @@ import torch
 
 from tests.support.scheduled_run import Outcome, Schedule, ShortRun, execute, reference, scheduled
 from tests.support.toy import BLOCKS, PARTITIONS
-from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
 from torchround.layer import KEEPABLE
 from torchround.pipeline.partition import KeptNames
 
@@ -37,15 +37,23 @@ def draw(seed: int) -> ShortRun:
     run = ShortRun(**arithmetic)
     if seed % 5 == 4:
         run = ShortRun(model=drawn.choice(MODELS), dtype=torch.bfloat16, micro_batches=2)
+    if seed % 5 == 3:
+        more = drawn.choice([{"tied": True}, {"dtype": torch.bfloat16}, {"evaluates": True}])
+        run = ShortRun(policy=BOUNDED, steps=3, stale_layers=drawn.choice((0, 2, 5)), **more)
     workers, devices = drawn.choice(WORKERS)
     settings = {
         "layerwise_recompute": drawn.random() < 0.25,
         "turns": (tuple(range(workers)),) if drawn.random() < 0.25 else (),
-        "kept": kept_by(run.model, random.Random(-seed)),
+        # A layer whose forward read older weights must be computed anew.
+        "kept": tuple(
+            () if layer < run.stale_layers else names
+            for layer, names in enumerate(kept_by(run.model, random.Random(-seed)))
+        ),
     }
     return replace(
         run,
-        partition=drawn.choice(list(PARTITIONS)),
+        # Stale layers come before the fused stage, which is all there is in the first partition.
+        partition=drawn.choice(list(PARTITIONS)[run.policy is BOUNDED :]),
         workers=workers,
         devices=devices,
         tight_pool=drawn.random() < 0.5,
@@ -93,7 +101,7 @@ def test_the_runs_that_seeds_draw_cover_every_mode_and_family():
     runs = [draw(seed) for seed in range(ALL_SEEDS)]
     for name, values in (
         ("partition", set(PARTITIONS)),
-        ("policy", {SYNC, ASYNC}),
+        ("policy", {SYNC, ASYNC, BOUNDED}),
         ("model", {"toy", *MODELS}),
         ("dtype", {torch.float32, torch.bfloat16}),
         ("rounds", {1, 2}),

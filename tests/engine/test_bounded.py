@@ -8,6 +8,7 @@ import torch
 
 from tests.support.bounded_loop import BoundedLoop
 from tests.support.toy import (
+    KEPT,
     PARTITIONS,
     ToyBlock,
     assert_same_state,
@@ -369,8 +370,9 @@ def test_an_exception_of_the_caller_leaves_whole_steps():
         ({"stale_layers": 6}, "stale_layers is 6; legal under bounded: 0 to 5"),
         ({"stale_layers": 1, "rounds": 2}, "needs 1 round, got 2"),
         ({"clip": "global"}, "global norm"),
+        ({"stale_layers": 2, "kept": KEPT["all"]}, r"layers \[1\] keep activations"),
     ],
-    ids=["layers", "rounds", "clip"],
+    ids=["layers", "rounds", "clip", "kept"],
 )
 def test_settings_that_do_not_fit_are_refused(options, message):
     store = toy_store(toy_model(), policy=BOUNDED)
@@ -385,3 +387,9 @@ def test_float16_and_other_policies_are_refused():
         )
     with pytest.raises(EngineUsageError, match="legal under sync: 0 to 0"):
         toy_engine(toy_model(), toy_store(toy_model()), PARTITIONS["backward coarser"], 1, stale_layers=1)
+
+
+def test_layers_behind_the_stale_ones_may_keep_activations():
+    kept = tuple(() if layer < 2 else names for layer, names in enumerate(KEPT["all"]))
+    run_both(PARTITIONS["forward coarser"], 2, 2, kept=kept)
+    run_both(PARTITIONS["backward coarser"], 3, 2, tied=True, kept=kept, layerwise_recompute=True)

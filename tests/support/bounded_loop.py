@@ -32,7 +32,9 @@ class BoundedLoop:
         stale_layers: int,
         dtype: torch.dtype = torch.float32,
         max_norm: float = MAX_NORM,
+        device: str = "cpu",
     ) -> None:
+        self._device = device
         self._layers = [copy.deepcopy(layer) for layer in model.layers]
         self._stale_layers, self._dtype, self._max_norm = stale_layers, dtype, max_norm
         # By parameter: its name, and all places that use it.
@@ -98,7 +100,8 @@ class BoundedLoop:
                 for path, parameter in leaves.items():
                     if parameter.grad is not None:
                         found = sums.setdefault(
-                            (index, path), torch.zeros(parameter.shape, dtype=torch.float32)
+                            (index, path),
+                            torch.zeros(parameter.shape, dtype=torch.float32, device=self._device),
                         )
                         found.add_(parameter.grad)
                 gradient = (
@@ -108,7 +111,7 @@ class BoundedLoop:
         gradients = {}
         for name in self.weights:
             parts = [
-                sums.get(use, torch.zeros_like(self.weights[name])).to(self._dtype)
+                sums.get(use, torch.zeros_like(self.weights[name])).to(self._dtype).cpu()
                 for use in reversed(self._uses[name])
             ]
             gradients[name] = parts[0]
@@ -160,7 +163,7 @@ class BoundedLoop:
                 if layer != index:
                     continue
                 value = version[name] if name in version else self._frozen[name]
-                leaf = nn.Parameter(value.detach().clone(), requires_grad=name in version)
+                leaf = nn.Parameter(value.to(self._device, copy=True), requires_grad=name in version)
                 owner, _, attribute = path.rpartition(".")
                 setattr(self._layers[index].get_submodule(owner), attribute, leaf)
                 if name in version:
@@ -169,7 +172,25 @@ class BoundedLoop:
         return leaves
 
     def _call(self, index: int, hidden: object, micro_batch: MicroBatch) -> Tensor:
-        return self._layers[index](hidden, micro_batch.for_layer(index))
+        moved = micro_batch.with_tensors(tensor.to(self._device) for tensor in micro_batch.tensors())
+        return self._layers[index](hidden, moved.for_layer(index))
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Return the loss between steps: a weight that one of the first K layers uses is of the version before."""
+        newest = {name: weight.to(self._dtype) for name, weight in self.weights.items()}
+        held = {
+            name: self.older[name] if self._uses[name][0][0] < self._stale_layers else newest[name]
+            for name in newest
+        }
+        losses = []
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                hidden: object = None
+                for index in range(len(self._layers)):
+                    self._bind(index, held)
+                    hidden = self._call(index, hidden, micro_batch)
+                losses.append(hidden.item())
+        return sum(losses) / sum(micro_batch.num_labels() for micro_batch in micro_batches)
 
 
 def _tensors(hidden: object) -> tuple[Tensor, ...]:

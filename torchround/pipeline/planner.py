@@ -226,7 +226,7 @@ def why_infeasible(
         )
     # The most rounds have the fewest micro-batches each, and so need the least memory for integers.
     size = problem.limits.micro_batches_at_once(problem.num_micro_batches, max(rounds_choices))
-    needed = device_memory(chosen, problem.costs, problem.num_devices, size, problem.limits)
+    needed = device_memory(chosen, problem.costs, problem.num_devices, size, problem.limits, stale_layers)
     limit = problem.limits.device_bytes
     if limit is not None and needed.total_bytes > limit:
         return _device_error(problem.costs, needed, limit, given=partition is not None)

@@ -75,9 +75,9 @@ class PoolCount:
     def __init__(self, batch: HostBatch, num_devices: int, update: str, stale_layers: int = 0) -> None:
         self.batch = batch
         self._num_devices = num_devices
-        # In `bounded` a stage waits for its own layers alone. All stages are counted as if they could run beside the
-        # previous pass: its order is one of the orders of `async`.
-        self._overlaps = update != "sync"
+        # In `bounded` a stage waits for its own layers alone, and the first one for all if no layer is stale. Otherwise
+        # all stages are counted as if they could run beside the previous pass: its orders are among those of `async`.
+        self._overlaps = update == "async" or (update == "bounded" and stale_layers > 0)
         self._stale_layers = stale_layers
         # If all inner boundaries of a size are alike, a buffer is as good as another, and numbers are enough.
         self._is_even = all(len(set(outputs[:-1])) <= 1 for outputs in batch.output_bytes)
@@ -121,7 +121,9 @@ class PoolCount:
             evaluated = tuple(Stage(StageKind.FORWARD, stage.start, stage.stop) for stage in forward)
             held = HeldPass(evaluated, whole, 0)
             # An evaluation reads the newest weights. It changes none, so that what follows it need not wait.
-            pairs += [(train, HeldPass(evaluated, whole, frozen)), (held, at_once)]
+            # In `bounded` it reads stale layers of the version before, which are there already.
+            ahead = len(evaluated) if self._stale_layers else frozen
+            pairs += [(train, HeldPass(evaluated, whole, ahead)), (held, at_once)]
             pairs += [(held, HeldPass(evaluated, whole, len(evaluated)))]
         return pairs
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchround.pipeline.costs import Costs
-from torchround.pipeline.memory import KEPT_BUFFERS, LOSS_BUFFERS, STAGING_BUFFERS, MemoryLimits
+from torchround.pipeline.memory import (
+    KEPT_BUFFERS,
+    LOSS_BUFFERS,
+    RESTART_BUFFERS,
+    STAGING_BUFFERS,
+    MemoryLimits,
+)
 from torchround.pipeline.search.partition_batch import Booleans, Integers, PartitionBatch
 
 
@@ -31,9 +37,9 @@ class MemoryTable:
     stage.
     """
 
-    def __init__(self, costs: Costs, limits: MemoryLimits) -> None:
+    def __init__(self, costs: Costs, limits: MemoryLimits, stale_layers: int = 0) -> None:
         layers = costs.layers
-        self.limits = limits
+        self.limits, self.stale_layers = limits, stale_layers
         self.num_layers = len(layers)
         self.counts_devices = limits.device_bytes is not None or limits.devices_on_host > 0
         self.weights = _running([layer.weight_bytes for layer in layers])
@@ -125,12 +131,24 @@ class MemoryTable:
         # Each layer is in a fused or backward stage too, which
         # needs at least what a forward stage with it needs.
         compute = np.where(has_gradients, self.compute[starts, stops], 0).max(axis=1)
-        staging = STAGING_BUFFERS * self.inputs[starts].max(axis=1)
+        staging = self._staging_bytes(rows, starts, stops)
         staging = np.where(rows.num_stages == 1, self.loss_bytes, staging)
         bytes_in_all = slots + self._rounding_bytes(gradients.max(axis=1)) + compute + staging
         if self.kept[-1]:
             bytes_in_all += self._kept_bytes(rows, starts, stops)
         return np.asarray(bytes_in_all)
+
+    def _staging_bytes(self, rows: PartitionBatch, starts: Integers, stops: Integers) -> Integers:
+        """Compute the staging buffers [K] of plans of several stages, as `memory.staging_space`."""
+        largest = self.inputs[starts].max(axis=1)
+        if not self.stale_layers:
+            return np.asarray(STAGING_BUFFERS * largest)
+        fused = np.take_along_axis(rows.counts, rows.fused_at[:, None], axis=1)[:, 0]
+        stale = np.minimum(self.stale_layers, np.maximum(self.num_layers - fused - 1, 0))
+        largest = np.maximum(largest, np.maximum.accumulate(self.inputs)[stale])
+        restarts = np.where(rows.is_backward(), np.minimum(stops, self.stale_layers + 1) - starts - 1, 0)
+        buffers = STAGING_BUFFERS + RESTART_BUFFERS * np.maximum(restarts, 0).max(axis=1)
+        return np.asarray(buffers * largest)
 
     def _kept_bytes(self, rows: PartitionBatch, starts: Integers, stops: Integers) -> Integers:
         """Compute the buffers for kept activations [K], as `memory.kept_space`."""

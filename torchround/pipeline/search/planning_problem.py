@@ -86,7 +86,7 @@ class PlanningProblem:
     @cached_property
     def memory(self) -> MemoryTable:
         """Device memory of many partitions."""
-        return MemoryTable(self.costs, self.limits)
+        return MemoryTable(self.costs, self.limits, self.stale_layers or 0)
 
     @cached_property
     def host(self) -> HostTable:
@@ -192,7 +192,8 @@ class PlanningProblem:
     def device_bytes(self, partition: Partition, rounds: int) -> int:
         """Return what each device allocates."""
         size = self.limits.micro_batches_at_once(self.num_micro_batches, rounds)
-        return device_memory(partition, self.costs, self.num_devices, size, self.limits).total_bytes
+        run = partition, self.costs, self.num_devices, size, self.limits
+        return device_memory(*run, self.stale_layers or 0).total_bytes
 
     def host_bytes(self, candidate: Candidate) -> int:
         """Return what a plan takes of the host memory that `MemoryLimits.host_bytes` limits."""
