@@ -7,8 +7,8 @@ import ast
 import hashlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -30,26 +30,12 @@ class InstalledText:
     held_out: Tensor
 
 
-# Reading a large package takes ten seconds, so a process does it once.
-_READ: dict[str, InstalledText] = {}
-
-
+@cache
 def documentation_of(package: str) -> InstalledText:
-    """Return the documentation strings of all modules of a package, each once, in an order that its hashes give.
+    """Read the documentation strings of all modules of a package, each once, in an order that its hashes give.
 
-    The order mixes the package's parts, and whole strings are held out.
+    The order mixes the package's parts, and whole strings are held out. A large package takes ten seconds.
     """
-    if package not in _READ:
-        _READ[package] = _read(package)
-    return _READ[package]
-
-
-def remember(texts: Iterable[InstalledText]) -> None:
-    """Keep texts that another process has read."""
-    _READ.update({text.package: text for text in texts})
-
-
-def _read(package: str) -> InstalledText:
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, f"{package} is not installed"
     found: dict[bytes, str] = {}

@@ -4,7 +4,6 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.frame import ROOT, Benchmark, Report
-from benchmarks.installed_text import InstalledText, documentation_of, remember
+from benchmarks.installed_text import documentation_of
 from benchmarks.staleness_cells import (
     FIRST_RATES,
     PRETRAINING,
@@ -80,8 +79,7 @@ def complete(size: StudySize, file: ResultFile, workers: int, folder: Path) -> N
             file.add(run_cell(size, wanted[0], folder, tuned_rate(size, file.results, PRETRAINING, "sync")))
         return
     running: dict[Future[CellResult], Cell] = {}
-    texts = [documentation_of(size.package(task)) for task in FIRST_RATES]
-    with ProcessPoolExecutor(workers, get_context("spawn"), prepare_worker, (texts,)) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), use_one_thread) as pool:
         while True:
             base_lr = tuned_rate(size, file.results, PRETRAINING, "sync")
             free = [cell for cell in wanted_cells(size, file.results) if cell not in running.values()]
@@ -95,10 +93,9 @@ def complete(size: StudySize, file: ResultFile, workers: int, folder: Path) -> N
                 print(f"{len(file.results)} cells: {file.path}", flush=True)
 
 
-def prepare_worker(texts: Sequence[InstalledText]) -> None:
-    """Give a worker process the texts, and one thread: the bits of products depend on the number of threads."""
+def use_one_thread() -> None:
+    """Compute with one thread: the bits of products depend on their number."""
     torch.set_num_threads(1)
-    remember(texts)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -139,7 +139,8 @@ def build(options: Options) -> RunParts:
     folder = run_folder(options)
     question = with_kept_choices(question_of(config, model, hardware, mapped), config, folder)
     plan = plan_for(question)  # raises if the run does not fit this machine
-    question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
+    if question.update == "bounded":
+        question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
     loader, validation = build_loaders(options, tokenizer)
     config, epoch_steps = settle_steps(options, loader, folder)
     return RunParts(

@@ -229,6 +229,7 @@ def plan_transfers(
     A stage's weights move once per round, activations with each micro-batch, so more micro-batches per round
     hide the weights. `gradient_share`: bytes of a gradient as it travels per byte of it as it is accumulated.
     """
+    costs = costs.keeping(plan.kept)
     rate = pcie_gb_per_s * 1e9
     size = plan.num_micro_batches / plan.rounds
     up_total, down_total = 0.0, 0.0
@@ -259,10 +260,11 @@ def _stage_bytes(stage: Stage, costs: Costs, size: float, gradient_share: float)
     incoming = costs.layers[stage.start - 1].boundary_bytes if stage.start else 0
     outgoing = layers[-1].boundary_bytes
     up = sum(layer.weight_bytes for layer in layers) + size * incoming
+    kept = sum(layer.kept_bytes for layer in layers)
     if stage.kind is StageKind.FORWARD:
-        return up, size * outgoing
+        return up, size * (outgoing + kept)
     if stage.kind is StageKind.BACKWARD:
-        up += size * outgoing  # the gradient of its output
+        up += size * (outgoing + kept)  # the gradient of its output, and what the forward has kept
     down = gradient_share * sum(layer.gradient_bytes for layer in layers) + size * incoming
     return up, down
 
