@@ -296,15 +296,18 @@ def costs_from_work(
     accumulate_bytes: int = 4,
     optimizer_bytes_per_s: float | None = None,
     fp16_accumulation: bool = False,
+    keeps_whole: Sequence[bool] = (),
 ) -> Costs:
     """Estimate costs before any step has run: FLOPs over the device's peak, bytes over PCIe.
 
     The backward's FLOPs leave out recomputation and, in a LoRA run, gradients of frozen weights. The update
-    moves `UPDATE_BYTES` per trained parameter; without `optimizer_bytes_per_s` it takes no time.
+    moves `UPDATE_BYTES` per trained parameter; without `optimizer_bytes_per_s` it takes no time. `keeps_whole` says for
+    each layer whether it keeps all its parts or nothing.
     """
     flops_per_s = device.flops_per_s(dtype, fp16_accumulation) * COMPUTE_EFFICIENCY
     layers = []
-    for name, work, parameter in zip(names, works, parameters, strict=True):
+    whole = keeps_whole or [False] * len(names)
+    for name, work, parameter, keeps_all in zip(names, works, parameters, whole, strict=True):
         layers.append(
             LayerCost(
                 name=name,
@@ -321,6 +324,7 @@ def costs_from_work(
                 keepable=tuple(
                     KeptCost(part.name, part.nbytes, part.flops / flops_per_s) for part in work.keepable
                 ),
+                keeps_whole=keeps_all,
             )
         )
     return Costs(tuple(layers), hop_seconds(max(layer.boundary_bytes for layer in layers), device))

@@ -25,7 +25,7 @@ from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
 from torchround.pipeline.run_question import INTEGER_TENSORS, RunQuestion
 from torchround.run.hardware import Hardware
-from torchround.run.run_plan import given_plan, given_stale_layers
+from torchround.run.run_plan import given_kept, given_plan, given_stale_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -92,6 +92,7 @@ def run_question(
             fp16_accumulation=training.fp16_accumulation,
             element_bytes=numbers.dtype.itemsize,
             accumulate_bytes=accumulate_bytes,
+            keeps_whole=[runs_compiled(layer, numbers.engine, hardware.kind) for layer in model.layers],
         )
         return replace(costs, shared=shared)
 
@@ -118,6 +119,8 @@ def run_question(
         validates=validates,
         given=given,
         stale_layers=given_stale_layers(engine),
+        keep_activations=engine.keep_activations,
+        given_kept=given_kept(engine),
     )
 
 
@@ -143,7 +146,8 @@ def layer_works(
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
-        if compiles_layers(numbers.engine, kind) and not runs_fused(layer, kind):
+        if runs_compiled(layer, numbers.engine, kind):
+            work = kept_whole(work)
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             work = replace(kept_whole(work), workspace_bytes=work.workspace_bytes + trained * element_bytes)
@@ -158,6 +162,11 @@ def compiles_layers(table: EngineTable, kind: str) -> bool:
     `"auto"` asks for them on accelerators that Inductor writes code for. A compiler may still be missing there.
     """
     return kind_of(kind).compiles if table.compile == "auto" else table.compile
+
+
+def runs_compiled(layer: torch.nn.Module, table: EngineTable, kind: str) -> bool:
+    """Return whether a layer runs compiled on devices of a kind, so that it keeps all its parts or nothing."""
+    return compiles_layers(table, kind) and not runs_fused(layer, kind)
 
 
 def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
