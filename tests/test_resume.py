@@ -1,5 +1,6 @@
 """A run that is interrupted and resumed has the losses and the weights of one that never stopped, bit for bit."""
 
+import json
 import signal
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import torchround.trainer
 from tests.support.small_run import (
     ASYNC,
     BOUNDED,
+    KEEP_ALL,
     PREDICT,
     STEPS,
     TIED,
@@ -43,6 +45,8 @@ MODES = {
     "bounded": [*BOUNDED],
     "bounded, tied, bfloat16": [*BOUNDED, TIED, "--training.dtype=bfloat16"],
     "bounded, no stale layers": [*BOUNDED, "--engine.stale_layers=0"],
+    "kept, bounded": [KEEP_ALL, *BOUNDED, "--engine.stale_layers=2"],
+    "kept, async, predict, adapters": [KEEP_ALL, ASYNC, PREDICT, "--lora.rank=2", "--lora.dropout=0.5"],
     "async, predict, tied, bfloat16": [ASYNC, PREDICT, TIED, "--training.dtype=bfloat16"],
 }
 
@@ -85,6 +89,23 @@ def test_interrupted_after_every_step_it_equals_an_uninterrupted_run(
             assert small_runs("stopped", ASYNC) == (128 + signal.SIGTERM if step < STEPS else 0)
         assert small_runs.saved("stopped")[-1] == step
     small_runs.assert_same("stopped", "whole")
+
+
+@pytest.mark.parametrize("mode", ["sync, tied", "async, predict", "bounded, tied, bfloat16"])
+def test_a_run_that_keeps_activations_equals_one_that_recomputes_and_may_change_at_a_resume(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    assert small_runs("whole", *MODES[mode], "--engine.keep_activations=none") == 0
+    for name, first, then in (
+        ("kept", KEEP_ALL, KEEP_ALL),
+        ("changed", KEEP_ALL, "--engine.keep_activations=half"),
+    ):
+        with monkeypatch.context() as patch:
+            before_step(patch, 3, interrupt)
+            assert small_runs(name, *MODES[mode], first) == 128 + signal.SIGTERM
+        assert any(json.loads((small_runs.path(name) / "plan.json").read_text())["kept"])
+        assert small_runs(name, *MODES[mode], then) == 0
+        small_runs.assert_same(name, "whole")
 
 
 def test_resumed_with_another_partition_it_equals_an_uninterrupted_run(
@@ -197,9 +218,9 @@ def test_a_resumed_run_keeps_the_rounds_that_were_planned_for_it(
     auto = ["--engine.plan=none", "--engine.rounds=auto"]
     make_plan = torchround.pipeline.plan_report.make_plan
 
-    def as_many_as_devices(costs, num_devices, num_micro_batches, update, rounds, limits):
+    def as_many_as_devices(costs, num_devices, num_micro_batches, update, rounds, limits, **options):
         rounds = num_devices if rounds == "auto" else rounds
-        return make_plan(costs, num_devices, num_micro_batches, update, rounds, limits)
+        return make_plan(costs, num_devices, num_micro_batches, update, rounds, limits, **options)
 
     monkeypatch.setattr(torchround.pipeline.plan_report, "make_plan", as_many_as_devices)
     assert small_runs("whole", *auto) == 0
