@@ -13,7 +13,6 @@ import torchround.trainer
 from tests.support.small_run import (
     ASYNC,
     BOUNDED,
-    KEEP_ALL,
     PREDICT,
     STEPS,
     TIED,
@@ -92,23 +91,6 @@ def test_interrupted_after_every_step_it_equals_an_uninterrupted_run(
     small_runs.assert_same("stopped", "whole")
 
 
-@pytest.mark.parametrize("mode", ["sync, tied", "async, predict", "bounded, tied, bfloat16"])
-def test_a_run_that_keeps_activations_equals_one_that_recomputes_and_may_change_at_a_resume(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    assert small_runs("whole", *MODES[mode], "--engine.keep_activations=none") == 0
-    for name, first, then in (
-        ("kept", KEEP_ALL, KEEP_ALL),
-        ("changed", KEEP_ALL, "--engine.keep_activations=half"),
-    ):
-        with monkeypatch.context() as patch:
-            before_step(patch, 3, interrupt)
-            assert small_runs(name, *MODES[mode], first) == 128 + signal.SIGTERM
-        assert any(json.loads((small_runs.path(name) / "plan.json").read_text())["kept"])
-        assert small_runs(name, *MODES[mode], then) == 0
-        small_runs.assert_same(name, "whole")
-
-
 def test_resumed_with_another_partition_it_equals_an_uninterrupted_run(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,8 +101,10 @@ def test_resumed_with_another_partition_it_equals_an_uninterrupted_run(
     small_runs.assert_same("stopped", "whole")
 
 
-# A step runs layer 1 (a block) 4 times forward and 4 times in its backward stage: calls 9 to 16 are step 2's.
-@pytest.mark.parametrize("mode", ["sync", "async, tied, two rounds", "async, bfloat16"])
+@pytest.mark.parametrize(
+    "mode",
+    ["sync", "async, tied, two rounds", "async, bfloat16", "async, predict", "bounded, no stale layers"],
+)
 def test_interrupted_and_resumed_with_other_kept_activations_it_equals_a_run_that_recomputes(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
@@ -134,6 +118,7 @@ def test_interrupted_and_resumed_with_other_kept_activations_it_equals_a_run_tha
     small_runs.assert_same("keeps", "recomputes")
 
 
+# A step runs layer 1 (a block) 4 times forward and 4 times in its backward stage: calls 9 to 16 are step 2's.
 @pytest.mark.parametrize("mode", ["sync, tied", "async, tied, two rounds"])
 @pytest.mark.parametrize("call", [1, 9, 13, 16, 31])
 def test_a_run_resumed_after_a_fault_in_a_stage_equals_one_without_the_fault(

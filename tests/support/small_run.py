@@ -63,7 +63,6 @@ interval_steps = 0
 """
 ASYNC = "--engine.update=async"
 PREDICT = "--engine.delay_correction=predict"
-KEEP_ALL = "--engine.keep_activations=all"
 BOUNDED = ("--engine.update=bounded", "--training.clip=layer", "--engine.stale_layers=3")
 TIED = "--model.flavor=tied"
 TWO_ROUNDS = "--engine.plan={ forward = [2, 2], fused = 1, backward = [1, 3], rounds = 2 }"
