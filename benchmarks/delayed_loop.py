@@ -169,11 +169,8 @@ class DelayedLoop:
                 weight_decay=weight_decay,
                 bias_correction_step=self._store.applied_updates,
                 gradient_scale=scale,
+                predicts=self._rule.correction == "predict",
             )
-        if self._rule.correction == "predict":
-            updates, (beta1, beta2) = self._store.applied_updates, table.betas
-            denominator = second.sqrt().mul_((1.0 - beta2**updates) ** -0.5).add_(table.eps)
-            device_weight.add_(first.mul(-lr / (1.0 - beta1**updates)).div_(denominator))
 
 
 def _gradient(bundle: Bundle) -> Tensor:

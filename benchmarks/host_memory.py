@@ -21,6 +21,7 @@ from torchround.config import OptimizerTable, TrainingTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine
 from torchround.engine.results import one_layer_a_stage
+from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.hf import PretrainedWeights
@@ -89,7 +90,8 @@ def added_by_training(config: TransformerConfig, update: str) -> dict[str, float
     device = CpuDevice(0)
     partition = one_layer_a_stage(len(model.layers))
     micro_batches = random_step(ONE_SHORT_SEQUENCE, config.vocab_size, torch.Generator().manual_seed(0))
-    with Engine(model, store, [device], partition, optimizer=OptimizerTable()) as engine:
+    settings = EngineSettings(clip="layer" if update == "bounded" else "global")
+    with Engine(model, store, [device], partition, optimizer=OptimizerTable(), settings=settings) as engine:
         for _ in range(2):
             engine.forward_backward(micro_batches)
             engine.step(LR)

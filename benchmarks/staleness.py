@@ -23,7 +23,7 @@ from benchmarks.staleness_cells import (
     tuned_rate,
     wanted_cells,
 )
-from benchmarks.staleness_report import draw, final_losses, losses_table, rates_table, step_seconds
+from benchmarks.staleness_report import draw, final_losses, step_seconds, tables
 
 
 class AnotherStudyError(ValueError):
@@ -79,7 +79,7 @@ def complete(size: StudySize, file: ResultFile, workers: int, folder: Path) -> N
             file.add(run_cell(size, wanted[0], folder, tuned_rate(size, file.results, PRETRAINING, "sync")))
         return
     running: dict[Future[CellResult], Cell] = {}
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=use_one_thread) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), use_one_thread) as pool:
         while True:
             base_lr = tuned_rate(size, file.results, PRETRAINING, "sync")
             free = [cell for cell in wanted_cells(size, file.results) if cell not in running.values()]
@@ -104,6 +104,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--results", type=Path, default=ROOT / "outputs" / "staleness.jsonl", help="file to continue"
     )
+    parser.add_argument("--only-report", action="store_true", help="run nothing: show what the file holds")
     parser.add_argument("--forget", action="store_true", help="keep no results, for a trial")
     parser.add_argument(
         "--workers", type=int, default=2, help="runs at a time, each of one thread; 0: this process"
@@ -132,6 +133,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def study(options: argparse.Namespace) -> Report:
     """Run what is missing of the study and return its tables."""
+    if options.only_report:
+        return report(*read_results(options.results), options.picture)
     size = StudySize(
         pretraining_package=options.pretraining_package,
         fine_tuning_package=options.fine_tuning_package,
@@ -145,8 +148,20 @@ def study(options: argparse.Namespace) -> Report:
         path = Path(folder) / "staleness.jsonl" if options.forget else options.results
         file = ResultFile(path, describe(size))
         complete(size, file, options.workers, Path(folder))
-    if options.picture is not None:
-        draw(size, file.results, options.picture)
+    return report(size, file, options.picture)
+
+
+def read_results(path: Path) -> tuple[StudySize, ResultFile]:
+    """Read the results of any study, complete or not, made with any text."""
+    description = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    fields = {**description["size"], "seeds": tuple(description["size"]["seeds"])}
+    return StudySize(**fields), ResultFile(path, description)
+
+
+def report(size: StudySize, file: ResultFile, picture: Path | None) -> Report:
+    """Return the figures of a study, and draw them if there is a place for the picture."""
+    if picture is not None:
+        draw(size, file.results, picture)
     losses = {
         task: {mode: final_losses(size, file.results, task, mode) for mode in size.rules()}
         for task in FIRST_RATES
@@ -155,10 +170,7 @@ def study(options: argparse.Namespace) -> Report:
         **file.description,
         "final_losses": losses,
         "simulated_step_s": step_seconds(size),
-        "tables": [
-            losses_table(size, file.results),
-            *(rates_table(size, file.results, task) for task in FIRST_RATES),
-        ],
+        "tables": tables(size, file.results),
     }
 
 
@@ -184,5 +196,5 @@ interrupted study continues; results depend on nothing but the text and PyTorch.
     headline,
     "--forget --workers 0 --blocks 1 --pretraining-package jinja2 --fine-tuning-package torchdata "
     "--pretraining-steps 2 --fine-tuning-steps 2 --seeds 1 --most-rates 3",
-    show=lambda figures: "\n\n".join(figures["tables"]),
+    show=lambda figures: "\n\n".join(figures["tables"].values()),
 )

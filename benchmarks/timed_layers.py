@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -166,7 +166,8 @@ def measure_plan(costs: Costs, plan: Plan, steps: int, speeds: Sequence[float] =
     store.initialize(model, seed=0)
     micro_batches = empty_micro_batches(plan.num_micro_batches)
     devices = [CpuDevice(index) for index in range(plan.num_devices)]
-    settings = EngineSettings(rounds=plan.rounds)
+    clip: Literal["global", "layer"] = "layer" if plan.update == "bounded" else "global"
+    settings = EngineSettings(rounds=plan.rounds, clip=clip, stale_layers=plan.stale_layers)
     results: list[StepResult] = []
     seconds = []  # the moments at which steps ended
     with Engine(
@@ -212,6 +213,7 @@ def simulated_step_s(costs: Costs, plan: Plan, speeds: Sequence[float] = ()) -> 
             plan.num_micro_batches,
             plan.rounds,
             update=plan.update,
+            stale_layers=plan.stale_layers,
             steps=steps,
         )
         return at_speeds(made, speeds) if speeds else made

@@ -13,12 +13,16 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from torchround.commands.plan_run import configured_question, hardware, known_vocab_size
 from torchround.commands.plan_run import main as plan_run
+from torchround.commands.plan_run import parser as plan_parser
+from torchround.config import parse_command_line
 from torchround.pipeline.baselines import (
     SCHEDULES,
     ScheduleReport,
@@ -30,7 +34,9 @@ from torchround.pipeline.costs import Costs, LayerCost
 from torchround.pipeline.memory import GIB, MemoryLimits
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import Plan
-from torchround.pipeline.planner import make_plan
+from torchround.pipeline.plan_report import plan_for
+from torchround.pipeline.planner import UPDATES, make_plan
+from torchround.pipeline.run_question import RunQuestion
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "docs" / "schedules.md", ROOT / "docs" / "simulated_results.md")
@@ -251,6 +257,43 @@ def planned_table() -> str:
     return markdown(["bubble, %", *MODELS], rows)
 
 
+def bounded_table() -> str:
+    """Show plans of `bounded` beside those of the other modes: published layer times, then times counted for H100s."""
+    rows = []
+    for card, question_of in (("RTX 4090", published_modes), ("H100", counted_modes)):
+        by_model = [question_of(model) for model in range(len(MODELS))]
+        for update in UPDATES:
+            plans = [modes[update] for modes in by_model]
+            cells = [f"{plan.step_s:.3g} s, {percent(plan.bubble)} %" for plan in plans]
+            rows.append([f"8 x {card}, `{update}`", *cells])
+        stale = [
+            f"{modes['bounded'].stale_layers} of {modes['bounded'].partition.num_layers}"
+            for modes in by_model
+        ]
+        rows.append([f"8 x {card}, stale layers", *stale])
+    return markdown(["step, bubble", *MODELS], rows)
+
+
+def published_modes(model: int) -> dict[str, Plan]:
+    """Plan a model's published layer times in each mode, within a card's memory."""
+    return {update: planned(list(MODELS.values())[model], update, DEVICE_GIB) for update in UPDATES}
+
+
+def counted_modes(model: int) -> dict[str, Plan]:
+    """Plan one of the paper's configs in each mode on eight H100s, with times counted from FLOPs."""
+    return {update: plan_for(replace(counted(model), update=update)) for update in UPDATES}
+
+
+def counted(model: int, card: str = "h100") -> RunQuestion:
+    """Return the planner's question for one of the paper's configs on eight cards, with times counted from FLOPs."""
+    given = plan_parser().parse_args(
+        ["--config", str(ROOT / "configs" / f"{CONFIGS[model]}.toml"), "--device", card, "--num-devices", "8"]
+    )
+    options = parse_command_line(["--config", given.config])
+    machine = hardware(given, options.config)
+    return configured_question(options, known_vocab_size(options), machine)
+
+
 def planned(file: str, update: str, device_gib: int | None) -> Plan:
     """Plan a model's published layer times in one round."""
     limits = MemoryLimits(device_bytes=None if device_gib is None else device_gib * GIB)
@@ -318,6 +361,7 @@ TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "pipeoffload": pipeoffload_table,
         "paci": paci_table,
         "planned": planned_table,
+        "bounded": bounded_table,
         "throughput": throughput_table,
         "longest": longest_table,
     }

@@ -38,6 +38,7 @@ HUNG_AFTER_S = 300.0  # a start takes a second
 MODES: dict[str, tuple[str, ...]] = {
     "sync": (),
     "async": ("--engine.update=async",),
+    "bounded": ("--engine.update=bounded", "--engine.stale_layers=2", "--training.clip=layer"),
     "tied": ("--model.flavor=tied",),
     "two rounds": ("--engine.plan={ forward = [2, 2], fused = 1, backward = [1, 3], rounds = 2 }",),
     "adapters": ("--lora.rank=2", "--lora.dropout=0.1", "--engine.update=async"),

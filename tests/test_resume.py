@@ -11,6 +11,7 @@ import torchround.pipeline.plan_report
 import torchround.trainer
 from tests.support.small_run import (
     ASYNC,
+    BOUNDED,
     PREDICT,
     STEPS,
     TIED,
@@ -22,6 +23,7 @@ from tests.support.small_run import (
     small_runs,
     write_text,
 )
+from torchround.checkpoint import Checkpointer
 from torchround.engine.store.host_store import HostStore
 
 __all__ = ["small_runs"]
@@ -38,6 +40,9 @@ MODES = {
     "async, bfloat16": [ASYNC, "--training.dtype=bfloat16"],
     "async, float16": [ASYNC, "--training.dtype=float16"],
     "async, predict": [ASYNC, PREDICT],
+    "bounded": [*BOUNDED],
+    "bounded, tied, bfloat16": [*BOUNDED, TIED, "--training.dtype=bfloat16"],
+    "bounded, no stale layers": [*BOUNDED, "--engine.stale_layers=0"],
     "async, predict, tied, bfloat16": [ASYNC, PREDICT, TIED, "--training.dtype=bfloat16"],
 }
 
@@ -114,6 +119,34 @@ def test_a_run_resumed_after_a_fault_in_a_stage_equals_one_without_the_fault(
     assert len(saved) <= 1 and 0 not in saved
     assert (call - 1) // 8 - 1 <= max(saved, default=0) <= (call - 1) // 8
     assert small_runs("faulty", *MODES[mode], ALONE) == 0
+    small_runs.assert_same("faulty", "whole")
+
+
+@pytest.mark.parametrize("mode", ["bounded", "bounded, tied, bfloat16"])
+@pytest.mark.parametrize("call", [1, 9, 14, 30])
+def test_a_bounded_run_resumed_after_a_fault_in_the_middle_of_a_step_equals_one_without_the_fault(
+    small_runs: SmallRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
+    call: int,
+) -> None:
+    """Layers of two versions are never saved: the newest checkpoint is from before the fault."""
+    often = [*MODES[mode], "--checkpoint.interval_steps=1"]
+    assert small_runs("whole", *often) == 0
+    with monkeypatch.context() as patch:
+        before_forward(patch, 1, fail_at(call))
+        capsys.readouterr()
+        assert small_runs("faulty", *often) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("PipelineError: device cpu:") and f"PlantedError: call {call}" in message
+    # The fault also abandons a save that is under way.
+    saved = Checkpointer(small_runs.path("faulty") / "checkpoints").latest_step() or 0
+    assert saved <= (call - 1) // 8
+    if "an update was not completed" in caplog.text:
+        assert ("there is no checkpoint" if saved == 0 else f"checkpoint is of step {saved}") in caplog.text
+    assert small_runs("faulty", *often, ALONE) == 0
     small_runs.assert_same("faulty", "whole")
 
 

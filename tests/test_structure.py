@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "untrusted": set(),  # defence against hostile input, which every room may use
     "accelerators": set(),  # what differs by kind of device, which layers and the engine ask
     "layer": {"accelerators", "untrusted"},
-    "keeping": set(),  # kept activations, between the layers' code and the engine
+    "kept_operations": set(),  # which of PyTorch's operations are worth keeping
+    "keeping": {"kept_operations"},  # kept activations, between the layers' code and the engine
     "models": {"accelerators", "keeping", "layer", "untrusted"},
     "config": {"untrusted"},
     "pipeline": {"config", "untrusted"},
@@ -160,7 +161,7 @@ def test_models_import_only_torch_the_layer_protocol_the_defence_and_what_is_sha
             if rest[:1] == ["models"]:
                 legal = family == "__init__.py" or rest[1:2] in ([], ["common"], ["kernels"], [family])
             elif first == "torchround":
-                legal = rest[:1] in (["accelerators"], ["layer"], ["untrusted"])
+                legal = rest[:1] in (["accelerators"], ["keeping"], ["layer"], ["untrusted"])
             else:
                 # Nothing needs Triton to run, so no other file than a kernel's own may import it.
                 is_kernel = family == "kernels" and source.stem.endswith("_triton")

@@ -6,8 +6,6 @@ collects the results of the products and attention kernels inside the named part
 
 The operations are intercepted below autograd. Everything above is as in training: graphs, backward formulas, functions
 with a backward of their own, adapters. So gradients are bit for bit those of a full recomputation by construction.
-
-Shapes: N rows, A inputs, Z outputs, E experts.
 """
 
 import threading
@@ -20,7 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchround.kept_operations import ATTENTION_KERNELS, PRODUCTS, CollectedResult, Results, unused_result
+
 Result = TypeVar("Result")
+
+# Runs the part of a name: its function and arguments.
+_RunPart = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
 
 
 class KeptActivationError(RuntimeError):
@@ -48,7 +51,7 @@ def keep(name: str, function: Callable[..., Result], *args: Any) -> Result:
     active = _thread.active
     if active is None or name not in active.names:
         return function(*args)
-    return active.run(function, args)
+    return active.run(name, function, args)
 
 
 def passing(function: Callable[..., Result], *args: Any) -> Result:
@@ -67,15 +70,17 @@ def passing(function: Callable[..., Result], *args: Any) -> Result:
 
 
 def joined(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Return `function(*args)`, one operation that joins what `passing` made. Its result is kept in their place."""
+    """Return `function(*args)`, one operation that joins what `passing` made. Its result is kept in their place.
+
+    Inside of another `passing` it is not kept either.
+    """
     mode = None if torch.compiler.is_compiling() else _thread.mode
     if mode is None:
         return function(*args)
     mode.joins = True
-    try:
-        return function(*args)
-    finally:
-        assert not mode.joins, "one operation joins the parts"
+    result = function(*args)
+    assert not mode.joins, "one operation joins the parts"
+    return result
 
 
 @contextmanager
@@ -88,14 +93,20 @@ def recording(names: Iterable[str]) -> Iterator[ActivationRecord]:
     record = ActivationRecord()
     mode = _Recording(record)
 
-    def run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        with torch.enable_grad(), _operations_seen_by(mode):
+    def run(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        with torch.enable_grad(), _operations_seen_by(mode, name):
             found = function(*map(_as_leaf, args))
         return tuple(tensor.detach() for tensor in found) if isinstance(found, tuple) else found.detach()
 
-    with _parts_run_by(_Active(frozenset(names), run, record=record)):
-        yield record
-    mode.check_untouched()
+    try:
+        with _parts_run_by(_Active(frozenset(names), run, record=record)):
+            yield record
+        mode.check_untouched()
+    except BaseException:
+        record.tensors.clear()
+        raise
+    finally:
+        mode.forget()
 
 
 @contextmanager
@@ -107,13 +118,16 @@ def replaying(names: Iterable[str], tensors: Sequence[Tensor]) -> Iterator[None]
     """
     mode = _Replaying(tensors)
 
-    def run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        with _operations_seen_by(mode):
+    def run(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        with _operations_seen_by(mode, name):
             return function(*args)
 
-    with _parts_run_by(_Active(frozenset(names), run, replay=mode)):
-        yield
-    mode.check_used_up()
+    try:
+        with _parts_run_by(_Active(frozenset(names), run, replay=mode)):
+            yield
+        mode.check_used_up()
+    finally:
+        mode.forget()
 
 
 def whole_record(names: Iterable[str]) -> ActivationRecord | None:
@@ -146,7 +160,7 @@ class _Active:
     """What the running `recording` or `replaying` of a thread does with named parts."""
 
     names: frozenset[str]
-    run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+    run: _RunPart
     record: ActivationRecord | None = None
     replay: "_Replaying | None" = None
 
@@ -170,9 +184,10 @@ def _parts_run_by(active: _Active) -> Iterator[None]:
 
 
 @contextmanager
-def _operations_seen_by(mode: "_PartMode") -> Iterator[None]:
+def _operations_seen_by(mode: "_PartMode", name: str) -> Iterator[None]:
     assert _thread.mode is None, "named parts do not contain each other"
     _thread.mode = mode
+    mode.begin(name)
     try:
         with mode:
             yield
@@ -194,7 +209,13 @@ class _PartMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.begin("")
+
+    def begin(self, name: str) -> None:
+        """Begin the part `name`."""
         self.passes = self.joins = False
+        # PyTorch may compute attention by products of all pairs. Their results, of size T^2, are not worth the link.
+        self._operations = ATTENTION_KERNELS if name == "attention" else PRODUCTS
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -202,21 +223,20 @@ class _PartMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.joins:
             self.joins = False
-            return self.collected(func, args, kwargs, None)
-        described = _OPERATIONS.get(func.name())
-        # Dropout inside of the kernel would need the state of its random numbers too.
-        if described is None or kwargs.get("dropout_p"):
+            return func(*args, **kwargs) if self.passes else self.collected(func, args, kwargs, None)
+        described = self._operations.get(func.name())
+        if described is None:
             return func(*args, **kwargs)
         results = described(*args)
         if self.passes:
             return self.passed(func, args, kwargs, results)
         return self.collected(func, args, kwargs, results)
 
-    def collected(self, func: Any, args: Any, kwargs: Any, results: "_Results | None") -> Any:
+    def collected(self, func: Any, args: Any, kwargs: Any, results: Results | None) -> Any:
         """Handle an operation whose results are kept; None stands for a lone result of unknown shape."""
         raise AssertionError("both modes have one of their own")
 
-    def passed(self, func: Any, args: Any, kwargs: Any, results: "_Results") -> Any:
+    def passed(self, func: Any, args: Any, kwargs: Any, results: Results) -> Any:
         """Handle an operation whose results are not kept because only a joined one reads them."""
         raise AssertionError("both modes have one of their own")
 
@@ -229,17 +249,21 @@ class _Recording(_PartMode):
         self._record = record
         self._found: list[tuple[Any, Tensor]] = []
 
-    def collected(self, func: Any, args: Any, kwargs: Any, results: "_Results | None") -> Any:
+    def forget(self) -> None:
+        """Drop the tensors: after a fault its traceback keeps this object."""
+        self._found.clear()
+
+    def collected(self, func: Any, args: Any, kwargs: Any, results: Results | None) -> Any:
         found = func(*args, **kwargs)
         outputs = found if isinstance(found, tuple) else (found,)
         for output, result in zip(
-            outputs, results or (_Collected(),), strict=False
+            outputs, results or (CollectedResult(),), strict=False
         ):  # those behind are not kept
             self._record.tensors.append(result.in_memory_order(output))
             self._found.append((func, output))
         return found
 
-    def passed(self, func: Any, args: Any, kwargs: Any, results: "_Results") -> Any:
+    def passed(self, func: Any, args: Any, kwargs: Any, results: Results) -> Any:
         return func(*args, **kwargs)
 
     def check_untouched(self) -> None:
@@ -260,14 +284,18 @@ class _Replaying(_PartMode):
         self._tensors = tensors
         self._next = 0
 
-    def collected(self, func: Any, args: Any, kwargs: Any, results: "_Results | None") -> Any:
-        found = [self._take(func, result) for result in results or (_Collected(),)]
+    def forget(self) -> None:
+        """Drop the tensors: after a fault its traceback keeps this object."""
+        self._tensors = ()
+
+    def collected(self, func: Any, args: Any, kwargs: Any, results: Results | None) -> Any:
+        found = [self._take(func, result) for result in results or (CollectedResult(),)]
         returned = func._schema.returns
         if len(returned) == 1:
             return found[0]
-        return (*found, *(_unused(result.name, args) for result in returned[len(found) :]))
+        return (*found, *(unused_result(result.name, args) for result in returned[len(found) :]))
 
-    def passed(self, func: Any, args: Any, kwargs: Any, results: "_Results") -> Any:
+    def passed(self, func: Any, args: Any, kwargs: Any, results: Results) -> Any:
         [result] = results
         assert result.shape is not None and result.dtype is not None, "a product knows its result"
         return args[0].new_empty(result.shape, dtype=result.dtype)
@@ -284,7 +312,7 @@ class _Replaying(_PartMode):
                 f"the layer took {self._next} of its {len(self._tensors)} kept activations in its recomputation"
             )
 
-    def _take(self, func: Any, result: "_Collected") -> Tensor:
+    def _take(self, func: Any, result: CollectedResult) -> Tensor:
         if self._next == len(self._tensors):
             raise KeptActivationError(
                 f"{func.name()} needs kept activation number {self._next + 1}, and only {self._next} were kept"
@@ -298,86 +326,3 @@ class _Replaying(_PartMode):
             )
         # Another tensor of the same memory: autograd makes this one a node of a graph.
         return result.as_returned(kept)
-
-
-@dataclass(frozen=True)
-class _Collected:
-    """A result of an operation, as it is collected.
-
-    `shape` and `dtype` are those of the collected tensor; None is not known before. `order` lists the result's dimensions
-    in the order of its memory, which is the order of the collected tensor's dimensions; None means as they are.
-    """
-
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
-    order: tuple[int, ...] | None = None
-
-    def in_memory_order(self, output: Tensor) -> Tensor:
-        """Return what is collected of the operation's `output`: the same memory if it has the expected order."""
-        return (output.detach() if self.order is None else output.permute(self.order)).contiguous()
-
-    def as_returned(self, kept: Tensor) -> Tensor:
-        """Return the operation's output of a collected tensor."""
-        if self.order is None:
-            return kept.detach()
-        return kept.permute([self.order.index(dimension) for dimension in range(len(self.order))])
-
-    def fits(self, kept: Tensor) -> bool:
-        """Return whether a tensor can be this result."""
-        return self.shape in (None, tuple(kept.shape)) and self.dtype in (None, kept.dtype)
-
-
-_Results = tuple[_Collected, ...]
-
-
-def _product(left: Tensor, right: Tensor, *_: Any) -> _Results:
-    return (_Collected((*left.shape[:-1], right.shape[-1]), left.dtype),)
-
-
-def _product_with_addend(addend: Tensor, left: Tensor, right: Tensor, *_: Any) -> _Results:
-    return _product(left, right)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Results:
-    """Describe `[B, H, T, C]`, in memory `[B, T, H, C]`, and the fp32 log-sum-exp, whose T kernels may pad."""
-    batch, heads, tokens = query.shape[:3]
-    output = _Collected((batch, tokens, heads, value.shape[-1]), query.dtype, (0, 2, 1, 3))
-    return (output, _Collected(dtype=torch.float32))
-
-
-def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Results:
-    """Describe the output as the other kernels have it, and the log-sum-exp `[B, H, T]`, in memory `[B, T, H]`."""
-    batch, heads, tokens = query.shape[:3]
-    return (_attention(query, key, value)[0], _Collected((batch, tokens, heads), torch.float32, (0, 2, 1)))
-
-
-def _attention_by_offsets(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Results:
-    """Describe `[N, H, C]` and the fp32 log-sum-exp."""
-    return (_Collected((*query.shape[:-1], value.shape[-1]), query.dtype), _Collected(dtype=torch.float32))
-
-
-# The expensive operations, and the results of each that are kept: the first ones. No caller uses dropout in a kernel, so
-# the state of random numbers behind them is never read.
-_OPERATIONS: dict[str, Callable[..., _Results]] = {
-    "aten::mm": _product,
-    "aten::bmm": _product,
-    "aten::addmm": _product_with_addend,
-    "aten::baddbmm": _product_with_addend,
-    "aten::_grouped_mm": _product,
-    "torchround::grouped_rows": _product,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention_on_cpu,
-    "aten::_scaled_dot_product_flash_attention": _attention,
-    "aten::_scaled_dot_product_efficient_attention": _attention,
-    "aten::_scaled_dot_product_cudnn_attention": _attention,
-    "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
-    "aten::_flash_attention_forward": _attention_by_offsets,
-}
-
-
-def _unused(name: str, args: tuple[Any, ...]) -> Tensor | int | None:
-    """Return a result of an attention kernel that is not kept, by its name in PyTorch's schema."""
-    query, key = args[:2]
-    if name.startswith("max_"):
-        return (query if name == "max_q" else key).shape[-2]
-    # The lengths of nested sequences, which there are none of. The others are random state and a mask for debugging.
-    return None if name.startswith("cum_seq") else query.new_zeros(2, dtype=torch.int64)

@@ -22,6 +22,8 @@ IGNORED_LABEL = -100
 # before norm and rotation; the attention kernel; its output projection; gate and up, of an MLP or of experts; the last
 # product.
 KEEPABLE = ("qkv", "attention", "output", "gate_up", "down")
+# Each of several tensors that travel in one buffer begins at a multiple of this.
+ALIGNMENT_BYTES = 256
 
 Hidden = Tensor | tuple[Tensor, ...]
 
@@ -141,13 +143,22 @@ class FileTensor:
 class KeptWork:
     """A part of a layer whose results can be kept for its recomputation, one of `KEEPABLE`.
 
-    - `nbytes`: what is kept for one micro-batch, each tensor rounded up to an aligned size.
+    - `nbytes`: what is kept for one micro-batch, each tensor rounded up to `ALIGNMENT_BYTES`.
     - `flops`: matrix products that the recomputation then skips, counted as in `LayerWork.forward_flops`.
+    - `activation_bytes`: the part of `LayerWork.activation_bytes` that is the same memory as the kept tensors. A
+      recomputation from them does not need it a second time.
     """
 
     name: str
     nbytes: int
     flops: float
+    activation_bytes: int = 0
+
+    @staticmethod
+    def of(name: str, sizes: Iterable[int], flops: float, activation_bytes: int = 0) -> "KeptWork":
+        """Count a part that keeps tensors of these sizes, in bytes."""
+        nbytes = sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
+        return KeptWork(name, nbytes, flops, activation_bytes)
 
 
 @dataclass(frozen=True)
@@ -200,6 +211,9 @@ class Layer(Protocol):
     two or more dimensions only because they are stacks of vectors.
 
     A layer with an attribute `fused_on_accelerators` that is true is not compiled there.
+
+    A layer may name expensive parts by `torchround.keeping.keep`, so that its recomputation can skip them. It then counts
+    them in `LayerWork.keepable`.
     """
 
     def __call__(self, hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:

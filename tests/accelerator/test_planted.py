@@ -33,10 +33,11 @@ from tests.support.planted_races import (
 )
 from tests.support.planting import Plant, both, call_sites, empty_event_at, no_wait_at, replaced, skipped
 from tests.support.scheduled_run import Outcome, Schedule, ShortRun, execute, hurried, scheduled, starved
+from tests.support.toy import KEPT
 from torchround.engine.device import Stream
 from torchround.engine.errors import PipelineError
 from torchround.engine.ordering import Ordering
-from torchround.engine.store.bundles import ASYNC
+from torchround.engine.store.bundles import ASYNC, BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.activation_transfers import ActivationTransfers, HostTensors
 from torchround.engine.worker.bundle_transfers import GradientDownload
@@ -53,6 +54,8 @@ PARTS = ShortRun(workers=2, tight_pool=True, rounds=2, steps=3, tied=True)
 LATE = ShortRun(workers=2, policy=ASYNC, steps=4)
 EVALUATED = ShortRun("one stage", workers=3, evaluates=True, steps=3)
 ROUNDED = ShortRun(dtype=torch.bfloat16)
+BEHIND = ShortRun("backward coarser", workers=2, policy=BOUNDED, steps=3, stale_layers=5)
+KEEPS = ShortRun("one layer a stage", settings=(("kept", KEPT["all"]),))
 
 
 def no_change(patch: pytest.MonkeyPatch) -> None:
@@ -91,6 +94,13 @@ WAITS = {
     "bundle_transfers._open_landing: self._device.wait(Stream.GRADIENT_DOWNLOAD, event)": (
         *(PARTS, hurried(GRADIENTS_DOWN)),
     ),
+    "kept_transfers.bring: self._device.wait(Stream.COMPUTE, staged.uploaded)": (KEEPS, starved(UP)),
+    "kept_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, slot.released)": (
+        *(KEEPS, starved(COMPUTE)),
+    ),
+    "kept_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, value.landed)": (
+        *(replace(KEEPS, workers=3, micro_batches=1), starved(DOWN)),
+    ),
     "device_worker._run: self._device.wait(Stream.COMPUTE, filled)": (ONE, starved(WEIGHTS_UP)),
     "device_worker._clear_gradients: self._device.wait(Stream.COMPUTE, slot.released)": (
         *(ONE, starved(GRADIENTS_DOWN)),
@@ -102,6 +112,8 @@ EVENTS = {
     "activation_transfers.send: device.record(Stream.ACTIVATION_DOWNLOAD)": (ONE, starved(DOWN)),
     "activation_transfers.send: device.record(Stream.COMPUTE)": (ONE, starved(COMPUTE)),
     "activation_transfers._upload: device.record(Stream.ACTIVATION_UPLOAD)": (ONE, starved(UP)),
+    "kept_transfers.end_micro_batch: self._device.record(Stream.COMPUTE)": (KEEPS, hurried(UP)),
+    "kept_transfers._upload: device.record(Stream.ACTIVATION_UPLOAD)": (KEEPS, starved(UP)),
     "bundle_transfers.finish: self._device.record(Stream.WEIGHT_UPLOAD)": (ONE, starved(WEIGHTS_UP)),
     "bundle_transfers._enqueue: self._device.record(Stream.WEIGHT_UPLOAD)": (
         EVALUATED,
@@ -152,6 +164,15 @@ OTHERS = {
     ),
     "rule 2: a version is posted before its update": Mutant(
         early_signal("updated"), TWO, hurried(WEIGHTS_UP)
+    ),
+    "rule 1: device weights that lag are written under the forward's upload": Mutant(
+        skipped(Ordering, "before_device_weight_write"), BEHIND, starved(WEIGHTS_UP)
+    ),
+    "rule 2: a backward uploads device weights that still lag": Mutant(
+        skipped(Ordering, "before_upload"), BEHIND, starved(GRADIENTS_DOWN)
+    ),
+    "rule 3: a layer is updated before its gradient has landed": Mutant(
+        gradient_before_it_landed, BEHIND, starved(GRADIENTS_DOWN)
     ),
     "rule 3: a gradient is read before it has landed": Mutant(
         gradient_before_it_landed, ONE, starved(GRADIENTS_DOWN)

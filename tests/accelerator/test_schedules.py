@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from tests.support.scheduled_run import Outcome, Schedule, ShortRun, execute, reference, scheduled
-from tests.support.toy import PARTITIONS
-from torchround.engine.store.bundles import ASYNC, SYNC
+from tests.support.toy import BLOCKS, PARTITIONS
+from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
+from torchround.layer import KEEPABLE
+from torchround.pipeline.partition import KeptNames
 
 SEEDS, ALL_SEEDS = 25, 500
 MODELS = ("llama3-debug", "qwen3-debug", "qwen3-debug_moe", "gpt_oss-debug")
@@ -35,19 +37,37 @@ def draw(seed: int) -> ShortRun:
     run = ShortRun(**arithmetic)
     if seed % 5 == 4:
         run = ShortRun(model=drawn.choice(MODELS), dtype=torch.bfloat16, micro_batches=2)
+    if seed % 5 == 3:
+        more = drawn.choice([{"tied": True}, {"dtype": torch.bfloat16}, {"evaluates": True}])
+        run = ShortRun(policy=BOUNDED, steps=3, stale_layers=drawn.choice((0, 2, 5)), **more)
     workers, devices = drawn.choice(WORKERS)
     settings = {
         "layerwise_recompute": drawn.random() < 0.25,
         "turns": (tuple(range(workers)),) if drawn.random() < 0.25 else (),
+        # A layer whose forward read older weights must be computed anew.
+        "kept": tuple(
+            () if layer < run.stale_layers else names
+            for layer, names in enumerate(kept_by(run.model, random.Random(-seed)))
+        ),
     }
     return replace(
         run,
-        partition=drawn.choice(list(PARTITIONS)),
+        # Stale layers come before the fused stage, which is all there is in the first partition.
+        partition=drawn.choice(list(PARTITIONS)[run.policy is BOUNDED :]),
         workers=workers,
         devices=devices,
         tight_pool=drawn.random() < 0.5,
         settings=tuple(settings.items()),
     )
+
+
+def kept_by(model: str, drawn: random.Random) -> KeptNames:
+    """Draw the parts that each layer of a run keeps. Every second run keeps nothing."""
+    if drawn.random() < 0.5:
+        return ()
+    names = ("gate_up", "down") if model == "toy" else KEEPABLE
+    blocks = [tuple(name for name in names if drawn.random() < 0.6) for _ in range(BLOCKS)]
+    return ((), *blocks, ())
 
 
 @functools.cache
@@ -81,7 +101,7 @@ def test_the_runs_that_seeds_draw_cover_every_mode_and_family():
     runs = [draw(seed) for seed in range(ALL_SEEDS)]
     for name, values in (
         ("partition", set(PARTITIONS)),
-        ("policy", {SYNC, ASYNC}),
+        ("policy", {SYNC, ASYNC, BOUNDED}),
         ("model", {"toy", *MODELS}),
         ("dtype", {torch.float32, torch.bfloat16}),
         ("rounds", {1, 2}),
@@ -91,3 +111,5 @@ def test_the_runs_that_seeds_draw_cover_every_mode_and_family():
     ):
         assert {getattr(run, name) for run in runs} == values
     assert {(run.workers, run.devices) for run in runs} == set(WORKERS)
+    keeping = [run for run in runs if dict(run.settings)["kept"]]
+    assert {run.model for run in keeping} == {"toy", *MODELS} and len(keeping) > ALL_SEEDS / 3

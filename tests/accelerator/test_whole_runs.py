@@ -2,13 +2,14 @@
 
 import pytest
 
-from tests.support.small_run import ASYNC, TIED, SmallRuns, before_step, interrupt, small_runs
+from tests.support.small_run import ASYNC, PREDICT, TIED, SmallRuns, before_step, interrupt, small_runs
 
 __all__ = ["small_runs"]
 
 MODES = {
     "sync": [],
     "async, tied, bfloat16": [ASYNC, TIED, "--training.dtype=bfloat16"],
+    "async, predict": [ASYNC, PREDICT],
     "float16 with loss scaling": ["--training.dtype=float16"],
 }
 

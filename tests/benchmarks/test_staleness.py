@@ -24,7 +24,7 @@ from benchmarks.staleness_cells import (
 from torchround.config import OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine, EngineSettings
-from torchround.engine.store.bundles import POLICIES
+from torchround.engine.store.bundles import ASYNC_PREDICT, POLICIES
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
@@ -82,12 +82,19 @@ def new_store(**options) -> tuple:
     [
         DelayRule("sync"),
         DelayRule("async"),
+        DelayRule("async", correction="predict"),
+        DelayRule("sync", clip="layer"),
+        DelayRule("bounded", 0, clip="layer"),
+        DelayRule("bounded", 1, clip="layer"),
+        DelayRule("bounded", 3, clip="layer"),
     ],
     ids=lambda rule: f"{rule.update}-{rule.stale_layers}-{rule.correction}-{rule.clip}",
 )
 def test_the_loop_of_the_study_is_the_engine_bit_for_bit(rule: DelayRule, partition: Partition) -> None:
-    model, store = new_store(policy=POLICIES[rule.update])
-    settings = EngineSettings(max_norm=MAX_NORM, hang_timeout_s=60.0)
+    model, store = new_store(policy=ASYNC_PREDICT if rule.correction == "predict" else POLICIES[rule.update])
+    settings = EngineSettings(
+        max_norm=MAX_NORM, clip=rule.clip, stale_layers=rule.stale_layers, hang_timeout_s=60.0
+    )
     devices = [CpuDevice(0), CpuDevice(1)]
     with Engine(model, store, devices, partition, optimizer=OptimizerTable(), settings=settings) as engine:
         results = []

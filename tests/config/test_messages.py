@@ -53,8 +53,14 @@ def message(folder: Path, text: str, *overrides: str) -> str:
             "--optimizer.betas=[0.9, 2]",
             "optimizer.betas[1]: given 2; legal: a number of at least 0 and below 1",
         ),
-        ("--engine.update=asyncc", 'engine.update: given "asyncc"; legal: "sync" or "async"; nearest: async'),
-        ("--engine.update=Async", 'engine.update: given "Async"; legal: "sync" or "async"; nearest: async'),
+        (
+            "--engine.update=asyncc",
+            'engine.update: given "asyncc"; legal: "sync" or "async" or "bounded"; nearest: async',
+        ),
+        (
+            "--engine.update=Async",
+            'engine.update: given "Async"; legal: "sync" or "async" or "bounded"; nearest: async',
+        ),
         ("--engine.rounds=autoo", 'given "autoo"; legal: an integer of at least 1 or "auto"; nearest: auto'),
         (
             "--engine.plan=3",
@@ -132,6 +138,40 @@ CONFLICTS = [
         ["engine.delay_correction", "engine.update"],
         ['given "predict" and "sync"', 'update = "async"'],
     ),
+    (
+        {"engine.update": "bounded"},
+        ["engine.update", "training.clip", "training.max_norm"],
+        ['given "bounded", "global" and 1.0', 'clip = "layer", or max_norm = 0'],
+    ),
+    (
+        {"engine.update": "bounded", "training.clip": "layer", "training.dtype": "float16"},
+        ["engine.update", "training.dtype"],
+        ['"float16"', '"bfloat16" or "float32"'],
+    ),
+    (
+        {"engine.update": "bounded", "training.max_norm": "0", "engine.rounds": "2"},
+        ["engine.rounds", "engine.update"],
+        ["2 rounds", "1 round"],
+    ),
+    (
+        {
+            "engine.update": "bounded",
+            "training.clip": "layer",
+            "engine.plan": "{forward=[1],fused=1,backward=[1],rounds=2}",
+        },
+        ["engine.plan", "engine.update"],
+        ["2 rounds"],
+    ),
+    (
+        {"engine.update": "bounded", "training.clip": "layer", "engine.delay_correction": "predict"},
+        ["engine.delay_correction", "engine.update"],
+        ['given "predict" and "bounded"'],
+    ),
+    (
+        {"engine.stale_layers": "3"},
+        ["engine.stale_layers", "engine.update"],
+        ['given 3 and "sync"', '"auto"'],
+    ),
     ({"engine.rounds": "5"}, ["engine.rounds", "training.global_batch_size"], ["5 rounds", "1 to 4"]),
     ({"engine.plan": "{forward=[1],fused=1,backward=[1],rounds=5}"}, ["engine.plan"], ["5 rounds", "1 to 4"]),
     (
@@ -170,6 +210,8 @@ def test_a_conflict_between_keys_names_the_keys_and_the_values(
         ["--training.micro_batch_size=8"],
         ["--training.micro_batch_size=3", "--engine.rounds=3"],
         ["--engine.plan={forward=[],fused=3,backward=[],rounds=4}", "--engine.rounds=4"],
+        ["--engine.update=bounded", "--training.clip=layer", "--engine.stale_layers=2", "--engine.rounds=1"],
+        ["--engine.update=bounded", "--training.max_norm=0", "--engine.rounds=auto"],
         ["--lr_schedule.warmup_steps=49"],
         ["--validation.interval_steps=5", '--validation.sources=[{path="x"}]'],
     ],

@@ -19,7 +19,7 @@ from tests.support.toy import (
 from torchround.config import EngineTable
 from torchround.engine.errors import PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker, update_threads
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.optim.kernel import AdamWKernel, KernelError
 from torchround.run import engine_parts
 
@@ -29,10 +29,11 @@ PARTITION = PARTITIONS["forward coarser"]
 BATCHES = toy_batches(4, micro_batches=4)
 
 
-def trained_state(compiled, dtype=torch.float32, policy=SYNC, steps=4, tied=False):
+def trained_state(compiled, dtype=torch.float32, policy=SYNC, steps=4, tied=False, stale_layers=0):
     model = toy_model(tied)
     store = toy_store(model, dtype, policy=policy)
-    with toy_engine(model, store, PARTITION, 2, compile_update=compiled) as engine:
+    options = {"compile_update": compiled, "stale_layers": stale_layers}
+    with toy_engine(model, store, PARTITION, 2, **options) as engine:
         train(engine, BATCHES[:steps])
     return store.named_views()
 
@@ -62,13 +63,21 @@ def test_training_is_bitwise_the_same_with_the_compiled_update(calls, dtype, pol
     assert sorted(calls[checks:]) == sorted(one_step * 4)  # every segment of every step
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_update_that_writes_no_device_weights_gives_the_same_bits(calls, dtype):
+    plain = trained_state(False, dtype, BOUNDED, stale_layers=3)
+    assert calls == []
+    assert_same_state(trained_state(True, dtype, BOUNDED, stale_layers=3), plain)
+    assert len(calls) > 4 * 7
+
+
 def test_an_update_whose_kernel_fails_is_completed_before_the_fault_is_raised(monkeypatch):
     expected = {name: view.clone() for name, view in trained_state(False, steps=1).items()}
     original, seen = AdamWKernel.__call__, []
 
     def failing(self, *arguments):
         seen.append(None)
-        if len(seen) == 6:  # bits checked, embedding, block.0 twice, block.1
+        if len(seen) == 7:  # bits checked twice, embedding, block.0 twice, block.1
             raise KernelError("planted")
         original(self, *arguments)
 
@@ -87,7 +96,7 @@ def test_the_first_step_runs_on_the_devices_while_the_update_compiles(monkeypatc
     """The loss is there before the kernels are; and a compiler that takes long is no hang."""
     loss_is_known = threading.Event()
 
-    def slow_kernels(wanted, meanwhile):
+    def slow_kernels(wanted, meanwhile, predicts):
         started = time.monotonic()
         while not loss_is_known.is_set() or time.monotonic() - started < 1.0:
             meanwhile()
@@ -107,7 +116,7 @@ def test_the_first_step_runs_on_the_devices_while_the_update_compiles(monkeypatc
 
 
 def test_a_fault_while_the_update_compiles_ends_every_thread(monkeypatch):
-    def endless_kernels(wanted, meanwhile):
+    def endless_kernels(wanted, meanwhile, predicts):
         while True:
             meanwhile()
             time.sleep(0.01)

@@ -24,6 +24,7 @@ from torchround.engine.errors import (
     HostMemoryError,
     PipelineError,
 )
+from torchround.engine.landed_gradients import LandedGradients
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
 
@@ -256,7 +257,7 @@ def test_no_update_begins_after_a_stop_though_all_its_gradients_have_landed(monk
     """The stop comes while the norm of the first or the last gradient is taken."""
 
     inside, stopped, norms = threading.Event(), threading.Event(), []
-    norm_squared = OptimizerWorker._norm_squared
+    norm_squared = LandedGradients.norm_squared
 
     def blocking(self, bundle):
         norms.append(bundle)
@@ -265,7 +266,7 @@ def test_no_update_begins_after_a_stop_though_all_its_gradients_have_landed(monk
             assert stopped.wait(60)
         return norm_squared(self, bundle)
 
-    monkeypatch.setattr(OptimizerWorker, "_norm_squared", blocking)
+    monkeypatch.setattr(LandedGradients, "norm_squared", blocking)
     store = toy_store(toy_model())
     engine = toy_engine(toy_model(), store, PARTITION, 2)
     result = engine.forward_backward(BATCHES[0])

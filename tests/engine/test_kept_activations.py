@@ -1,20 +1,28 @@
 """Activations that are kept on the host instead of being recomputed: equal bits, counted memory, and what travels."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 from tests.support.toy import (
     KEPT,
     PARTITIONS,
+    WIDTH,
     PlainLoop,
+    ToyBlock,
+    ToyLayer,
     assert_same_state,
     toy_batches,
     toy_engine,
     toy_model,
     toy_store,
     train,
+    watched,
 )
-from torchround.engine.store.bundles import SYNC
+from torchround.engine.device import DeviceWatcher, Stream
+from torchround.engine.errors import EngineUsageError
+from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
 
 LR = 1e-2
 
@@ -38,10 +46,186 @@ def plain():
     return loop.train(toy_batches(4, micro_batches=4), LR), loop.state()
 
 
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("kept", ["all", "mixed"])
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
 def test_training_is_bitwise_that_of_a_plain_loop(plain, num_devices, partition, kept):
     losses, state = trained(partition, num_devices, tied=True, kept=KEPT[kept])
     assert losses == plain[0]
     assert_same_state(state, plain[1])
+
+
+SETTINGS = [
+    {"policy": ASYNC},
+    {"policy": ASYNC, "rounds": 2, "tied": True},
+    {"dtype": torch.bfloat16, "rounds": 3},
+    {"dtype": torch.bfloat16, "layerwise_recompute": True},
+    {"times_layers": True},
+    {"times_layers": True, "layerwise_recompute": True, "policy": ASYNC},
+]
+
+
+@pytest.mark.parametrize("partition", ["one layer a stage", "forward coarser", "backward coarser"])
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_every_mode_gives_the_bits_of_full_recomputation(options, partition):
+    expected = trained(partition, 1, **options)
+    for num_devices, kept in ((2, "all"), (3, "mixed"), (8, "half")):
+        losses, state = trained(partition, num_devices, kept=KEPT[kept], **options)
+        assert losses == expected[0]
+        assert_same_state(state, expected[1])
+
+
+class Copies(DeviceWatcher):
+    """The copies of activations of all devices: the bytes that each stream moved, and when each was enqueued."""
+
+    def __init__(self):
+        self.nbytes = Counter()
+        self.order = []
+
+    def begins(self, device, stream, reads, writes, copied_bytes):
+        if copied_bytes:
+            self.nbytes[stream] += copied_bytes
+            self.order.append((device.name, stream, copied_bytes))
+
+
+def copies_of(kept, evaluates=False, partition="backward coarser", num_devices=1, micro_batches=4):
+    model, copies = toy_model(), Copies()
+    store = toy_store(model)
+    options = {"wrap": lambda device: watched(device, copies), "kept": kept}
+    with toy_engine(model, store, PARTITIONS[partition], num_devices, **options) as engine:
+        [batch] = toy_batches(1, micro_batches)
+        if evaluates:
+            assert engine.evaluate(batch).loss() > 0
+        else:
+            train(engine, [batch])
+        assert engine.pool.reserved_bytes == engine.pool.allocated_bytes
+    return copies
+
+
+def kept_bytes(kept, layers, micro_batches=4):
+    """Return what these layers keep of toy batches, in bytes."""
+    model = toy_model()
+    [batch] = toy_batches(1, micro_batches)
+    works = [model.layers[layer].work(*part.tokens.shape, 4) for layer in layers for part in batch]
+    names = [kept[layer] for layer in layers for _ in batch]
+    return sum(
+        part.nbytes
+        for work, chosen in zip(works, names, strict=True)
+        for part in work.keepable
+        if part.name in chosen
+    )
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_is_kept_goes_down_once_and_up_once(kept):
+    """The fused stage of this partition, layers 5 and 6, keeps nothing on the host."""
+    without, found = copies_of(()), copies_of(KEPT[kept])
+    expected = kept_bytes(KEPT[kept], range(5))
+    assert expected > 0
+    for stream in (Stream.ACTIVATION_DOWNLOAD, Stream.ACTIVATION_UPLOAD):
+        assert found.nbytes[stream] - without.nbytes[stream] == expected
+
+
+def test_an_evaluation_keeps_nothing():
+    assert copies_of(KEPT["all"], evaluates=True).order == copies_of((), evaluates=True).order
+
+
+def test_the_next_micro_batchs_come_up_before_the_gradient_of_the_present_one():
+    """Otherwise they would queue behind a gradient for which the stream waits."""
+    copies = copies_of(KEPT["all"], partition="one layer a stage", micro_batches=3)
+    ups = [nbytes for _, stream, nbytes in copies.order if stream is Stream.ACTIVATION_UPLOAD]
+    boundary, kept = 2 * 8 * 16 * 4, 2 * 8 * 64 * 4
+    # The last two micro-batches of a backward stage, both of two sequences: input, what is kept, gradient; the
+    # gradient of the one before comes after what is kept of the next.
+    assert [boundary, kept, boundary, boundary] in [ups[i : i + 4] for i in range(len(ups))], ups
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("partition", ["one layer a stage", "forward coarser"])
+@pytest.mark.parametrize(("num_devices", "rounds"), [(1, 1), (3, 1), (3, 2), (8, 2)])
+def test_a_run_takes_all_buffers_of_kept_activations_before_its_first_step(
+    partition, num_devices, rounds, policy
+):
+    """The micro-batches are uneven (3, 2, 2, ..), and evaluations come between steps."""
+    model = toy_model()
+    batches = toy_batches(4, micro_batches=5)
+    settings = {"kept": KEPT["mixed"], "rounds": rounds}
+    with toy_engine(
+        model, toy_store(model, policy=policy), PARTITIONS[partition], num_devices, **settings
+    ) as engine:
+        engine.reserve([tuple(part.tokens.shape) for part in batches[0]], validates=True)
+        before = engine.pool.num_allocations
+        train(engine, batches[:1])
+        slots = [device.num_allocations for device in engine.devices]
+        for batch in batches[1:]:
+            result = engine.evaluate(batch)
+            train(engine, [batch])
+            assert result.loss() > 0
+        assert engine.pool.num_allocations == before
+        assert engine.pool.reserved_bytes == engine.pool.allocated_bytes
+        assert [device.num_allocations for device in engine.devices] == slots
+
+
+def test_device_memory_does_not_grow_with_the_number_of_micro_batches():
+    """The integers of a round do: a device holds them all."""
+    peaks = []
+    for micro_batches in (4, 16):
+        model = toy_model()
+        [batch] = toy_batches(1, micro_batches)
+        with toy_engine(
+            model, toy_store(model), PARTITIONS["forward coarser"], 2, kept=KEPT["all"]
+        ) as engine:
+            result = engine.forward_backward(batch)
+            engine.step(LR)
+            engine.drain()
+            integers_bytes = result.pass_.sizes.integer_bytes * micro_batches
+            peaks.append([device.peak_bytes() - integers_bytes for device in engine.devices])
+    assert peaks[0] == peaks[1]
+
+
+def test_a_layer_that_records_more_than_it_declared_is_recomputed_with_one_warning(monkeypatch, caplog):
+    expected = trained("forward coarser", 1)
+    monkeypatch.setattr(ToyBlock, "keepable", {"gate_up": 1, "down": WIDTH})
+    losses, state = trained("forward coarser", 1, kept=KEPT["mixed"])
+    assert losses == expected[0]
+    assert_same_state(state, expected[1])
+    # Layer 3 records too much too; layer 4 keeps only the part that is declared as it is.
+    [warning] = caplog.records
+    assert "layer block.0 would keep 4608 bytes of a micro-batch, but 256 were counted" in warning.message
+
+
+def test_layers_that_declare_no_work_take_buffers_when_they_need_them(monkeypatch):
+    expected = trained("backward coarser", 2)
+    monkeypatch.delattr(ToyLayer, "work")
+    losses, state = trained("backward coarser", 2, kept=KEPT["all"])
+    assert losses == expected[0]
+    assert_same_state(state, expected[1])
+
+
+@pytest.mark.parametrize("stale_layers", [0, 2])
+def test_bounded_updates_keep_what_is_above_the_stale_layers(stale_layers):
+    kept = tuple(names if layer >= stale_layers else () for layer, names in enumerate(KEPT["all"]))
+    options = {"policy": BOUNDED, "clip": "layer", "stale_layers": stale_layers}
+    expected = trained("backward coarser", 1, **options)
+    for num_devices in (2, 3):
+        losses, state = trained("backward coarser", num_devices, kept=kept, **options)
+        assert losses == expected[0]
+        assert_same_state(state, expected[1])
+
+
+def test_stale_layers_may_keep_nothing():
+    model = toy_model()
+    store = toy_store(model, policy=BOUNDED)
+    with pytest.raises(EngineUsageError, match=r"layers \[1\] keep activations"):
+        toy_engine(
+            *(model, store, PARTITIONS["backward coarser"], 1),
+            kept=KEPT["all"],
+            clip="layer",
+            stale_layers=2,
+        )
+
+
+def test_names_for_another_number_of_layers_are_refused():
+    model = toy_model()
+    with pytest.raises(EngineUsageError, match="kept names parts of 2 layers; the partition covers 7"):
+        toy_engine(model, toy_store(model), PARTITIONS["one stage"], 1, kept=((), ("down",)))

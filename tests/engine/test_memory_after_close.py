@@ -11,6 +11,7 @@ import torch
 from tests.support.recorded_memory import RecordedBuffers, record_buffers
 from tests.support.small_run import SmallRuns, small_runs
 from tests.support.toy import (
+    KEPT,
     PARTITIONS,
     ToyBlock,
     ToyHead,
@@ -26,6 +27,7 @@ from torchround.engine.errors import DeviceMemoryError, PipelineError
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import ASYNC
 from torchround.engine.worker.device_worker import DeviceWorker
+from torchround.engine.worker.kept_transfers import KeptTransfers
 
 __all__ = ["small_runs"]
 
@@ -45,7 +47,13 @@ def buffers(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"rounds": 2}, {"layerwise_recompute": True}, {"accumulate_dtype": torch.bfloat16}],
+    [
+        {},
+        {"rounds": 2},
+        {"layerwise_recompute": True},
+        {"accumulate_dtype": torch.bfloat16},
+        {"kept": KEPT["mixed"]},
+    ],
     ids=str,
 )
 def test_close_gives_every_buffer_back(buffers: RecordedBuffers, partition: str, settings: dict) -> None:
@@ -108,20 +116,64 @@ def fail_in_the_optimizer(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuff
     monkeypatch.setattr(Ordering, "before_gradient_read", landed)
 
 
+def fail_after_a_record(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
+    """A layer's parts are recorded, and then it fails before they are sent."""
+    recorded = KeptTransfers.recorded
+
+    def recording(self, layer, call):
+        def failing(hidden, micro_batch):
+            output = call(hidden, micro_batch)
+            raise ValueError(f"planted with {output.shape}")
+
+        return recorded(self, layer, failing)
+
+    monkeypatch.setattr(KeptTransfers, "recorded", recording)
+
+
+def fail_in_a_replay(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
+    """A kept tensor is missing, so that the recomputation cannot take it."""
+    upload = KeptTransfers._upload
+
+    def losing(self, found):
+        staged = upload(self, found)
+        for tensors in staged.tensors.values():
+            tensors.pop()
+        return staged
+
+    monkeypatch.setattr(KeptTransfers, "_upload", losing)
+
+
+def fail_between_record_and_send(monkeypatch: pytest.MonkeyPatch, buffers: RecordedBuffers) -> None:
+    def send(self, *arguments):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(KeptTransfers, "send", send)
+
+
 @pytest.mark.parametrize(
     "plant",
-    [fail_in_forward, fail_in_backward, fail_in_a_copy, fail_in_the_optimizer],
+    [
+        fail_in_forward,
+        fail_in_backward,
+        fail_in_a_copy,
+        fail_in_the_optimizer,
+        fail_after_a_record,
+        fail_between_record_and_send,
+        fail_in_a_replay,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_a_fault_gives_every_buffer_back(
     buffers: RecordedBuffers, monkeypatch: pytest.MonkeyPatch, plant
 ) -> None:
     model = toy_model()
-    engine = toy_engine(model, toy_store(model), PARTITIONS["backward coarser"], 2, rounds=2)
+    engine = toy_engine(
+        model, toy_store(model), PARTITIONS["backward coarser"], 2, rounds=2, kept=KEPT["all"]
+    )
     train(engine, BATCHES[:1])
     plant(monkeypatch, buffers)
     kept = []
-    with pytest.raises(PipelineError, match="planted") as fault:
+    with pytest.raises(PipelineError, match="planted|and only 1 were kept") as fault:
         for micro_batches in BATCHES:
             kept.append(engine.forward_backward(micro_batches))
             engine.step(1e-2)

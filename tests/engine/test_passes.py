@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.toy import PARTITIONS, ToyLayer, toy_batches, toy_engine, toy_model, toy_store
-from torchround.engine.optimizer_worker import OptimizerWorker
+from torchround.engine.landed_gradients import LandedGradients
 from torchround.engine.store.bundles import ASYNC, SYNC
 
 POLICIES = pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
@@ -50,13 +50,13 @@ def test_only_the_first_step_allocates(partition, num_devices, policy, rounds, m
 
 @POLICIES
 def test_a_slow_optimizer_does_not_make_parts_of_gradients_pile_up(monkeypatch, policy):
-    add_up = OptimizerWorker._add_up
+    add_up = LandedGradients._add_up
 
     def slow(*arguments):
         time.sleep(0.002)
         add_up(*arguments)
 
-    monkeypatch.setattr(OptimizerWorker, "_add_up", slow)
+    monkeypatch.setattr(LandedGradients, "_add_up", slow)
     model = toy_model(tied=True)
     store = toy_store(model, policy=policy)
     with toy_engine(model, store, PARTITIONS["forward coarser"], 3, rounds=4) as engine:

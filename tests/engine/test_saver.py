@@ -18,7 +18,7 @@ from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
-from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
 from torchround.engine.watch.race_checker import AccessLog, find_races
 
 PARTITION = PARTITIONS["backward coarser"]
@@ -28,6 +28,7 @@ KINDS = {
     "sync, tied, two rounds": {"tied": True, "rounds": 2},
     "sync, partly frozen": {"frozen": (0, 2)},
     "async": {"policy": ASYNC},
+    "async, predict": {"policy": ASYNC_PREDICT},
     "async, tied, two rounds, bfloat16": {
         "policy": ASYNC,
         "tied": True,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.toy import (
+    KEPT,
     OPTIMIZER,
     PARTITIONS,
     assert_same_state,
@@ -21,7 +22,7 @@ from tests.support.toy import (
 from torchround.accelerators import CudaKind
 from torchround.config import TraceTable
 from torchround.engine.device import CpuDevice, DeviceWatcher, Stream
-from torchround.engine.engine import Engine
+from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.engine.tracing import StepTraces
@@ -44,7 +45,7 @@ class KeptTraces(StepTraces):
         return self.written[-1]
 
 
-def train_traced(num_devices, folder, policy=SYNC, watcher=None, validates=False):
+def train_traced(num_devices, folder, policy=SYNC, watcher=None, validates=False, kept=()):
     """Train as a run does, one step dispatched ahead, with the second step traced. Returns its timeline and the store.
 
     With `validates`, an evaluation runs before each step.
@@ -54,7 +55,8 @@ def train_traced(num_devices, folder, policy=SYNC, watcher=None, validates=False
     devices = [CpuDevice(index) for index in range(num_devices)]
     traces = KeptTraces(TraceTable(steps=(TRACED + 1,)), folder, devices, total_steps=len(BATCHES))
     under_way = []
-    with Engine(model, store, devices, PARTITION, optimizer=OPTIMIZER) as engine:
+    settings = EngineSettings(kept=kept)
+    with Engine(model, store, devices, PARTITION, optimizer=OPTIMIZER, settings=settings) as engine:
         traces.start()
         for device in devices if watcher else ():
             device.watchers.append(watcher)
@@ -110,6 +112,19 @@ def test_a_trace_holds_all_bytes_moved_and_an_update_of_each_layer(tmp_path, pol
     head = sum(store.bundles[index].numel for index in store.layer_bundles(6)) * 4
     assert (weights, gradients) == (2 * whole - head, whole)
     assert [task.layers.start for task in tasks if task.kind is TaskKind.UPDATE] == list(range(7))
+
+
+def test_a_trace_shows_kept_activations_on_their_way_to_the_host_and_back(tmp_path):
+    plain, _ = train_traced(2, tmp_path)
+    timeline, _ = train_traced(2, tmp_path, kept=KEPT["all"])
+    work = toy_model().layers[1].work(1, 8, 4)
+    for kind in (TaskKind.OFFLOAD, TaskKind.RELOAD):
+        moved, without = (
+            sum(task.moves_bytes for task, _, _ in own(line) if task.kind is kind)
+            for line in (timeline, plain)
+        )
+        # Nine sequences of eight tokens through five blocks, all of them before the fused stage.
+        assert moved - without == 9 * 5 * sum(part.nbytes for part in work.keepable)
 
 
 def test_the_copies_of_an_evaluation_are_in_no_steps_trace(tmp_path):

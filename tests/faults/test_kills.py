@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fork_server import Child, ForkServer
-from tests.support.small_run import ASYNC, SmallRuns
+from tests.support.small_run import ASYNC, BOUNDED, PREDICT, SmallRuns
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 
 KILLS = 25  # for each way to train
@@ -42,7 +42,9 @@ def announced(child: Child) -> int:
     return max(map(int, re.findall(r"^saved \S+step-(\d+) ", child.text(), re.MULTILINE)), default=0)
 
 
-@pytest.mark.parametrize("mode", [[], [ASYNC]], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "mode", [[], [ASYNC], [ASYNC, PREDICT], [*BOUNDED]], ids=["sync", "async", "async, predict", "bounded"]
+)
 def test_killed_at_random_moments_every_resume_succeeds_and_the_run_equals_an_uninterrupted_one(
     fork_server: ForkServer, tmp_path: Path, mode: list[str]
 ) -> None:

@@ -6,8 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.support.bounded_loop import BoundedLoop
 from tests.support.toy import PlainLoop, assert_same_state, toy_engine, toy_store, train
-from torchround.models import FAMILIES
+from torchround.engine.store.bundles import BOUNDED
+from torchround.layer import with_dropout_seeds
+from torchround.models import FAMILIES, LoraShape, add_adapters
 from torchround.pipeline.partition import Partition
 
 CASES = [("llama3", "debug"), ("qwen3", "debug"), ("qwen3", "debug_moe"), ("gpt_oss", "debug")]
@@ -36,6 +39,49 @@ def test_training_is_bitwise_that_of_a_plain_loop(name, flavor, tied, tools):
         losses = train(engine, batches)
     assert losses == loop.train(batches)
     assert_same_state(store.named_views(), loop.state())
+
+
+@pytest.mark.parametrize("stale_layers", [1, 3])
+@pytest.mark.parametrize(
+    ("tied", "adapters", "dtype"),
+    [
+        (False, (), torch.float32),
+        (True, (), torch.bfloat16),
+        (False, ("q_proj", "v_proj"), torch.bfloat16),
+    ],
+    ids=["fp32", "tied bf16", "lora bf16"],
+)
+@pytest.mark.parametrize("name, flavor", CASES, ids=map("-".join, CASES))
+def test_bounded_training_is_bitwise_that_of_its_plain_loop(
+    name, flavor, tied, adapters, dtype, stale_layers, tools
+):
+    """Each layer below a stale one starts its recomputation from its own input: with experts, adapters, dropout, ties."""
+    config = FAMILIES[name].config_from_flavor(flavor, vocab_size=50, num_layers=2, tied_embeddings=tied)
+    model = FAMILIES[name].build(config)
+    if adapters:
+        add_adapters(model, FAMILIES[name].hf_names(config), LoraShape(2, 4.0, 0.25, adapters))
+    batches = [
+        with_dropout_seeds(
+            [
+                replace(tools.micro_batch(documents, 50, seed=10 * step + index), max_documents=2)
+                for index, documents in enumerate([[[12, 20], [32]], [[32]]])
+            ],
+            seed=7,
+            step=step,
+        )
+        for step in range(3)
+    ]
+    store = toy_store(model, dtype, policy=BOUNDED)
+    loop = BoundedLoop(
+        model, {name: view.clone() for name, view in store.weights().items()}, stale_layers, dtype
+    )
+    partition = Partition((1, 2), 1, (2, 1))
+    with toy_engine(model, store, partition, num_devices=2, stale_layers=stale_layers) as engine:
+        losses = train(engine, batches)
+    assert losses == loop.train(batches)
+    frozen = {p.name for bundle in store.bundles if not bundle.trainable for p in bundle.parameters}
+    views = {name: view for name, view in store.named_views().items() if name.split("/")[1] not in frozen}
+    assert_same_state(views, loop.state())
 
 
 @pytest.mark.parametrize("name, flavor", CASES, ids=map("-".join, CASES))

@@ -167,6 +167,15 @@ def test_the_device_weight_may_be_the_fp32_weight_itself() -> None:
     assert torch.equal(shared, weight)
 
 
+def test_a_prediction_into_the_fp32_weight_itself_is_refused_untouched() -> None:
+    buffers = random_buffers(500)
+    shared = (*buffers[:4], buffers[0])
+    before = copy_of(shared)
+    with pytest.raises(ValueError, match="device_weight is weight itself"):
+        update(shared, predicts=True)
+    assert same_bits(shared, before)
+
+
 def test_bits_are_those_of_ieee_arithmetic_in_numpy() -> None:
     buffers = random_buffers(10_007)
     weight, exp_avg, exp_avg_sq, gradient, _ = (tensor.float().numpy().copy() for tensor in buffers)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from tests.support.model_shapes import model_shape
 from tests.support.random_costs import costs
+from torchround.layer import KeptWork
 from torchround.pipeline.cards import ASSUMED_DEVICE, DEVICES, UnknownPeakError, device_names, find_device
 from torchround.pipeline.costs import (
     COMPUTE_EFFICIENCY,
@@ -40,6 +41,7 @@ class Work:
     boundary_bytes: int = 0
     workspace_bytes: int = 0
     backward_flops: float = 0.0
+    keepable: tuple[KeptWork, ...] = ()
 
 
 @settings(max_examples=50, deadline=None)

@@ -27,7 +27,7 @@ from torchround.run.numbers import RunNumbers, run_question
 class RandomSetting:
     """A tiny model, a batch and an engine, all drawn from one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, is_bounded: bool = False) -> None:
         draw = random.Random(seed)
         self.family = draw.choice(["llama3", "qwen3", "gpt_oss"])
         self.fields = {"num_layers": draw.randint(1, 3)}
@@ -51,6 +51,10 @@ class RandomSetting:
             accumulate_dtype=draw.choice(["float32", "bfloat16"]),
             compile=False,
         )
+        if is_bounded:
+            changes = {"update": "bounded", "rounds": None, "stale_layers": draw.choice(["auto", 0, 1, 2])}
+            self.engine = self.engine.model_copy(update=changes)
+            self.training = self.training.model_copy(update={"clip": "layer"})
         self.devices = draw.randint(1, 4)
         self.device_bytes = draw.randint(12, 40) * MIB
         self.validates = draw.choice([True, False])
@@ -114,6 +118,17 @@ class RandomSetting:
 @pytest.mark.parametrize("seed", range(30))
 def test_a_run_takes_what_is_counted_and_with_a_byte_less_it_is_refused(seed: int) -> None:
     setting = RandomSetting(seed)
+    least, fastest = setting.least_plan(), plan_for(setting.question())
+    for plan in dict.fromkeys([least, fastest]):
+        counted = host_memory(setting.question(), plan).total_bytes
+        assert fits(setting.question(counted))
+        assert setting.measured_bytes(plan) == counted
+
+
+@pytest.mark.parametrize("seed", range(100, 116))
+def test_a_run_of_bounded_updates_takes_what_is_counted(seed: int) -> None:
+    """Inputs of stale layers wait on the host, and layers inside a backward stage have buffers for them on a device."""
+    setting = RandomSetting(seed, is_bounded=True)
     least, fastest = setting.least_plan(), plan_for(setting.question())
     for plan in dict.fromkeys([least, fastest]):
         counted = host_memory(setting.question(), plan).total_bytes

@@ -39,6 +39,9 @@ class FinishedStep:
     def update(self) -> SimpleNamespace:
         return SimpleNamespace(grad_norm=0.5, skipped=self.skipped, seconds=0.25)
 
+    def weight_drift(self) -> int:
+        return int(self.busy_s == 1.0)
+
     def by_device(self, figure, num_devices):
         slot = SimpleNamespace(
             busy_s=self.busy_s,
@@ -126,6 +129,9 @@ def test_figures_of_devices_and_optimizer_are_means_per_step() -> None:
     assert found.busy_s == (1.5, 1.5) and found.uploaded_gib == (1.0, 1.0) and found.optimizer_s == 0.25
     assert found.bubble == 1 - 3.0 / 4.0
     assert found.skipped_steps == 5 and (found.host_allocations, found.host_pool_gib) == (3, 1.0)
+    assert found.weight_drift == 1
+    meter.add(FinishedStep(3.0), 10)
+    assert record(meter).weight_drift == 0
 
 
 def test_the_loss_is_the_mean_per_label_over_the_steps_whose_loss_is_finite() -> None:

@@ -3,12 +3,14 @@
 import importlib.util
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scripts import pipeline_tables
 from torchround.commands.simulate_schedules import main
+from torchround.pipeline.plan_report import plan_for
 
 SCHEDULES_PAGE = pipeline_tables.PAGES[0]
 PAGE = SCHEDULES_PAGE.read_text(encoding="utf-8")
@@ -31,6 +33,13 @@ def test_a_table_in_a_page_is_what_simulation_gives(path: Path, name: str) -> No
     table = pipeline_tables.TABLES[name]()
     assert pipeline_tables.table_in(page, name) == table
     assert pipeline_tables.with_table(page, name, table) == page
+
+
+@pytest.mark.parametrize("model", range(len(pipeline_tables.MODELS)))
+def test_bounded_updates_have_next_to_no_bubble_on_eight_h100s(model: int) -> None:
+    plan = plan_for(replace(pipeline_tables.counted(model), update="bounded"))
+    assert plan.bubble <= 0.01
+    assert 0 < plan.stale_layers <= sum(plan.partition.forward)
 
 
 def test_the_check_names_a_stale_table(

@@ -9,9 +9,10 @@ from tests.simulated_accelerator.simulator import load
 from tests.support.planting import Plant, Planted, linger
 from tests.support.toy import ToyBlock, ToyEmbedding, ToyHead
 from torchround.engine import engine as controller
-from torchround.engine import passes
+from torchround.engine import pass_data
 from torchround.engine.device import AcceleratorDevice, Event, PastEvent, Stream
 from torchround.engine.engine import Engine
+from torchround.engine.landed_gradients import LandedGradients
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import GRADIENT_LANDED, Ordering
 from torchround.engine.store.host_memory import HostPool
@@ -59,12 +60,12 @@ def part_given_back_before_it_is_added(patch: pytest.MonkeyPatch) -> Planted:
     """The optimizer gives a part's buffer back, and says that it is consumed, before it adds the part."""
     planted, add_up, give, consumed = (
         Planted(),
-        OptimizerWorker._add_up,
+        LandedGradients._add_up,
         HostPool.give,
         Ordering.part_consumed,
     )
 
-    def adding(worker: OptimizerWorker, bundle: Any, step: int, parts: range, landings: list[Any]) -> None:
+    def adding(worker: LandedGradients, bundle: Any, step: int, parts: range, landings: list[Any]) -> None:
         planted.happens()
         for part, buffer in zip(parts, landings, strict=True):
             give(worker._pool, buffer, busy=[])
@@ -75,7 +76,7 @@ def part_given_back_before_it_is_added(patch: pytest.MonkeyPatch) -> Planted:
             within.setattr(Ordering, "part_consumed", lambda *_: None)
             add_up(worker, bundle, step, parts, landings)
 
-    patch.setattr(OptimizerWorker, "_add_up", adding)
+    patch.setattr(LandedGradients, "_add_up", adding)
     return planted
 
 
@@ -146,7 +147,7 @@ def integers_written_at_once(patch: pytest.MonkeyPatch) -> Planted:
 
     The engine's other threads wait meanwhile. Otherwise it would be chance which buffers they have given back.
     """
-    planted, copy, simulator = Planted(), passes.host_micro_batch, load()
+    planted, copy, simulator = Planted(), pass_data.host_micro_batch, load()
 
     def at_once(micro_batch: Any, pool: HostPool, observer: Any, readers: int, synchronize: Any) -> Any:
         def count(event: Event) -> None:

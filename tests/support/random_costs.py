@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.memory import MemoryLimits
 from torchround.pipeline.partition import Partition
+from torchround.pipeline.simulation.kept_link import KeptLink
 
 SECONDS = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.floats(0.01, 5.0))
 BYTES = st.integers(0, 100)
@@ -75,6 +76,13 @@ def compositions(draw: st.DrawFn, total: int) -> tuple[int, ...]:
     cuts = sorted(draw(st.sets(st.integers(1, total - 1)))) if total > 1 else []
     ends = [0, *cuts, total]
     return tuple(stop - start for start, stop in pairwise(ends) if stop > start)
+
+
+LINKS = st.one_of(
+    st.none(),
+    st.builds(KeptLink, st.sampled_from([10.0, 30.0, 100.0, 1e6]), st.sampled_from([0.5, 1.0])),
+)
+"""Links on which a stage's bytes take between nothing and many times its seconds."""
 
 
 def limits(tightest: int = 200, loosest: int = 2500) -> st.SearchStrategy[MemoryLimits]:

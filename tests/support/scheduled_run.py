@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.simulated_accelerator.host_threads import Controls, HostThreads
+from tests.support.bounded_loop import BoundedLoop
 from tests.support.device_toy import DeviceLoop, device_engine
 from tests.support.toy import BLOCKS, PARTITIONS, VOCABULARY, toy_batches, toy_model, toy_store
 from torchround.engine.device import AcceleratorDevice, Stream
-from torchround.engine.store.bundles import SYNC, UpdatePolicy
+from torchround.engine.store.bundles import BOUNDED, SYNC, UpdatePolicy
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.layer import LayeredModel, MicroBatch
@@ -109,6 +110,7 @@ class ShortRun:
     tight_pool: bool = False
     growing: bool = False
     model: str = "toy"
+    stale_layers: int = 0
     settings: tuple[tuple[str, Any], ...] = ()
 
     def batches(self) -> list[list[MicroBatch]]:
@@ -163,7 +165,7 @@ def execute(run: ShortRun, make: MakeDevice = AcceleratorDevice) -> Outcome:
             patched.setattr(HostPool, "reserve", lambda pool, counts: None)
         with device_engine(
             *("simulated", model, store, partition, run.workers, run.devices, make),
-            **{"rounds": run.rounds, **dict(run.settings)},
+            **{"rounds": run.rounds, "stale_layers": run.stale_layers, **dict(run.settings)},
         ) as engine:
             for micro_batches in run.batches():
                 if run.evaluates:
@@ -186,6 +188,8 @@ def reference(run: ShortRun) -> Outcome:
     model = run.build()
     store = toy_store(model, run.dtype)
     weights = {name: view.float().clone() for name, view in store.weights().items()}
+    if run.policy is BOUNDED:
+        return _bounded_reference(run, model, weights)
     loop = DeviceLoop(model, weights, run.tied, "simulated", run.dtype, run.rounds)
     [held_out] = toy_batches(1, run.micro_batches, seed=1)
     losses, waiting = [], None
@@ -206,3 +210,15 @@ def reference(run: ShortRun) -> Outcome:
     if waiting is not None:
         loop.update(waiting, LR)
     return Outcome(losses, loop.state())
+
+
+def _bounded_reference(run: ShortRun, model: LayeredModel, weights: Mapping[str, Tensor]) -> Outcome:
+    loop = BoundedLoop(model, weights, run.stale_layers, run.dtype, device="simulated")
+    [held_out] = toy_batches(1, run.micro_batches, seed=1)
+    losses = []
+    for micro_batches in run.batches():
+        if run.evaluates:
+            losses.append(loop.evaluate(held_out))
+        losses.append(loop.step(micro_batches, LR))
+    state = {name: value for name, value in loop.state().items() if name.split("/")[0] in STATE_OF_A_LOOP}
+    return Outcome(losses, state)

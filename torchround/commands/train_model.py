@@ -30,7 +30,7 @@ from torchround.commands.configured_model import (
 )
 from torchround.commands.export_hf import Export, export
 from torchround.commands.plan_run import configured_question, question_of, show_advice, show_plan
-from torchround.config import ConfigError, Options, parse_command_line, to_toml
+from torchround.config import Config, ConfigError, Options, parse_command_line, to_toml
 from torchround.data import (
     DataError,
     MissingTokenizerError,
@@ -53,6 +53,7 @@ from torchround.run.early_end import BadStepsError
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, host_memory_text, num_parameters
+from torchround.run.resume import resumed_stale_layers
 from torchround.run.run_folder import ConfigSource, RunError, RunFolder
 from torchround.run.start_checks import disk_need, require_load_path
 from torchround.run.validation import best_of, kept_losses
@@ -136,8 +137,10 @@ def build(options: Options) -> RunParts:
     pretrained, mapped = find_weights(options, model)
     numbers, hardware = RunNumbers(config.training, config.engine), find_hardware(config.engine)
     folder = run_folder(options)
-    question = with_kept_rounds(question_of(config, model, hardware, mapped), folder)
+    question = with_kept_choices(question_of(config, model, hardware, mapped), config, folder)
     plan = plan_for(question)  # raises if the run does not fit this machine
+    if question.update == "bounded":
+        question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
     loader, validation = build_loaders(options, tokenizer)
     config, epoch_steps = settle_steps(options, loader, folder)
     return RunParts(
@@ -185,18 +188,27 @@ def dry_run(options: Options) -> int:
         loader, _ = build_loaders(options, tokenizer)
         if text := dry_text(config, loader, folder):
             say(text)
-    answer = report_plan(with_kept_rounds(question, folder))
+    answer = report_plan(with_kept_choices(question, config, folder))
     show_plan(answer)
     show_advice(options, machine, answer)
-    need = disk_need(config, folder, question)
+    stale_layers = answer.plan.stale_layers if answer.plan else question.stale_layers
+    need = disk_need(config, folder, replace(question, stale_layers=stale_layers))
     say(f"disk: {need.text()}")
     need.require_one()
     return 0 if answer.plan is not None else 2
 
 
-def with_kept_rounds(question: RunQuestion, folder: RunFolder) -> RunQuestion:
-    """Fix the rounds of a run that is resumed. They decide how gradients round, so they must not be planned again."""
-    is_resumed = Checkpointer(folder.checkpoints).latest_step() is not None
+def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) -> RunQuestion:
+    """Fix the rounds and the stale layers of a run that is resumed. Losses depend on them, so they are not planned again.
+
+    Raises `RunError` if the config gives another number of stale layers than the checkpoint has.
+    """
+    checkpointer = Checkpointer(folder.checkpoints)
+    if question.update == "bounded":
+        question = replace(
+            question, stale_layers=resumed_stale_layers(config, checkpointer, question.stale_layers)
+        )
+    is_resumed = checkpointer.latest_step() is not None
     kept = folder.kept_plan() if is_resumed else None
     if kept is None or question.rounds != "auto" or question.given is not None:
         return question

@@ -63,10 +63,20 @@ class EngineTable(Table):
     of virtual devices. A run that needs more is refused before it begins. Default: 95 % of what is free, or of what is
     left of the container's limit."""
 
-    update: Literal["sync", "async"] = "sync"
+    update: Literal["sync", "async", "bounded"] = "sync"
     """Age of the weights that a step computes with. `sync`: step t uses the weights after t updates. `async`: it uses the
     weights after t - 1 updates, so that the end of one step overlaps with the start of the next. `async` takes 2 bytes
-    more host memory per trained parameter, and the delay of one step can hurt pre-training from scratch."""
+    more host memory per trained parameter, and the delay of one step can hurt pre-training from scratch. `bounded`:
+    each layer is updated once its own gradient is complete. The forward of step t uses the weights after t - 1 updates
+    in the first `stale_layers` layers; everything else uses those after t updates. Steps overlap as in `async`, with the
+    memory of `sync`. It needs `training.clip = "layer"` or `training.max_norm = 0`, one round, and another
+    `training.dtype` than float16."""
+
+    stale_layers: NonNegativeInt | Literal["auto"] = "auto"
+    """Layers of `bounded`, from the first one on, whose forward uses weights that are one update older: 0 to the layers before
+    the last, embedding included. Losses depend on it, so a run keeps its number when it resumes. Each of these layers
+    keeps its input in host memory until its backward. `auto`: the planner takes the fewest with which steps are not
+    longer."""
 
     delay_correction: Literal["none", "predict"] = "none"
     """Correction of the delay in `async`. `predict`: devices compute with weights one update ahead of the newest, along the

@@ -148,6 +148,7 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
         _batch,
         _accumulation,
         _rounds,
+        _bounded,
         _lr_schedule,
         _validation,
         _checkpoint,
@@ -213,6 +214,31 @@ def _rounds(config: Config) -> Iterator[Conflict]:
             ("engine.rounds", "engine.plan"),
             f'given {rounds} and {plan.rounds}; legal: the same, or rounds = "auto"',
         )
+
+
+def _bounded(config: Config) -> Iterator[Conflict]:
+    engine, training = config.engine, config.training
+    if engine.update != "bounded":
+        if engine.stale_layers != "auto":
+            message = (
+                f'given {engine.stale_layers} and "{engine.update}"; legal: "auto", or update = "bounded"'
+            )
+            yield ("engine.stale_layers", "engine.update"), message
+        return
+    if training.dtype == "float16":
+        yield (
+            ("engine.update", "training.dtype"),
+            'given "bounded" and "float16", whose overflows skip whole steps; legal: "bfloat16" or "float32"',
+        )
+    if training.max_norm and training.clip == "global":
+        yield (
+            ("engine.update", "training.clip", "training.max_norm"),
+            f'given "bounded", "global" and {training.max_norm}; legal: clip = "layer", or max_norm = 0',
+        )
+    rounds = engine.plan.rounds if isinstance(engine.plan, PlanTable) else None
+    for key, value in (("engine.rounds", engine.rounds), ("engine.plan", rounds)):
+        if value not in (None, 1, "auto"):
+            yield (key, "engine.update"), f'given {value} rounds and "bounded"; legal: 1 round'
 
 
 def _lr_schedule(config: Config) -> Iterator[Conflict]:

@@ -10,18 +10,21 @@ The engine stops at the first fault; the call in progress, and each later one, r
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch import nn
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOverKey, Observer
+from torchround.engine.bounded_updates import make_optimizer_worker
 from torchround.engine.device import Device, Event
-from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
+from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.lifecycle import Lifecycle
-from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED, OptimizerWorker, update_threads
-from torchround.engine.ordering import Ordering
+from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED
+from torchround.engine.ordering import SETTLED, Ordering
+from torchround.engine.pass_data import check_micro_batches, host_micro_batch
 from torchround.engine.passes import (
     FIRST_SIZES,
     STAGE_JOB,
@@ -31,21 +34,19 @@ from torchround.engine.passes import (
     PassShape,
     StageJob,
     backward_inputs,
-    check_micro_batches,
     forward_inputs,
-    host_micro_batch,
     part_numbers,
     uploads,
 )
-from torchround.engine.results import STAGE_ENQUEUED, StepResult
+from torchround.engine.results import StepResult
 from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
 from torchround.engine.settings import EngineSettings
+from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
-from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, HostTensors
+from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
-from torchround.engine.worker.kept_transfers import KEPT
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks, step_tasks
@@ -81,6 +82,7 @@ class Engine:
             )
         self.settings = settings or EngineSettings()
         self.settings.check(store, partition)
+        store.set_stale_layers(self.settings.stale_layers)
         self.store = store
         self.partition = partition
         self.devices = list(devices)
@@ -97,27 +99,19 @@ class Engine:
         # The rounds decide which gradients add up on the host, and so which pool buffers they need.
         store.allocate_gradients(self.settings.rounds)
         kind = self.devices[0].torch_device.type
-        kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind)
+        compiles = self.settings.compiler is not None
+        kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind, compiles)
         self._reservation = BufferReservation(model, store, self.pool, self.devices, kept)
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
-        self._ordering.begin([bundle.index for bundle in store.trained], self._step)
+        lagging = [bundle.index for bundle in store.trained if store.lags(bundle)]
+        self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
         self._ordering.settled(self._step, store.resume_state())
         workers = self._make_workers(model, kept)
         queues = [
             QueueWatch(device, worker.state) for device, worker in zip(self.devices, workers, strict=True)
         ]
-        optimizer_worker = OptimizerWorker(
-            store,
-            self._board,
-            self._ordering,
-            self.pool,
-            optimizer,
-            self.settings.max_norm,
-            self.settings.clip,
-            self._life.fail,
-            num_threads=update_threads(len(self.devices)),
-            compiles=self.settings.compile_update,
-        )
+        parts = (store, self._board, self._ordering, self.pool, self._life.fail)
+        optimizer_worker = make_optimizer_worker(*parts, optimizer, self.settings, len(self.devices))
         readers = [worker.reader.thread for worker in workers if worker.reader is not None]
         others = [saver_thread(store, self._board, self._ordering), optimizer_worker.thread, *readers]
         self._watchdog = Watchdog(
@@ -203,8 +197,31 @@ class Engine:
                 result.wait()
             # If the store is at the last step already, `UPDATED` may be forgotten,
             # or may never have been posted.
-            if self.store.step < self._step or not self.store.is_consistent:
+            # A step without its `step()` may have begun to write device weights that lag (`bounded`).
+            is_settled = self.store.is_consistent or self._awaiting_step
+            if self.store.step < self._step or not is_settled:
                 self._watchdog.wait(UPDATED(self._step - 1))
+
+    def refresh_device_weights(self) -> None:
+        """Write the newest device weights of layers that lag (`bounded`), for a last evaluation. Waits for all steps.
+
+        The forward of a step after this reads the newest weights in all layers, as the first step of a run does.
+        """
+        self.drain()
+        with self._life.call():
+            if self._awaiting_step:
+                raise EngineUsageError(
+                    "refresh_device_weights() was called between forward_backward() and step()"
+                )
+            self._watchdog.wait(SETTLED(self._step))
+            for bundle in self.store.bundles:
+                if self.store.lags(bundle):
+                    uses = self._ordering.uploads_of(bundle.index, self._step - 1)
+                    self._ordering.finish_uploads(uses, self._wait_for_event)
+                    self._ordering.before_overwriting_saved(bundle.index, self._step)
+                    newest, device_weights = bundle.authority, bundle.device_weights[0]
+                    self._board.observer.touched(reads=[newest], writes=[device_weights])
+                    device_weights.copy_(newest)
 
     def close(self) -> None:
         """Finish dispatched steps and saves under way, unless a fault stopped the engine, and end every thread."""
@@ -226,8 +243,12 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:
-            self._life.stop()
+            return
+        # After a stop no more gradients come, so an update layer by layer would end between two versions.
+        if self.store.policy is BOUNDED and issubclass(kind, Exception):
+            with suppress(EngineError):  # the caller gets its own exception
+                self.drain()
+        self._life.stop()
 
     # Dispatch.
 
@@ -246,7 +267,8 @@ class Engine:
                 readers.setdefault(index, set()).add(task.device)
         num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
         version = self.store.policy.version_read(self._step) if training else self._step
-        shape = PassShape.of(tasks, micro_batches, training, self._step, version)
+        oldest = self.store.oldest_version_read(self._step, training)
+        shape = PassShape.of(tasks, micro_batches, training, self._step, oldest)
         sizes = self._reservation.reserve_for(shape, self._results[-1].pass_.shape if self._results else None)
         loss_scale = self.store.loss_scaling.scale_of(self._step) if training else 1.0
         pass_ = Pass(
@@ -263,9 +285,12 @@ class Engine:
                 for index, micro_batch in enumerate(micro_batches)
             ),
             forward_inputs=forward_inputs(self.partition),
-            backward_inputs=backward_inputs(self.partition) if training else frozenset(),
+            backward_inputs=(
+                backward_inputs(self.partition, self.store.stale_layers) if training else frozenset()
+            ),
             shape=shape,
             sizes=sizes,
+            stale_layers=self.store.stale_layers,
         )
         if self._next_pass == 0 and not self._board.ready(FIRST_SIZES(0)):
             self._board.post(FIRST_SIZES(0), (sizes,))
@@ -275,8 +300,8 @@ class Engine:
     def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
         # All uploads are announced before the first job: an update must not overwrite a
         # version that a later job reads.
-        for bundle, use in uploads(self.store, tasks):
-            self._ordering.expect_upload(bundle, pass_.version, use)
+        for bundle, version, use in uploads(self.store, pass_, tasks):
+            self._ordering.expect_upload(bundle, version, use)
         for task in tasks:
             window = self._windows.next(len(task.micro_batches))
             job = StageJob(task, pass_, part_numbers(self.store, task), window)
@@ -296,31 +321,20 @@ class Engine:
         """Wait for the pass before the last, and forget hand-overs that no thread will ask for again."""
         while len(self._results) >= MOST_PASSES_UNDER_WAY:
             self._collect(self._results.pop(0))
-        if not self._results:
-            return
-        # All passes before this one are collected, updates included. Rule 4 of this one asks for the step
-        # before it, hence the minus one.
-        oldest = self._results[0]
-        self._ordering.retire(oldest.pass_.version - 1)
-        self._board.retire(TRAINING_PASS, oldest.pass_.step)
-        self._board.retire(LEARNING_RATE, oldest.pass_.step)
-        self._board.retire(UPDATED, oldest.pass_.step)
-        for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
-            self._board.retire(kind, oldest.pass_.index)
-        self._board.retire(KEPT, oldest.pass_.index)
-        self._board.retire(STAGE_JOB, oldest.tasks[0].slot)
-        self._board.retire(STAGE_ENQUEUED, oldest.tasks[0].slot)
+        if self._results:
+            # All passes before this one are collected, updates included.
+            self._results[0].forget_before(self._board, self._ordering)
 
     def _collect(self, result: StepResult) -> None:
         """Wait for a pass, so that the engine may forget it."""
         result.collect()
         # Rule 1 would remember an evaluation's uploads until the next update, and there may be none for long.
         if not result.pass_.training:
-            self._ordering.finish_uploads(
-                result.pass_.version,
-                uploads(self.store, result.tasks),
-                lambda key: self._synchronize(self._watchdog.wait(key)),
-            )
+            uses = uploads(self.store, result.pass_, result.tasks)
+            self._ordering.finish_uploads(uses, self._wait_for_event)
+
+    def _wait_for_event(self, key: HandOverKey[Event]) -> None:
+        self._synchronize(self._watchdog.wait(key))
 
     # Faults and threads.
 

@@ -41,12 +41,16 @@ class FaultLocation:
         return ", ".join(parts)
 
 
+# The end of a message about a store that is not consistent.
+MIXED = "the host store mixes two weight versions, do not save it"
+
+
 class PipelineError(EngineError):
     """A fault inside the pipeline; the engine has stopped and `__cause__` is the original exception.
 
     `location` names device, stage, layers and micro-batch. `store_is_consistent` is False only if an
     optimizer update could not be completed: then the host store mixes two weight versions and must not be
-    saved.
+    saved. In `bounded` that is the rule for a fault in the middle of a step.
     """
 
     def __init__(self, location: FaultLocation, problem: str, store_is_consistent: bool = True) -> None:

@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 from torchround.engine.board import Board
 from torchround.engine.device import Device
-from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError, Stopped
+from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.device_worker import DeviceWorker
@@ -122,12 +122,21 @@ class Lifecycle:
         if not busy:
             self._keep_results()
             self._pool.close()
+            self._note_what_is_left()
             # The caller keeps the fault, and its traceback keeps the activations of the stage that failed.
             _forget_variables(self.failure, seen=set())
         elif self.failure is not None:
             still = ", ".join(sorted(busy))
             # Callers may hold this very object already, so its text grows in place.
             self.failure.args = (f"{self.failure} (still inside a computation, with its memory: {still})",)
+
+    def _note_what_is_left(self) -> None:
+        """Say in the fault that it came between the updates of two layers, if it did (`bounded`)."""
+        left_whole = self._optimizer is None or self._optimizer.left_whole
+        if self.failure is not None and self.failure.store_is_consistent and not left_whole:
+            self.failure.store_is_consistent = False
+            # Callers may hold this very object already, so its text grows in place.
+            self.failure.args = (f"{self.failure} (some layers are updated: {MIXED})",)
 
     def _finish(self, device: Device, worker: DeviceWorker | None, deadline_s: float) -> bool:
         """Wait until a device is idle and release it. Returns False if it is not idle in time.

@@ -10,23 +10,26 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOver
 from torchround.engine.device import use_threads_here
-from torchround.engine.errors import FaultLocation, PipelineError, Stopped
+from torchround.engine.errors import MIXED, FaultLocation, PipelineError, Stopped
+from torchround.engine.landed_gradients import Clipping, LandedGradients
 from torchround.engine.ordering import Ordering
-from torchround.engine.passes import TRAINING_PASS, Pass, read_loss
+from torchround.engine.pass_data import read_loss
+from torchround.engine.passes import TRAINING_PASS, Pass
 from torchround.engine.store.bundles import Bundle
-from torchround.engine.store.host_memory import HostBuffer, HostPool
+from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.prediction import Prediction
 from torchround.engine.worker.activation_transfers import LOSS
-from torchround.optim import UpdateProgress, adamw_update_, clip_scale, layer_max_norm, sum_of_squares
+from torchround.optim import UpdateProgress, adamw_update_
 from torchround.optim.adamw import UpdateKernel
 from torchround.optim.kernel import UpdateDtypes, get_kernels
 
@@ -48,6 +51,7 @@ class UpdateReport:
     step's loss (1 except in float16). `fault` says why the update was skipped; it is empty for an overflow
     under a loss scale that can still fall. `not_finite` lists the micro-batches whose loss is not finite.
     `waited_for_save_s` is how long bundles had to wait because a save beside training had not read them yet.
+    `left_out` names the layers without an update in a step that updated others (`bounded`).
     """
 
     grad_norm: float
@@ -58,6 +62,7 @@ class UpdateReport:
     fault: str = ""
     not_finite: tuple[int, ...] = ()
     waited_for_save_s: float = 0.0
+    left_out: tuple[str, ...] = ()
 
 
 LEARNING_RATE = HandOver[float]("the learning rate of step {0}")
@@ -69,6 +74,8 @@ class OptimizerWorker:
 
     `moves` grows with each bundle that an update comes to. A stop leaves a consistent store as it is.
     """
+
+    _why_mixed = "a second try failed too"
 
     def __init__(
         self,
@@ -87,10 +94,9 @@ class OptimizerWorker:
         self._board = board
         self._ordering = ordering
         self._pool = pool
+        self._landed = LandedGradients(store, ordering, pool, board.observer)
         self._settings = settings
-        self._max_norm = max_norm
-        # By bundle, if each is clipped by its own norm.
-        self._bundle_max_norms: Mapping[int, float] = _shares(store, max_norm) if clip == "layer" else {}
+        self._clipping = Clipping(store, max_norm, clip)
         self._on_failure = on_failure
         self._num_threads = num_threads
         self.moves = 0
@@ -106,6 +112,11 @@ class OptimizerWorker:
         self._location = FaultLocation("optimizer worker")
         self.thread = threading.Thread(target=self._main, name="torchround optimizer", daemon=True)
 
+    @property
+    def left_whole(self) -> bool:
+        """Whether the store holds a whole number of updates."""
+        return self._store.is_consistent
+
     def _main(self) -> None:
         try:
             use_threads_here(self._num_threads)
@@ -114,12 +125,16 @@ class OptimizerWorker:
                     self._dtypes(), self._while_compiling, self._store.policy.predicts
                 )
             for step in itertools.count(self._first_step):
-                self._collect(self._board.wait(TRAINING_PASS(step)))
-                self._update(step, self._board.wait(LEARNING_RATE(step)))
+                self._run_step(step)
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
             self._on_failure(self._failure(error, self._store.is_consistent))
+
+    def _run_step(self, step: int) -> None:
+        """Take a step's gradient as it lands, and apply it once it is whole."""
+        self._collect(self._board.wait(TRAINING_PASS(step)))
+        self._update(step, self._board.wait(LEARNING_RATE(step)))
 
     def _dtypes(self) -> set[UpdateDtypes]:
         """Return the pairs of dtypes, of gradients and of device weights, that updates will meet."""
@@ -138,64 +153,26 @@ class OptimizerWorker:
     def _collect(self, pass_: Pass) -> None:
         """Add up a step's gradient and its norm as parts land, then read the losses."""
         step = pass_.step
-        for bundle, parts in self._landing_order(step):
+        for bundle, parts in self._landed.landing_order(step):
             # Otherwise a stop would be noticed only after all gradients that had landed before it.
             self._board.raise_if_stopped()
             self._location = self._location_of(bundle)
-            landings = [self._ordering.before_gradient_read(bundle.index, step, part) for part in parts]
+            landings = self._landed.wait(bundle, step, parts)
             start = time.perf_counter()
-            if bundle.adds_up:
-                self._add_up(bundle, step, parts, landings)
+            self._landed.add(bundle, step, parts, landings)
             # The norm needs the whole sum, so it comes with the last round.
-            if parts.stop == self._ordering.num_parts(bundle.index, step):
-                self._squares[bundle.index] = self._norm_squared(bundle)
+            if self._landed.are_last(bundle, step, parts):
+                self._squares[bundle.index] = self._landed.norm_squared(bundle)
             self._busy_s += time.perf_counter() - start
         # Losses last: devices that wait until a part of a gradient is consumed cannot send the later ones.
+        self._read_losses(pass_)
+
+    def _read_losses(self, pass_: Pass) -> None:
         self._losses = [
             read_loss(self._board.wait(LOSS(pass_.index, m)), self._pool)
             for m in range(len(pass_.micro_batches))
         ]
         self._num_labels = pass_.num_labels
-
-    def _landing_order(self, step: int) -> Iterator[tuple[Bundle, range]]:
-        """Yield bundles with the parts of their gradient that one round makes, in the order in which they land.
-
-        Rounds land one after the other, and the deepest layers of each round first.
-        """
-        for round_index in itertools.count():
-            for bundle in reversed(self._store.trained):
-                uses = len(bundle.layers)
-                parts = range(round_index * uses, (round_index + 1) * uses)
-                if parts.stop > self._ordering.num_parts(bundle.index, step):
-                    return
-                yield bundle, parts
-
-    def _add_up(self, bundle: Bundle, step: int, parts: range, landings: list[HostBuffer | None]) -> None:
-        """Add parts to the sum in fp32 and give their buffers back.
-
-        The order is fixed, so that the sum does not depend on which part lands first.
-        """
-        assert bundle.gradient is not None, f"bundle {bundle.index} has no gradient buffer"
-        for part, buffer in zip(parts, landings, strict=True):
-            assert buffer is not None, f"part {part} of bundle {bundle.index} landed in no buffer"
-            landed = buffer.memory.view(self._store.gradient_dtype)
-            self._board.observer.touched(reads=[buffer.memory], writes=[bundle.gradient])
-            if part == 0:
-                bundle.gradient.copy_(landed)  # what the buffer held before is the previous step's
-            else:
-                bundle.gradient.add_(landed)
-            # The buffer is back before the device that waits for it is woken, which may take this very one.
-            self._pool.give(buffer, busy=[])
-            self._ordering.part_consumed(bundle.index, step, part)
-
-    def _norm_squared(self, bundle: Bundle) -> float:
-        """Return the squared norm, added parameter by parameter so that it does not depend on the layout."""
-        gradient = bundle.gradient
-        assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
-        self._board.observer.touched(reads=[gradient], writes=())
-        return math.fsum(
-            float(sum_of_squares(parameter.view(gradient).reshape(-1))) for parameter in bundle.parameters
-        )
 
     # Updates.
 
@@ -204,7 +181,7 @@ class OptimizerWorker:
         start = time.perf_counter()
         loss_scale = self._store.loss_scaling.scale_of(step)
         norm = math.sqrt(math.fsum(self._squares.values())) / loss_scale
-        loss = sum(self._losses) / max(self._num_labels, 1)
+        loss = self._mean_loss()
         fault, overflowed = self._fault(loss, norm, loss_scale), not math.isfinite(norm)
         skipped = overflowed or bool(fault)
         self._begin_update()
@@ -214,6 +191,23 @@ class OptimizerWorker:
             overcome = self._apply(step, lr, norm, loss_scale)
             self._store.spikes.record(loss, norm)
         self._store.loss_scaling.record(step, overflowed)
+        self._busy_s += time.perf_counter() - start - self._waited_for_save_s
+        self._finish_step(step, overcome, norm, skipped, fault, loss_scale)
+
+    def _mean_loss(self) -> float:
+        return sum(self._losses) / max(self._num_labels, 1)
+
+    def _finish_step(
+        self,
+        step: int,
+        overcome: PipelineError | None,
+        norm: float,
+        skipped: bool,
+        fault: str,
+        loss_scale: float = 1.0,
+        left_out: tuple[str, ...] = (),
+    ) -> None:
+        """Declare the store whole after a step, and report. `overcome` is a fault that a second try overcame."""
         # Before `UPDATED` is posted: a call that waits for it must see the fault, not end as if all went well.
         if overcome is not None:
             self._on_failure(overcome)
@@ -221,17 +215,17 @@ class OptimizerWorker:
         self._store.step = step + 1
         self._store.is_consistent = True
         self._ordering.settled(step + 1, self._store.resume_state())
-        seconds = self._busy_s + time.perf_counter() - start - self._waited_for_save_s
         not_finite = tuple(index for index, loss in enumerate(self._losses) if not math.isfinite(loss))
         report = UpdateReport(
             norm,
             skipped,
-            seconds,
+            self._busy_s,
             tuple(self._bundle_updates),
             loss_scale,
             fault,
             not_finite,
             self._waited_for_save_s,
+            left_out,
         )
         self._busy_s, self._waited_for_save_s, self._bundle_updates = 0.0, 0.0, []
         self._board.post(UPDATED(step), report)
@@ -259,13 +253,6 @@ class OptimizerWorker:
             return "" if self._store.loss_scaling.can_fall(loss_scale) else "the gradient is not finite"
         return str(self._store.spikes.spike(loss, norm) or "")
 
-    def _gradient_scale(self, bundle: Bundle, norm: float, loss_scale: float) -> float:
-        """Return the factor on a bundle's gradient, which clips it and undoes the loss scale. `norm` is the global one."""
-        max_norm = self._bundle_max_norms.get(bundle.index)
-        if max_norm is None:
-            return clip_scale(norm, self._max_norm) / loss_scale
-        return clip_scale(math.sqrt(self._squares[bundle.index]) / loss_scale, max_norm) / loss_scale
-
     def _apply(self, step: int, lr: float, norm: float, loss_scale: float) -> PipelineError | None:
         """Update every bundle, in forward order. Returns the first fault that a second try overcame."""
         overcome: PipelineError | None = None
@@ -278,21 +265,34 @@ class OptimizerWorker:
             self._before_update(bundle, step)
             fault = self._await_readers(bundle, step)
             overcome = overcome or fault
-            progress = (UpdateProgress(), UpdateProgress())
-            gradient_scale = self._gradient_scale(bundle, norm, loss_scale)
-            start_s = time.perf_counter()
-            try:
-                self._update_bundle(bundle, step, lr, gradient_scale, progress, self._kernels)
-            except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
-                overcome = overcome or self._failure(error)
-                # Without compiled kernels, which may be what failed.
-                self._update_bundle(bundle, step, lr, gradient_scale, progress, {})
-            self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
+            gradient_scale = self._clipping.factor(bundle, norm, self._squares[bundle.index], loss_scale)
+            fault = self._update_surely(bundle, step, lr, gradient_scale)
+            overcome = overcome or fault
             # Posted per bundle: the next step's forward uploads the first layers
             # while later ones are updated.
             self._ordering.gradient_consumed(bundle.index, step)
             self._ordering.updated(bundle.index, step)
         return overcome
+
+    def _update_surely(
+        self, bundle: Bundle, step: int, lr: float, gradient_scale: float
+    ) -> PipelineError | None:
+        """Update a bundle; if that fails, once more. Returns the fault that the second try overcame."""
+        overcome: PipelineError | None = None
+        progress = (UpdateProgress(), UpdateProgress())
+        start_s = time.perf_counter()
+        try:
+            self._update_bundle(bundle, step, lr, gradient_scale, progress, self._kernels)
+        except BaseException as error:  # noqa: BLE001  (reported once the update is whole again)
+            overcome = self._failure(error)
+            # Without compiled kernels, which may be what failed.
+            self._update_bundle(bundle, step, lr, gradient_scale, progress, {})
+        self._bundle_updates.append(BundleUpdate(bundle.layers[0], start_s, time.perf_counter()))
+        return overcome
+
+    def _written_weights(self, bundle: Bundle, step: int) -> Tensor:
+        """Return the device weights that step `step`'s update writes."""
+        return bundle.version(step + 1)
 
     def _update_bundle(
         self,
@@ -308,7 +308,7 @@ class OptimizerWorker:
         assert weight is not None and first is not None and second is not None and gradient is not None, (
             "a trained bundle lacks a buffer"
         )
-        device_weight = bundle.version(step + 1)
+        device_weight = self._written_weights(bundle, step)
         self._board.observer.touched(reads=[gradient], writes=[weight, first, second, device_weight])
         segments = (slice(0, bundle.decayed), slice(bundle.decayed, bundle.numel))
         decays = (self._settings.weight_decay, 0.0)
@@ -354,6 +354,9 @@ class OptimizerWorker:
     def _before_update(self, bundle: Bundle, step: int) -> None:
         self.moves += 1
         self._ordering.before_update(bundle.index, step)
+        self._wait_for_saves(bundle, step)
+
+    def _wait_for_saves(self, bundle: Bundle, step: int) -> None:
         start_s = time.perf_counter()
         self._ordering.before_overwriting_saved(bundle.index, step)
         self._waited_for_save_s += time.perf_counter() - start_s
@@ -379,19 +382,10 @@ class OptimizerWorker:
     def _failure(self, error: BaseException, leaves_whole: bool = True) -> PipelineError:
         problem = f"{type(error).__name__}: {error}"
         if not leaves_whole:
-            problem += " (a second try failed too: the host store mixes two weight versions, do not save it)"
+            problem += f" ({self._why_mixed}: {MIXED})"
         failure = PipelineError(self._location, problem, leaves_whole)
         failure.__cause__ = error
         return failure
-
-
-def _shares(store: HostStore, max_norm: float) -> dict[int, float]:
-    """Return the largest norm of each trained bundle's gradient if each is clipped by its own norm."""
-    sizes = {
-        bundle.index: sum(parameter.shape.numel() for parameter in bundle.parameters)
-        for bundle in store.trained
-    }
-    return {index: layer_max_norm(max_norm, size, sum(sizes.values())) for index, size in sizes.items()}
 
 
 def update_threads(num_devices: int) -> int:

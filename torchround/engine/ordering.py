@@ -46,7 +46,7 @@ files; S the saver.)
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torchround.engine.board import Board, HandOver, HandOverKey
 from torchround.engine.device import Event
@@ -86,12 +86,16 @@ class Ordering:
         self._num_parts: dict[tuple[int, int], int] = {}
         self._saves: dict[tuple[int, int], list[int]] = defaultdict(list)
 
-    def begin(self, bundles: Sequence[int], step: int) -> None:
-        """Declare that the store holds every version that `step` and later steps may read, and that nothing runs."""
+    def begin(self, bundles: Sequence[int], step: int, lagging: Collection[int] = ()) -> None:
+        """Declare that the store holds every version that `step` and later steps may read, and that nothing runs.
+
+        The device weights of `lagging` bundles are of version `step - 1`: their next update writes those of `step`.
+        """
         for bundle in bundles:
+            newest = step - (bundle in lagging)
             # At step 0 the older versions have negative numbers. They equal version
             # 0, and nothing waits for them.
-            for version in range(step - self._versions + 1, step + 1):
+            for version in range(newest - self._versions + 1, newest + 1):
                 self._board.signal(WEIGHTS(version, bundle))
             self._board.signal(GRADIENT_CONSUMED(step - 1, bundle))
 
@@ -119,13 +123,13 @@ class Ordering:
         self._board.post(UPLOADED(version, bundle, use), event)
 
     def finish_uploads(
-        self, version: int, uploads: Iterable[tuple[int, int]], wait: Callable[[HandOverKey[Event]], object]
+        self, uploads: Iterable[tuple[int, int, int]], wait: Callable[[HandOverKey[Event]], object]
     ) -> None:
-        """Wait for announced uploads `(bundle, use)` and forget them, so that no update has to wait for them.
+        """Wait for announced uploads `(bundle, version, use)` and forget them, so that no update has to wait for them.
 
         `wait` waits for the hand-over and for the event that it carries.
         """
-        for bundle, use in uploads:
+        for bundle, version, use in uploads:
             key = UPLOADED(version, bundle, use)
             with self._uses_lock:
                 uses = self._uses.get((version, bundle), [])
@@ -134,6 +138,11 @@ class Ordering:
                 uses.remove(use)
             wait(key)
             self._board.forget(key)
+
+    def uploads_of(self, bundle: int, version: int) -> list[tuple[int, int, int]]:
+        """Return the announced uploads of a version that no update has waited for yet, as `finish_uploads` takes them."""
+        with self._uses_lock:
+            return [(bundle, version, use) for use in self._uses.get((version, bundle), ())]
 
     # Rules 2 and 5.
 
@@ -150,7 +159,7 @@ class Ordering:
         self._board.wait(WEIGHTS(step, bundle))
 
     def updated(self, bundle: int, step: int) -> None:
-        """Post that version `step + 1` is complete."""
+        """Post that version `step + 1` of the device weights is complete."""
         self._board.signal(WEIGHTS(step + 1, bundle))
 
     # Rules 3 and 4. A step's gradient arrives in parts: one for each round and

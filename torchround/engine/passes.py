@@ -6,21 +6,22 @@ before. `pipeline/host_buffers.py` counts for the worst order.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchround.engine.board import HandOver, Observer
-from torchround.engine.device import Device, Event, PastEvent
+from torchround.engine.board import HandOver
+from torchround.engine.device import Device
 from torchround.engine.kept_layers import KeptLayers
+from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
 from torchround.engine.worker.bundle_transfers import upload_use
-from torchround.engine.worker.slots import Packing, aligned, fill
+from torchround.engine.worker.slots import Packing, aligned
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.host_buffers import HeldPass, pass_buffers, whole_pages
+from torchround.pipeline.host_buffers import HeldPass, kept_cuts, pass_buffers, whole_pages
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.pipeline.partition import (
     Partition,
@@ -37,8 +38,9 @@ from torchround.pipeline.run_question import INTEGER_TENSORS
 class Pass:
     """The facts that all stage jobs of a pass share.
 
-    `step` counts the training steps before it; `version` is the weight version it reads. `loss_factor`
-    multiplies each token's loss before the backward pass: it is the loss scale divided by `num_labels`.
+    `step` counts the training steps before it. `version` is the weight version it reads, except what
+    `version_read` says of `stale_layers`. `loss_factor` multiplies each token's loss before the backward pass:
+    it is the loss scale divided by `num_labels`.
     `forward_inputs` are the layers whose input a forward or fused stage takes from the host,
     `backward_inputs` the layers whose input a backward stage takes. `sizes` is the staging space that its
     devices need; `shape` decides that.
@@ -55,6 +57,16 @@ class Pass:
     backward_inputs: frozenset[int]
     shape: "PassShape"
     sizes: StagingSizes
+    stale_layers: int = 0
+
+    def version_read(self, bundle: Bundle, layer: int, kind: StageKind) -> int:
+        """Return the version of a bundle that a stage uploads for `layer`.
+
+        A step's forward reads the version before in its first `stale_layers` layers. An evaluation reads what the
+        host holds between steps: the version before of each bundle that one of those layers uses.
+        """
+        first = layer if self.training else bundle.layers[0]
+        return self.version - (kind is StageKind.FORWARD and first < self.stale_layers)
 
 
 @dataclass(frozen=True)
@@ -144,19 +156,32 @@ def forward_inputs(partition: Partition) -> frozenset[int]:
     return frozenset(start for start in starts if start > 0)
 
 
-def backward_inputs(partition: Partition) -> frozenset[int]:
-    """Return the layers whose input is kept from forward to backward, because a backward stage starts there."""
-    starts = (stage.start for stage in partition.stages() if stage.kind is StageKind.BACKWARD)
-    return frozenset(start for start in starts if start > 0)
+def backward_inputs(partition: Partition, stale_layers: int = 0) -> frozenset[int]:
+    """Return the layers whose input is kept from forward to backward: a backward stage, or a restart, begins there.
+
+    The input of the fused stage is not among them, because its forward and backward read it together.
+    """
+    return kept_cuts(partition.stages(), stale_layers)
 
 
-def uploads(store: HostStore, tasks: Sequence[StageTask]) -> Iterator[tuple[int, int]]:
-    """Yield bundle and use of each upload that rule 1 has to wait for. Frozen weights are never overwritten."""
+def restarted_layers(stage: Stage, stale_layers: int) -> range:
+    """Return the layers inside a backward stage that begin anew at the input that their forward had.
+
+    The layer below has changed since that forward, so recomputing its output would give another input.
+    """
+    if stage.kind is not StageKind.BACKWARD:
+        return range(0)
+    return range(stage.start + 1, max(min(stage.stop, stale_layers + 1), stage.start + 1))
+
+
+def uploads(store: HostStore, pass_: Pass, tasks: Sequence[StageTask]) -> Iterator[tuple[int, int, int]]:
+    """Yield bundle, version and use of each upload that rule 1 has to wait for. Frozen weights are never overwritten."""
     for task in tasks:
         for layer in range(task.stage.start, task.stage.stop):
-            for bundle in store.layer_bundles(layer):
-                if store.bundles[bundle].trainable:
-                    yield bundle, upload_use(task.slot, layer)
+            for bundle in (store.bundles[index] for index in store.layer_bundles(layer)):
+                if bundle.trainable:
+                    version = pass_.version_read(bundle, layer, task.stage.kind)
+                    yield bundle.index, version, upload_use(task.slot, layer)
 
 
 def part_numbers(store: HostStore, task: StageTask) -> dict[tuple[int, int], int]:
@@ -172,58 +197,6 @@ def part_numbers(store: HostStore, task: StageTask) -> dict[tuple[int, int], int
             users = store.bundles[index].layers
             parts[layer, index] = task.round * len(users) + users[::-1].index(layer)
     return parts
-
-
-def host_micro_batch(
-    micro_batch: MicroBatch,
-    pool: HostPool,
-    observer: Observer,
-    readers: int,
-    synchronize: Callable[[Event], None],
-) -> HostTensors:
-    """Copy a micro-batch's integers into one pool buffer, for `readers` devices to upload.
-
-    `synchronize` waits for the device events after which the buffer may be written.
-    """
-    tensors = micro_batch.tensors()
-    packing = Packing.of(tensors)
-    buffer = pool.take(packing.nbytes)
-    for event in buffer.busy:
-        synchronize(event)
-    observer.touched(reads=(), writes=[buffer.memory])
-    fill(packing.views(buffer.memory), tensors)
-    return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.facts())
-
-
-def read_loss(boundary: HostTensors, pool: HostPool) -> float:
-    """Return the sum of a micro-batch's token losses, as one of the boundary's readers. Waits until it has landed."""
-    boundary.landed.synchronize()
-    [loss_sum] = boundary.packing.views(boundary.memory)
-    value = float(loss_sum)  # read before the buffer is given back
-    boundary.reader_ends(PastEvent(), pool)
-    return value
-
-
-def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
-    """Return what is wrong with the micro-batches of a pass, or None."""
-    if not micro_batches:
-        return "a pass needs at least one micro-batch"
-    for index, micro_batch in enumerate(micro_batches):
-        for name, tensor in zip(
-            ("tokens", "labels", "positions", "document_ids"), micro_batch.tensors(), strict=True
-        ):
-            if tensor.dtype != torch.int64 or tensor.dim() != 2 or tensor.shape != micro_batch.tokens.shape:
-                return (
-                    f"micro-batch {index}: {name} is {tensor.dtype} {tuple(tensor.shape)}; "
-                    f"expected int64 [B, T] like tokens {tuple(micro_batch.tokens.shape)}"
-                )
-    bounds = {micro_batch.max_documents for micro_batch in micro_batches}
-    if len(bounds) > 1:
-        return (
-            "all micro-batches of a pass must have the same max_documents, "
-            f"but these have {sorted(map(str, bounds))}"
-        )
-    return None
 
 
 class BufferReservation:
@@ -270,7 +243,7 @@ class BufferReservation:
             next_step = this.step + 1
             before, this = (
                 this,
-                replace(this, step=next_step, version=self._store.policy.version_read(next_step)),
+                replace(this, step=next_step, version=self._store.oldest_version_read(next_step, True)),
             )
         # Steps of a run have few shapes, so buffers for most passes are reserved
         # already and this costs a look-up.
@@ -297,13 +270,14 @@ class BufferReservation:
         """
         count = len(shapes)
         tasks = step_tasks(partition, count, min(rounds, count), self._num_devices)
-        version = self._store.policy.version_read(step)
+        version = self._store.oldest_version_read(step, training=True)
         training = PassShape.planned(tasks, shapes, True, step, version)
         sizes = self.reserve_for(training, None)
         if not validates:
             return (sizes,)
         tasks = evaluation_tasks(partition, count, self._num_devices)
-        evaluation = PassShape.planned(tasks, shapes, False, step + 1, step + 1)
+        version = self._store.oldest_version_read(step + 1, training=False)
+        evaluation = PassShape.planned(tasks, shapes, False, step + 1, version)
         between = self.reserve_for(evaluation, training)
         self.reserve_for(evaluation, evaluation)
         self.reserve_for(training, evaluation)
@@ -330,7 +304,8 @@ class BufferReservation:
 
     def _sizes(self, this: PassShape) -> StagingSizes:
         # Layer 0 reads the micro-batch alone, so no boundary lies before it.
-        cuts = {stage.start for stage in this.stages} - {0}
+        restarts = [restarted_layers(stage, self._store.stale_layers) for stage in this.stages]
+        cuts = {stage.start for stage in this.stages}.union(*restarts) - {0}
         shapes = set(this.shapes)
         # What the layers of each backward stage keep; an evaluation has none.
         kept = [
@@ -346,6 +321,7 @@ class BufferReservation:
             training=this.training,
             kept_out_bytes=max((max(of_stage) for of_stage in kept), default=0),
             kept_in_bytes=max((sum(of_stage) for of_stage in kept), default=0),
+            restarts=max(map(len, restarts)),
         )
 
     def _needed(self, this: PassShape, before: PassShape, ahead: int) -> Mapping[int, int]:
@@ -376,7 +352,7 @@ class BufferReservation:
 
     def _held(self, shape: PassShape, shapes: Sequence[torch.Size], ahead: int) -> HeldPass:
         rounds = tuple(Counter(shapes.index(shape.shapes[m]) for m in part) for part in shape.rounds)
-        return HeldPass(shape.stages, rounds, ahead, self._kept.layers)
+        return HeldPass(shape.stages, rounds, ahead, self._kept.layers, self._store.stale_layers)
 
     def _frozen_stages(self, this: PassShape) -> int:
         """Count the stages at the start of a pass that read no weights that are ever updated."""

@@ -6,19 +6,22 @@ costs.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 
-from torchround.engine.board import HandOver, WaitForHandOver
+from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.device import Mark, Stream
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
-from torchround.engine.optimizer_worker import UPDATED, BundleUpdate, UpdateReport
-from torchround.engine.passes import Pass, read_loss
+from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED, BundleUpdate, UpdateReport
+from torchround.engine.ordering import Ordering
+from torchround.engine.pass_data import read_loss
+from torchround.engine.passes import STAGE_JOB, TRAINING_PASS, Pass
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.worker.activation_transfers import LOSS
+from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
+from torchround.engine.worker.kept_transfers import KEPT
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, StageKind, StageTask
 from torchround.pipeline.timeline import TaskKind
@@ -52,7 +55,7 @@ class StageReport:
     `idle_since` is the end of the slot before it on the same device, None for the first. `weights_ready`
     marks the arrival of its weights. `update_wait_s` is how long the device's thread waited until it could
     send them, because the optimizer had not written them yet. The bytes crossed the link while the device
-    worked on the slot.
+    worked on the slot. `versions` are the weight versions that it read, by layer and bundle.
 
     The marks lie in the compute and upload streams, so on CUDA every time is the device's own. Reading a time
     waits until the device has passed the slot. The four times add up to the span from `idle_since` to the
@@ -67,6 +70,7 @@ class StageReport:
     spans: tuple[DeviceSpan, ...]
     uploaded_bytes: int
     downloaded_bytes: int
+    versions: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @cached_property
     def busy_s(self) -> float:
@@ -161,6 +165,18 @@ class StepResult:
             self._reports = [self._wait(STAGE_ENQUEUED(task.slot)) for task in self.tasks]
         return self._reports
 
+    def weight_drift(self) -> int:
+        """Return the most versions between the weights of a layer's forward and those of its backward."""
+        forward: dict[tuple[int, int], int] = {}
+        drift = 0
+        for report in self.reports():
+            if report.task.stage.kind is StageKind.FORWARD:
+                forward |= report.versions
+            else:
+                found = (version - forward.get(use, version) for use, version in report.versions.items())
+                drift = max([drift, *map(abs, found)])
+        return drift
+
     def by_device(self, figure: Callable[[StageReport], float], num_devices: int) -> list[float]:
         """Return each device's sum of a figure over its stage slots, in device order."""
         sums = [0.0] * num_devices
@@ -178,6 +194,20 @@ class StepResult:
         self.wait()
         if self.pass_.training:
             self.update()
+
+    def forget_before(self, board: Board, ordering: Ordering) -> None:
+        """Forget hand-overs of passes before this one, which no thread will ask for again."""
+        pass_, first_slot = self.pass_, self.tasks[0].slot
+        # Rule 4 of this pass asks for the step before it, and its first layers may read the version before.
+        ordering.retire(pass_.version - 1)
+        board.retire(TRAINING_PASS, pass_.step)
+        board.retire(LEARNING_RATE, pass_.step)
+        board.retire(UPDATED, pass_.step)
+        for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
+            board.retire(kind, pass_.index)
+        board.retire(KEPT, pass_.index)
+        board.retire(STAGE_JOB, first_slot)
+        board.retire(STAGE_ENQUEUED, first_slot)
 
     def keep(self) -> None:
         """Take the loss out of the engine's pool, which is about to close. It may be missing after a fault."""

@@ -56,6 +56,11 @@ class EngineSettings:
                 f"stale_layers is {self.stale_layers}; legal under {store.policy.name}: 0 to {most}"
                 + (", the layers before the fused stage" if store.policy is BOUNDED else "")
             )
+        if stale := [layer for layer in range(self.stale_layers) if self.kept and self.kept[layer]]:
+            raise EngineUsageError(
+                f"layers {stale} keep activations, but their backward reads newer weights than their forward; "
+                "layers below stale_layers keep nothing"
+            )
         if self.stale_layers and self.rounds > 1:
             raise EngineUsageError(f"stale_layers above 0 needs 1 round, got {self.rounds}")
         if store.policy is not BOUNDED:

@@ -23,7 +23,8 @@ class StepRecord:
     device computes (`busy_s`), or it is idle until an input or gradient of a neighbouring stage arrives
     (`input_wait_s`), until its weights are uploaded (`weights_wait_s`), or until the optimizer has written
     them (`optimizer_wait_s`). Peaks are over the whole run; workers that share a GPU each report the whole
-    card's. Allocations count since the last record.
+    card's. Allocations count since the last record. `weight_drift` is the most versions between the weights of
+    a layer's forward and those of its backward in a step since then.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepRecord:
     host_pool_gib: float = 0.0
     device_allocations: int = 0
     host_allocations: int = 0
+    weight_drift: int = 0
 
     @property
     def device_peak_gib(self) -> float | None:
@@ -109,6 +111,7 @@ class StepRecord:
             "host_pool_gib": self.host_pool_gib,
             "device_allocations": self.device_allocations,
             "host_allocations": self.host_allocations,
+            "weight_drift": self.weight_drift,
         }
 
 

@@ -86,10 +86,12 @@ def adamw_update_(
     was interrupted. Each update takes a fresh `progress`. Raises `ValueError` before touching anything when
     the buffers do not fit together.
 
-    `kernel`, compiled for these dtypes and this `predicts`, updates the whole buffer at once with the same bits. It is not used to
-    finish an interrupted update, nor for a single element, which compilers treat as a special case.
+    `kernel`, compiled for these dtypes and this `predicts`, updates the whole buffer at once with the same bits. It
+    is not used to finish an interrupted update, nor for a single element, which compilers treat as a special case.
     """
     _check(weight, exp_avg, exp_avg_sq, gradient, device_weight, bias_correction_step)
+    if predicts and weight.numel() and device_weight.data_ptr() == weight.data_ptr():
+        raise ValueError("device_weight is weight itself, which a prediction would overwrite")
     progress = progress if progress is not None else UpdateProgress()
     factors = update_factors(lr, betas, eps, weight_decay, bias_correction_step, float(gradient_scale))
     if kernel is not None and progress.untouched and weight.numel() > 1:

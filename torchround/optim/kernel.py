@@ -237,9 +237,16 @@ def _check_bits(
     """Raise `KernelError` unless the kernel gives the uncompiled update's bits on this machine."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(CHECKED_ELEMENTS, generator=generator) for _ in range(4)]
-    plain = [values[0], values[1], values[2].square(), values[3].to(gradient), values[0].to(device_weight)]
+    # A copy even in fp32: a predicted device weight cannot be the weight itself.
+    device_weights = values[0].to(device_weight, copy=True)
+    plain = [values[0], values[1], values[2].square(), values[3].to(gradient), device_weights]
     compiled = [tensor.clone() for tensor in plain]
-    for buffers, with_kernel in ((plain, None), (compiled, kernel)):
+    runs: list[tuple[list[Tensor], AdamWKernel | None]] = [(plain, None), (compiled, kernel)]
+    if device_weight == torch.float32 and not predicts:
+        # An update that writes no device weights gives the weight itself in their place.
+        twice = [tensor.clone() for tensor in plain[:4]]
+        runs.append(([*twice, twice[0]], kernel))
+    for buffers, with_kernel in runs:
         adamw_update_(
             *buffers,
             lr=1e-2,
@@ -251,7 +258,8 @@ def _check_bits(
             kernel=with_kernel,
             predicts=predicts,
         )
-    if not all(torch.equal(left, right) for left, right in zip(plain, compiled, strict=True)):
+    pairs = ((left, right) for buffers, _ in runs[1:] for left, right in zip(plain, buffers, strict=True))
+    if not all(torch.equal(left, right) for left, right in pairs):
         raise KernelError("the compiled optimizer does not give the uncompiled one's bits on this machine")
 
 

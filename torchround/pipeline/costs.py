@@ -60,6 +60,7 @@ class LayerCost:
     - `optimizer_s`: one update of the layer on the host, once per step.
     - `keepable`: parts whose results can be kept from the forward, so that a backward stage does not recompute them.
     - `kept`: names of those that are kept if the layer lies in a backward stage.
+    - `keeps_whole`: whether the layer keeps all of them or nothing, as a compiled layer does.
     """
 
     name: str
@@ -73,16 +74,19 @@ class LayerCost:
     optimizer_s: float = 0.0
     keepable: tuple[KeptCost, ...] = ()
     kept: tuple[str, ...] = ()
+    keeps_whole: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name not in ("name", "keepable", "kept"):
+            if field.name not in ("name", "keepable", "kept", "keeps_whole"):
                 _check_amount(f"layer {self.name}: {field.name}", getattr(self, field.name))
         names = [part.name for part in self.keepable]
         if len(set(names)) != len(names):
             raise CostsError(f"layer {self.name}: the names of its parts repeat: {names}")
         if unknown := [name for name in self.kept if name not in names]:
             raise CostsError(f"layer {self.name} cannot keep {unknown}; it can keep {names}")
+        if self.keeps_whole and self.kept and len(self.kept) < len(names):
+            raise CostsError(f"layer {self.name} keeps all of {names} or nothing, given {list(self.kept)}")
 
     @property
     def kept_bytes(self) -> int:
@@ -189,6 +193,8 @@ def _layer_from(index: int, item: Any) -> LayerCost:
     kept = item.get("kept", ())
     if not isinstance(kept, (list, tuple)) or any(not isinstance(name, str) for name in kept):
         raise CostsError(f"layer {index}: kept = {kept!r} must be a list of names")
+    if not isinstance(item.get("keeps_whole", False), bool):
+        raise CostsError(f"layer {index}: keeps_whole = {item['keeps_whole']!r} must be true or false")
     given = {**item, "keepable": tuple(KeptCost(**part) for part in parts), "kept": tuple(kept)}
     return LayerCost(**{"name": f"layer.{index}", **given})
 
@@ -216,6 +222,17 @@ def stage_seconds(costs: Costs, stage: Stage, recompute: str = "stage") -> tuple
     return sum(layer.recompute_s for layer in layers), backward_s
 
 
+class CountedPart(Protocol):
+    """The attributes of `torchround.layer.KeptWork` that `costs_from_work` reads."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def flops(self) -> float: ...
+
+
 class CountedWork(Protocol):
     """The attributes of `torchround.layer.LayerWork` that `costs_from_work` reads.
 
@@ -233,6 +250,8 @@ class CountedWork(Protocol):
     def boundary_bytes(self) -> int: ...
     @property
     def workspace_bytes(self) -> int: ...
+    @property
+    def keepable(self) -> Sequence[CountedPart]: ...
 
 
 @dataclass(frozen=True)
@@ -286,6 +305,9 @@ def costs_from_work(
                 optimizer_s=UPDATE_BYTES * parameter.trained / optimizer_bytes_per_s
                 if optimizer_bytes_per_s
                 else 0.0,
+                keepable=tuple(
+                    KeptCost(part.name, part.nbytes, part.flops / flops_per_s) for part in work.keepable
+                ),
             )
         )
     return Costs(tuple(layers), hop_seconds(max(layer.boundary_bytes for layer in layers), device))

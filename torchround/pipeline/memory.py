@@ -19,6 +19,8 @@ MIB = 2**20
 # Staging buffers of a device: two for incoming activations, two for incoming gradients, two for outputs of
 # either kind. With two of each, one is filled or emptied while the other is computed with.
 STAGING_BUFFERS = 6
+# For each layer inside a backward stage that starts anew: one micro-batch computes while the inputs of the next arrive.
+RESTART_BUFFERS = 2
 # The outputs of a plan of one stage are losses.
 LOSS_BUFFERS = 2
 # Kept activations go down through two buffers of the largest layer and come up through two of the largest stage.
@@ -104,9 +106,14 @@ class DeviceMemory:
 
 
 def device_memory(
-    partition: Partition, costs: Costs, num_devices: int, micro_batches_per_round: int, limits: MemoryLimits
+    partition: Partition,
+    costs: Costs,
+    num_devices: int,
+    micro_batches_per_round: int,
+    limits: MemoryLimits,
+    stale_layers: int = 0,
 ) -> DeviceMemory:
-    """Count what each of `num_devices` devices allocates to run `partition`."""
+    """Count what each of `num_devices` devices allocates to run `partition`; `stale_layers` is their number in `bounded`."""
     stages = partition.stages()
     gradients = max(stage_gradient_bytes(stage, costs) for stage in stages)
     rounded = min(int(limits.rounding_share * gradients), limits.rounding_bytes)
@@ -115,7 +122,7 @@ def device_memory(
     return DeviceMemory(
         weights_bytes=weights_bytes,
         gradients_bytes=in_slots + rounded,
-        staging_bytes=staging_space(partition, costs),
+        staging_bytes=staging_space(partition, costs, stale_layers),
         integers_bytes=limits.integer_bytes * micro_batches_per_round,
         compute_bytes=max(stage_compute_bytes(stage, costs, limits.recompute) for stage in stages),
         kept_bytes=kept_space(partition, costs),
@@ -134,12 +141,22 @@ def kept_space(partition: Partition, costs: Costs) -> int:
     return KEPT_BUFFERS * (largest_layer + max((sum(of_stage) for of_stage in kept), default=0))
 
 
-def staging_space(partition: Partition, costs: Costs) -> int:
-    """Compute the staging buffers of a device: for the largest boundary between stages; for one stage, for losses."""
-    cuts = {stage.start for stage in partition.stages()} - {0}
+def staging_space(partition: Partition, costs: Costs, stale_layers: int = 0) -> int:
+    """Compute the staging buffers of a device: for the largest boundary between stages; for one stage, for losses.
+
+    Layers inside a backward stage that start anew (`bounded`) have buffers for the inputs of two micro-batches.
+    """
+    stages = partition.stages()
+    cuts = {stage.start for stage in stages} - {0}
     if not cuts:
         return LOSS_BUFFERS * costs.layers[-1].boundary_bytes
-    return STAGING_BUFFERS * max(costs.layers[cut - 1].boundary_bytes for cut in cuts)
+    restarts = [
+        range(stage.start + 1, min(stage.stop, stale_layers + 1))
+        for stage in stages
+        if stage.kind is StageKind.BACKWARD
+    ]
+    largest = max(costs.layers[cut - 1].boundary_bytes for cut in cuts.union(*restarts))
+    return (STAGING_BUFFERS + RESTART_BUFFERS * max(map(len, restarts))) * largest
 
 
 def weight_space(partition: Partition, num_devices: int, bytes_of: Callable[[Stage], int]) -> int:

@@ -95,11 +95,12 @@ def plan_for(question: RunQuestion, costs: Costs | None = None) -> Plan:
     if (problem := _state_problem(question)) is not None:
         raise problem
     costs = costs or question.costs()
-    devices, micro_batches, limits = question.num_devices, question.num_micro_batches, question.limits()
+    run = costs, question.num_devices, question.num_micro_batches, question.update
+    limits, stale_layers = question.limits(), question.stale_layers
     if question.given is not None:
         partition, rounds = question.given
-        return evaluate_plan(partition, rounds, costs, devices, micro_batches, question.update, limits)
-    return make_plan(costs, devices, micro_batches, question.update, question.rounds, limits)
+        return evaluate_plan(partition, rounds, *run, limits, stale_layers)
+    return make_plan(*run, question.rounds, limits, stale_layers=stale_layers)
 
 
 def _state_problem(question: RunQuestion) -> InfeasiblePlanError | None:
@@ -127,7 +128,7 @@ def _state_changes(question: RunQuestion, state: HostMemory) -> Iterator[str]:
         yield "adapters on frozen weights (lora.rank)"
     if question.element_bytes > 2:
         yield 'training.dtype = "bfloat16"'
-    if question.update != "sync":
+    if question.update == "async":
         yield 'engine.update = "sync"'
     if isinstance(question.rounds, int) and question.rounds > 1:
         yield "engine.rounds = 1"
@@ -155,7 +156,7 @@ def _device(question: RunQuestion, costs: Costs, plan: Plan | None) -> DeviceMem
         return None
     limits = question.limits()
     size = limits.micro_batches_at_once(question.num_micro_batches, plan.rounds)
-    return device_memory(plan.partition, costs, question.num_devices, size, limits)
+    return device_memory(plan.partition, costs, question.num_devices, size, limits, plan.stale_layers)
 
 
 def _transfers(question: RunQuestion, costs: Costs, plan: Plan | None) -> Transfers | None:
@@ -210,8 +211,9 @@ def fits(question: RunQuestion) -> bool:
     if _state_problem(question):
         return False
     limits, costs = question.limits(), question.costs()
+    stale_layers = question.stale_layers if question.update == "bounded" else 0
     problem = PlanningProblem(
-        costs, question.num_devices, question.num_micro_batches, question.update, limits
+        costs, question.num_devices, question.num_micro_batches, question.update, limits, stale_layers
     )
     rounds = question.rounds if isinstance(question.rounds, int) else question.num_micro_batches
     candidates = coarse_partitions(problem, rounds)
@@ -296,5 +298,7 @@ def _changes(question: RunQuestion) -> Iterator[ConfigChange]:
     if _trains_all(question):
         alternatives.append(("lora.rank (adapters on frozen weights)", _frozen(question)))
     for setting, changed in alternatives:
-        if changed != question:
+        # Steps of `bounded` have one round.
+        has_rounds = changed.update == "bounded" and changed.rounds not in ("auto", 1)
+        if changed != question and not has_rounds:
             yield ConfigChange(setting, fits(changed))

@@ -7,6 +7,7 @@ needs most, the GiB that are short, and the config keys that would help.
 from collections.abc import Iterable, Sequence
 
 from torchround.pipeline.costs import Costs, stage_seconds
+from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.memory import (
     GIB,
     DeviceMemory,
@@ -19,6 +20,7 @@ from torchround.pipeline.memory import (
 )
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.plan import Plan, PlannedStage, kept_before
+from torchround.pipeline.search.kept_choice import KeptChoice
 from torchround.pipeline.search.least_host import AS_FAST
 from torchround.pipeline.search.lower_bound import lower_bound_s
 from torchround.pipeline.search.partition_batch import Candidate
@@ -63,14 +65,15 @@ def make_plan(
     limits: MemoryLimits | None = None,
     as_fast: float = AS_FAST,
     stale_layers: int | None = None,
+    keep: KeepRule | None = None,
 ) -> Plan:
     """Make the plan of least host memory among those within `limits` that are about as fast as the fastest.
 
     Those take at most the share `as_fast` longer; with 0 the plan is the fastest. `stale_layers` is the number of them in
-    `bounded`; None chooses the smallest that costs no time. Raises `InfeasiblePlanError`, or `PlanError` for bad
-    arguments.
+    `bounded`; None chooses the smallest that costs no time. `keep` says what may be kept; without it `costs` say what is.
+    Raises `InfeasiblePlanError`, or `PlanError` for bad arguments.
     """
-    problem = _problem(costs, num_devices, num_micro_batches, update, limits, stale_layers)
+    problem = _problem(costs, num_devices, num_micro_batches, update, limits, stale_layers, keep)
     choices = _rounds_choices(problem, rounds)
     found: tuple[Candidate, float | None] | None
     if problem.stale_layers is None:
@@ -81,6 +84,10 @@ def make_plan(
     if found is None:
         raise why_infeasible(problem, choices)
     candidate, fastest_s = found
+    if keep is not None and keep.is_open:
+        kept = KeptChoice(problem, as_fast).improve(candidate, choices)
+        if kept is not None:
+            (problem, candidate), fastest_s = kept, None
     # A proven step time needs no bound: nothing within the limits is faster.
     bound_s = fastest_s
     if bound_s is None:
@@ -97,9 +104,10 @@ def evaluate_plan(
     update: str = "sync",
     limits: MemoryLimits | None = None,
     stale_layers: int | None = None,
+    keep: KeepRule | None = None,
 ) -> Plan:
-    """Make a plan of a given partition, however slow. `stale_layers` and the errors are as in `make_plan`."""
-    problem = _problem(costs, num_devices, num_micro_batches, update, limits, stale_layers)
+    """Make a plan of a given partition, however slow. The last two arguments and the errors are as in `make_plan`."""
+    problem = _problem(costs, num_devices, num_micro_batches, update, limits, stale_layers, keep)
     choices = _rounds_choices(problem, rounds)
     if partition.num_layers != costs.num_layers:
         raise PlanError(f"the plan covers {partition.num_layers} layers, the model has {costs.num_layers}")
@@ -108,6 +116,8 @@ def evaluate_plan(
         problem = problem.with_stale_layers(fewest_stale_layers(problem, candidate))
     if not problem.fits_limits(candidate):
         raise why_infeasible(problem, choices, partition)
+    if keep is not None and keep.is_open:
+        problem = KeptChoice(problem, AS_FAST).on(candidate)
     return _plan(problem, candidate, lower_bound_s(problem, choices, problem.exact_s(candidate)))
 
 
@@ -118,6 +128,7 @@ def _problem(
     update: str,
     limits: MemoryLimits | None,
     stale_layers: int | None,
+    keep: KeepRule | None,
 ) -> PlanningProblem:
     if num_devices < 1 or num_micro_batches < 1:
         raise PlanError(
@@ -129,10 +140,13 @@ def _problem(
         stale_layers = 0
     elif stale_layers is not None and not 0 <= stale_layers < costs.num_layers:
         raise PlanError(
-            f"{stale_layers} stale layers: legal are 0 to {costs.num_layers - 1}, the layers before the last"
+            f"engine.stale_layers = {stale_layers}; legal: 0 to {costs.num_layers - 1}, the layers before the last"
         )
+    if keep is not None:
+        costs = costs.keeping(keep.fixed(costs))
     return PlanningProblem(
-        costs, num_devices, num_micro_batches, update, limits or MemoryLimits(), stale_layers
+        *(costs, num_devices, num_micro_batches, update, limits or MemoryLimits(), stale_layers),
+        link=None if keep is None else keep.link,
     )
 
 
@@ -212,7 +226,7 @@ def why_infeasible(
         )
     # The most rounds have the fewest micro-batches each, and so need the least memory for integers.
     size = problem.limits.micro_batches_at_once(problem.num_micro_batches, max(rounds_choices))
-    needed = device_memory(chosen, problem.costs, problem.num_devices, size, problem.limits)
+    needed = device_memory(chosen, problem.costs, problem.num_devices, size, problem.limits, stale_layers)
     limit = problem.limits.device_bytes
     if limit is not None and needed.total_bytes > limit:
         return _device_error(problem.costs, needed, limit, given=partition is not None)
@@ -239,6 +253,8 @@ def _device_error(costs: Costs, needed: DeviceMemory, limit: int, given: bool) -
         parts["kept_bytes"] = f"{needed.kept_bytes / GIB:.3g} for kept activations on their way"
     by_size = sorted(parts, key=lambda kind: -getattr(needed, kind))
     keys = ("engine.plan",) if given else _keys(key for kind in by_size[:2] for key in DEVICE_KEYS[kind])
+    if needed.kept_bytes:
+        keys = _keys(("engine.keep_activations", *keys))
     subject = "the given plan" if given else f"layer {largest.name}, a stage of its own,"
     message = (
         f"{subject} needs {needed.total_bytes / GIB:.3g} GiB of a device that may use {limit / GIB:.3g} GiB: "
@@ -261,13 +277,16 @@ def _host_error(
     largest = max(problem.costs.layers, key=lambda layer: layer.boundary_bytes)
     missing_gib = (needed - limit) / GIB
     besides = " and the virtual devices" if problem.limits.devices_on_host else ""
+    keys: tuple[str, ...] = HOST_KEYS
+    if problem.costs.kept:
+        besides, keys = f", those that layers keep{besides}", ("engine.keep_activations", *HOST_KEYS)
     message = (
         f"the activations between {stages} stages{besides} need {size_text(needed)} of host memory and "
         f"{size_text(limit)} are left for them: {size_text(needed - limit)} are missing (the output of layer "
         f"{largest.name} is the largest, {size_text(largest.boundary_bytes)} per micro-batch). "
-        f"What would help: {', '.join(HOST_KEYS)}"
+        f"What would help: {', '.join(keys)}"
     )
-    return InfeasiblePlanError(message, largest.name, missing_gib, HOST_KEYS)
+    return InfeasiblePlanError(message, largest.name, missing_gib, keys)
 
 
 def _keys(names: Iterable[str]) -> tuple[str, ...]:

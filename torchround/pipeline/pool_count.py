@@ -16,7 +16,6 @@ from torchround.pipeline.costs import Costs
 from torchround.pipeline.host_buffers import (
     LOSS_BYTES,
     HeldPass,
-    buffers_after,
     held_cuts,
     most_buffers,
     whole_pages,
@@ -76,9 +75,9 @@ class PoolCount:
     def __init__(self, batch: HostBatch, num_devices: int, update: str, stale_layers: int = 0) -> None:
         self.batch = batch
         self._num_devices = num_devices
-        # In `bounded` a stage waits for its own layers alone. All stages are counted as if they could run beside the
-        # previous pass: its order is one of the orders of `async`.
-        self._overlaps = update != "sync"
+        # In `bounded` a stage waits for its own layers alone, and the first one for all if no layer is stale. Otherwise
+        # all stages are counted as if they could run beside the previous pass: its orders are among those of `async`.
+        self._overlaps = update == "async" or (update == "bounded" and stale_layers > 0)
         self._stale_layers = stale_layers
         # If all inner boundaries of a size are alike, a buffer is as good as another, and numbers are enough.
         self._is_even = all(len(set(outputs[:-1])) <= 1 for outputs in batch.output_bytes)
@@ -86,6 +85,7 @@ class PoolCount:
         for size in range(len(batch.output_bytes)):
             self._weights.setdefault(batch.buffer_bytes(1, size), Counter())[size] = 1
         self._tables: dict[tuple[int, int, int, int, int, bool], _WindowTable] = {}
+        self._below: dict[tuple[KeptNames, int], dict[int, np.ndarray]] = {}
 
     def boundary_bytes(self, partition: Partition, rounds: int, kept: KeptNames = ()) -> int:
         """Compute what the boundaries and the kept activations of a plan take of the pool, in bytes.
@@ -121,7 +121,9 @@ class PoolCount:
             evaluated = tuple(Stage(StageKind.FORWARD, stage.start, stage.stop) for stage in forward)
             held = HeldPass(evaluated, whole, 0)
             # An evaluation reads the newest weights. It changes none, so that what follows it need not wait.
-            pairs += [(train, HeldPass(evaluated, whole, frozen)), (held, at_once)]
+            # In `bounded` it reads stale layers of the version before, which are there already.
+            ahead = len(evaluated) if self._stale_layers else frozen
+            pairs += [(train, HeldPass(evaluated, whole, ahead)), (held, at_once)]
             pairs += [(held, HeldPass(evaluated, whole, len(evaluated)))]
         return pairs
 
@@ -146,26 +148,49 @@ class PoolCount:
     def _bytes_by_size(self, pairs: Sequence[tuple[HeldPass, HeldPass]], kept: KeptNames) -> int:
         """Compute `boundary_bytes` for each size of buffer on its own: as exact as `most_buffers`, many times as fast."""
         most: Counter[int] = Counter()
+        known: dict[tuple[Stage, ...], dict[int, dict[int, np.ndarray]]] = {}
         for before, this in pairs:
-            held = [
-                buffers_after(
-                    of_pass,
-                    self.batch.buffer_bytes,
-                    lambda layer, size: self.batch.kept_bytes(kept, layer, size),
-                )
-                for of_pass in (before, this)
-            ]
+            for of_pass in (before, this):
+                if of_pass.stages not in known:
+                    known[of_pass.stages] = self._held(of_pass, kept)
+            held = known[before.stages], known[this.stages]
             table = self._table(before, this)
-            found = {
-                nbytes for of_pass in held for after in of_pass.values() for now in after for nbytes in now
-            }
-            for nbytes in found - {0}:
-                counts = [
-                    {size: np.array([now[nbytes] for now in after]) for size, after in of_pass.items()}
-                    for of_pass in held
-                ]
+            for nbytes in {*held[0], *held[1]} - {0}:
+                counts = [of_pass.get(nbytes, {}) for of_pass in held]
                 most[nbytes] = max(most[nbytes], table.most_of(counts))
         return sum(nbytes * number for nbytes, number in most.items())
+
+    def _held(self, of_pass: HeldPass, kept: KeptNames) -> dict[int, dict[int, np.ndarray]]:
+        """Count what a micro-batch holds after 0 to S stages, `[S + 1]`: by the bytes of a buffer, then by its size."""
+        found: dict[int, dict[int, np.ndarray]] = {}
+        cuts = held_cuts(of_pass.stages, self._stale_layers)
+        # The layers below this one have been run and still need what they keep.
+        ends = [
+            0,
+            *(stage.start if stage.kind is StageKind.BACKWARD else stage.stop for stage in of_pass.stages),
+        ]
+        backward = [stage for stage in of_pass.stages if stage.kind is StageKind.BACKWARD]
+        split = max((stage.stop for stage in backward), default=0)
+        below = np.minimum(np.array(ends), split)
+        for size in {size for part in of_pass.rounds for size in part}:
+            counts = [Counter(self.batch.buffer_bytes(cut, size) for cut in after) for after in cuts]
+            for nbytes in {nbytes for after in counts for nbytes in after}:
+                found.setdefault(nbytes, {})[size] = np.array([after[nbytes] for after in counts])
+            if split:
+                for nbytes, before_layer in self._kept_below(kept, size).items():
+                    of_size = found.setdefault(nbytes, {})
+                    of_size[size] = of_size.get(size, 0) + before_layer[below]
+        return found
+
+    def _kept_below(self, kept: KeptNames, size: int) -> dict[int, np.ndarray]:
+        """Count the layers before each one that keep so many bytes of a micro-batch, `[L + 1]`."""
+        key = kept, size
+        if key not in self._below:
+            nbytes = np.array([self.batch.kept_bytes(kept, layer, size) for layer in range(len(kept))])
+            self._below[key] = {
+                each: np.concatenate([[0], np.cumsum(nbytes == each)]) for each in set(nbytes.tolist()) - {0}
+            }
+        return self._below[key]
 
     def _table(self, before: HeldPass, this: HeldPass) -> "_WindowTable":
         """Return the table of a pair of passes: partitions of as many stages share it."""
@@ -231,9 +256,10 @@ def boundary_pool_bytes(
     update: str,
     stale_layers: int = 0,
 ) -> int:
-    """Compute the bytes of the boundaries of a plan if all micro-batches have the length that the costs are for."""
+    """Compute the bytes of boundaries and kept activations if all micro-batches have the length that the costs are for."""
     batch = boundaries_of(costs, num_micro_batches)
-    return PoolCount(batch, num_devices, update, stale_layers).boundary_bytes(partition, rounds)
+    pool = PoolCount(batch, num_devices, update, stale_layers)
+    return pool.boundary_bytes(partition, rounds, costs.kept)
 
 
 def boundaries_of(costs: Costs, num_micro_batches: int) -> HostBatch:

@@ -28,6 +28,7 @@ class RunQuestion:
       tokens.
     - `devices_on_host`: whether the devices are virtual, so that their memory is host memory.
     - `validates`: whether validations come between steps.
+    - `stale_layers`: their number in `bounded`; None lets the planner choose.
     """
 
     costs_for: Callable[[int, int, int], Costs]
@@ -51,6 +52,7 @@ class RunQuestion:
     devices_on_host: bool = False
     validates: bool = False
     given: tuple[Partition, int] | None = None
+    stale_layers: int | None = None
 
     @property
     def num_micro_batches(self) -> int:

@@ -22,6 +22,7 @@ from torchround.config import Config
 from torchround.data import DataError, Loader
 from torchround.engine.engine import Engine
 from torchround.engine.saver import PendingSave, SaveSource
+from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import OLDER_WEIGHTS, HostStore
 from torchround.pipeline.memory import size_text
 from torchround.run.last_save import save_with_patience
@@ -113,7 +114,7 @@ class RunCheckpoints:
         start_s = time.monotonic()
         if self._config.validation.keep_best:
             self._validation_losses = kept_losses(self._checkpointer)
-        views = store.named_views()
+        views = store.loadable_views()
         loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_weight)
         if loaded is None:
             self.positions.append(RunPosition(0, 0, loader.state_dict()))
@@ -126,9 +127,11 @@ class RunCheckpoints:
                 f"{loaded.path}: {error}. Resume with the data as it was, or begin a run of another name on other data "
                 f"with these weights: --run.name NAME --checkpoint.load weights --checkpoint.load_path {loaded.path}"
             ) from error
-        # A checkpoint of a `sync` run has none, so an `async` run that resumes from it starts from the newest weights.
-        holds_older_weights = all(name in loaded.filled for name in views if _is_older_weight(name))
         try:
+            stale_layers = _stale_layers(store, state)
+            # A checkpoint of a `sync` run has none, so an `async` run that resumes from it starts from the newest weights.
+            older = _older_weights(store, views, stale_layers)
+            holds_older_weights = all(name in loaded.filled for name in older)
             store.resume(
                 loaded.step,
                 state["applied_updates"],
@@ -136,6 +139,7 @@ class RunCheckpoints:
                 state.get("spikes"),
                 holds_older_weights,
                 state.get("prediction"),
+                stale_layers,
             )
             validation = state.get("validation")
             progress = None if validation is None else ValidationProgress.from_state(validation)
@@ -296,5 +300,27 @@ class RunCheckpoints:
 
 
 def _is_older_weight(name: str) -> bool:
-    """Whether a tensor is part of the second weight version, which only `async` saves and needs."""
+    """Whether a tensor is part of an older weight version, which `async` and the stale layers of `bounded` need."""
     return name.startswith(OLDER_WEIGHTS)
+
+
+def _older_weights(store: HostStore, views: Mapping[str, Tensor], stale_layers: int) -> list[str]:
+    """Return the names of the older device weights that a checkpoint of this run would hold."""
+    names = [name for name in views if _is_older_weight(name)]
+    if store.policy is not BOUNDED:
+        return names
+    lagging = {
+        parameter.name
+        for bundle in store.trained
+        if bundle.layers[0] < stale_layers
+        for parameter in bundle.parameters
+    }
+    return [name for name in names if name.split("/", 1)[1] in lagging]
+
+
+def _stale_layers(store: HostStore, state: Mapping[str, Any]) -> int:
+    """Return the number of stale layers in a checkpoint's state, 0 if it is not of `bounded`. Raises `ValueError`."""
+    number = state.get("stale_layers", 0)
+    if type(number) is not int or not 0 <= number < len(store.locations):
+        raise ValueError(f"stale_layers is {str(number)[:100]}")
+    return number if store.policy is BOUNDED else 0

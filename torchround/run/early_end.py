@@ -63,7 +63,7 @@ class BadSteps:
     def add(self, step: int, tokens: int, result: StepResult) -> None:
         """Count a finished step. Steps come in order; `tokens` were trained on before it."""
         update = result.update()
-        if not update.skipped:
+        if not (update.skipped or update.fault):
             self._last_good_step, self._in_a_row = f"step {step}", []
         elif not update.fault:
             logger.warning(
@@ -76,7 +76,10 @@ class BadSteps:
             self._add_bad(BadStep(step, tokens, result.loss(), update))
 
     def _add_bad(self, bad: BadStep) -> None:
-        logger.warning("%s; its update is skipped", bad)
+        left_out = bad.update.left_out
+        logger.warning(
+            "%s; %s", bad, f"not updated: {_listed(left_out)}" if left_out else "its update is skipped"
+        )
         if self.error is not None:
             return  # this step was already under way when the limit was reached
         self._in_a_row.append(bad)
@@ -91,16 +94,18 @@ class BadSteps:
         if len(shown) > 2 * SHOWN:
             shown[SHOWN:-SHOWN] = [f"({len(shown) - 2 * SHOWN} more)"]
         steps = "".join(f"\n  {line}" for line in shown)
+        some = any(bad.update.left_out for bad in self._in_a_row)
+        changed = "Layers that are not named were updated" if some else "Bad steps do not change the weights"
         self.error = BadStepsError(
-            f"{reason} ({key}); the last good one: {self._last_good_step}. Bad steps do not change the weights, "
+            f"{reason} ({key}); the last good one: {self._last_good_step}. {changed}, "
             f"and the run is saved:{steps}\nThe same command continues with the data after them. If they come "
             "again, try a lower optimizer.lr or an earlier checkpoint (checkpoint.load_path), or look at that data."
         )
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:SHOWN]))
-    return shown + f" and {len(numbers) - SHOWN} more" * (len(numbers) > SHOWN)
+def _listed(items: Sequence[object]) -> str:
+    shown = ", ".join(map(str, items[:SHOWN]))
+    return shown + f" and {len(items) - SHOWN} more" * (len(items) > SHOWN)
 
 
 # Signals. The handler only sets a flag, which the loop reads between steps.

@@ -67,6 +67,7 @@ def build_engine(
         rounds=plan.rounds,
         max_norm=numbers.training.max_norm,
         clip=numbers.training.clip,
+        stale_layers=plan.stale_layers,
         layerwise_recompute=table.recompute == "layer",
         times_layers=times_layers,
         accumulate_dtype=numbers.accumulate_dtype,

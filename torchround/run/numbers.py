@@ -16,6 +16,7 @@ from torchround.data.loader import PREFETCHED_BATCHES
 from torchround.data.order_rules import rules_for
 from torchround.data.packing.window_shuffle import WAITING_TOKEN_BYTES
 from torchround.engine.errors import EngineUsageError
+from torchround.engine.kept_layers import kept_whole
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
 from torchround.engine.worker.slots import aligned
 from torchround.layer import LayeredModel, LayerWork, runs_fused
@@ -24,7 +25,7 @@ from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
 from torchround.pipeline.run_question import INTEGER_TENSORS, RunQuestion
 from torchround.run.hardware import Hardware
-from torchround.run.run_plan import given_plan
+from torchround.run.run_plan import given_plan, given_stale_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -115,6 +116,7 @@ def run_question(
         devices_on_host=hardware.kind == "cpu",
         validates=validates,
         given=given,
+        stale_layers=given_stale_layers(engine),
     )
 
 
@@ -143,7 +145,7 @@ def layer_works(
         if compiles_layers(numbers.engine, kind) and not runs_fused(layer, kind):
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
-            work = replace(work, workspace_bytes=work.workspace_bytes + trained * element_bytes)
+            work = replace(kept_whole(work), workspace_bytes=work.workspace_bytes + trained * element_bytes)
         # As it is packed on its way.
         works.append(replace(work, boundary_bytes=aligned(work.boundary_bytes)))
     return works

@@ -99,6 +99,29 @@ def given_folder(config: Config) -> Path | None:
     return None if path is None else Path(os.path.expanduser(path))
 
 
+def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int | None) -> int | None:
+    """Return the number of stale layers of the checkpoint that the run would resume from, otherwise `given`.
+
+    Raises `RunError` if both are known and differ: a resumed run must not change the rule of its steps.
+    """
+    paths = [path for _, path in sorted(checkpointer.checkpoints().items(), reverse=True)]
+    start = given_folder(config) if config.checkpoint.load == "all" else None
+    for path in [*paths, *([start] if start is not None and not paths else [])]:
+        try:
+            kept = read_state(path, read_manifest(path)).get("stale_layers")
+        except CheckpointError:
+            continue  # loading names the damage, and takes the checkpoint before
+        if type(kept) is not int:
+            return given  # of a run with another `engine.update`
+        if given not in (None, kept):
+            raise RunError(
+                f'engine.stale_layers: given {given}, and {path} was made with {kept}; legal: {kept}, or "auto", which '
+                "keeps the checkpoint's. A run of another name (--run.name NAME) may begin with other values"
+            )
+        return kept
+    return given
+
+
 def require_complete_as_asked(path: Path, step: int, config: Config, loader: Loader) -> None:
     """Raise `RunError` if the complete run, whose last checkpoint is `path`, was trained with other settings or data.
 

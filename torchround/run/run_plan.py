@@ -26,7 +26,8 @@ class PlanByMeasuring:
     """The plans of one start of a run: steps from `first_step` up to `until` measure, `settled` is the plan after them.
 
     `counted` is the plan from FLOPs and bytes. `kept` is the plan that the run had before it was resumed, if any.
-    `measure_steps` is 0 if the run does not measure; `total_steps` is the run's last step.
+    `measure_steps` is 0 if the run does not measure; `total_steps` is the run's last step. The `question` has the stale
+    layers of `counted`.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class PlanByMeasuring:
         updates = [result.update().bundles for result in self._measured]
         costs = costs_from_reports(self._costs, reports, updates, self._question.recompute)
         try:
+            # Losses depend on the rounds and on the stale layers. Both stay as they were counted: the question has the latter.
             self.settled = plan_for(replace(self._question, rounds=self.settled.rounds), costs)
         except InfeasiblePlanError as error:
             # The search is not exhaustive: under other times it may miss the partitions that fit. One is known.
@@ -82,21 +84,20 @@ class PlanByMeasuring:
 
     def _fits(self, kept: Plan, counted: Plan) -> bool:
         """Whether a kept plan is for this model, these devices and this batch, and still within memory."""
-        if (kept.num_devices, kept.num_micro_batches, kept.update, kept.rounds) != (
-            counted.num_devices,
-            counted.num_micro_batches,
-            counted.update,
-            counted.rounds,
+        if (*(kept.num_devices, kept.num_micro_batches, kept.update, kept.rounds, kept.stale_layers),) != (
+            *(counted.num_devices, counted.num_micro_batches, counted.update),
+            *(counted.rounds, counted.stale_layers),
         ) or kept.partition.num_layers != counted.partition.num_layers:
             return False
         try:
-            made = self._evaluated(kept.partition, kept.rounds)
+            made = self._evaluated(kept)
         except InfeasiblePlanError:
             return False
         return [_shape(stage) for stage in kept.stages] == [_shape(stage) for stage in made.stages]
 
-    def _evaluated(self, partition: Partition, rounds: int) -> Plan:
-        return plan_for(replace(self._question, given=(partition, rounds)), self._costs)
+    def _evaluated(self, plan: Plan) -> Plan:
+        given = plan.partition, plan.rounds
+        return plan_for(replace(self._question, given=given, stale_layers=plan.stale_layers), self._costs)
 
 
 def _shape(stage: PlannedStage) -> tuple[str, str, str, int]:
@@ -108,11 +109,23 @@ def given_plan(engine: EngineTable) -> tuple[Partition, int]:
     """Read partition and rounds from `engine.plan`, which is a table or a path to a plan.json."""
     given = engine.plan
     if isinstance(given, str):
-        try:
-            plan = Plan.from_json(Path(given).read_text())
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise EngineUsageError(f'engine.plan = "{given}" cannot be read as a plan: {error}') from error
+        plan = _read_plan(given)
         return plan.partition, plan.rounds
     assert given is not None, "engine.plan is not set"
     rounds = given.rounds or (engine.rounds if isinstance(engine.rounds, int) else 1)
     return Partition.from_lists(given.forward, given.fused, given.backward), rounds
+
+
+def given_stale_layers(engine: EngineTable) -> int | None:
+    """Return the number of stale layers that the config gives, itself or by the path of a plan, None if the planner chooses."""
+    if engine.stale_layers != "auto":
+        return engine.stale_layers
+    plan = _read_plan(engine.plan) if isinstance(engine.plan, str) else None
+    return plan.stale_layers if plan is not None and plan.update == engine.update == "bounded" else None
+
+
+def _read_plan(path: str) -> Plan:
+    try:
+        return Plan.from_json(Path(path).read_text())
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise EngineUsageError(f'engine.plan = "{path}" cannot be read as a plan: {error}') from error

@@ -77,7 +77,14 @@ def checkpoint_bytes(question: RunQuestion) -> int:
     """
     count, older_versions = question.parameters, int(question.update == "async")
     per_trained = OPTIMIZER_BYTES + older_versions * question.element_bytes
-    return per_trained * count.trained + question.element_bytes * count.frozen
+    tensors = per_trained * count.trained + question.element_bytes * count.frozen
+    return tensors + question.element_bytes * _num_stale(question)
+
+
+def _num_stale(question: RunQuestion) -> int:
+    """Count the trained parameters of the stale layers, whose older device weights are saved too."""
+    layers = question.costs().layers[: question.stale_layers or 0] if question.update == "bounded" else ()
+    return sum(layer.gradient_bytes for layer in layers) // question.accumulate_bytes
 
 
 def num_at_once(

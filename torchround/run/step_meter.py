@@ -51,6 +51,7 @@ class StepMeter:
         self._device_allocations = self._host_allocations = 0
         self._last: StepResult | None = None
         self._loss = self._grad_norm = 0.0
+        self._weight_drift = 0
         self._reset()
 
     def start(self) -> None:
@@ -83,6 +84,7 @@ class StepMeter:
             self._averaged.append((self._loss, result.num_labels))
         self._skipped_steps += update.skipped
         self._optimizer_s += update.seconds
+        self._weight_drift = max(self._weight_drift, result.weight_drift())
         for name, figure in _FIGURES.items():
             more = result.by_device(figure, len(self._devices))
             self._sums[name] = [one + other for one, other in zip(self._sums[name], more, strict=True)]
@@ -129,6 +131,7 @@ class StepMeter:
             host_pool_gib=self._last.pool.allocated_bytes / GIB,
             device_allocations=device_allocations - self._device_allocations,
             host_allocations=host_allocations - self._host_allocations,
+            weight_drift=self._weight_drift,
         )
         self._device_allocations, self._host_allocations = device_allocations, host_allocations
         # One moment ends this interval and begins the next, so that no time falls between them.
@@ -157,6 +160,7 @@ class StepMeter:
         self._start_s = self._clock() if now_s is None else now_s
         self._excluded_s = self._data_s = self._optimizer_s = 0.0
         self._num_steps = self._num_tokens = 0
+        self._weight_drift = 0
         self._averaged: list[
             tuple[float, int]
         ] = []  # loss and number of labels of each step with a finite loss

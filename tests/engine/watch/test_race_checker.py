@@ -8,8 +8,10 @@ import threading
 import pytest
 import torch
 
+from tests.support.planting import empty_event_at, no_wait_at
 from tests.support.toy import (
     BLOCKS,
+    KEPT,
     PARTITIONS,
     ToyBlock,
     ToyEmbedding,
@@ -24,7 +26,7 @@ from tests.support.toy import (
 from torchround.engine.board import HandOver
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
-from torchround.engine.store.bundles import ASYNC, SYNC
+from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
 from torchround.engine.watch.race_checker import AccessLog, Entry, Region, find_races
 from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.bundle_transfers import GradientDownload
@@ -101,6 +103,36 @@ def test_no_race_with_tied_frozen_rounded_and_several_rounds(options, policy):
     assert record(PARTITIONS["backward coarser"], 3, policy, **options) == []
 
 
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("kept", KEPT)
+def test_no_race_with_kept_activations(kept, num_devices, policy):
+    """Micro-batches of the next round or step find buffers and slots that kept activations have left."""
+    options = {"kept": KEPT[kept], "rounds": 2, "evaluate": True, "steps": 3}
+    for partition in ("one layer a stage", "backward coarser"):
+        assert record(PARTITIONS[partition], num_devices, policy, **options) == []
+
+
+KEPT_SITES = [
+    no_wait_at("kept_transfers.bring: self._device.wait(Stream.COMPUTE, staged.uploaded)"),
+    no_wait_at("kept_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, slot.released)"),
+    no_wait_at("kept_transfers._upload: device.wait(Stream.ACTIVATION_UPLOAD, value.landed)"),
+    empty_event_at("kept_transfers.end_micro_batch: self._device.record(Stream.COMPUTE)"),
+    empty_event_at("kept_transfers._upload: device.record(Stream.ACTIVATION_UPLOAD)"),
+    no_wait_at("activation_transfers.send: device.wait(Stream.COMPUTE, slot.released)"),
+    no_wait_at(
+        "activation_transfers.send: device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))"
+    ),
+]
+
+
+@pytest.mark.parametrize("plant", KEPT_SITES)
+def test_each_wait_of_kept_activations_orders_something(monkeypatch, plant):
+    planted = plant(monkeypatch)
+    assert record(PARTITIONS["backward coarser"], 3, kept=KEPT["all"], steps=2) != []
+    assert planted.times > 0
+
+
 class PassingBlock(ToyBlock):
     """A block that hands the second tensor of its input on as it came."""
 
@@ -173,6 +205,58 @@ def test_rule_1_a_version_is_overwritten_only_after_its_uploads(monkeypatch):
     assert record(ONE_STAGE, 3, evaluate=True, steps=2) == []
     monkeypatch.setattr(Ordering, "before_device_weight_write", lambda *_: None)
     assert record(ONE_STAGE, 3, evaluate=True, steps=2)
+
+
+@pytest.mark.parametrize("stale_layers", [0, 1, 3, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"evaluate": True},
+        {"tied": True, "dtype": torch.bfloat16},
+        {"layerwise_recompute": True},
+        {"poisoned": True},
+    ],
+    ids=str,
+)
+def test_no_race_with_bounded_updates(options, stale_layers):
+    """Gradients leave early at every stage, and device weights that lag are written between two kinds of uploads."""
+    for num_devices, partition in (
+        (1, "backward coarser"),
+        (3, "one layer a stage"),
+        (8, "backward coarser"),
+    ):
+        options = {**options, "policy": BOUNDED, "stale_layers": stale_layers, "steps": 3}
+        assert record(PARTITIONS[partition], num_devices, **options) == []
+
+
+def test_no_race_with_bounded_updates_and_kept_activations():
+    kept = tuple(() if layer < 2 else names for layer, names in enumerate(KEPT["all"]))
+    options = {"policy": BOUNDED, "stale_layers": 2, "kept": kept, "steps": 3}
+    assert record(PARTITIONS["forward coarser"], 3, **options) == []
+
+
+@pytest.mark.parametrize("rule", ["before_device_weight_write", "before_upload"])
+def test_rules_1_and_2_order_the_late_write_of_device_weights(monkeypatch, rule):
+    """Rule 1 holds it back for the step's forward, rule 2 holds back the backward. No evaluation is needed to see it."""
+    options = {"policy": BOUNDED, "stale_layers": 5, "steps": 3}
+    monkeypatch.setattr(Ordering, rule, lambda *_: None)
+    assert record(PARTITIONS["backward coarser"], 3, **options)
+
+
+def test_the_input_of_a_layer_that_begins_anew_stays_until_its_backward_has_read_it(monkeypatch):
+    """The first backward stage of the model shows it: elsewhere the wait for the stage's own input comes before."""
+    bring_hidden = ActivationTransfers.bring_hidden
+
+    def bring(transfers, boundary, restarts=False):
+        found = bring_hidden(transfers, boundary, restarts)
+        if restarts:
+            transfers.inputs.pop()
+        return found
+
+    options = {"policy": BOUNDED, "stale_layers": 5, "steps": 2}
+    assert record(PARTITIONS["forward coarser"], 2, **options) == []
+    monkeypatch.setattr(ActivationTransfers, "bring_hidden", bring)
+    assert record(PARTITIONS["forward coarser"], 2, **options)
 
 
 def test_rule_2_an_upload_waits_for_the_complete_version(monkeypatch):

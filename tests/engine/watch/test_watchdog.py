@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from tests.support import toy
 from tests.support.planted_hangs import over, planted
 from tests.support.toy import (
     PARTITIONS,
@@ -30,6 +31,7 @@ from torchround.engine.passes import STAGE_JOB, TRAINING_PASS
 from torchround.engine.results import STAGE_ENQUEUED
 from torchround.engine.watch.watchdog import LOOKS, QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
+from torchround.engine.worker.kept_transfers import KEPT
 
 __all__ = ["over", "planted"]
 
@@ -124,6 +126,10 @@ def test_a_layer_that_blocks_is_reported_with_what_all_others_wait_for(
             BOUNDARY_GRADIENT,
             r"torchround cpu:\d: .*waits for the gradient of layer \d's input for micro-batch 1 of pass 1",
         ),
+        (
+            KEPT,
+            r"torchround cpu:\d: .*waits for the kept activations of layer 1 for micro-batch 0 of pass 1",
+        ),
         (LOSS, r"torchround optimizer: waits for the loss of micro-batch 1 of pass 1"),
         (GRADIENT_LANDED, r"torchround optimizer: waits for part 0 of step 1's gradient of bundle 1 "),
         (WEIGHTS, r"torchround cpu:\d: .*waits for version 1 of bundle 1 \(ordering rule 2"),
@@ -164,7 +170,8 @@ def test_a_hand_over_that_is_lost_is_named_and_every_thread_ends(
     monkeypatch.setattr(Board, "post", losing)
     monkeypatch.setattr(Board, "wait", waiting_for_it)
     store = toy_store(toy_model())
-    error = hang(hanging_engine(store))
+    kept = toy.KEPT["all"] if kind is KEPT else ()
+    error = hang(hanging_engine(store, kept=kept))
     assert lost and any(re.match(waiting, line) for line in error.report), (lost, error.report)
     assert engine_threads() == []
     assert store.is_consistent

@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.random_costs import all_partitions, costs, limits, partitions
+from tests.support.random_costs import LINKS, all_partitions, costs, limits, partitions
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import MemoryLimits, device_memory
 from torchround.pipeline.pool_count import boundary_pool_bytes
 from torchround.pipeline.search.partition_batch import Candidate, batch_of, joined
 from torchround.pipeline.search.planning_problem import PlanningProblem
+from torchround.pipeline.simulation.kept_link import KeptLink
 
 UPDATES = st.sampled_from(["sync", "async"])
 
@@ -23,19 +24,27 @@ UPDATES = st.sampled_from(["sync", "async"])
     devices=st.integers(1, 5),
     micro_batches=st.integers(1, 6),
     recompute=st.sampled_from(["stage", "layer"]),
+    link=LINKS,
 )
 def test_a_rank_is_the_exact_step_time_or_less(
-    data: st.DataObject, costs: Costs, update: str, devices: int, micro_batches: int, recompute: str
+    data: st.DataObject,
+    costs: Costs,
+    update: str,
+    devices: int,
+    micro_batches: int,
+    recompute: str,
+    link: KeptLink | None,
 ) -> None:
     """It is less only if a recomputation waits for its boundary, which ranking leaves out."""
-    problem = PlanningProblem(costs, devices, micro_batches, update, MemoryLimits(recompute=recompute))
+    limits = MemoryLimits(recompute=recompute)
+    problem = PlanningProblem(costs, devices, micro_batches, update, limits, link=link)
     chosen = data.draw(st.lists(partitions(costs.num_layers), min_size=1, max_size=6))
     rounds = data.draw(st.integers(1, micro_batches))
     ranks = problem.estimate_s(batch_of(chosen), rounds)
     for partition, rank in zip(chosen, ranks.tolist(), strict=True):
         exact = problem.exact_s(Candidate(partition, rounds))
         assert rank <= exact * (1 + 1e-9) + 1e-12
-        times = problem.sums.times(partition.forward, partition.fused, partition.backward)
+        times = problem.sums.times(partition.forward, partition.fused, partition.backward, rounds=rounds)
         if max(times.boundary_from) < 0:
             assert rank == pytest.approx(exact, rel=1e-9, abs=1e-12)
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.random_costs import all_partitions, costs
-from torchround.pipeline.costs import Costs, KeptCost, LayerCost
+from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
 from torchround.pipeline.host_buffers import kept_cuts
-from torchround.pipeline.memory import MemoryLimits
+from torchround.pipeline.memory import MemoryLimits, host_state
 from torchround.pipeline.partition import Partition, PlanError
 from torchround.pipeline.plan import Plan, plan_transfers
 from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
@@ -54,7 +54,7 @@ def test_a_given_number_of_stale_layers_is_kept(
     costs: Costs, stale: int, devices: int, micro_batches: int
 ) -> None:
     if stale >= costs.num_layers:
-        with pytest.raises(PlanError, match="stale layers"):
+        with pytest.raises(PlanError, match="engine.stale_layers"):
             make_plan(costs, devices, micro_batches, "bounded", stale_layers=stale)
         return
     costs = costs.keeping([])
@@ -145,7 +145,13 @@ def test_the_transfers_of_a_plan_count_the_inputs_that_stale_layers_keep() -> No
     assert kept_cuts(partition.stages(), 3) - kept_cuts(partition.stages()) == {1, 2, 3}
 
 
-# Host memory is 16 bytes per parameter: `tests/pipeline/test_memory.py` counts it.
+def test_bounded_updates_need_the_host_memory_of_sync() -> None:
+    """16 bytes per trained parameter: one version of the device weights, where `async` has two."""
+    counts = ParameterCounts(1000)
+    assert host_state(counts, "bounded", 1, 2, 2).total_bytes == 16 * 1000
+    assert host_state(counts, "async", 1, 2, 2).total_bytes == 18 * 1000
+
+
 @pytest.mark.parametrize("path", sorted(COSTS.glob("rtx4090_*.json")), ids=lambda path: path.stem)
 def test_a_published_model_has_next_to_no_bubble_on_eight_devices(path: Path) -> None:
     costs = Costs.from_json(path.read_text(encoding="utf-8"))

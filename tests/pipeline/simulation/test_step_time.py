@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.random_costs import costs, partitions
+from tests.support.random_costs import LINKS, costs, partitions
 from torchround.pipeline.costs import Costs, LayerCost, stage_seconds
 from torchround.pipeline.simulation import step_time
 from torchround.pipeline.simulation.dispatch import dispatch_tasks
+from torchround.pipeline.simulation.kept_link import KeptLink, LinkWaits
 from torchround.pipeline.simulation.simulator import simulate
 from torchround.pipeline.simulation.step_time import (
     LayerSums,
@@ -45,19 +46,31 @@ def test_uniform_stages_take_the_makespan_of_the_closed_form(
 
 
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), costs=costs(updates=False), recompute=st.sampled_from(["stage", "layer"]), **SIZES)
+@given(
+    data=st.data(),
+    costs=costs(updates=False),
+    recompute=st.sampled_from(["stage", "layer"]),
+    link=LINKS,
+    **SIZES,
+)
 def test_a_single_step_takes_as_long_as_in_the_simulator(
-    data: st.DataObject, costs: Costs, recompute: str, num_devices: int, num_micro_batches: int
+    data: st.DataObject,
+    costs: Costs,
+    recompute: str,
+    link: KeptLink | None,
+    num_devices: int,
+    num_micro_batches: int,
 ) -> None:
+    """Stages may keep activations, and wait for the link because of them."""
     partition = data.draw(partitions(costs.num_layers))
     rounds = data.draw(st.integers(1, num_micro_batches))
-    tasks = dispatch_tasks(partition, costs, num_devices, num_micro_batches, rounds, recompute=recompute)
+    waits = None if link is None else LinkWaits(costs, link, recompute, num_micro_batches)
+    sizes = num_devices, num_micro_batches, rounds
+    tasks = dispatch_tasks(partition, costs, *sizes, recompute=recompute, link_waits=waits)
     # Not `makespan_s`, which does not count a last stage that takes no time but waits for its gradient.
     simulated = max(simulate(tasks, num_devices).end_s)
-    times = stage_times(partition, costs, recompute)
-    assert step_seconds(times, num_devices, num_micro_batches, rounds, "sync") == pytest.approx(
-        simulated, rel=1e-9, abs=1e-12
-    )
+    times = stage_times(partition, costs, recompute, waits, rounds)
+    assert step_seconds(times, *sizes, "sync") == pytest.approx(simulated, rel=1e-9, abs=1e-12)
 
 
 @settings(max_examples=25, deadline=None)

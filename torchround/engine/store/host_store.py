@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchround.engine.store.bundles import (
+    BOUNDED,
     SYNC,
     Bundle,
     FlatParameter,
@@ -43,6 +44,9 @@ class HostStore:
     `is_consistent` is False while an update is under way: the bundles then mix two versions, and a save would
     too.
 
+    `stale_layers` counts the layers, from the first one on, whose forward reads the previous version under the
+    `bounded` policy. Between steps the device weights of their bundles are one version older than the fp32 weights.
+
     `mapped` gives frozen parameters that stay in mapped files: for each name, tensors of `dtype` that hold
     the parameter one after the other. They are neither among `weights` nor in checkpoints.
     """
@@ -65,6 +69,7 @@ class HostStore:
         self.step = 0
         self.applied_updates = 0
         self.is_consistent = True
+        self.stale_layers = 0
         self.loss_scaling = LossScaling(dynamic=dtype == torch.float16)
         self.spikes = spikes or SpikeBounds()
         # Set by each update if the policy predicts.
@@ -113,6 +118,23 @@ class HostStore:
             for device_weights in bundle.device_weights:
                 device_weights.copy_(bundle.authority)
 
+    def lags(self, bundle: Bundle) -> bool:
+        """Tell whether the bundle's device weights are one version older than its fp32 weights between steps."""
+        return bundle.trainable and bundle.layers[0] < self.stale_layers
+
+    def set_stale_layers(self, stale_layers: int) -> None:
+        """Change `stale_layers` between steps. Bundles that lag no more get their newest device weights."""
+        lagged = [bundle for bundle in self.bundles if self.lags(bundle)]
+        self.stale_layers = stale_layers
+        for bundle in lagged:
+            if not self.lags(bundle):
+                bundle.device_weights[0].copy_(bundle.authority)
+
+    def oldest_version_read(self, step: int, training: bool) -> int:
+        """Return the oldest version that a pass after `step` steps reads: a training step, or an evaluation."""
+        version = self.policy.version_read(step) if training else step
+        return version - (self.stale_layers > 0)
+
     def resume(
         self,
         step: int,
@@ -121,19 +143,22 @@ class HostStore:
         spikes: Mapping[str, Any] | None = None,
         holds_older_weights: bool = True,
         prediction: Mapping[str, Any] | None = None,
+        stale_layers: int = 0,
     ) -> None:
         """Continue at `step`. Call it after reading a checkpoint into `named_views`.
 
         `loss_scale` comes from `loss_scale_state`, `spikes` from `spikes.state_dict`. A checkpoint that
         `holds_older_weights` has filled the older versions: each moves to the buffer of its number, and only
         the newest is derived anew. Otherwise every version is derived from the fp32 weights, so the next step
-        of `async` reads the newest ones, as the first step of a run does. `prediction` is the saved state of
+        of `async` reads the newest ones, as the first step of a run does. The same holds for `bounded`, whose
+        `stale_layers` is the value that the checkpoint was made with. `prediction` is the saved state of
         `self.prediction`. The newest device weights are predictions again if both runs predict.
         """
         # First: it may refuse what the checkpoint says.
         self.prediction = None
         if prediction is not None and self.policy.predicts:
             self.prediction = Prediction.from_state(prediction, applied_updates)
+        self.stale_layers = stale_layers
         for bundle in self.trained:
             # Version v belongs to buffer v modulo their number, but the views were filled as of the
             # store's own step: a buffer that holds version `self.step - age` must come to where `step -
@@ -145,7 +170,9 @@ class HostStore:
                     device_weights.copy_(bundle.authority)
         self.step = step
         self.applied_updates = applied_updates
-        derive_newest(self.trained, step, self.prediction, applied_updates)
+        # Device weights that lag are as old as the checkpoint says.
+        newest = [bundle for bundle in self.trained if not self.lags(bundle)]
+        derive_newest(newest, step, self.prediction, applied_updates)
         self.is_consistent = True
         self.loss_scaling.load_state_dict(step, loss_scale or {})
         self.spikes.load_state_dict(spikes or {})
@@ -155,11 +182,13 @@ class HostStore:
 
         Only between steps.
         """
-        state = {
+        state: dict[str, Any] = {
             "applied_updates": self.applied_updates,
             "loss_scale": self.loss_scale_state(),
             "spikes": self.spikes.state_dict(),
         }
+        if self.policy is BOUNDED:
+            state["stale_layers"] = self.stale_layers
         return state if self.prediction is None else {**state, "prediction": self.prediction.state()}
 
     @contextmanager
@@ -205,12 +234,24 @@ class HostStore:
         """Return what a checkpoint holds, as views that it is written from and read into, bundle by bundle.
 
         Only between steps, after `Engine.drain`: with several versions, the older device weights are part of
-        it.
+        it, and with `stale_layers` the device weights that lag.
         """
         views: dict[str, Tensor] = {}
         for bundle in self.bundles:
             views |= self.bundle_views(bundle, self.step)
         return views
+
+    def loadable_views(self) -> dict[str, Tensor]:
+        """Return the views that a checkpoint may fill: `named_views` as they are for any `stale_layers`."""
+        if self.policy is not BOUNDED:
+            return self.named_views()
+        kind = f"{OLDER_WEIGHTS}1_old"
+        older = {
+            f"{kind}/{parameter.name}": parameter.view(bundle.device_weights[0])
+            for bundle in self.trained
+            for parameter in bundle.parameters
+        }
+        return self.named_views() | older
 
     def bundle_views(self, bundle: Bundle, step: int) -> dict[str, Tensor]:
         """Return a bundle's part of the checkpoint after `step` steps, without what stays in mapped files."""
@@ -222,6 +263,8 @@ class HostStore:
         # The newest device weights are not saved: the fp32 weights, rounded, or what `prediction` makes of them.
         for age in range(1, len(bundle.device_weights)):
             kinds[f"{OLDER_WEIGHTS}{age}_old"] = bundle.version(step - age)
+        if self.lags(bundle):
+            kinds[f"{OLDER_WEIGHTS}1_old"] = bundle.device_weights[0]
         return {
             f"{kind}/{parameter.name}": parameter.view(flat)
             for kind, flat in kinds.items()

@@ -68,7 +68,8 @@ class StagingSizes:
     """Bytes of the largest boundary and of the largest micro-batch's integers, and micro-batches in a round.
 
     `kept_out_bytes` is the most that a layer keeps of a micro-batch, `kept_in_bytes` the most that the layers of a
-    backward stage keep together.
+    backward stage keep together. `restarts` is the most layers inside one backward stage that take an input of
+    their own from the host.
     """
 
     boundary_bytes: int
@@ -77,6 +78,7 @@ class StagingSizes:
     training: bool
     kept_out_bytes: int = 0
     kept_in_bytes: int = 0
+    restarts: int = 0
 
 
 class Outbox:
@@ -142,6 +144,8 @@ class ActivationTransfers:
         # By position in the round: space for a micro-batch's integers, and the
         # micro-batch whose integers it holds.
         self._integers = SlotRing(device, depth=0)
+        # Room for two micro-batches: one computes while the inputs of the next one arrive.
+        self._restarts_in = SlotRing(device, depth=0)
         self._micro_batches: dict[int, tuple[HostTensors, MicroBatch]] = {}
         self._prepared: set[StagingSizes] = set()
         self._stage_end: Event | None = None
@@ -154,6 +158,8 @@ class ActivationTransfers:
         self._prepared.add(sizes)
         for position in range(sizes.micro_batches):
             self._integers.at(position, sizes.integer_bytes)
+        for position in range(2 * sizes.restarts):
+            self._restarts_in.at(position, sizes.boundary_bytes)
         if sizes.boundary_bytes:
             self._hidden_in.reserve(sizes.boundary_bytes)
             if sizes.training:
@@ -162,7 +168,7 @@ class ActivationTransfers:
 
     def clear(self) -> None:
         """Drop the memory of all slots."""
-        for ring in (self._hidden_in, self._gradients_in, self._integers):
+        for ring in (self._hidden_in, self._restarts_in, self._gradients_in, self._integers):
             ring.clear()
         self._out.clear()
         self._micro_batches.clear()
@@ -186,9 +192,10 @@ class ActivationTransfers:
         """Note that all computation of a stage is enqueued."""
         self._stage_end = self._device.record(Stream.COMPUTE)
 
-    def bring_hidden(self, boundary: HostTensors) -> tuple[Hidden, DeviceSlot]:
-        """Upload the input of a stage."""
-        slot = self._hidden_in.next(boundary.packing.nbytes)
+    def bring_hidden(self, boundary: HostTensors, restarts: bool = False) -> tuple[Hidden, DeviceSlot]:
+        """Upload the input of a stage, or, with `restarts`, the input of a layer inside it that begins anew."""
+        ring = self._restarts_in if restarts else self._hidden_in
+        slot = ring.next(boundary.packing.nbytes)
         self.inputs.append(slot)
         return as_hidden(self._upload(boundary, slot), boundary.packing.single), slot
 

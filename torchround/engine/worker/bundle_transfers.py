@@ -7,13 +7,14 @@ whole.
 
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
 
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.ordering import Ordering
-from torchround.engine.store.bundles import MappedRange
+from torchround.engine.store.bundles import Bundle, MappedRange
 from torchround.engine.store.host_memory import HostBuffer, HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.file_reader import FileReader, pieces_of
@@ -24,8 +25,9 @@ from torchround.pipeline.memory import ROUNDING_ELEMENTS
 class WeightUpload:
     """The upload of one stage's weights into a slot.
 
-    `slot_number` is the number of the stage slot that needs them. `waited_s` is the host time spent waiting
-    for the optimizer to complete them. Weights in files come from `reader`, or straight from their map if there
+    `slot_number` is the number of the stage slot that needs them. `version_of` gives the version that a layer reads
+    of a bundle; `versions` keeps it by layer and trained bundle. `waited_s` is the host time spent waiting for the
+    optimizer to complete them. Weights in files come from `reader`, or straight from their map if there
     is none.
     """
 
@@ -36,7 +38,7 @@ class WeightUpload:
         ordering: Ordering,
         slot: DeviceSlot,
         layout: StageLayout,
-        version: int,
+        version_of: Callable[[Bundle, int], int],
         slot_number: int,
         reader: FileReader | None,
     ) -> None:
@@ -46,7 +48,11 @@ class WeightUpload:
         self._device = device
         self._store = store
         self._ordering = ordering
-        self._version = version
+        self.versions = {
+            (used.layer, used.bundle): version_of(store.bundles[used.bundle], used.layer)
+            for used in layout.weights
+            if store.bundles[used.bundle].trainable
+        }
         self._slot_number = slot_number
         self._next_range = 0
         self._done_elements = 0  # of the next range
@@ -90,17 +96,19 @@ class WeightUpload:
             return False
         if self._reader is not None and self._next_range in self._pieces:
             return self._reader.ready
-        bundle = self._store.bundles[self.layout.weights[self._next_range].bundle]
-        return not bundle.trainable or self._ordering.may_upload(bundle.index, self._version)
+        return self._is_complete(self.layout.weights[self._next_range])
 
     @property
     def blocked(self) -> bool:
         """Whether `finish` would have to wait for the optimizer."""
         return not self.complete and not all(
-            self._ordering.may_upload(slot_range.bundle, self._version)
-            for slot_range in self.layout.weights[self._next_range :]
-            if self._store.bundles[slot_range.bundle].trainable
+            self._is_complete(slot_range) for slot_range in self.layout.weights[self._next_range :]
         )
+
+    def _is_complete(self, slot_range: SlotRange) -> bool:
+        """Tell whether the optimizer has completed the weights of a range. Frozen ones always are."""
+        version = self.versions.get((slot_range.layer, slot_range.bundle))
+        return version is None or self._ordering.may_upload(slot_range.bundle, version)
 
     def _request(self, reader: FileReader) -> None:
         """Let the reader begin with all weights of the stage that are in files."""
@@ -129,15 +137,16 @@ class WeightUpload:
         if self._reader is not None and self._next_range in self._pieces:
             return self._enqueue_piece(self._reader, slot_range, self._pieces[self._next_range])
         bundle = self._store.bundles[slot_range.bundle]
+        version = self.versions.get((slot_range.layer, slot_range.bundle), 0)
         # Rule 2 once per bundle: when its first chunk may go, so may the others.
         # Frozen weights have one version.
         if bundle.trainable and self._done_elements == 0:
             start_s = time.perf_counter()
-            self._ordering.before_upload(bundle.index, self._version)
+            self._ordering.before_upload(bundle.index, version)
             self.waited_s += time.perf_counter() - start_s
         start, stop = self._done_elements, min(self._done_elements + numel, slot_range.numel)
         # Several sources if the weights are mapped from files, one tensor each.
-        for source in bundle.sources(self._version, start, stop):
+        for source in bundle.sources(version, start, stop):
             target = self.slot.memory[slot_range.start + source.start :][: source.memory.numel()]
             self._device.copy(Stream.WEIGHT_UPLOAD, target, source.memory)
         self._done_elements = stop
@@ -148,7 +157,7 @@ class WeightUpload:
             if bundle.trainable:
                 use = upload_use(self._slot_number, slot_range.layer)
                 event = self._device.record(Stream.WEIGHT_UPLOAD)
-                self._ordering.uploaded(bundle.index, self._version, use, event)
+                self._ordering.uploaded(bundle.index, version, use, event)
         return stop - start
 
 

@@ -1,6 +1,6 @@
 """The computation of a stage for one micro-batch: forward, and recomputation with backward. No device, no threads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -90,12 +90,21 @@ class ForwardWithGraph:
     Layerwise keeps only layer inputs and recomputes each layer again in the backward, as gradient
     checkpointing does. It costs one more forward and holds the activations of one layer instead of the
     stage's.
+
+    `restarts` gives, by the stage's layer number, inputs that take the place of what the layer below returns. Only
+    values are replaced: the layer below still receives the gradient of its output.
     """
 
     def __init__(
-        self, layers: Sequence[LayerCall], hidden: Hidden | None, micro_batch: MicroBatch, layerwise: bool
+        self,
+        layers: Sequence[LayerCall],
+        hidden: Hidden | None,
+        micro_batch: MicroBatch,
+        layerwise: bool,
+        restarts: Mapping[int, Hidden] | None = None,
     ) -> None:
         self._layers = layers
+        self._restarts = restarts or {}
         self._micro_batch = micro_batch
         self._hidden = hidden  # input of the next layer to run
         # All layers but the last run without gradients if layerwise: their activations are made anew in the backward.
@@ -108,16 +117,22 @@ class ForwardWithGraph:
         """Run the layers up to the stage's layer number `stop`. All have to run before `backward`."""
         while self._next < stop:
             layer = self._layers[self._next]
+            below, hidden = self._hidden, self._restarts.get(self._next, self._hidden)
             if self._next < self._num_run_again:
-                self._inputs.append(self._hidden)
+                self._inputs.append(hidden)
                 with torch.no_grad():
-                    self._hidden = layer(self._hidden, self._micro_batch)
+                    self._hidden = layer(hidden, self._micro_batch)
             else:
                 # Below the first trained layer of a model no gradient is needed, and the output of a layer that
                 # was run with gradients knows that. The stage's input, made without, does not.
-                wanted = _has_graph if self._graphs else Tensor.is_floating_point
-                self._graphs.append(self._run(layer, self._hidden, wanted))
+                wanted = (
+                    [tensor.requires_grad for tensor in as_tuple(below)]
+                    if self._graphs and below is not None
+                    else None
+                )
+                self._graphs.append(self._run(layer, hidden, wanted))
                 self._hidden = self._graphs[-1][1]
+            del below, hidden  # otherwise these names would hold a layer's input while the next ones run
             self._next += 1
         if stop == len(self._layers):
             self._hidden = None  # otherwise the last layer's output would stay through the whole backward
@@ -143,7 +158,7 @@ class ForwardWithGraph:
                 leaf, output = self._graphs.pop()
             else:
                 layer = self._layers[self._next]
-                leaf, output = self._run(layer, self._inputs.pop(), Tensor.is_floating_point)
+                leaf, output = self._run(layer, self._inputs.pop())
             _backward(output, gradients)
             if leaf is None:
                 return None
@@ -154,9 +169,12 @@ class ForwardWithGraph:
         return tuple(gradients)
 
     def _run(
-        self, layer: LayerCall, hidden: Hidden | None, wanted: Callable[[Tensor], bool]
+        self, layer: LayerCall, hidden: Hidden | None, wanted: Sequence[bool] | None = None
     ) -> tuple[Hidden | None, Hidden]:
-        """Run a layer with gradients from a leaf of its own, so that its backward ends at its input."""
+        """Run a layer with gradients from a leaf of its own, so that its backward ends at its input.
+
+        `wanted` says which tensors of the input receive gradients; all floating-point ones do if it is None.
+        """
         leaf = None if hidden is None else _as_leaf(hidden, wanted)
         with torch.enable_grad():
             return leaf, layer(leaf, self._micro_batch)
@@ -199,14 +217,12 @@ class FusedStage:
         return self._graph.backward(gradients, stop)
 
 
-def _as_leaf(hidden: Hidden, wanted: Callable[[Tensor], bool]) -> Hidden:
-    """Return the same memory as tensors that begin a graph. The `wanted` ones receive gradients."""
-    leaves = [tensor.detach().requires_grad_(wanted(tensor)) for tensor in as_tuple(hidden)]
+def _as_leaf(hidden: Hidden, wanted: Sequence[bool] | None) -> Hidden:
+    """Return the same memory as tensors that begin a graph. `wanted` is as in `ForwardWithGraph._run`."""
+    tensors = as_tuple(hidden)
+    wanted = [tensor.is_floating_point() for tensor in tensors] if wanted is None else wanted
+    leaves = [tensor.detach().requires_grad_(wants) for tensor, wants in zip(tensors, wanted, strict=True)]
     return as_hidden(leaves, isinstance(hidden, Tensor))
-
-
-def _has_graph(tensor: Tensor) -> bool:
-    return tensor.requires_grad
 
 
 def _backward(output: Hidden, gradients: Sequence[Tensor | None]) -> None:

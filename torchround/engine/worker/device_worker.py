@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, StageJob
 from torchround.engine.results import STAGE_ENQUEUED, DeviceSpan, StageReport
+from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import ActivationTransfers, StagingSizes
@@ -189,13 +191,15 @@ class DeviceWorker:
         """Return what sends off each layer's gradients as soon as they are final, if the stage job asks for that.
 
         A stage's gradients have the next stage job's windows to go down. The exception is a device's last
-        stage job of a step in `sync` mode: the update waits for these gradients, the next job for the update.
+        stage job of a step in `sync` mode: the update waits for these gradients, the next job for the update. In
+        `bounded` mode every stage job is such an exception, because a layer's update waits for its own gradient alone.
         """
         if not self._device.has_link:
             # The copies and the norm would take processor time from this very backward: 8 % of a step on two cores.
             return None
         is_last = job.slots_left < self._setup.num_devices
-        if gradients is None or not is_last or self._store.policy.versions > 1:
+        is_waited_for = self._store.policy is BOUNDED or (is_last and self._store.policy is SYNC)
+        if gradients is None or not is_waited_for:
             return None
 
         def layer_final(layer: int) -> None:
@@ -247,6 +251,7 @@ class DeviceWorker:
             spans=tuple(spans),
             uploaded_bytes=moved[0] - self._reported_bytes[0],
             downloaded_bytes=moved[1] - self._reported_bytes[1],
+            versions=upload.versions,
         )
         self._reported_bytes, self._idle_since = moved, spans[-1].end
         self._setup.board.post(STAGE_ENQUEUED(job.task.slot), report)
@@ -262,7 +267,7 @@ class DeviceWorker:
             self._setup.ordering,
             slot,
             layout,
-            job.pass_.version,
+            partial(job.pass_.version_read, kind=job.task.stage.kind),
             job.task.slot,
             self.reader,
         )

@@ -5,9 +5,9 @@ them and sends them to the host; its backward stage brings them up ahead of thei
 them instead of running those parts again. All that a layer keeps of a micro-batch travels as one.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing
 from torchround.keeping import recording, replaying
 from torchround.layer import Hidden, MicroBatch
-
-logger = logging.getLogger(__name__)
-
 
 # None if the layer recorded nothing, or more than was counted for it: it is then recomputed.
 KEPT = HandOver[HostTensors | None]("the kept activations of layer {1} for micro-batch {2} of pass {0}")
@@ -55,7 +52,6 @@ class KeptTransfers:
         self._ahead: tuple[tuple[int, int, range], KeptOnDevice] | None = None
         self._in_use: list[DeviceSlot] = []
         self._joined: dict[tuple[Packing, ...], Packing] = {}
-        self._warned: set[int] = set()
 
     def prepare(self, sizes: StagingSizes) -> None:
         """Allocate now everything that passes of these sizes need."""
@@ -79,14 +75,7 @@ class KeptTransfers:
 
     def recorded(self, layer: int, call: LayerCall) -> LayerCall:
         """Return the layer's call, which records what the layer keeps for the next `send`."""
-
-        def record_and_run(hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
-            with recording(self._kept.names_of(layer)) as record:
-                output = call(hidden, micro_batch)
-            self._recorded[layer] = list(record.tensors)
-            return output
-
-        return record_and_run
+        return partial(_record_and_run, self._kept.names_of(layer), call, self._recorded, layer)
 
     def send(
         self, pass_index: int, layer: int, m: int, shape: torch.Size, reads: Sequence[DeviceSlot]
@@ -100,7 +89,7 @@ class KeptTransfers:
         nbytes = Packing.of(tensors).nbytes
         kept: HostTensors | None = None
         if counted_bytes is not None and nbytes > counted_bytes:
-            self._warn(layer, nbytes, counted_bytes)
+            self._kept.warn(layer, nbytes, counted_bytes)
         elif tensors:
             kept = self._out.send(tensors, 1, reads, buffer_bytes=counted_bytes or 0)
         self._board.post(KEPT(pass_index, layer, m), kept)
@@ -133,14 +122,9 @@ class KeptTransfers:
     def replayed(self, layer: int, call: LayerCall, staged: KeptOnDevice) -> LayerCall:
         """Return the layer's call, which takes what the layer kept instead of running those parts."""
         tensors = staged.tensors.get(layer)
-        if tensors is None:
-            return call
-
-        def replay_and_run(hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
-            with replaying(self._kept.names_of(layer), tensors):
-                return call(hidden, micro_batch)
-
-        return replay_and_run
+        return (
+            call if tensors is None else partial(_replay_and_run, self._kept.names_of(layer), call, tensors)
+        )
 
     def end_micro_batch(self) -> None:
         """Note that nothing more will read what was brought up for the micro-batch."""
@@ -175,13 +159,33 @@ class KeptTransfers:
         tensors = {layer: [next(views) for _ in value.packing.ranges] for layer, value in kept.items()}
         return KeptOnDevice(tensors, slot, uploaded)
 
-    def _warn(self, layer: int, nbytes: int, counted_bytes: int) -> None:
-        if layer not in self._warned:
-            self._warned.add(layer)
-            logger.warning(
-                "layer %d keeps %d bytes of a micro-batch on %s, but %d were counted; it is recomputed instead",
-                layer,
-                nbytes,
-                self._device.name,
-                counted_bytes,
-            )
+
+# Functions with arguments rather than ones that take tensors from around them: after a fault the variables of the
+# traceback's frames are cleared (`lifecycle.py`), but tensors that are taken so would stay.
+
+
+def _record_and_run(
+    names: tuple[str, ...],
+    call: LayerCall,
+    recorded: dict[int, list[Tensor]],
+    layer: int,
+    hidden: Hidden | None,
+    micro_batch: MicroBatch,
+) -> Hidden:
+    """Run a layer, and leave in `recorded` what it keeps."""
+    with recording(names) as record:
+        output = call(hidden, micro_batch)
+    recorded[layer] = record.tensors
+    return output
+
+
+def _replay_and_run(
+    names: tuple[str, ...],
+    call: LayerCall,
+    tensors: Sequence[Tensor],
+    hidden: Hidden | None,
+    micro_batch: MicroBatch,
+) -> Hidden:
+    """Run a layer with what it kept in place of the parts that made it."""
+    with replaying(names, tensors):
+        return call(hidden, micro_batch)

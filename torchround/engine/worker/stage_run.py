@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchround.engine.board import WaitForHandOver
 from torchround.engine.device import Device, Stream
-from torchround.engine.passes import StageJob
+from torchround.engine.passes import StageJob, restarted_layers
 from torchround.engine.results import DeviceSpan
 from torchround.engine.worker.activation_transfers import (
     BOUNDARY,
@@ -125,6 +125,8 @@ class StageRun:
         """Recompute the stage from its input, all but what its layers keep, then run its backward."""
         stage, pass_ = self._job.task.stage, self._job.pass_
         micro_batch, hidden, inputs = self._bring_inputs(m)
+        restarts, staged_restarts = self._bring_restarts(m)
+        inputs += staged_restarts
         own = range(stage.start, stage.stop)
         staged_kept = self._kept.bring(pass_.index, own, m, self._wait)
         layers = [
@@ -135,7 +137,7 @@ class StageRun:
             inputs.append(staged_kept.slot.memory)
         # Recomputation needs no gradient, so it is enqueued before the thread waits for one. Otherwise the
         # device would be idle until another device has made it.
-        recomputed = ForwardWithGraph(layers, hidden, micro_batch, self._layerwise)
+        recomputed = ForwardWithGraph(layers, hidden, micro_batch, self._layerwise, restarts)
         first = stage.start
         for layer in range(stage.start + 1, stage.stop + 1) if self._times_layers else [stage.stop]:
             run = partial(recomputed.run_to, layer - stage.start)
@@ -222,6 +224,17 @@ class StageRun:
         boundary = self._wait(BOUNDARY(pass_.index, task.stage.start, m))
         hidden, staged = self._activations.bring_hidden(boundary)
         return micro_batch, hidden, [integers.memory, staged.memory]
+
+    def _bring_restarts(self, m: int) -> tuple[dict[int, Hidden], list[Tensor]]:
+        """Upload the inputs of layers that begin anew, by their number in the stage; also return the memory that holds them."""
+        stage, pass_ = self._job.task.stage, self._job.pass_
+        brought: dict[int, Hidden] = {}
+        memory: list[Tensor] = []
+        for layer in restarted_layers(stage, pass_.stale_layers):
+            boundary = self._wait(BOUNDARY(pass_.index, layer, m))
+            brought[layer - stage.start], slot = self._activations.bring_hidden(boundary, restarts=True)
+            memory.append(slot.memory)
+        return brought, memory
 
     def _send_gradients(self, m: int, gradients: Gradients | None) -> None:
         if gradients is not None:

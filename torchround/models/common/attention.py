@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.accelerators import has_offset_attention, shares_kv_heads_under_mask
-from torchround.layer import LayerWork, MicroBatch
-from torchround.models.common.lora import linear_work
+from torchround.accelerators import has_offset_attention, is_accelerator, shares_kv_heads_under_mask
+from torchround.keeping import keep
+from torchround.layer import KeptWork, LayerWork, MicroBatch
+from torchround.models.common.lora import kept_linears
 from torchround.models.common.packed_attention import Once, attend_by_offsets
 from torchround.models.common.primitives import RMSNorm, init_linear_
 from torchround.models.common.rope import Rope, inverse_frequencies, rotate, rotation
@@ -60,14 +61,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         query, key, value = (
             flat.unflatten(-1, (-1, self.head_dim))  # [B, T, H C] -> [B, T, H, C], or K heads
-            for flat in project_all(x, (self.query, self.key, self.value))
+            for flat in keep("qkv", project_all, x, (self.query, self.key, self.value))
         )
         query, key = self._rotate(query, key, micro_batch)
         documents = (micro_batch.document_ids, micro_batch.max_documents)
-        mixed = attend(
-            query, key, value, *documents, self.window, self.sinks, micro_batch.once
+        mixed = keep(
+            "attention", attend, query, key, value, *documents, self.window, self.sinks, micro_batch.once
         )  # [B, T, H, C]
-        return self.output(mixed.flatten(2))  # [B, T, H C] -> [B, T, D]
+        return keep("output", self.output, mixed.flatten(2))  # [B, T, H C] -> [B, T, D]
 
     def _rotate(self, query: Tensor, key: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Norm queries and keys if the block does, and rotate them by their positions."""
@@ -109,16 +110,42 @@ class Attention(nn.Module):
         The half above the diagonal, which is never used, is counted, as is customary for MFU (PaLM appendix B); so
         are pairs outside a window.
         """
-        linears = (self.query, self.key, self.value, self.output)
-        projections = (linear_work(linear, batch * tokens, element_bytes) for linear in linears)
-        pairs = batch * tokens * tokens
+        num_tokens, flops = batch * tokens, 4.0 * batch * tokens * tokens * self.num_heads * self.head_dim
         masked = self._needs_mask(tokens, element_bytes, device)
         mixing = LayerWork(
-            4.0 * pairs * self.num_heads * self.head_dim,
-            batch * tokens * self._kept_bytes_per_token(tokens if masked else 0, element_bytes),
+            flops,
+            num_tokens * self._kept_bytes_per_token(tokens if masked else 0, element_bytes),
             workspace_bytes=self._workspace_bytes(batch, tokens, element_bytes, masked),
+            keepable=(self._kept_attention(batch, tokens, element_bytes, device, flops),),
         )
-        return sum(projections, start=mixing)
+        # The backward needs the values, and the norms' inputs; it needs queries and keys as they are after rotation.
+        saved_heads = self.num_kv_heads
+        if self.query_norm is not None:
+            saved_heads += self.num_heads + self.num_kv_heads
+        inward = (self.query, self.key, self.value)
+        parts = (
+            kept_linears("qkv", inward, num_tokens, element_bytes, saved_heads * self.head_dim),
+            mixing,
+            kept_linears("output", (self.output,), num_tokens, element_bytes),
+        )
+        return sum(parts, start=LayerWork())
+
+    def _kept_attention(
+        self, batch: int, tokens: int, element_bytes: int, device: str, flops: float
+    ) -> KeptWork:
+        """Count the kernel's output and log-sum-exp. An accelerator's kernel may pad channels to 8 and tokens to 32."""
+        channels, sums = self.head_dim, tokens
+        if is_accelerator(device):
+            channels, sums = channels + -channels % 8, tokens + -tokens % 32
+        output_bytes = batch * tokens * self.num_heads * channels * element_bytes
+        # The backward needs output and log-sum-exp as they are with the sinks.
+        saved = batch * tokens * self.num_heads if self.sinks is None else 0
+        return KeptWork.of(
+            "attention",
+            (output_bytes, 4 * batch * self.num_heads * sums),
+            flops,
+            saved * (self.head_dim * element_bytes + 4),
+        )
 
     def _kept_bytes_per_token(self, mask_tokens: int, element_bytes: int) -> int:
         """Count query, key, value and mixed heads, and in fp32 the RoPE tables and the log-sum-exp.

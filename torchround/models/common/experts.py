@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchround.accelerators import PLANNED_KIND
-from torchround.layer import LayerWork
+from torchround.accelerators import PLANNED_KIND, is_accelerator
+from torchround.keeping import joined, keep, passing
+from torchround.layer import KeptWork, LayerWork
 from torchround.models.common.lora import Adaptable, LoraShape
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
 from torchround.models.kernels.grouped import RowGroups, stack_product
@@ -73,6 +74,8 @@ class ExpertStack(Adaptable, ABC):
     """
 
     ffn_size: int
+    # Whether the CPU, which has no fused operation for it, adds a bias to gate and up before it saves them.
+    biased = False
 
     @abstractmethod
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
@@ -96,14 +99,15 @@ class ExpertStack(Adaptable, ABC):
 
     def product(self, name: str, rows: Tensor, routes: Routes) -> Tensor:
         """Multiply each row with its expert's matrix `name`, and add the adapter's product if there is one."""
-        plain = stack_product(rows, getattr(self, name), self.matrix, routes)
         if self.lora is None or name not in self.adapted:
-            return plain
+            return stack_product(rows, getattr(self, name), self.matrix, routes)
+        plain = passing(stack_product, rows, getattr(self, name), self.matrix, routes)
         a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
         # Each of the module's adapters draws another mask, counted from 1.
         dropped = self.drop(rows, use=1 + self.adapted.index(name))
         low = stack_product(dropped, a, self.inward, routes)  # [R, r]
-        return plain + stack_product(low, b, self.outward, routes) * self.lora.scale
+        adapted = passing(stack_product, low, b, self.outward, routes)
+        return joined(torch.add, plain, adapted * self.lora.scale)
 
     def work(self, num_rows: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
         """Count the products of `num_rows` rows, and what the backward needs besides the rows themselves.
@@ -124,7 +128,36 @@ class ExpertStack(Adaptable, ABC):
             row_elements += self.lora.rank + (inward.shape[1] + 1 if self.lora.dropout else 0)
         kept_bytes = num_rows * row_elements * element_bytes
         scratch_bytes = kept_bytes + plain_bytes(num_rows * self.ffn_size, device)
-        return LayerWork(num_rows * row_flops, kept_bytes, 0, scratch_bytes, num_rows * frozen_row_flops)
+        before_down = tuple(name for name in self.adaptable if name != "down")
+        parts = (
+            self._kept(
+                "gate_up",
+                before_down,
+                num_rows,
+                element_bytes,
+                saves_results=is_accelerator(device) or not self.biased,
+            ),
+            # The backward does not need the outputs of the projection down.
+            self._kept("down", ("down",), num_rows, element_bytes, saves_results=False),
+        )
+        frozen_flops = num_rows * frozen_row_flops
+        return LayerWork(num_rows * row_flops, kept_bytes, 0, scratch_bytes, frozen_flops, parts)
+
+    def _kept(
+        self, part: str, names: tuple[str, ...], num_rows: int, element_bytes: int, saves_results: bool
+    ) -> KeptWork:
+        """Count the products of some stacks as a part whose results can be kept."""
+        widths, ranks, row_flops = [], [], 0.0
+        for name in names:
+            matrix = self.matrix(getattr(self, name))
+            widths.append(matrix.shape[2])
+            row_flops += 2.0 * matrix[0].numel()
+            if self.lora is not None and name in self.adapted:
+                ranks.append(self.lora.rank)
+                row_flops += 2.0 * self.lora.rank * (matrix.shape[1] + matrix.shape[2])
+        sizes = [num_rows * width * element_bytes for width in (*ranks, *widths)]
+        saved = sum(ranks) + (sum(widths) if saves_results else 0)
+        return KeptWork.of(part, sizes, num_rows * row_flops, num_rows * saved * element_bytes)
 
 
 class GatedExperts(ExpertStack):
@@ -144,8 +177,12 @@ class GatedExperts(ExpertStack):
         self.down = nn.Parameter(torch.empty(outward, device="meta"))
 
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-        gate, up = self.product("gate", rows, routes), self.product("up", rows, routes)  # [R, F]
-        return self.product("down", gated_product(gate, up, weights, self.activation), routes)
+        gate, up = keep("gate_up", self._gate_up, rows, routes)  # [R, F]
+        product = gated_product(gate, up, weights, self.activation)
+        return keep("down", self.product, "down", product, routes)
+
+    def _gate_up(self, rows: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+        return self.product("gate", rows, routes), self.product("up", rows, routes)
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
         init_linear_(self.gate, generator)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from torchround.accelerators import PLANNED_KIND
+from torchround.keeping import keep
 from torchround.layer import LayerWork
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.experts import ExpertStack, combine, dispatch, make_routes, sort_pairs
-from torchround.models.common.lora import linear_work
+from torchround.models.common.lora import kept_linears, linear_work
 from torchround.models.common.primitives import gated_product, init_linear_, legal_activation
 from torchround.models.kernels.operation import plain_bytes
 from torchround.models.kernels.projections import Projection, project_all
@@ -37,8 +38,8 @@ class GatedMLP(nn.Module):
         self.down = Projection(ffn_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = project_all(x, (self.gate, self.up))
-        return self.down(gated_product(gate, up, activation=self.activation))
+        gate, up = keep("gate_up", project_all, x, (self.gate, self.up))
+        return keep("down", self.down, gated_product(gate, up, activation=self.activation))
 
     def init_weights(self, generator: torch.Generator, output_scale: float) -> None:
         """Fill the linear layers; the one that writes to the residual stream is scaled by `output_scale`."""
@@ -54,7 +55,10 @@ class GatedMLP(nn.Module):
         inner = num_tokens * self.gate.out_features
         inner_bytes = 3 * inner * element_bytes
         products = (
-            linear_work(linear, num_tokens, element_bytes) for linear in (self.gate, self.up, self.down)
+            kept_linears(
+                "gate_up", (self.gate, self.up), num_tokens, element_bytes, 2 * self.gate.out_features
+            ),
+            kept_linears("down", (self.down,), num_tokens, element_bytes),
         )
         scratch_bytes = inner_bytes + plain_bytes(inner, device)
         return sum(products, start=LayerWork(activation_bytes=inner_bytes, workspace_bytes=scratch_bytes))

@@ -10,15 +10,16 @@ Shapes: A inputs, Z outputs, r rank.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchround.layer import HFNames, HFTensors, LayeredModel, LayerWork, MicroBatch
+from torchround.keeping import joined, passing
+from torchround.layer import HFNames, HFTensors, KeptWork, LayeredModel, LayerWork, MicroBatch
 from torchround.models.common.config import ModelConfigError
 from torchround.models.kernels.projections import project
 
@@ -129,7 +130,8 @@ class LoraLinear(nn.Linear, Adaptable):
 
     def forward(self, x: Tensor) -> Tensor:
         low = project(self.drop(x), self.lora_a)  # [..., A] -> [..., r]
-        return F.linear(x, self.weight, self.bias) + project(low, self.lora_b) * self.lora.scale
+        plain = passing(F.linear, x, self.weight, self.bias)
+        return joined(torch.add, plain, passing(project, low, self.lora_b) * self.lora.scale)
 
 
 def linear_work(linear: nn.Linear, num_tokens: int, element_bytes: int) -> LayerWork:
@@ -145,6 +147,21 @@ def linear_work(linear: nn.Linear, num_tokens: int, element_bytes: int) -> Layer
     dropped_bytes = linear.in_features * (element_bytes + 1) if linear.lora.dropout else 0
     adapter_flops = 2.0 * num_tokens * (linear.lora_a.numel() + linear.lora_b.numel())
     return work + LayerWork(adapter_flops, num_tokens * (linear.lora.rank * element_bytes + dropped_bytes))
+
+
+def kept_linears(
+    name: str, linears: Sequence[nn.Linear], num_tokens: int, element_bytes: int, saved: int = 0
+) -> LayerWork:
+    """Count linear layers that are the part `name` of a block.
+
+    The part keeps each layer's output, with its adapter's product in it, and the output of the adapter's A. The backward
+    needs `saved` elements of the outputs for each token.
+    """
+    work = sum((linear_work(linear, num_tokens, element_bytes) for linear in linears), start=LayerWork())
+    ranks = [linear.lora.rank for linear in linears if isinstance(linear, LoraLinear)]
+    sizes = [num_tokens * width * element_bytes for width in (*ranks, *(one.out_features for one in linears))]
+    same_bytes = num_tokens * (sum(ranks) + saved) * element_bytes
+    return replace(work, keepable=(KeptWork.of(name, sizes, work.forward_flops, same_bytes),))
 
 
 def add_adapters(model: LayeredModel, names: HFNames, lora: LoraShape) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchround.keeping import keep
 from torchround.models.common.decoder import ATTENTION_NAMES, BlockSettings, attention_maker
 from torchround.models.common.experts import ExpertStack, Routes
 from torchround.models.common.family import Family
@@ -71,6 +72,7 @@ class GptOssExperts(ExpertStack):
 
     adaptable = ("gate_up", "down")
     undecayed = ("gate_up_bias", "down_bias")
+    biased = True
 
     def __init__(self, hidden_size: int, num_experts: int, ffn_size: int, limit: float, alpha: float) -> None:
         super().__init__()
@@ -82,14 +84,15 @@ class GptOssExperts(ExpertStack):
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size, device="meta"))
 
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-        gate_up = self.product("gate_up", rows, routes)  # [R, 2 F]
+        gate_up = keep("gate_up", self.product, "gate_up", rows, routes)  # [R, 2 F]
         if uses_fused(gate_up):
             where = (routes.experts, routes.ends, weights)
             product = clamped_product(gate_up, self.gate_up_bias, *where, self.limit, self.alpha)  # [R, F]
-            return add_expert_bias(self.product("down", product, routes), self.down_bias, *where)
+            mixed = keep("down", self.product, "down", product, routes)
+            return add_expert_bias(mixed, self.down_bias, *where)
         gate_up = gate_up + lookup(self.gate_up_bias, routes.experts)
         product = _ClampedSwiGLU.apply(gate_up, weights, self.limit, self.alpha)  # [R, F]
-        mixed = self.product("down", product, routes)  # [R, D]
+        mixed = keep("down", self.product, "down", product, routes)  # [R, D]
         # The product holds the routing weight already; the bias still needs it.
         return mixed + lookup(self.down_bias, routes.experts, weights)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchround.accelerators import has_grouped_products
+from torchround.keeping import joined, passing
 from torchround.models.kernels.operation import no_result, operation, uses_fused, uses_triton
 
 
@@ -66,7 +67,8 @@ def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
 def _multiply_rows(rows: Tensor, weights: Tensor, bounds: list[int]) -> Tensor:
     # unbind, not indexing: its backward writes the matrices' gradients once instead of E times.
     parts = zip(pairwise(bounds), weights.unbind(0), strict=True)
-    return torch.cat([rows[start:stop] @ weight for (start, stop), weight in parts])
+    products = passing(lambda: [rows[start:stop] @ weight for (start, stop), weight in parts])
+    return joined(torch.cat, products)
 
 
 def _multiply_matrices(rows: Tensor, grad: Tensor, bounds: list[int]) -> Tensor:

@@ -16,7 +16,10 @@ from torchround.pipeline.search.partition_batch import Booleans, Integers, Parti
 
 
 class HostTable:
-    """The host memory of plans for one problem, as far as it depends on the plan."""
+    """The host memory of plans for one problem, as far as it depends on the plan.
+
+    `pool` is the count of a problem that differs in what is kept alone.
+    """
 
     def __init__(
         self,
@@ -26,9 +29,10 @@ class HostTable:
         num_micro_batches: int,
         update: str,
         stale_layers: int = 0,
+        pool: PoolCount | None = None,
     ) -> None:
         self._batch = limits.batch or boundaries_of(costs, num_micro_batches)
-        self._pool = PoolCount(self._batch, num_devices, update, stale_layers)
+        self.pool = pool or PoolCount(self._batch, num_devices, update, stale_layers)
         self._stale_layers = stale_layers
         self._limits = limits
         self._num_devices = num_devices
@@ -58,7 +62,7 @@ class HostTable:
         key = partition, rounds
         # The search meets the same partition in several generations.
         if key not in self._known:
-            self._known[key] = self._pool.boundary_bytes(partition, rounds, self._kept)
+            self._known[key] = self.pool.boundary_bytes(partition, rounds, self._kept)
         return self._known[key]
 
     def plan_bytes(self, partition: Partition, rounds: int, device_bytes: int) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 
 from torchround.pipeline.partition import Partition
 from torchround.pipeline.search.least_host import AS_FAST, LeastHost
+from torchround.pipeline.search.memory_table import StageLimits
 from torchround.pipeline.search.partition_batch import (
     Candidate,
     Floats,
@@ -23,7 +24,7 @@ from torchround.pipeline.search.partition_batch import (
     batch_of,
     joined,
 )
-from torchround.pipeline.search.planning_problem import SAME_STEP, PlanningProblem, StageLimits
+from torchround.pipeline.search.planning_problem import SAME_STEP, PlanningProblem
 
 # Longest stages tried as starts of the random search. Equal layers have far fewer different sums than this.
 MOST_LONGEST_STAGES = 20

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchround.pipeline.costs import Costs, stage_seconds
 from torchround.pipeline.partition import Partition, Stage, StageKind, StageTask, step_tasks
+from torchround.pipeline.simulation.kept_link import LinkWaits
 from torchround.pipeline.timeline import HOST, Dependency, Task, TaskKind
 
 # Steps between a gradient and the first step that reads the weights it made. `async` weights are one step
@@ -27,18 +28,22 @@ def dispatch_tasks(
     update: str = "sync",
     stale_layers: int = 0,
     steps: int = 1,
+    link_waits: LinkWaits | None = None,
 ) -> list[Task]:
     """List the tasks of `steps` consecutive steps, slot by slot and micro-batch by micro-batch.
 
     If there are several steps, each is followed by its update: after the step's last gradient the host
     updates layer by layer in forward order. Each stage of step t+1 (`sync`) or t+2 (`async`) waits for the
     update of its own layers. In `bounded` each layer's update follows its own gradient, from the deepest layer on,
-    and forward stages read the first `stale_layers` layers one version older.
+    and forward stages read the first `stale_layers` layers one version older. With `link_waits`, stages that keep
+    activations take as long as the link does.
     """
     if partition.num_layers != len(costs.layers):
         raise ValueError(f"the partition holds {partition.num_layers} layers, the costs {len(costs.layers)}")
     stale_layers = min(stale_layers, partition.num_layers - partition.fused) if update == "bounded" else 0
     builder = _Builder(costs, recompute, update == "bounded", stale_layers)
+    if link_waits is not None:
+        builder.link_s = link_waits.of(partition, rounds)
     slots_per_step = rounds * partition.num_stages
     updates: list[list[int]] = []
     for step in range(steps):
@@ -63,6 +68,7 @@ class _Builder:
         self.is_bounded = is_bounded
         self.stale_layers = stale_layers
         self.tasks: list[Task] = []
+        self.link_s: list[float] = []
 
     def begin_step(self, step: int, updates: list[int], older: list[int]) -> None:
         """Start a step. `updates[layer]` is the task that makes the weights it reads; empty if they are already there.
@@ -80,6 +86,13 @@ class _Builder:
     def add(self, stage_task: StageTask) -> None:
         stage, layers = stage_task.stage, self.costs.layers[stage_task.stage.start : stage_task.stage.stop]
         early_s, late_s = stage_seconds(self.costs, stage, self.recompute)
+        if self.link_s:
+            waits_s = self.link_s[stage_task.stage_index]
+            early_s, late_s = (
+                (early_s + waits_s, late_s)
+                if stage.kind is StageKind.BACKWARD
+                else (early_s, late_s + waits_s)
+            )
         kept = [layer.activation_bytes for layer in layers]
         peak = sum(kept) if self.recompute == "stage" and stage.kind is not StageKind.FORWARD else max(kept)
         weights_ready = self._weights_ready(stage)

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, split_evenly
+from torchround.pipeline.simulation.kept_link import LinkWaits
 
 NEVER = float("-inf")
 # Most steps to run until one repeats; after that the steady state comes from the transition matrix.
@@ -47,23 +48,33 @@ class StageTimes:
 
 
 class LayerSums:
-    """Running sums over the layers, which give any stage's seconds in two look-ups; they agree with `stage_seconds`."""
+    """Running sums over the layers, which give any stage's seconds in two look-ups; they agree with `stage_seconds`.
 
-    def __init__(self, costs: Costs, recompute: str = "stage") -> None:
+    With `link_waits`, stages that keep activations also wait for the link.
+    """
+
+    def __init__(self, costs: Costs, recompute: str = "stage", link_waits: LinkWaits | None = None) -> None:
         self.hop_s = costs.hop_s
         self.forward_s = [0.0, *accumulate(layer.forward_s for layer in costs.layers)]
         self.recompute_s = [0.0, *accumulate(layer.recompute_s for layer in costs.layers)]
         self.backward_s = [0.0, *accumulate(layer.backward_s for layer in costs.layers)]
         self.updated_s = [0.0, *accumulate(layer.optimizer_s for layer in costs.layers)]
         self.recompute = recompute
+        self.link_waits = link_waits
         self.updates_take_time = self.updated_s[-1] > 0
 
     def times(
-        self, forward: Sequence[int], fused: int, backward: Sequence[int], stale_layers: int = 0
+        self,
+        forward: Sequence[int],
+        fused: int,
+        backward: Sequence[int],
+        stale_layers: int = 0,
+        rounds: int = 1,
     ) -> StageTimes:
         """Compute the stage times of the partition with these layer counts.
 
-        In `bounded`, a recomputation starts each layer up to `stale_layers` from its own input.
+        In `bounded`, a recomputation starts each layer up to `stale_layers` from its own input. The waits for a link
+        depend on the number of rounds.
         """
         starts = [0, *accumulate(forward)]
         split, num_layers = starts[-1], starts[-1] + fused
@@ -71,7 +82,12 @@ class LayerSums:
         for count in backward:
             cuts.append(cuts[-1] - count)
         sums, hop_s = self.forward_s, self.hop_s
-        total = [sums[stop] - sums[start] for start, stop in pairwise(starts)]
+        link_s = [0.0] * (len(forward) + 1 + len(backward))
+        if self.link_waits is not None:
+            link_s = self.link_waits.of(Partition(tuple(forward), fused, tuple(backward)), rounds)
+        total = [
+            sums[stop] - sums[start] + link_s[stage] for stage, (start, stop) in enumerate(pairwise(starts))
+        ]
         entry = [seconds + hop_s for seconds in total]
         fused_s = self._range_s(sums, split, num_layers) + self._after_s(sums, split, num_layers)
         total.append(fused_s)
@@ -80,7 +96,7 @@ class LayerSums:
         # its way, so only the rest is on the path of the gradient.
         before = []
         for stop, start in pairwise(cuts):
-            before.append(self._range_s(self.recompute_s, start, stop))
+            before.append(self._range_s(self.recompute_s, start, stop) + link_s[len(total)])
             after_s = self._after_s(self.recompute_s, start, stop)
             total.append(before[-1] + after_s)
             entry.append(after_s + hop_s)
@@ -113,9 +129,16 @@ class LayerSums:
         return seconds
 
 
-def stage_times(partition: Partition, costs: Costs, recompute: str = "stage") -> StageTimes:
-    """Compute the times of each stage of `partition`."""
-    return LayerSums(costs, recompute).times(partition.forward, partition.fused, partition.backward)
+def stage_times(
+    partition: Partition,
+    costs: Costs,
+    recompute: str = "stage",
+    link_waits: LinkWaits | None = None,
+    rounds: int = 1,
+) -> StageTimes:
+    """Compute the times of each stage of `partition`; the last two arguments are as in `LayerSums`."""
+    sums = LayerSums(costs, recompute, link_waits)
+    return sums.times(partition.forward, partition.fused, partition.backward, rounds=rounds)
 
 
 def _boundary_waits(

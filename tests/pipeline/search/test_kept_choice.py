@@ -1,0 +1,168 @@
+"""The choice of what to keep: never a longer step, within the limits, and as much as it should gain."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.random_costs import LINKS, costs, limits
+from torchround.pipeline.costs import Costs, KeptCost, LayerCost
+from torchround.pipeline.keep_rule import KeepRule
+from torchround.pipeline.memory import MemoryLimits
+from torchround.pipeline.partition import Partition, PlanError
+from torchround.pipeline.planner import InfeasiblePlanError, evaluate_plan, make_plan
+from torchround.pipeline.search.kept_choice import items_by_gain
+from torchround.pipeline.simulation.kept_link import KeptLink
+
+PARTS = (KeptCost("attention", 10, 0.1), KeptCost("gate_up", 100, 0.5), KeptCost("down", 20, 0.3))
+
+
+def blocks(number: int, **fields: object) -> Costs:
+    """Build equal blocks of 1 s and 2 s that can keep nine tenths of their forward, and a head of half a block."""
+    block = LayerCost("block", 1.0, 2.0, 100, 200, 300, 10, keepable=PARTS)
+    layers = [replace(block, name=f"block.{index}", **fields) for index in range(number)]
+    return Costs((*layers, LayerCost("head", 0.5, 1.0, 50, 100, 50)), hop_s=0.01)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    costs=costs(max_layers=10),
+    devices=st.integers(1, 5),
+    micro_batches=st.integers(1, 8),
+    update=st.sampled_from(["sync", "async", "bounded"]),
+    rounds=st.sampled_from([1, "auto"]),
+    link=LINKS,
+    limits=limits(600, 3000),
+)
+def test_a_chosen_plan_is_never_slower_and_keeps_within_the_limits(
+    costs: Costs,
+    devices: int,
+    micro_batches: int,
+    update: str,
+    rounds: int | str,
+    link: KeptLink | None,
+    limits: MemoryLimits,
+) -> None:
+    question = devices, micro_batches, update, rounds, limits
+    try:
+        without = make_plan(costs.keeping(()), *question)
+    except InfeasiblePlanError:
+        with pytest.raises(InfeasiblePlanError):
+            make_plan(costs, *question, keep=KeepRule("auto", link))
+        return
+    plan = make_plan(costs, *question, keep=KeepRule("auto", link))
+    assert plan.step_s <= without.step_s
+    assert limits.device_bytes is None or plan.device_bytes <= limits.device_bytes
+    assert limits.host_bytes is None or plan.host_activation_bytes <= limits.host_bytes
+    # More host memory is taken for clearly shorter steps alone.
+    if plan.host_activation_bytes > without.host_activation_bytes:
+        assert plan.step_s * 1.01 < without.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("update", ["sync", "async"])
+def test_with_room_for_all_and_an_idle_link_the_step_is_shorter_by_what_is_saved(update: str) -> None:
+    model = blocks(23)
+    without = make_plan(model, 4, 32, update, 1, as_fast=0.0)
+    plan = make_plan(model, 4, 32, update, 1, as_fast=0.0, keep=KeepRule("auto", KeptLink(1e9)))
+    # Of 4 s per block and micro-batch 0.9 s are saved. A few blocks lie in the fused stage, which recomputes nothing.
+    assert without.step_s / plan.step_s > 1.2
+    assert Counter(name for names in plan.kept for name in names).keys() == {"attention", "gate_up", "down"}
+
+
+def test_a_slow_link_leaves_room_for_the_best_parts_alone() -> None:
+    """A block moves 25 bytes in its forward second: `down` and hardly more, though all would be worth keeping."""
+    plan = make_plan(blocks(23), 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(35.0)))
+    kept = Counter(name for names in plan.kept for name in names)
+    assert kept["down"] > 15 and kept["gate_up"] == 0
+    assert make_plan(blocks(23), 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(1.0))).kept == ()
+
+
+def test_little_host_memory_goes_to_the_parts_that_save_most_per_byte() -> None:
+    free = make_plan(blocks(23), 4, 32, "sync", 1)
+    room = free.host_activation_bytes + 32 * 20 * 23
+    rule = KeepRule("auto", KeptLink(1e9))
+    plan = make_plan(blocks(23), 4, 32, "sync", 1, MemoryLimits(host_bytes=room), keep=rule)
+    assert plan.host_activation_bytes <= room
+    assert plan.step_s < free.step_s
+    kept = Counter(name for names in plan.kept for name in names)
+    assert kept["down"] > 2 * kept["gate_up"]
+
+
+def test_more_rounds_make_room_for_more() -> None:
+    rule, room = (
+        KeepRule("auto", KeptLink(1e9)),
+        MemoryLimits(device_bytes=4000, host_bytes=16 * 130 * 23 // 3),
+    )
+    one = make_plan(blocks(23), 4, 16, "async", 1, room, keep=rule)
+    chosen = make_plan(blocks(23), 4, 16, "async", "auto", room, keep=rule)
+    assert chosen.rounds > 1
+    assert chosen.step_s < one.step_s
+    assert sum(map(len, chosen.kept)) > sum(map(len, one.kept))
+
+
+def test_equal_parts_are_chosen_evenly_over_the_layers() -> None:
+    items = items_by_gain(blocks(32))
+    assert [item.names for item in items[::32]] == [("down",), ("attention",), ("gate_up",)]
+    for number in (4, 8, 16):
+        layers = sorted(item.layer for item in items[:number])
+        gaps = [later - earlier for earlier, later in pairwise(layers)]
+        assert max(gaps) <= 2 * 32 / number
+
+
+def test_a_layer_that_keeps_whole_keeps_all_or_nothing() -> None:
+    model = blocks(23, keeps_whole=True)
+    plan = make_plan(model, 4, 32, "async", 1, keep=KeepRule("auto", KeptLink(80.0)))
+    assert {len(names) for names in plan.kept} == {0, 3}
+    with pytest.raises(
+        PlanError, match=r'keep_activations = "attention": compiled layers keep all or nothing'
+    ):
+        make_plan(model, 4, 32, keep=KeepRule("attention"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [
+        ("none", ()),
+        ("attention", (("attention",), ("attention",), ("attention",), ())),
+        ("half", ((), ("attention", "gate_up", "down"), (), ())),
+        ("all", (*(("attention", "gate_up", "down"),) * 3, ())),
+        (("down", "attention"), (*(("attention", "down"),) * 3, ())),
+    ],
+)
+def test_a_setting_by_name_keeps_what_it_says_before_the_fused_stage(
+    setting: str | tuple[str, ...], kept: tuple[tuple[str, ...], ...]
+) -> None:
+    partition = Partition((1, 2), 1, (2, 1))
+    assert evaluate_plan(partition, 1, blocks(3), 2, 4, keep=KeepRule(setting)).kept == kept
+    # The fused stage keeps its activations on the device.
+    whole = Partition((), 4, ())
+    assert evaluate_plan(whole, 1, blocks(3), 2, 4, keep=KeepRule(setting)).kept == ()
+
+
+def test_a_setting_that_does_not_fit_names_its_key() -> None:
+    free = make_plan(blocks(23), 4, 32, "sync", 1, MemoryLimits(device_bytes=4000))
+    large = blocks(23, keepable=(KeptCost("down", 5000, 0.5),))
+    for limit in (
+        MemoryLimits(device_bytes=4000, host_bytes=2 * free.host_activation_bytes),
+        MemoryLimits(device_bytes=4000),
+    ):
+        assert make_plan(large, 4, 32, "sync", 1, limit, keep=KeepRule("auto")).kept == ()
+        with pytest.raises(InfeasiblePlanError, match=r"engine\.keep_activations") as caught:
+            make_plan(large, 4, 32, "sync", 1, limit, keep=KeepRule("all"))
+        assert caught.value.keys[0] == "engine.keep_activations"
+
+
+def test_a_setting_that_no_layer_can_follow_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"\['qkv'\]: no layer of this model has such a part"):
+        make_plan(blocks(3), 2, 4, keep=KeepRule(("qkv",)))
+
+
+def test_a_given_partition_keeps_what_is_best_for_it() -> None:
+    partition, rule = Partition((6,) * 4, 1, (3,) * 8), KeepRule("auto", KeptLink(1e9))
+    without = evaluate_plan(partition, 1, blocks(24), 4, 32)
+    plan = evaluate_plan(partition, 1, blocks(24), 4, 32, keep=rule)
+    assert plan.partition == partition and plan.kept
+    assert plan.step_s < without.step_s

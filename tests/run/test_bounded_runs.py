@@ -1,0 +1,117 @@
+"""Runs with `engine.update = "bounded"`: the same losses for each cut and after each stop, and a K that stays."""
+
+import json
+
+import pytest
+
+from tests.support.small_run import STEPS, SmallRuns, before_step, interrupt, small_runs
+
+__all__ = ["small_runs"]
+
+BOUNDED = ("--engine.update=bounded", "--training.clip=layer", "--training.max_norm=0.5")
+STALE = "--engine.stale_layers=2"
+PLANNED = "--engine.plan=none"
+
+
+def plan_of(small_runs: SmallRuns, name: str) -> dict[str, object]:
+    plan: dict[str, object] = json.loads((small_runs.path(name) / "plan.json").read_text())
+    return plan
+
+
+def stop_before(step: int, small_runs: SmallRuns, *overrides: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        before_step(patch, step, interrupt)
+        assert small_runs("run", *overrides) == 143
+
+
+def test_losses_depend_on_the_stale_layers_and_not_on_devices_or_cuts(small_runs: SmallRuns) -> None:
+    runs = {
+        "one": (STALE, "--engine.num_devices=1"),
+        "three": (STALE, "--engine.num_devices=3", PLANNED, "--engine.measure_steps=2"),
+        "cut": (STALE, "--engine.plan={ forward = [1, 1, 2], fused = 1, backward = [2, 2] }"),
+        "fewer": ("--engine.stale_layers=1",),
+    }
+    for name, overrides in runs.items():
+        assert small_runs(name, *BOUNDED, *overrides) == 0
+    small_runs.assert_same("three", "one")
+    small_runs.assert_same("cut", "one")
+    assert small_runs.losses("fewer") != small_runs.losses("one")
+    assert [plan_of(small_runs, name)["stale_layers"] for name in runs] == [2, 2, 2, 1]
+    drift = [line["engine"]["weight_drift"] for line in small_runs.steps("one")]
+    assert max(drift) == 1 and len(drift) == STEPS
+
+
+def test_a_run_that_was_stopped_continues_with_the_same_bits(small_runs: SmallRuns) -> None:
+    """Also on other devices, and with a plan of its own: the checkpoint decides the stale layers."""
+    assert small_runs("whole", *BOUNDED, STALE) == 0
+    stop_before(3, small_runs, *BOUNDED, STALE)
+    assert small_runs("run", *BOUNDED, PLANNED, "--engine.num_devices=3") == 0
+    small_runs.assert_same("run", "whole")
+    assert plan_of(small_runs, "run")["stale_layers"] == 2
+
+
+def test_another_number_of_stale_layers_is_refused_on_resume(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_before(3, small_runs, *BOUNDED, STALE)
+    before = plan_of(small_runs, "run")
+    capsys.readouterr()
+    assert small_runs("run", *BOUNDED, "--engine.stale_layers=1") == 2
+    error = capsys.readouterr().err
+    assert "engine.stale_layers: given 1" in error and "made with 2" in error and error.count("\n") == 1
+    assert plan_of(small_runs, "run") == before
+
+
+def test_the_plan_of_measured_times_keeps_the_stale_layers(small_runs: SmallRuns) -> None:
+    longer = (f"--training.steps={STEPS + 1}", "--engine.num_devices=3", PLANNED)
+    for name, steps in (("counted", 0), ("measured", 2)):
+        assert small_runs(name, *BOUNDED, *longer, f"--engine.measure_steps={steps}") == 0
+    assert plan_of(small_runs, "measured")["stale_layers"] == plan_of(small_runs, "counted")["stale_layers"]
+    assert small_runs.losses("measured") == small_runs.losses("counted")
+
+
+def test_a_plans_file_brings_its_stale_layers(small_runs: SmallRuns) -> None:
+    assert small_runs("first", *BOUNDED, STALE) == 0
+    given = small_runs.path("first") / "plan.json"
+    assert small_runs("second", *BOUNDED, f"--engine.plan={given}") == 0
+    small_runs.assert_same("second", "first")
+    assert plan_of(small_runs, "second")["stale_layers"] == 2
+
+
+def test_the_last_validation_is_of_the_weights_that_the_run_leaves(small_runs: SmallRuns) -> None:
+    """A validation in between reads stale layers of the version before, so a run that ends there finds another loss."""
+    validated = (*BOUNDED, STALE, "--lr_schedule.decay=none", "--data.validation_fraction=0.2")
+    validated = (*validated, "--validation.interval_steps=2")
+    for name, steps in (("longer", 4), ("shorter", 2)):
+        assert small_runs(name, *validated, f"--training.steps={steps}") == 0
+    longer, shorter = (small_runs.steps(name)[1] for name in ("longer", "shorter"))
+    assert longer["loss"] == shorter["loss"] and longer["validation_loss"] != shorter["validation_loss"]
+    # A run of `sync` that starts from these weights validates them before its first update changes them.
+    start = (
+        "--checkpoint.load=weights",
+        f"--checkpoint.load_path={small_runs.path('shorter')}/checkpoints/step-2",
+    )
+    frozen = ("--training.steps=1", "--optimizer.lr=1e-30", "--optimizer.weight_decay=0")
+    assert small_runs("sync", *validated[4:], *start, *frozen, "--training.clip=layer") == 0
+    assert small_runs.steps("sync")[0]["validation_loss"] == shorter["validation_loss"]
+
+
+def test_from_sync_to_bounded_the_first_step_reads_the_newest_weights(
+    small_runs: SmallRuns, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop_before(3, small_runs, "--training.clip=layer", "--training.max_norm=0.5")
+    assert small_runs("run", *BOUNDED, STALE) == 0
+    assert "from now on engine.update 'sync' -> 'bounded'" in caplog.text
+    assert small_runs("whole", "--training.clip=layer", "--training.max_norm=0.5") == 0
+    changed, whole = small_runs.losses("run"), small_runs.losses("whole")
+    assert changed[4][0] == whole[4][0] and changed[5][0] != whole[5][0]
+
+
+def test_too_many_stale_layers_are_one_message(
+    small_runs: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, plan in ((5, PLANNED), (3, "--engine.plan={ forward = [2], fused = 3, backward = [2] }")):
+        assert small_runs("run", *BOUNDED, f"--engine.stale_layers={number}", plan) == 2
+        error = capsys.readouterr().err
+        assert "engine.stale_layers" in error and error.count("\n") == 1
+        assert not small_runs.path("run").exists()

@@ -1,0 +1,142 @@
+"""Blocks of every family, run with and without kept activations."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchround.keeping import recording, replaying
+from torchround.layer import KEEPABLE, Hidden, LayeredModel, MicroBatch
+from torchround.models import FAMILIES, LoraShape, add_adapters
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+DENSE = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+STACKED = (*ATTENTION, "gate_up_proj", "down_proj")
+# Family, flavor, and the modules with adapters. GPT-OSS has sinks, windows and biases; some adapt a few modules alone.
+CASES = (
+    ("llama3", "debug", ()),
+    ("qwen3", "debug", ()),
+    ("qwen3", "debug_moe", ()),
+    ("gpt_oss", "debug", ()),
+    ("llama3", "debug", DENSE),
+    ("qwen3", "debug_moe", DENSE),
+    ("gpt_oss", "debug", ("v_proj", "down_proj")),
+    ("gpt_oss", "debug", STACKED),
+)
+IDS = ["-".join((name, flavor, f"{len(targets)}adapted")) for name, flavor, targets in CASES]
+# Nothing, each part, all; and each pair.
+CHOICES = tuple(choice for size in (0, 1, 5) for choice in combinations(KEEPABLE, size))
+PAIRS = tuple(combinations(KEEPABLE, 2))
+RANK = 8
+
+
+def model_with_adapters(name: str, flavor: str, targets: tuple[str, ...]) -> LayeredModel:
+    """Build two blocks on `meta`, with adapters and dropout on the targets."""
+    config = FAMILIES[name].config_from_flavor(flavor, vocab_size=50, num_layers=2)
+    model = FAMILIES[name].build(config)
+    if targets:
+        add_adapters(model, FAMILIES[name].hf_names(config), LoraShape(RANK, 12.0, 0.1, targets))
+    return model
+
+
+def as_the_engine_binds(layer: nn.Module, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
+    """Give a layer weights on a device, none of them 0 or 1, and fp32 gradients; a frozen one stays frozen."""
+    trained = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
+    layer.to_empty(device=device).to(dtype).requires_grad_(False)
+    torch.manual_seed(3)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape).mul_(0.1))
+    for name in trained:
+        parameter = layer.get_parameter(name).requires_grad_()
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.zeros(parameter.shape, device=device)
+    return layer
+
+
+def an_input(layer: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Hidden:
+    """Return random hidden states for a block, on the micro-batch's device."""
+    torch.manual_seed(4)
+    stream = torch.randn(*batch.tokens.shape, layer.hidden_size)  # type: ignore[arg-type]
+    return stream.to(batch.tokens.device, dtype)
+
+
+def as_tuple(hidden: Hidden) -> tuple[Tensor, ...]:
+    return (hidden,) if isinstance(hidden, Tensor) else hidden
+
+
+def kept_by(layer: nn.Module, hidden: Hidden, batch: MicroBatch, names: Sequence[str]) -> list[Tensor]:
+    """Return copies of what a forward stage keeps."""
+    with torch.no_grad(), recording(names) as record:
+        layer(hidden, batch)
+    return copies(record.tensors)
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy each tensor to memory of its own, as a transfer does."""
+    return [torch.empty(one.shape, dtype=one.dtype, device=one.device).copy_(one) for one in tensors]
+
+
+def forward_and_backward(
+    layer: nn.Module, hidden: Hidden, batch: MicroBatch, replay: Any = None
+) -> list[Tensor]:
+    """Return outputs, the gradient of the input, and all parameters' gradients of one pass."""
+    leaves = tuple(one.detach().requires_grad_(one.is_floating_point()) for one in as_tuple(hidden))
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            parameter.grad.zero_()
+    with replay or nullcontext():
+        outputs = as_tuple(layer(leaves[0] if isinstance(hidden, Tensor) else leaves, batch))
+    torch.manual_seed(5)
+    gradients = [torch.randn(output.shape).to(output) for output in outputs]
+    torch.autograd.backward(outputs, gradients)
+    found = [*outputs, *(leaf.grad for leaf in leaves)]
+    found += [parameter.grad.clone() for parameter in layer.parameters() if parameter.requires_grad]
+    return [tensor.detach() for tensor in found]
+
+
+def differing_choices(
+    layer: nn.Module, hidden: Hidden, batch: MicroBatch, choices: Sequence[tuple[str, ...]] = CHOICES
+) -> list[tuple[str, ...]]:
+    """Return the choices of kept parts that give other bits than a full recomputation, in the forward or after it."""
+    plain = forward_and_backward(layer, hidden, batch)
+    wrong = []
+    for names in choices:
+        with torch.no_grad(), recording(names) as record:
+            forward = as_tuple(layer(hidden, batch))
+        same = all(map(torch.equal, forward, plain)) and not any(one.requires_grad for one in forward)
+        replay = replaying(names, copies(record.tensors))
+        found = forward_and_backward(layer, hidden, batch, replay)
+        if not same or not all(map(torch.equal, found, plain)):
+            wrong.append(names)
+    return wrong
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts products and attention kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.name()
+        if any(word in name for word in ("mm", "attention", "grouped_rows")):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def kernels() -> Iterator[list[str]]:
+    """Yield the list of products and attention kernels that run inside."""
+    with _Kernels() as counter:
+        yield counter.names
+
+
+def with_dropout(batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with a seed, without which there is no dropout."""
+    return replace(batch, dropout_seed=7)

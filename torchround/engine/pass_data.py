@@ -1,0 +1,64 @@
+"""The data of a pass on the host: its micro-batches, checked and copied to the pool, and its losses."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torchround.engine.board import Observer
+from torchround.engine.device import Event, PastEvent
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.worker.activation_transfers import HostTensors
+from torchround.engine.worker.slots import Packing, fill
+from torchround.layer import MicroBatch
+
+
+def host_micro_batch(
+    micro_batch: MicroBatch,
+    pool: HostPool,
+    observer: Observer,
+    readers: int,
+    synchronize: Callable[[Event], None],
+) -> HostTensors:
+    """Copy a micro-batch's integers into one pool buffer, for `readers` devices to upload.
+
+    `synchronize` waits for the device events after which the buffer may be written.
+    """
+    tensors = micro_batch.tensors()
+    packing = Packing.of(tensors)
+    buffer = pool.take(packing.nbytes)
+    for event in buffer.busy:
+        synchronize(event)
+    observer.touched(reads=(), writes=[buffer.memory])
+    fill(packing.views(buffer.memory), tensors)
+    return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.facts())
+
+
+def read_loss(boundary: HostTensors, pool: HostPool) -> float:
+    """Return the sum of a micro-batch's token losses, as one of the boundary's readers. Waits until it has landed."""
+    boundary.landed.synchronize()
+    [loss_sum] = boundary.packing.views(boundary.memory)
+    value = float(loss_sum)  # read before the buffer is given back
+    boundary.reader_ends(PastEvent(), pool)
+    return value
+
+
+def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
+    """Return what is wrong with the micro-batches of a pass, or None."""
+    if not micro_batches:
+        return "a pass needs at least one micro-batch"
+    for index, micro_batch in enumerate(micro_batches):
+        for name, tensor in zip(
+            ("tokens", "labels", "positions", "document_ids"), micro_batch.tensors(), strict=True
+        ):
+            if tensor.dtype != torch.int64 or tensor.dim() != 2 or tensor.shape != micro_batch.tokens.shape:
+                return (
+                    f"micro-batch {index}: {name} is {tensor.dtype} {tuple(tensor.shape)}; "
+                    f"expected int64 [B, T] like tokens {tuple(micro_batch.tokens.shape)}"
+                )
+    bounds = {micro_batch.max_documents for micro_batch in micro_batches}
+    if len(bounds) > 1:
+        return (
+            "all micro-batches of a pass must have the same max_documents, "
+            f"but these have {sorted(map(str, bounds))}"
+        )
+    return None
