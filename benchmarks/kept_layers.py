@@ -74,7 +74,12 @@ class KeptLayer(nn.Module):
         self.clock.sleep(self.rest_s)
         for part in self.cost.keepable:
             with ProductsTakeTime(self.clock, part.seconds):
-                result = keep(part.name, torch.mm, hidden.new_zeros(1, 1), hidden.new_zeros(1, part.nbytes // FP32_BYTES))
+                result = keep(
+                    part.name,
+                    torch.mm,
+                    hidden.new_zeros(1, 1),
+                    hidden.new_zeros(1, part.nbytes // FP32_BYTES),
+                )
             hidden = hidden + result[0, 0]
         hidden = BackwardTakesTime.apply(hidden, self.weight, self.clock, self.cost.backward_s)
         return hidden.sum() if self.is_last else hidden

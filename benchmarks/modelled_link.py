@@ -137,4 +137,3 @@ class LinkedDevice(CpuDevice):
             self._ready[stream] = max(self._ready[stream], event.seconds)
         else:
             event.synchronize()
-
