@@ -1,12 +1,15 @@
 """No operation of a step makes the host wait for a device, and no copy is from or to memory that is not page-locked."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.support.device_toy import device_engine
 from tests.support.scheduled_run import ShortRun
-from tests.support.toy import PARTITIONS, toy_batches, toy_store, train
+from tests.support.toy import BLOCKS, PARTITIONS, toy_batches, toy_store, train
 from torchround.engine.store.bundles import ASYNC
+from torchround.layer import KEEPABLE
 
 RUNS = {
     "toy": ShortRun(tied=True),
@@ -17,6 +20,9 @@ RUNS = {
     "qwen3, experts": ShortRun(model="qwen3-debug_moe", dtype=torch.bfloat16),
     "gpt_oss": ShortRun(model="gpt_oss-debug", dtype=torch.bfloat16),
 }
+EVERYTHING = ((), *(KEEPABLE,) * BLOCKS, ())
+for _name in ("toy, async", "llama3", "qwen3, experts", "gpt_oss"):
+    RUNS[f"{_name}, kept"] = replace(RUNS[_name], settings=(("kept", EVERYTHING),))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -24,9 +30,8 @@ def test_no_step_waits_for_a_device_by_an_operation_or_by_a_pageable_copy(simula
     run = RUNS[name]
     model = run.build()
     store = toy_store(model, run.dtype, policy=run.policy, pinned=True)
-    with device_engine(
-        "simulated", model, store, PARTITIONS["forward coarser"], 2, rounds=run.rounds
-    ) as engine:
+    settings = {"rounds": run.rounds, **dict(run.settings)}
+    with device_engine("simulated", model, store, PARTITIONS["forward coarser"], 2, **settings) as engine:
         train(engine, toy_batches(2, run.micro_batches))
         evaluation = engine.evaluate(toy_batches(1, 2)[0])
         assert evaluation.loss() > 0

@@ -64,7 +64,7 @@ def message(folder: Path, text: str, *overrides: str) -> str:
         ("--engine.rounds=autoo", 'given "autoo"; legal: an integer of at least 1 or "auto"; nearest: auto'),
         (
             "--engine.plan=3",
-            "engine.plan: given 3; legal: a table {forward, fused, backward, rounds} or a string",
+            "engine.plan: given 3; legal: a table {forward, fused, backward, rounds, kept} or a string",
         ),
         ("--engine.plan={fused=0}", "engine.plan.forward: missing; legal: an array, each element an integer"),
         ("--engine.plan.fused=0", "engine.plan.fused: given 0; legal: an integer of at least 1"),

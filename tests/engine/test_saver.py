@@ -15,10 +15,11 @@ from tests.support.toy import (
     watched,
 )
 from torchround.checkpoint import Checkpointer, CheckpointError
+from torchround.engine.bounded_updates import BoundedOptimizerWorker
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.watch.race_checker import AccessLog, find_races
 
 PARTITION = PARTITIONS["backward coarser"]
@@ -239,6 +240,8 @@ def test_a_save_between_forward_backward_and_step_is_refused():
 def record(tmp_path, saves_every, policy, **options):
     """Return the races of a recorded run with saves."""
     log = AccessLog()
+    if policy is BOUNDED and "rounds" not in options:
+        options = {"stale_layers": 3, **options}
 
     def wrap(device):
         return watched(device, log)
@@ -253,13 +256,13 @@ def record(tmp_path, saves_every, policy, **options):
     return find_races(log.entries)
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [SYNC, ASYNC, BOUNDED], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("options", [{}, {"tied": True, "rounds": 2}, {"poisoned": True}], ids=str)
 def test_no_race_with_saves_beside_training(policy, options, tmp_path):
     assert record(tmp_path, 1, policy, **options) == []
 
 
-@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [SYNC, ASYNC, BOUNDED], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("rule", ["before_overwriting_saved", "before_save"])
 def test_rule_6_a_save_is_ordered_with_the_updates_before_and_after_it(rule, policy, monkeypatch, tmp_path):
     def unordered(ordering, *arguments):
@@ -267,6 +270,19 @@ def test_rule_6_a_save_is_ordered_with_the_updates_before_and_after_it(rule, pol
 
     monkeypatch.setattr(Ordering, rule, unordered)
     assert record(tmp_path, 2, policy)
+
+
+def test_rule_6_holds_for_device_weights_that_lag(monkeypatch, tmp_path):
+    """A save reads them, and the next step writes the newest ones over them before it updates anything."""
+    write = BoundedOptimizerWorker._write_lagging
+
+    def at_once(worker, step):
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(Ordering, "before_overwriting_saved", lambda *_: None)
+            write(worker, step)
+
+    monkeypatch.setattr(BoundedOptimizerWorker, "_write_lagging", at_once)
+    assert record(tmp_path, 2, BOUNDED)
 
 
 def test_a_long_run_with_saves_keeps_few_hand_overs_of_old_ones(tmp_path):

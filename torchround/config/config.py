@@ -22,6 +22,8 @@ from torchround.config.tables import (
     ValidationTable,
 )
 
+KeptPart = Literal["qkv", "attention", "output", "gate_up", "down"]
+
 
 class PlanTable(Table):
     """A partition given by hand: how many layers each stage holds, in dispatch order.
@@ -40,6 +42,10 @@ class PlanTable(Table):
 
     rounds: PositiveInt | None = None
     """Rounds of a step, at most the number of micro-batches. Default: `engine.rounds`."""
+
+    kept: Many[Many[KeptPart]] | None = None
+    """For each layer the parts whose results are kept; an empty array for a layer that keeps nothing. Default: as
+    `engine.keep_activations` says."""
 
 
 class EngineTable(Table):
@@ -94,6 +100,15 @@ class EngineTable(Table):
     recompute: Literal["stage", "layer"] = "stage"
     """Activations that a backward stage keeps on the device at once, for one micro-batch. `stage`: of all its layers.
     `layer`: of one layer, which takes less device memory and one more forward pass of the stage."""
+
+    keep_activations: Literal["auto", "none", "attention", "half", "all"] | Many[KeptPart] = "auto"
+    """Results that forward stages keep in host memory, so that backward stages do not compute them again. Losses do not
+    depend on it, to the bit. `none`: backward stages recompute everything. `all`: all parts of every block. `half`: all
+    parts of every other block. `attention`, or an array of parts: these of every block. The parts are `qkv` (the products
+    before attention), `attention` (its kernel), `output` (the product after it), `gate_up` and `down` (the products of the
+    MLP or of the experts). A compiled layer keeps all parts or nothing. `auto`: what makes steps shorter by more than 1 %,
+    as far as host memory, device memory and the link to the host allow. On virtual devices and on a card of unknown speed
+    `auto` keeps nothing: there a copy takes the time of the processors, or an unknown time."""
 
     grad_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of gradients during the download and in host memory. `auto`: `training.dtype`. `float32` takes 2 bytes

@@ -148,6 +148,7 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
         _batch,
         _accumulation,
         _rounds,
+        _keeping,
         _bounded,
         _lr_schedule,
         _validation,
@@ -214,6 +215,14 @@ def _rounds(config: Config) -> Iterator[Conflict]:
             ("engine.rounds", "engine.plan"),
             f'given {rounds} and {plan.rounds}; legal: the same, or rounds = "auto"',
         )
+
+
+def _keeping(config: Config) -> Iterator[Conflict]:
+    setting, plan = config.engine.keep_activations, config.engine.plan
+    if setting != "auto" and isinstance(plan, PlanTable) and plan.kept is not None:
+        shown = show(list(setting) if isinstance(setting, tuple) else setting)
+        message = f'given {shown} and a plan that says what is kept; legal: one of them, with "auto" beside such a plan'
+        yield ("engine.keep_activations", "engine.plan"), message
 
 
 def _bounded(config: Config) -> Iterator[Conflict]:

@@ -39,7 +39,7 @@ files; S the saver.)
 | `GRADIENT_LANDED` | here, rule 3 | step, bundle, part | `Event` of the download, its buffer | D | O |
 | `GRADIENT_CONSUMED` | here, rule 4 | step, bundle | nothing | O | D |
 | `PART_CONSUMED` | here, rule 4 | step, bundle, part | nothing | O | D |
-| `SETTLED` | here, before a save | version | state beside the weights | O | S |
+| `SETTLED` | here, before a save | version | state beside the weights | O | S, C |
 | `READ_BY_SAVE` | here, rule 6 | version, bundle, save | nothing | S | O |
 | `SAVER_ENDED` | here, rule 6 | 0 | nothing | S | O |
 """

@@ -234,7 +234,8 @@ def costs_from_reports(
     The reports come from an engine that `times_layers`, or from steps under `one_layer_a_stage`: each of their
     spans is one layer's forward, recomputation or backward, or the head's forward and backward. `updates`
     gives, for each step, the bundles that its update changed; empty for a skipped update. With
-    `recompute = "layer"` all layers but a stage's last run again before their backward, in the same span.
+    `recompute = "layer"` all layers but a stage's last run again before their backward, in the same span. `counted` also
+    says what the layers kept in those steps: their recomputations were shorter than their forwards.
     """
     samples: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
     run_again: set[int] = set()
@@ -244,14 +245,19 @@ def costs_from_reports(
             run_again |= set(range(stage.start, stage.stop - 1))
         for span in report.spans:
             assert len(span.layers) <= 1, f"a span of {span.layers} says nothing about single layers"
-            # A recomputation is the same work as a forward.
+            layer = span.layers.start if span.layers else stage.start
+            if span.kind is TaskKind.RECOMPUTE and counted.layers[layer].kept:
+                continue
+            # A recomputation of all is the same work as a forward.
             kind = TaskKind.FORWARD if span.kind is TaskKind.RECOMPUTE else span.kind
-            samples[kind, span.layers.start if span.layers else stage.start].append(span.seconds)
+            samples[kind, layer].append(span.seconds)
     # Medians, because the first step (caches, compilation) and other processes make
     # single samples far too long.
     seconds = {key: median(values) for key, values in samples.items()}
     for layer in run_again:
         again_s = seconds[TaskKind.FORWARD, layer]
+        if counted.layers[layer].kept:
+            again_s *= counted.layers[layer].recompute_s / counted.layers[layer].forward_s
         seconds[TaskKind.BACKWARD, layer] = max(seconds[TaskKind.BACKWARD, layer] - again_s, 0.0)
     last = counted.num_layers - 1
     layers = [

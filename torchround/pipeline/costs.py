@@ -119,10 +119,15 @@ def _check_amount(what: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of all layers in order. `hop_s`: seconds from a stage's output to the next stage's input, per micro-batch."""
+    """The costs of all layers in order.
+
+    - `hop_s`: seconds from a stage's output to the next stage's input, per micro-batch.
+    - `shared`: groups of layers that share trained weights, each group in rising order.
+    """
 
     layers: tuple[LayerCost, ...]
     hop_s: float = 0.0
+    shared: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -133,6 +138,14 @@ class Costs:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def completed_with(self) -> list[int]:
+        """Return, for each layer, the first layer that shares its weights: the last one whose gradient they need."""
+        first = list(range(self.num_layers))
+        for group in self.shared:
+            for layer in group:
+                first[layer] = min(first[layer], group[0])
+        return first
 
     @property
     def kept(self) -> tuple[tuple[str, ...], ...]:
@@ -283,15 +296,18 @@ def costs_from_work(
     accumulate_bytes: int = 4,
     optimizer_bytes_per_s: float | None = None,
     fp16_accumulation: bool = False,
+    keeps_whole: Sequence[bool] = (),
 ) -> Costs:
     """Estimate costs before any step has run: FLOPs over the device's peak, bytes over PCIe.
 
     The backward's FLOPs leave out recomputation and, in a LoRA run, gradients of frozen weights. The update
-    moves `UPDATE_BYTES` per trained parameter; without `optimizer_bytes_per_s` it takes no time.
+    moves `UPDATE_BYTES` per trained parameter; without `optimizer_bytes_per_s` it takes no time. `keeps_whole` says for
+    each layer whether it keeps all its parts or nothing.
     """
     flops_per_s = device.flops_per_s(dtype, fp16_accumulation) * COMPUTE_EFFICIENCY
     layers = []
-    for name, work, parameter in zip(names, works, parameters, strict=True):
+    whole = keeps_whole or [False] * len(names)
+    for name, work, parameter, keeps_all in zip(names, works, parameters, whole, strict=True):
         layers.append(
             LayerCost(
                 name=name,
@@ -308,6 +324,7 @@ def costs_from_work(
                 keepable=tuple(
                     KeptCost(part.name, part.nbytes, part.flops / flops_per_s) for part in work.keepable
                 ),
+                keeps_whole=keeps_all,
             )
         )
     return Costs(tuple(layers), hop_seconds(max(layer.boundary_bytes for layer in layers), device))

@@ -40,7 +40,7 @@ def enough_memory(question: RunQuestion) -> EnoughMemory:
         problem = _problem(question)
     candidates = [finest]
     if question.given is None:
-        unlimited = replace(question, host_bytes=None, rounds=rounds)
+        unlimited = replace(question, host_bytes=None, rounds=rounds).without_choice()
         candidates = [*coarse_partitions(problem, rounds), plan_for(unlimited).partition]
     plan_bytes = min(problem.host_bytes(Candidate(partition, rounds)) for partition in candidates)
     host_bytes = question.state_of(rounds).state_bytes + plan_bytes
@@ -52,4 +52,5 @@ def _problem(question: RunQuestion) -> PlanningProblem:
     # The state counts with the rounds above, so they are not to count once more.
     limits = replace(question.limits(), rounds_bytes=0, host_bytes=None)
     costs = question.costs()
+    costs = costs.keeping(question.keep_rule().fixed(costs))
     return PlanningProblem(costs, question.num_devices, question.num_micro_batches, question.update, limits)

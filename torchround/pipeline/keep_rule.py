@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchround.pipeline.costs import Costs, LayerCost
+from torchround.pipeline.costs import Costs, CostsError, LayerCost
 from torchround.pipeline.partition import KeptNames, PlanError
 from torchround.pipeline.simulation.kept_link import KeptLink
 
@@ -12,22 +12,29 @@ class KeepRule:
     """What may be kept.
 
     - `setting`: `"auto"`, `"none"`, `"attention"`, `"half"`, `"all"`, or names of parts that every layer keeps.
+    - `given`: the names by layer if they are given, whatever the setting; empty keeps nothing.
     - `link`: the link that kept activations share with other transfers; None takes them as hidden.
     """
 
     setting: str | tuple[str, ...] = "none"
     link: KeptLink | None = None
+    given: KeptNames | None = None
 
     @property
     def is_open(self) -> bool:
         """Return whether the planner chooses."""
-        return self.setting == "auto"
+        return self.setting == "auto" and self.given is None
 
     def fixed(self, costs: Costs) -> KeptNames:
-        """Return what a setting by name keeps; nothing for `"auto"`.
+        """Return what is kept by name; nothing if the planner chooses.
 
-        Raises `PlanError` if the setting asks for parts that no layer can keep.
+        Raises `PlanError` for names that a layer lacks, and for a setting that no layer can follow.
         """
+        if self.given is not None:
+            try:
+                return costs.keeping(self.given).kept
+            except CostsError as error:
+                raise PlanError(f"the given plan keeps what it cannot: {error}") from error
         if self.setting in ("auto", "none"):
             return ()
         keeping = [index for index, layer in enumerate(costs.layers) if layer.keepable]

@@ -5,6 +5,7 @@ one. `plan_transfers` compares what a plan moves over PCIe with what the link ca
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -106,7 +107,13 @@ class Plan:
             parts += [f"{1e3 * stage.seconds:8.2f}"] if timed else []
             parts += [f"{size_text(size):>9}" for size in (stage.weight_bytes, stage.compute_bytes)]
             lines.append("  ".join(parts))
-        return "\n".join([*lines, self.summary(timed)])
+        return "\n".join([*lines, *self.kept_lines(), self.summary(timed)])
+
+    def kept_lines(self) -> list[str]:
+        """Say in at most one line which parts of how many layers are kept."""
+        counts = Counter(name for names in self.kept for name in names)
+        parts = ", ".join(f"{name} of {number} layers" for name, number in counts.items())
+        return [f"kept on the host for backward stages: {parts}"] if parts else []
 
     def summary(self, timed: bool = True) -> str:
         """Format the predicted figures in one line."""
@@ -229,6 +236,7 @@ def plan_transfers(
     A stage's weights move once per round, activations with each micro-batch, so more micro-batches per round
     hide the weights. `gradient_share`: bytes of a gradient as it travels per byte of it as it is accumulated.
     """
+    costs = costs.keeping(plan.kept)
     rate = pcie_gb_per_s * 1e9
     size = plan.num_micro_batches / plan.rounds
     up_total, down_total = 0.0, 0.0
@@ -259,10 +267,11 @@ def _stage_bytes(stage: Stage, costs: Costs, size: float, gradient_share: float)
     incoming = costs.layers[stage.start - 1].boundary_bytes if stage.start else 0
     outgoing = layers[-1].boundary_bytes
     up = sum(layer.weight_bytes for layer in layers) + size * incoming
+    kept = sum(layer.kept_bytes for layer in layers)
     if stage.kind is StageKind.FORWARD:
-        return up, size * outgoing
+        return up, size * (outgoing + kept)
     if stage.kind is StageKind.BACKWARD:
-        up += size * outgoing  # the gradient of its output
+        up += size * (outgoing + kept)  # the gradient of its output, and what the forward has kept
     down = gradient_share * sum(layer.gradient_bytes for layer in layers) + size * incoming
     return up, down
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torchround.pipeline.costs import Costs, ParameterCounts
+from torchround.pipeline.kept_report import KeptReport, report_kept
 from torchround.pipeline.memory import (
     GIB,
     DeviceMemory,
@@ -56,6 +57,7 @@ class PlanReport:
     longest_tokens: int
     changes: tuple[ConfigChange, ...]
     faster: tuple[ConfigChange, ...]
+    kept: KeptReport | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -83,6 +85,7 @@ def report_plan(question: RunQuestion) -> PlanReport:
         longest_tokens=longest_tokens(question),
         changes=() if plan else tuple(_changes(question)),
         faster=() if plan is None else tuple(_faster(question, plan)),
+        kept=None if plan is None else report_kept(question, plan, costs),
     )
 
 
@@ -99,8 +102,8 @@ def plan_for(question: RunQuestion, costs: Costs | None = None) -> Plan:
     limits, stale_layers = question.limits(), question.stale_layers
     if question.given is not None:
         partition, rounds = question.given
-        return evaluate_plan(partition, rounds, *run, limits, stale_layers)
-    return make_plan(*run, question.rounds, limits, stale_layers=stale_layers)
+        return evaluate_plan(partition, rounds, *run, limits, stale_layers, question.keep_rule())
+    return make_plan(*run, question.rounds, limits, stale_layers=stale_layers, keep=question.keep_rule())
 
 
 def _state_problem(question: RunQuestion) -> InfeasiblePlanError | None:
@@ -156,7 +159,8 @@ def _device(question: RunQuestion, costs: Costs, plan: Plan | None) -> DeviceMem
         return None
     limits = question.limits()
     size = limits.micro_batches_at_once(question.num_micro_batches, plan.rounds)
-    return device_memory(plan.partition, costs, question.num_devices, size, limits, plan.stale_layers)
+    kept = costs.keeping(plan.kept)
+    return device_memory(plan.partition, kept, question.num_devices, size, limits, plan.stale_layers)
 
 
 def _transfers(question: RunQuestion, costs: Costs, plan: Plan | None) -> Transfers | None:
@@ -177,6 +181,10 @@ def _faster(question: RunQuestion, plan: Plan) -> Iterator[ConfigChange]:
         if 1 <= size <= question.global_batch_size:
             changed = replace(question, micro_batch_size=size)
             alternatives.append((f"training.micro_batch_size = {size}", changed))
+    # Compared without a choice of what to keep: with one, each of these plans would take seconds.
+    before_s = (
+        plan.step_s if question.without_choice() == question else plan_for(question.without_choice()).step_s
+    )
     # The other changes would leave the given plan in place, which was made for other costs.
     if question.given is not None:
         alternatives = [("engine.plan left out", replace(question, given=None))]
@@ -184,7 +192,7 @@ def _faster(question: RunQuestion, plan: Plan) -> Iterator[ConfigChange]:
         # A change that alters nothing, or that does not fit, is no advice.
         if changed == question or not fits(changed):
             continue
-        gain = 1 - plan_for(changed).step_s / plan.step_s if plan.step_s else 0.0
+        gain = 1 - plan_for(changed.without_choice()).step_s / before_s if before_s else 0.0
         if gain > CLEARLY_FASTER:
             yield ConfigChange(setting, gain=gain)
 
@@ -211,6 +219,7 @@ def fits(question: RunQuestion) -> bool:
     if _state_problem(question):
         return False
     limits, costs = question.limits(), question.costs()
+    costs = costs.keeping(replace(question, given=None).keep_rule().fixed(costs))
     stale_layers = question.stale_layers if question.update == "bounded" else 0
     problem = PlanningProblem(
         costs, question.num_devices, question.num_micro_batches, question.update, limits, stale_layers
@@ -222,7 +231,7 @@ def fits(question: RunQuestion) -> bool:
     if limits.host_bytes is None or not problem.fits_device(candidates[-1], rounds):
         return False
     try:
-        plan_for(replace(question, given=None), costs)
+        plan_for(replace(question, given=None).without_choice())
     except InfeasiblePlanError:
         return False
     return True
@@ -289,6 +298,7 @@ def _changes(question: RunQuestion) -> Iterator[ConfigChange]:
         (f"training.seq_len = {question.seq_len // 2}", replace(question, seq_len=question.seq_len // 2)),
         ('engine.accumulate_dtype = "bfloat16"', replace(question, accumulate_bytes=2)),
         ('engine.update = "sync"', replace(question, update="sync")),
+        ('engine.keep_activations = "none"', replace(question, keep_activations="none")),
         (
             f"engine.rounds = {question.num_micro_batches}",
             replace(question, rounds=question.num_micro_batches),

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torchround.pipeline.cards import DeviceSpec
-from torchround.pipeline.costs import Costs, ParameterCounts
+from torchround.pipeline.costs import HOP_EFFICIENCY, Costs, ParameterCounts
+from torchround.pipeline.keep_rule import KeepRule
 from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding
-from torchround.pipeline.partition import Partition, split_evenly
+from torchround.pipeline.partition import KeptNames, Partition, split_evenly
 from torchround.pipeline.pool_count import HostBatch, keepable_of
+from torchround.pipeline.simulation.kept_link import KeptLink
 
 # Tensors of a micro-batch's integers: tokens, labels, positions and document ids. Each takes 8 bytes per token,
 # and begins at a multiple of ALIGNMENT_BYTES.
@@ -29,6 +31,8 @@ class RunQuestion:
     - `devices_on_host`: whether the devices are virtual, so that their memory is host memory.
     - `validates`: whether validations come between steps.
     - `stale_layers`: their number in `bounded`; None lets the planner choose.
+    - `keep_activations`: the setting; `"auto"` lets the planner choose.
+    - `given_kept`: the names of what each layer keeps, if `given` comes with them.
     """
 
     costs_for: Callable[[int, int, int], Costs]
@@ -53,6 +57,8 @@ class RunQuestion:
     validates: bool = False
     given: tuple[Partition, int] | None = None
     stale_layers: int | None = None
+    keep_activations: str | tuple[str, ...] = "none"
+    given_kept: KeptNames | None = None
 
     @property
     def num_micro_batches(self) -> int:
@@ -65,6 +71,20 @@ class RunQuestion:
 
     def costs(self) -> Costs:
         return self.costs_for(self.seq_len, self.longest_micro_batch, self.accumulate_bytes)
+
+    def keep_rule(self) -> KeepRule:
+        """Return what may be kept. `"auto"` keeps nothing if it is not known how long the copies take."""
+        setting, link = self.keep_activations, None
+        if self.device is not None and not self.devices_on_host:
+            rate = self.device.pcie_gb_per_s * 1e9 * HOP_EFFICIENCY
+            link = KeptLink(rate, self.gradient_bytes / self.accumulate_bytes)
+        elif setting == "auto":
+            setting = "none"
+        return KeepRule(setting, link, None if self.given is None else self.given_kept)
+
+    def without_choice(self) -> "RunQuestion":
+        """Return the question without a choice of what to keep: quick to answer, and whatever fits it fits this one."""
+        return replace(self, keep_activations="none") if self.keep_rule().is_open else self
 
     def state(self) -> HostMemory:
         """Count the host memory that any plan needs."""

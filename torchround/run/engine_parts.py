@@ -75,6 +75,7 @@ def build_engine(
         compile_update=compiles_update(table, store),
         compiler=compiler or layer_compiler(model, table, devices[0].torch_device.type),
         turns=turns,
+        kept=plan.kept,
     )
     return Engine(model, store, devices, plan.partition, optimizer=optimizer, settings=settings)
 

@@ -25,7 +25,7 @@ from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
 from torchround.pipeline.run_question import INTEGER_TENSORS, RunQuestion
 from torchround.run.hardware import Hardware
-from torchround.run.run_plan import given_plan, given_stale_layers
+from torchround.run.run_plan import given_kept, given_plan, given_stale_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -77,12 +77,12 @@ def run_question(
     training, engine = numbers.training, numbers.engine
     given = None if engine.plan is None else given_plan(engine)
     _check(model, numbers, hardware, None if given is None else given[0].num_layers)
-    parameters = layer_parameters(model)
+    parameters, shared = layer_parameters(model), shared_layers(model)
     # Virtual devices copy weights in files straight from their map.
     reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-        return costs_from_work(
+        costs = costs_from_work(
             model.names,
             layer_works(model, numbers, hardware.kind, tokens, sequences),
             parameters,
@@ -92,7 +92,9 @@ def run_question(
             fp16_accumulation=training.fp16_accumulation,
             element_bytes=numbers.dtype.itemsize,
             accumulate_bytes=accumulate_bytes,
+            keeps_whole=[runs_compiled(layer, numbers.engine, hardware.kind) for layer in model.layers],
         )
+        return replace(costs, shared=shared)
 
     return RunQuestion(
         costs_for=costs_for,
@@ -117,6 +119,8 @@ def run_question(
         validates=validates,
         given=given,
         stale_layers=given_stale_layers(engine),
+        keep_activations=engine.keep_activations,
+        given_kept=given_kept(engine),
     )
 
 
@@ -142,7 +146,8 @@ def layer_works(
     works = []
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
-        if compiles_layers(numbers.engine, kind) and not runs_fused(layer, kind):
+        if runs_compiled(layer, numbers.engine, kind):
+            work = kept_whole(work)
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             work = replace(kept_whole(work), workspace_bytes=work.workspace_bytes + trained * element_bytes)
@@ -159,6 +164,11 @@ def compiles_layers(table: EngineTable, kind: str) -> bool:
     return kind_of(kind).compiles if table.compile == "auto" else table.compile
 
 
+def runs_compiled(layer: torch.nn.Module, table: EngineTable, kind: str) -> bool:
+    """Return whether a layer runs compiled on devices of a kind, so that it keeps all its parts or nothing."""
+    return compiles_layers(table, kind) and not runs_fused(layer, kind)
+
+
 def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
     """Count the parameters of each layer, padding included. A tied one counts in every layer that uses it."""
     return [
@@ -172,6 +182,16 @@ def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
         )
         for layer in model.layers
     ]
+
+
+def shared_layers(model: LayeredModel) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of layers that share trained parameters."""
+    users: dict[int, list[int]] = {}
+    for index, layer in enumerate(model.layers):
+        for parameter in layer.parameters():
+            if parameter.requires_grad:
+                users.setdefault(id(parameter), []).append(index)
+    return tuple(sorted({tuple(layers) for layers in users.values() if len(layers) > 1}))
 
 
 def num_parameters(model: LayeredModel) -> tuple[int, int]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from torchround.config import EngineTable
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.results import StepResult, costs_from_reports
-from torchround.pipeline.partition import Partition
-from torchround.pipeline.plan import Plan, PlannedStage
+from torchround.pipeline.partition import KeptNames, Partition, PlanError
+from torchround.pipeline.plan import Plan, PlannedStage, read_kept
 from torchround.pipeline.plan_report import plan_for
 from torchround.pipeline.planner import InfeasiblePlanError
 from torchround.pipeline.run_question import RunQuestion
@@ -73,7 +73,8 @@ class PlanByMeasuring:
         """Plan again from the medians of the measured steps, all of which must be done."""
         reports = [report for result in self._measured for report in result.reports()]
         updates = [result.update().bundles for result in self._measured]
-        costs = costs_from_reports(self._costs, reports, updates, self._question.recompute)
+        counted = self._costs.keeping(self.settled.kept)
+        costs = costs_from_reports(counted, reports, updates, self._question.recompute).keeping(())
         try:
             # Losses depend on the rounds and on the stale layers. Both stay as they were counted: the question has the latter.
             self.settled = plan_for(replace(self._question, rounds=self.settled.rounds), costs)
@@ -91,13 +92,13 @@ class PlanByMeasuring:
             return False
         try:
             made = self._evaluated(kept)
-        except InfeasiblePlanError:
+        except (InfeasiblePlanError, PlanError):
             return False
         return [_shape(stage) for stage in kept.stages] == [_shape(stage) for stage in made.stages]
 
     def _evaluated(self, plan: Plan) -> Plan:
-        given = plan.partition, plan.rounds
-        return plan_for(replace(self._question, given=given, stale_layers=plan.stale_layers), self._costs)
+        given = replace(self._question, given=(plan.partition, plan.rounds), given_kept=plan.kept)
+        return plan_for(replace(given, stale_layers=plan.stale_layers), self._costs)
 
 
 def _shape(stage: PlannedStage) -> tuple[str, str, str, int]:
@@ -122,6 +123,19 @@ def given_stale_layers(engine: EngineTable) -> int | None:
         return engine.stale_layers
     plan = _read_plan(engine.plan) if isinstance(engine.plan, str) else None
     return plan.stale_layers if plan is not None and plan.update == engine.update == "bounded" else None
+
+
+def given_kept(engine: EngineTable) -> KeptNames | None:
+    """Return what each layer keeps if `engine.plan` says it, None if `engine.keep_activations` does.
+
+    A setting other than "auto" holds for the partition of a file too.
+    """
+    given = engine.plan
+    if isinstance(given, str):
+        return _read_plan(given).kept if engine.keep_activations == "auto" else None
+    if given is None or given.kept is None:
+        return None
+    return read_kept({"kept": given.kept}, given_plan(engine)[0])
 
 
 def _read_plan(path: str) -> Plan:

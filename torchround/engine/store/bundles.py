@@ -20,8 +20,8 @@ ALIGNMENT_ELEMENTS = 256
 class UpdatePolicy:
     """The number of weight versions that are kept. Step `t` reads `v(t - versions + 1)`; the first steps read `v(0)`.
 
-    Under either policy step `t`'s gradient is applied to `v(t)` and gives `v(t + 1)`; they differ only in the
-    version that the gradient is computed with. The step's number alone decides that version, never timing.
+    Under each policy step `t`'s gradient is applied to `v(t)` and gives `v(t + 1)`; they differ in the version that
+    the gradient is computed with. The step's number alone decides that version, never timing.
 
     If it `predicts`, a version's device weights are taken one update ahead of its fp32 weights, towards the version
     that the gradient will be applied to (`store/prediction.py`).
