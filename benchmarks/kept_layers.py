@@ -53,7 +53,7 @@ class BackwardTakesTime(torch.autograd.Function):
         return hidden + weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         ctx.clock.sleep(ctx.seconds)
         return gradient.contiguous(), gradient.sum((0, 1)), None, None
 
