@@ -58,6 +58,11 @@ class RandomSetting:
         self.devices = draw.randint(1, 4)
         self.device_bytes = draw.randint(12, 40) * MIB
         self.validates = draw.choice([True, False])
+        # Half of the settings keep activations.
+        kept = draw.choice(["none", "none", "none", "attention", "half", "all", ("qkv", "down")])
+        if kept == "half" and self.fields["num_layers"] == 1:
+            kept = "all"  # of one block, every other one is none
+        self.engine = self.engine.model_copy(update={"keep_activations": kept})
         self.numbers = RunNumbers(self.training, self.engine)
 
     def model(self) -> LayeredModel:

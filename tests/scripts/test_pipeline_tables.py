@@ -36,9 +36,14 @@ def test_a_table_in_a_page_is_what_simulation_gives(path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("model", range(len(pipeline_tables.MODELS)))
-def test_bounded_updates_have_next_to_no_bubble_on_eight_h100s(model: int) -> None:
-    plan = plan_for(replace(pipeline_tables.counted(model), update="bounded"))
-    assert plan.bubble <= 0.01
+def test_bounded_updates_have_next_to_no_bubble_on_eight_h100s_unless_weights_are_tied(model: int) -> None:
+    question = pipeline_tables.counted(model)
+    plan = plan_for(replace(question, update="bounded"))
+    if question.costs().shared:
+        # The head waits for the last gradient of the matrix that it shares with the embedding.
+        assert plan.bubble < plan_for(question).bubble
+    else:
+        assert plan.bubble <= 0.01
     assert 0 < plan.stale_layers <= sum(plan.partition.forward)
 
 

@@ -205,6 +205,7 @@ def rendered(report: PlanReport) -> "Group":
         parts += [
             _plan_table(report.plan, timed),
             _device_line(report),
+            *(report.kept.lines(timed) if report.kept is not None else ()),
             report.plan.summary(timed),
             *_speed_lines(report),
         ]
@@ -287,6 +288,8 @@ def _device_line(report: PlanReport) -> str:
         f"activations and workspace {size_text(memory.compute_bytes)}, staging {size_text(memory.staging_bytes)}, "
         f"tokens {size_text(memory.integers_bytes)}"
     )
+    if memory.kept_bytes:
+        parts += f", kept activations {size_text(memory.kept_bytes)}"
     of = "" if limit is None else f" of {size_text(limit)} usable"
     return f"each device needs {size_text(memory.total_bytes)}{of}: {parts}"
 

@@ -160,7 +160,10 @@ class Engine:
             self._awaiting_step = False
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Dispatch a forward-only pass under the newest weights; its `loss()` waits. Does not wait itself."""
+        """Dispatch a forward-only pass under the newest weights; its `loss()` waits. Does not wait itself.
+
+        These are the newest device weights. If they are predictions, `HostStore.true_device_weights` replaces them.
+        """
         with self._life.call():
             if self._awaiting_step:
                 raise EngineUsageError("evaluate() was called between forward_backward() and step()")

@@ -119,10 +119,15 @@ def _check_amount(what: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of all layers in order. `hop_s`: seconds from a stage's output to the next stage's input, per micro-batch."""
+    """The costs of all layers in order.
+
+    - `hop_s`: seconds from a stage's output to the next stage's input, per micro-batch.
+    - `shared`: groups of layers that share trained weights, each group in rising order.
+    """
 
     layers: tuple[LayerCost, ...]
     hop_s: float = 0.0
+    shared: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -133,6 +138,14 @@ class Costs:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def completed_with(self) -> list[int]:
+        """Return, for each layer, the first layer that shares its weights: the last one whose gradient they need."""
+        first = list(range(self.num_layers))
+        for group in self.shared:
+            for layer in group:
+                first[layer] = min(first[layer], group[0])
+        return first
 
     @property
     def kept(self) -> tuple[tuple[str, ...], ...]:

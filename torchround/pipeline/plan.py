@@ -5,6 +5,7 @@ one. `plan_transfers` compares what a plan moves over PCIe with what the link ca
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -106,7 +107,13 @@ class Plan:
             parts += [f"{1e3 * stage.seconds:8.2f}"] if timed else []
             parts += [f"{size_text(size):>9}" for size in (stage.weight_bytes, stage.compute_bytes)]
             lines.append("  ".join(parts))
-        return "\n".join([*lines, self.summary(timed)])
+        return "\n".join([*lines, *self.kept_lines(), self.summary(timed)])
+
+    def kept_lines(self) -> list[str]:
+        """Say in at most one line which parts of how many layers are kept."""
+        counts = Counter(name for names in self.kept for name in names)
+        parts = ", ".join(f"{name} of {number} layers" for name, number in counts.items())
+        return [f"kept on the host for backward stages: {parts}"] if parts else []
 
     def summary(self, timed: bool = True) -> str:
         """Format the predicted figures in one line."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torchround.pipeline.costs import Costs, ParameterCounts
+from torchround.pipeline.kept_report import KeptReport, report_kept
 from torchround.pipeline.memory import (
     GIB,
     DeviceMemory,
@@ -56,6 +57,7 @@ class PlanReport:
     longest_tokens: int
     changes: tuple[ConfigChange, ...]
     faster: tuple[ConfigChange, ...]
+    kept: KeptReport | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -83,6 +85,7 @@ def report_plan(question: RunQuestion) -> PlanReport:
         longest_tokens=longest_tokens(question),
         changes=() if plan else tuple(_changes(question)),
         faster=() if plan is None else tuple(_faster(question, plan)),
+        kept=None if plan is None else report_kept(question, plan, costs),
     )
 
 

@@ -77,12 +77,12 @@ def run_question(
     training, engine = numbers.training, numbers.engine
     given = None if engine.plan is None else given_plan(engine)
     _check(model, numbers, hardware, None if given is None else given[0].num_layers)
-    parameters = layer_parameters(model)
+    parameters, shared = layer_parameters(model), shared_layers(model)
     # Virtual devices copy weights in files straight from their map.
     reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
 
     def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-        return costs_from_work(
+        costs = costs_from_work(
             model.names,
             layer_works(model, numbers, hardware.kind, tokens, sequences),
             parameters,
@@ -94,6 +94,7 @@ def run_question(
             accumulate_bytes=accumulate_bytes,
             keeps_whole=[runs_compiled(layer, numbers.engine, hardware.kind) for layer in model.layers],
         )
+        return replace(costs, shared=shared)
 
     return RunQuestion(
         costs_for=costs_for,
@@ -181,6 +182,16 @@ def layer_parameters(model: LayeredModel) -> list[ParameterCounts]:
         )
         for layer in model.layers
     ]
+
+
+def shared_layers(model: LayeredModel) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of layers that share trained parameters."""
+    users: dict[int, list[int]] = {}
+    for index, layer in enumerate(model.layers):
+        for parameter in layer.parameters():
+            if parameter.requires_grad:
+                users.setdefault(id(parameter), []).append(index)
+    return tuple(sorted({tuple(layers) for layers in users.values() if len(layers) > 1}))
 
 
 def num_parameters(model: LayeredModel) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """Steps in `bounded`: the exact time against the event simulator, and what its waits must and must not do."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -39,6 +41,9 @@ def test_the_steady_state_is_the_mean_over_many_simulated_steps(
     data: st.DataObject, costs: Costs, recompute: str
 ) -> None:
     partition = data.draw(partitions(costs.num_layers))
+    if costs.num_layers > 1 and data.draw(st.booleans()):
+        group = data.draw(st.sets(st.integers(0, costs.num_layers - 1), min_size=2, max_size=2))
+        costs = replace(costs, shared=(tuple(sorted(group)),))
     devices, micro_batches = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     stale = data.draw(st.integers(0, costs.num_layers - partition.fused))
     exact = bounded_step_seconds(LayerSums(costs, recompute), partition, stale, devices, micro_batches)
@@ -100,6 +105,15 @@ def test_a_layers_update_holds_up_only_stages_that_read_it() -> None:
     assert waits == pytest.approx(without)
     whole = step_seconds(LayerSums(costs).times((1,), 1, (1,)), 3, 1, 1, "sync")
     assert whole > without
+
+
+def test_a_head_that_shares_the_embeddings_weights_waits_for_the_embeddings_gradient() -> None:
+    """Three devices, one micro-batch: the fused stage of a step reads what the backward of the step before completes."""
+    layers = (LayerCost("embedding", 1.0, 2.0), LayerCost("head", 1.0, 2.0))
+    partition = Partition((1,), 1, (1,))
+    own, shared = (LayerSums(Costs(layers, shared=groups)) for groups in ((), ((0, 1),)))
+    assert bounded_step_seconds(own, partition, 1, 3, 1) == pytest.approx(3.0)
+    assert bounded_step_seconds(shared, partition, 1, 3, 1) == pytest.approx(5.0)
 
 
 def test_no_step_is_shorter_than_the_update() -> None:

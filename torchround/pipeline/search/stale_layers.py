@@ -48,6 +48,11 @@ def find_stale_plan(
     if found is None:
         return None
     fastest, proven_s = found
+    if problem.costs.shared and proven_s is None:
+        # A head that shares the embedding's weights waits for its gradient, as `sync` does. Estimates leave that out, so
+        # plans made for such waits are tried too.
+        others = find_plan(problem.with_stale_layers(0), (1,), 0.0)
+        fastest = min([fastest, *([others[0]] if others else [])], key=problem.exact_s)
     fastest_s = problem.exact_s(fastest)
     bubble = max(NO_BUBBLE, bubble_of(problem, fastest, fastest_s))
     goal = StepGoal(fastest_s * (1 + max(as_fast, AS_SHORT)), bubble)

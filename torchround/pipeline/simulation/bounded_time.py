@@ -38,7 +38,7 @@ def bounded_step_seconds(
     """
     stale_layers = min(stale_layers, partition.num_layers - partition.fused)
     times = sums.times(partition.forward, partition.fused, partition.backward, stale_layers)
-    waits = update_waits(partition, sums.updated_s, stale_layers)
+    waits = update_waits(partition, sums, stale_layers)
     gradient_stages = [stage for stage in partition.stages() if stage.kind is not StageKind.FORWARD]
     update_s = [sums.updated_s[stage.stop] - sums.updated_s[stage.start] for stage in gradient_stages]
 
@@ -49,18 +49,18 @@ def bounded_step_seconds(
     return steady_state_seconds(next_state, num_devices + 2 * len(update_s), 0)
 
 
-def update_waits(partition: Partition, updated_s: Sequence[float], stale_layers: int) -> list[UpdateWait]:
-    """List the update that each stage waits for. `updated_s[l]` is the seconds to update all layers before l."""
-    stages = partition.stages()
+def update_waits(partition: Partition, sums: LayerSums, stale_layers: int) -> list[UpdateWait]:
+    """List the update that each stage waits for."""
+    stages, updated_s = partition.stages(), sums.updated_s
     gradient_stages = [stage for stage in stages if stage.kind is not StageKind.FORWARD]
     waits = []
     for stage in stages:
-        layer, steps = stage.start, 1
+        start, steps = stage.start, 1
         if stage.kind is StageKind.FORWARD:
-            # The layer that is updated last of those that the stage reads in the newest version.
-            layer, steps = (
-                (stage.start, 2) if stage.stop <= stale_layers else (max(stage.start, stale_layers), 1)
-            )
+            # What the stage reads in the newest version, or the version before if it reads nothing newer.
+            start, steps = (start, 2) if stage.stop <= stale_layers else (max(start, stale_layers), 1)
+        # The layer that is updated last: shared weights are updated with the first layer that uses them.
+        layer = min(sums.completed_with[start : stage.stop])
         source = next(index for index, other in enumerate(gradient_stages) if other.start <= layer)
         waits.append(UpdateWait(source, updated_s[gradient_stages[source].stop] - updated_s[layer], steps))
     return waits

@@ -66,6 +66,7 @@ class _Builder:
         self.costs = costs
         self.recompute = recompute
         self.is_bounded = is_bounded
+        self.completed_with = costs.completed_with()
         self.stale_layers = stale_layers
         self.tasks: list[Task] = []
         self.link_s: list[float] = []
@@ -156,11 +157,12 @@ class _Builder:
         """Return the last update that the stage waits for, if it is in the schedule."""
         updates, layer = self.updates, stage.stop - 1
         if self.is_bounded:
-            layer = stage.start
+            start = stage.start
             if stage.kind is StageKind.FORWARD and stage.stop <= self.stale_layers:
                 updates = self.older
             elif stage.kind is StageKind.FORWARD:
-                layer = max(stage.start, self.stale_layers)
+                start = max(start, self.stale_layers)
+            layer = min(self.completed_with[start : stage.stop])
         return ((updates[layer], 0.0),) if updates else ()
 
     def _arrival(self, index: int | None) -> tuple[Dependency, ...]:

@@ -61,6 +61,7 @@ class LayerSums:
         self.updated_s = [0.0, *accumulate(layer.optimizer_s for layer in costs.layers)]
         self.recompute = recompute
         self.link_waits = link_waits
+        self.completed_with = costs.completed_with()
         self.updates_take_time = self.updated_s[-1] > 0
 
     def times(
