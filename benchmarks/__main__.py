@@ -16,6 +16,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "shared-link": ("shared_link", "SHARED_LINK"),
     "kernels": ("kernels", "KERNELS"),
     "planner": ("planner", "PLANNER"),
+    "kept-plans": ("kept_plans", "KEPT_PLANS"),
     "optimizer-speed": ("optimizer", "SPEED"),
     "optimizer-overlap": ("optimizer_overlap", "OVERLAP"),
     "training-memory": ("host_memory", "TRAINING"),

@@ -45,6 +45,8 @@ MODES = {
     "bounded": [*BOUNDED],
     "bounded, tied, bfloat16": [*BOUNDED, TIED, "--training.dtype=bfloat16"],
     "bounded, no stale layers": [*BOUNDED, "--engine.stale_layers=0"],
+    "kept, bounded": [KEEP_ALL, *BOUNDED, "--engine.stale_layers=2"],
+    "kept, async, predict, adapters": [KEEP_ALL, ASYNC, PREDICT, "--lora.rank=2", "--lora.dropout=0.5"],
     "async, predict, tied, bfloat16": [ASYNC, PREDICT, TIED, "--training.dtype=bfloat16"],
 }
 
@@ -99,8 +101,10 @@ def test_resumed_with_another_partition_it_equals_an_uninterrupted_run(
     small_runs.assert_same("stopped", "whole")
 
 
-# A step runs layer 1 (a block) 4 times forward and 4 times in its backward stage: calls 9 to 16 are step 2's.
-@pytest.mark.parametrize("mode", ["sync", "async, tied, two rounds", "async, bfloat16"])
+@pytest.mark.parametrize(
+    "mode",
+    ["sync", "async, tied, two rounds", "async, bfloat16", "async, predict", "bounded, no stale layers"],
+)
 def test_interrupted_and_resumed_with_other_kept_activations_it_equals_a_run_that_recomputes(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
@@ -114,6 +118,7 @@ def test_interrupted_and_resumed_with_other_kept_activations_it_equals_a_run_tha
     small_runs.assert_same("keeps", "recomputes")
 
 
+# A step runs layer 1 (a block) 4 times forward and 4 times in its backward stage: calls 9 to 16 are step 2's.
 @pytest.mark.parametrize("mode", ["sync, tied", "async, tied, two rounds"])
 @pytest.mark.parametrize("call", [1, 9, 13, 16, 31])
 def test_a_run_resumed_after_a_fault_in_a_stage_equals_one_without_the_fault(

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.device_toy import device_engine
 from tests.support.toy import (
+    KEPT,
     PARTITIONS,
     ToyBlock,
     assert_same_state,
@@ -20,7 +21,8 @@ from tests.support.toy import (
     train,
 )
 from torchround.engine.device import AcceleratorDevice
-from torchround.engine.errors import DeviceMemoryError, PipelineError
+from torchround.engine.errors import DeviceMemoryError, EngineUsageError, PipelineError
+from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.pipeline.memory import GIB
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +155,36 @@ def test_a_device_that_fails_in_the_middle_of_a_step_is_a_pipeline_error_and_tra
     assert engine_threads() == [] and store.is_consistent
     simulator.reset()
     with device_engine(kind, toy_model(), store, PARTITION, workers) as engine:
+        train(engine, BATCHES[store.step :])
+    assert_same_state(store.named_views(), expected.named_views())
+
+
+@pytest.mark.parametrize("stale_layers", [None, 0, 3], ids=["sync", "bounded, K = 0", "bounded, K = 3"])
+@pytest.mark.parametrize("after", [100, 500, 1100])
+def test_a_device_that_fails_while_activations_are_kept_leaves_whole_updates_or_a_store_that_is_marked(
+    simulator, kind, after, stale_layers
+):
+    policy, first_kept = (SYNC, 0) if stale_layers is None else (BOUNDED, stale_layers)
+    kept = ((),) * first_kept + KEPT["all"][first_kept:]
+    settings = {"kept": kept, "stale_layers": first_kept}
+    states, expected = {}, toy_store(toy_model(), pinned=True, policy=policy)
+    with device_engine(kind, toy_model(), expected, PARTITION, 1, **settings) as engine:
+        for step in range(len(BATCHES) + 1):
+            states[step] = {name: view.clone() for name, view in expected.named_views().items()}
+            train(engine, BATCHES[step : step + 1])
+    store = toy_store(toy_model(), pinned=True, policy=policy)
+    engine = device_engine(kind, toy_model(), store, PARTITION, 2, **settings)
+    simulator.inject_fault(0, after)
+    with pytest.raises(PipelineError, match="planted fault"):
+        train(engine, BATCHES)
+    assert engine_threads() == [] and (store.is_consistent or policy is BOUNDED)
+    simulator.reset()
+    if not store.is_consistent:
+        with pytest.raises(EngineUsageError, match="mixes two weight versions"):
+            device_engine(kind, toy_model(), store, PARTITION, 2, **settings)
+        return
+    assert_same_state(store.named_views(), states[store.step])
+    with device_engine(kind, toy_model(), store, PARTITION, 2, **settings) as engine:
         train(engine, BATCHES[store.step :])
     assert_same_state(store.named_views(), expected.named_views())
 

@@ -3,8 +3,12 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.small_run import STEPS, SmallRuns, before_step, interrupt, small_runs
+from torchround.commands import configured_model, export_hf
+from torchround.engine.store.host_store import OLDER_WEIGHTS
 
 __all__ = ["small_runs"]
 
@@ -115,3 +119,13 @@ def test_too_many_stale_layers_are_one_message(
         error = capsys.readouterr().err
         assert "engine.stale_layers" in error and error.count("\n") == 1
         assert not small_runs.path("run").exists()
+
+
+def test_an_export_holds_the_newest_weights(small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_hf, "FAMILIES", configured_model.FAMILIES)
+    assert small_runs("run", *BOUNDED, STALE, "--checkpoint.export=weights") == 0
+    [file] = (small_runs.path("run") / "export" / f"step-{STEPS}").glob("*.safetensors")
+    exported = load_file(file)["model.embed_tokens.weight"]
+    saved = small_runs.state("run")
+    newest, older = (saved[f"{kind}/embedding.weight"] for kind in ("weights", f"{OLDER_WEIGHTS}1_old"))
+    assert torch.equal(exported, newest) and not torch.equal(exported, older)

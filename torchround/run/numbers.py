@@ -77,27 +77,10 @@ def run_question(
     training, engine = numbers.training, numbers.engine
     given = None if engine.plan is None else given_plan(engine)
     _check(model, numbers, hardware, None if given is None else given[0].num_layers)
-    parameters, shared = layer_parameters(model), shared_layers(model)
     # Virtual devices copy weights in files straight from their map.
     reads_files = bool(mapped) and kind_of(hardware.kind).locks_pages
-
-    def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
-        costs = costs_from_work(
-            model.names,
-            layer_works(model, numbers, hardware.kind, tokens, sequences),
-            parameters,
-            # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
-            hardware.spec or ASSUMED_DEVICE,
-            dtype=training.dtype,
-            fp16_accumulation=training.fp16_accumulation,
-            element_bytes=numbers.dtype.itemsize,
-            accumulate_bytes=accumulate_bytes,
-            keeps_whole=[runs_compiled(layer, numbers.engine, hardware.kind) for layer in model.layers],
-        )
-        return replace(costs, shared=shared)
-
     return RunQuestion(
-        costs_for=costs_for,
+        costs_for=_counted_costs(model, numbers, hardware),
         parameters=parameter_counts(model, mapped),
         seq_len=training.seq_len,
         global_batch_size=training.global_batch_size,
@@ -122,6 +105,30 @@ def run_question(
         keep_activations=engine.keep_activations,
         given_kept=given_kept(engine),
     )
+
+
+def _counted_costs(
+    model: LayeredModel, numbers: RunNumbers, hardware: Hardware
+) -> Callable[[int, int, int], Costs]:
+    """Return `RunQuestion.costs_for` of a model."""
+    parameters, shared = layer_parameters(model), shared_layers(model)
+
+    def costs_for(tokens: int, sequences: int, accumulate_bytes: int) -> Costs:
+        costs = costs_from_work(
+            model.names,
+            layer_works(model, numbers, hardware.kind, tokens, sequences),
+            parameters,
+            # The plan of an unknown card follows the assumed one's proportions; no time is shown for it.
+            hardware.spec or ASSUMED_DEVICE,
+            dtype=numbers.training.dtype,
+            fp16_accumulation=numbers.training.fp16_accumulation,
+            element_bytes=numbers.dtype.itemsize,
+            accumulate_bytes=accumulate_bytes,
+            keeps_whole=[runs_compiled(layer, numbers.engine, hardware.kind) for layer in model.layers],
+        )
+        return replace(costs, shared=shared)
+
+    return costs_for
 
 
 def _check(model: LayeredModel, numbers: RunNumbers, hardware: Hardware, planned_layers: int | None) -> None:
