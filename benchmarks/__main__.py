@@ -17,6 +17,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "kept-activations": ("kept_schedule", "KEPT_SCHEDULE"),
     "kernels": ("kernels", "KERNELS"),
     "planner": ("planner", "PLANNER"),
+    "kept-plans": ("kept_plans", "KEPT_PLANS"),
     "optimizer-speed": ("optimizer", "SPEED"),
     "optimizer-overlap": ("optimizer_overlap", "OVERLAP"),
     "training-memory": ("host_memory", "TRAINING"),
