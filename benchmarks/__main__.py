@@ -14,6 +14,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "compiled-layers": ("step", "COMPILED_LAYERS"),
     "schedule": ("schedule", "SCHEDULE"),
     "shared-link": ("shared_link", "SHARED_LINK"),
+    "kept-activations": ("kept_schedule", "KEPT_SCHEDULE"),
     "kernels": ("kernels", "KERNELS"),
     "planner": ("planner", "PLANNER"),
     "kept-plans": ("kept_plans", "KEPT_PLANS"),

@@ -1,44 +1,54 @@
 """Virtual devices with a link to the host whose copies take time beside computation, as they do on an accelerator.
 
-The engine drives them as it drives accelerators: its threads only enqueue, and each stream of a device is a clock. An
-operation begins when its stream has done the one before it and all events that it waits for have passed; a copy takes its
-bytes over the link's rate, a computation takes the seconds that its layers owe. The data itself moves at once, because
-enqueuing follows the same order.
+The engine drives them as it drives accelerators. Each stream of a device is a clock: an operation begins when its stream has
+done the one before it and all events that it waits for have passed. A copy takes its bytes over the link's rate, a
+computation takes the seconds that its layers owe. The data itself moves at once.
 
-`RealTime` anchors the clocks to the machine's: a host thread that waits for an event sleeps until then, and a thread that
-enqueues late delays its device. `ModelledTime` has no clock of the machine at all: host threads have clocks of their own, which
-hand-overs pass on, and everything that the host does takes no time. Load of the machine cannot change its times.
+Host threads have clocks too, which hand-overs pass on. Everything that the host does takes no time, so load of the machine
+does not change what is measured. `pace` lets threads sleep as well, so that they come to the shared pool of host buffers in
+about the order of the modelled times; a thread that runs far ahead takes buffers that earlier computations need.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from torchround.engine.board import Observer
+from torchround.engine.board import HandOverKey, Observer
 from torchround.engine.device import UPLOADS, CpuDevice, Event, Mark, Stream
 
 T = TypeVar("T")
 
 
-class RealTime(Observer):
-    """The machine's clock, and the seconds that the layers of each thread's computation owe."""
+class ModelledTime(Observer):
+    """The clocks of host threads, and the seconds that the computation under way on each thread owes.
 
-    def __init__(self) -> None:
+    As the engine's observer it passes times from thread to thread. With `pace` a second of the model takes so many seconds of
+    the machine.
+    """
+
+    def __init__(self, pace: float = 0.0) -> None:
         self._thread = threading.local()
+        self._posted: dict[object, float] = {}
+        self._pace = pace
+        self._start_s = time.perf_counter()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RealTime":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelledTime":
         return self  # the engine copies the layers, which hold this clock
 
     def now(self) -> float:
         """Return the time of the calling host thread."""
-        return time.perf_counter()
+        return getattr(self._thread, "now", 0.0)
 
     def advance(self, seconds: float) -> None:
         """Let the calling host thread wait until this time."""
-        time.sleep(max(seconds - time.perf_counter(), 0.0))
+        self._thread.now = max(self.now(), seconds)
+
+    def computed(self, seconds: float) -> None:
+        """Note that a computation of the calling thread's device ends then."""
+        time.sleep(max(self._start_s + self._pace * seconds - time.perf_counter(), 0.0))
 
     def sleep(self, seconds: float) -> None:
         """Let the computation under way on this thread take so much longer."""
@@ -50,31 +60,19 @@ class RealTime(Observer):
         self._thread.owed = 0.0
         return owed
 
-
-class ModelledTime(RealTime):
-    """A time that passes on devices alone. As the engine's observer it passes from thread to thread with each hand-over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._posted: dict[object, float] = {}
-
-    def now(self) -> float:
-        return getattr(self._thread, "now", 0.0)
-
-    def advance(self, seconds: float) -> None:
-        self._thread.now = max(self.now(), seconds)
-
     def posted(self, token: object) -> None:
-        self._posted.setdefault(token, self.now())
+        if isinstance(token, HandOverKey):
+            self._posted.setdefault(token, self.now())
 
     def waited(self, token: object) -> None:
-        self.advance(self._posted.get(token, 0.0))
+        if isinstance(token, HandOverKey):  # others are buffers: their events say when they are free
+            self.advance(self._posted.get(token, 0.0))
 
 
 class ModelledEvent:
     """A point in a modelled stream: it passes at a time that is known when it is recorded."""
 
-    def __init__(self, clock: RealTime, seconds: float) -> None:
+    def __init__(self, clock: ModelledTime, seconds: float) -> None:
         self._clock = clock
         self.seconds = seconds
 
@@ -83,8 +81,9 @@ class ModelledEvent:
         self._clock.advance(self.seconds)
 
     def query(self) -> bool:
-        """Return whether the time has come."""
-        return self._clock.now() >= self.seconds
+        """Return True, later: a thread that asks waits, and nothing else would bring its clock there."""
+        self.synchronize()
+        return True
 
 
 class ModelledMark(Mark):
@@ -100,7 +99,7 @@ class LinkedDevice(CpuDevice):
 
     has_link = True
 
-    def __init__(self, index: int, clock: RealTime, bytes_per_s: float) -> None:
+    def __init__(self, index: int, clock: ModelledTime, bytes_per_s: float) -> None:
         super().__init__(index)
         self._clock = clock
         self._bytes_per_s = bytes_per_s
@@ -127,6 +126,7 @@ class LinkedDevice(CpuDevice):
         self._clock.taken()
         result = work()
         self._ready[stream] = self._begin(stream) + self._clock.taken()
+        self._clock.computed(self._ready[stream])
         return result
 
     def _record(self, stream: Stream) -> Event:
@@ -137,8 +137,3 @@ class LinkedDevice(CpuDevice):
             self._ready[stream] = max(self._ready[stream], event.seconds)
         else:
             event.synchronize()
-
-
-def linked_devices(count: int, clock: RealTime, bytes_per_s: float) -> Sequence[LinkedDevice]:
-    """Make devices with a link each."""
-    return [LinkedDevice(index, clock, bytes_per_s) for index in range(count)]
