@@ -97,7 +97,10 @@ def test_a_changed_setting_of_what_is_kept_ends_the_plan_of_the_run_so_far() -> 
     question = RunQuestion(
         costs_for=lambda *shape: costs,
         parameters=ParameterCounts(trained=1),
-        **{"seq_len": 8, "global_batch_size": 8, "micro_batch_size": 1, "num_devices": 2},
+        seq_len=8,
+        global_batch_size=8,
+        micro_batch_size=1,
+        num_devices=2,
         device=DeviceSpec("card", 24, 1.0),
         device_bytes=None,
         keep_activations="all",
