@@ -165,7 +165,9 @@ class Trainer:
             # The first engine has ended: its steps are done, and its devices are empty for the engine of the next plan.
             with self._meter.excluded():
                 planning.settle()
-            say(f"planned again from {measure_steps} measured steps:\n{planning.settled}")
+            say(
+                f"planned again from {measure_steps} measured steps:\n{planning.settled}{planning.ratio_text}"
+            )
             self._folder.describe(self.config, planning.settled)
         with self._running_engine(planning.settled) as engine:
             return self._train(engine, stop, total_steps) or COMPLETE
