@@ -1,11 +1,18 @@
 """The first steps measure, the plan that comes of it stays, and no loss depends on any of that. Traces of steps."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from tests.support.small_run import ASYNC, STEPS, SmallRuns, before_step, interrupt, small_runs
+from torchround.pipeline.cards import DeviceSpec
+from torchround.pipeline.costs import Costs, KeptCost, LayerCost, ParameterCounts
+from torchround.pipeline.partition import Partition
 from torchround.pipeline.plan import Plan
+from torchround.pipeline.plan_report import plan_for
+from torchround.pipeline.run_question import RunQuestion
+from torchround.run.run_plan import PlanByMeasuring
 
 __all__ = ["small_runs"]
 
@@ -82,6 +89,29 @@ def test_a_run_resumed_on_other_devices_measures_again(
     assert "planned again from 2 measured steps" in capsys.readouterr().out
     assert small_runs("whole", *measured(0)) == 0
     assert small_runs.losses("run") == small_runs.losses("whole")
+
+
+def test_a_changed_setting_of_what_is_kept_ends_the_plan_of_the_run_so_far() -> None:
+    block = LayerCost("block", 1.0, 2.0, keepable=(KeptCost("attention", 1, 0.5), KeptCost("down", 1, 0.1)))
+    costs = Costs((block,) * 5)
+    question = RunQuestion(
+        costs_for=lambda *shape: costs,
+        parameters=ParameterCounts(trained=1),
+        seq_len=8,
+        global_batch_size=8,
+        micro_batch_size=1,
+        num_devices=2,
+        device=DeviceSpec("card", 24, 1.0),
+        device_bytes=None,
+        keep_activations="all",
+    )
+    earlier = plan_for(replace(question, given=(Partition((2, 2), 1, (2, 2)), 1)))
+    assert earlier.kept
+    stays = {}
+    for setting in ("all", "auto", "none", "attention"):
+        changed = replace(question, keep_activations=setting)
+        stays[setting] = PlanByMeasuring(changed, plan_for(changed), earlier, 5, 3, 10).settled == earlier
+    assert stays == {"all": True, "auto": True, "none": False, "attention": False}
 
 
 def test_chosen_steps_are_traced_and_no_loss_changes(small_runs: SmallRuns) -> None:

@@ -154,7 +154,6 @@ def layer_works(
     for layer in model.layers:
         work: LayerWork = layer.work(sequences, tokens, element_bytes, kind)  # type: ignore[operator]
         if runs_compiled(layer, numbers.engine, kind):
-            work = kept_whole(work)
             # A compiled backward gives all gradients of its layer at once.
             trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
             work = replace(kept_whole(work), workspace_bytes=work.workspace_bytes + trained * element_bytes)

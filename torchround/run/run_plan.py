@@ -94,10 +94,13 @@ class PlanByMeasuring:
             made = self._evaluated(kept)
         except (InfeasiblePlanError, PlanError):
             return False
-        return [_shape(stage) for stage in kept.stages] == [_shape(stage) for stage in made.stages]
+        shapes = [[_shape(stage) for stage in plan.stages] for plan in (kept, made)]
+        return shapes[0] == shapes[1] and kept.kept == made.kept
 
     def _evaluated(self, plan: Plan) -> Plan:
-        given = replace(self._question, given=(plan.partition, plan.rounds), given_kept=plan.kept)
+        # A setting by name says itself what is kept; it may have changed since the plan was made.
+        kept = plan.kept if self._question.keep_rule().is_open else None
+        given = replace(self._question, given=(plan.partition, plan.rounds), given_kept=kept)
         return plan_for(replace(given, stale_layers=plan.stale_layers), self._costs)
 
 

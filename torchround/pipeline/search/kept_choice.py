@@ -89,7 +89,8 @@ class KeptChoice:
             for share in SHARES if is_tight else SHARES[:1]:
                 choices += self._searched(rounds, max(1, int(share * amount)))
         shortest_s = min(choice.step_s for choice in choices)
-        most_s = shortest_s * (1 + max(self._as_fast, SAME_STEP))
+        # Keeping must not make a step longer, not even by the share that counts as fast.
+        most_s = min(shortest_s * (1 + max(self._as_fast, SAME_STEP)), choices[0].step_s)
         fast = [self._with_less(choice, most_s) for choice in choices if choice.step_s <= most_s]
         best = min(fast, key=lambda choice: (choice.host_bytes, choice.step_s))
         return None if best.amount == 0 else (best.problem, best.candidate)
