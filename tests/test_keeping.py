@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from torchround.keeping import KeptActivationError, joined, keep, passing, recording, replaying
 
@@ -132,6 +132,46 @@ def test_a_block_outside_of_both_keeps_nothing_and_other_threads_are_not_seen() 
         other.start()
         other.join()
     assert record.tensors == []
+
+
+def test_parts_of_two_threads_that_overlap_leave_no_flag_of_the_process_set() -> None:
+    """PyTorch reads it when it compiles, so results of compiled layers would depend on timing."""
+    x, first_has_ended = torch.ones(2, 2), threading.Event()
+    is_inside = [threading.Event(), threading.Event()]
+
+    def run(number: int, may_end: threading.Event) -> None:
+        def part(x: Tensor) -> Tensor:
+            is_inside[number].set()
+            assert may_end.wait(60)
+            return x @ x
+
+        with torch.no_grad(), recording(("down",)):
+            keep("down", part, x)
+
+    first = threading.Thread(target=run, args=(0, is_inside[1]))
+    second = threading.Thread(target=run, args=(1, first_has_ended))
+    first.start()
+    assert is_inside[0].wait(60)
+    second.start()
+    first.join()
+    first_has_ended.set()
+    second.join()
+    assert not is_in_torch_dispatch_mode()
+
+
+def test_a_replay_without_gradients_takes_the_kernels_of_training() -> None:
+    """`recompute = "layer"` runs a layer without gradients first."""
+
+    def part(x: Tensor) -> Tensor:
+        return x @ x if torch.is_grad_enabled() else (x[:, :, None] * x).sum(dim=1)
+
+    x = torch.randn(3, 3)
+    with torch.no_grad():
+        with recording(("down",)) as record:
+            expected = keep("down", part, x)
+        with replaying(("down",), record.tensors):
+            found = keep("down", part, x)
+    assert torch.equal(found, expected) and not found.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from torchround.kept_operations import ATTENTION_KERNELS, PRODUCTS, CollectedResult, Results, unused_result
 
@@ -94,9 +94,7 @@ def recording(names: Iterable[str]) -> Iterator[ActivationRecord]:
     mode = _Recording(record)
 
     def run(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        with torch.enable_grad(), _operations_seen_by(mode, name):
-            found = function(*map(_as_leaf, args))
-        return tuple(tensor.detach() for tensor in found) if isinstance(found, tuple) else found.detach()
+        return _run_with_gradients(mode.of(name), function, args)
 
     try:
         with _parts_run_by(_Active(frozenset(names), run, record=record)):
@@ -119,7 +117,9 @@ def replaying(names: Iterable[str], tensors: Sequence[Tensor]) -> Iterator[None]
     mode = _Replaying(tensors)
 
     def run(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        with _operations_seen_by(mode, name):
+        if not torch.is_grad_enabled():  # the first of two recomputations, with `recompute = "layer"`
+            return _run_with_gradients(mode.of(name), function, args)
+        with mode.of(name):
             return function(*args)
 
     try:
@@ -183,16 +183,11 @@ def _parts_run_by(active: _Active) -> Iterator[None]:
         _thread.active = None
 
 
-@contextmanager
-def _operations_seen_by(mode: "_PartMode", name: str) -> Iterator[None]:
-    assert _thread.mode is None, "named parts do not contain each other"
-    _thread.mode = mode
-    mode.begin(name)
-    try:
-        with mode:
-            yield
-    finally:
-        _thread.mode = None
+def _run_with_gradients(mode: "_PartMode", function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run a part as the recomputation before a backward does. PyTorch may choose other kernels without gradients."""
+    with torch.enable_grad(), mode:
+        found = function(*map(_as_leaf, args))
+    return tuple(tensor.detach() for tensor in found) if isinstance(found, tuple) else found.detach()
 
 
 def _as_leaf(value: Any) -> Any:
@@ -209,13 +204,31 @@ class _PartMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.begin("")
+        self.of("")
 
-    def begin(self, name: str) -> None:
-        """Begin the part `name`."""
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise PyTorch wraps `__torch_dispatch__`, a third of its time. Compiled code does not run inside of a mode.
+        return False
+
+    def __enter__(self) -> Any:
+        assert _thread.mode is None, "named parts do not contain each other"
+        _thread.mode = self
+        # PyTorch's own method also sets flags of the whole process, and restores them at the end. Device threads that take
+        # turns at that would leave them set for ever, and PyTorch reads them when it compiles.
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _pop_mode()
+        _thread.mode = None
+
+    def of(self, name: str) -> "_PartMode":
+        """Return this mode, ready for the part `name`."""
         self.passes = self.joins = False
         # PyTorch may compute attention by products of all pairs. Their results, of size T^2, are not worth the link.
         self._operations = ATTENTION_KERNELS if name == "attention" else PRODUCTS
+        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -191,7 +191,19 @@ def test_a_layer_that_records_more_than_it_declared_is_recomputed_with_one_warni
     assert_same_state(state, expected[1])
     # Layer 3 records too much too; layer 4 keeps only the part that is declared as it is.
     [warning] = caplog.records
-    assert "layer block.0 would keep 4608 bytes of a micro-batch, but 256 were counted" in warning.message
+    assert (
+        "layer block.0 recorded 4608 bytes to keep of a micro-batch, but 256 were counted" in warning.message
+    )
+
+
+def test_a_layer_that_records_nothing_is_recomputed_with_one_warning(monkeypatch, caplog):
+    expected = trained("forward coarser", 1)
+    monkeypatch.setattr("tests.support.toy.keep", lambda name, function, *args: function(*args))
+    losses, state = trained("forward coarser", 1, kept=KEPT["all"])
+    assert losses == expected[0]
+    assert_same_state(state, expected[1])
+    [warning] = caplog.records
+    assert "layer block.0 recorded nothing to keep of a micro-batch" in warning.message
 
 
 def test_layers_that_declare_no_work_take_buffers_when_they_need_them(monkeypatch):

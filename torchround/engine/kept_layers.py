@@ -46,14 +46,14 @@ class KeptLayers:
         return self._counted[key]
 
     def warn(self, layer: int, nbytes: int, counted_bytes: int) -> None:
-        """Say once that a layer has recorded more than was counted for it, so that it is recomputed instead."""
+        """Say once that a layer recorded nothing, or more than was counted for it, so that it is recomputed instead."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "layer %s would keep %d bytes of a micro-batch, but %d were counted. It is recomputed instead, as are "
+                "layer %s recorded %s to keep of a micro-batch, but %d were counted. It is recomputed instead, as are "
                 "others like it: losses are the same, and steps are as long as if it kept nothing",
                 self._layer_names[layer],
-                nbytes,
+                f"{nbytes} bytes" if nbytes else "nothing",
                 counted_bytes,
             )
 

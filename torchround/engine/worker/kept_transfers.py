@@ -88,7 +88,7 @@ class KeptTransfers:
         counted_bytes = self._kept.nbytes(layer, shape)
         nbytes = Packing.of(tensors).nbytes
         kept: HostTensors | None = None
-        if counted_bytes is not None and nbytes > counted_bytes:
+        if counted_bytes is not None and (nbytes > counted_bytes or (counted_bytes and not tensors)):
             self._kept.warn(layer, nbytes, counted_bytes)
         elif tensors:
             kept = self._out.send(tensors, 1, reads, buffer_bytes=counted_bytes or 0)
