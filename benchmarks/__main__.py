@@ -15,6 +15,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "schedule": ("schedule", "SCHEDULE"),
     "shared-link": ("shared_link", "SHARED_LINK"),
     "kept-activations": ("kept_schedule", "KEPT_SCHEDULE"),
+    "kept-stage": ("kept_stage", "KEPT_STAGE"),
     "kernels": ("kernels", "KERNELS"),
     "planner": ("planner", "PLANNER"),
     "kept-plans": ("kept_plans", "KEPT_PLANS"),
@@ -28,6 +29,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "loader": ("data", "LOADER"),
     "data-wait": ("data", "WAIT"),
     "data-memory": ("data", "MEMORY"),
+    "staleness": ("staleness", "STALENESS"),
     "overheads": ("overheads", "OVERHEADS"),
     "gpu": ("gpu", "GPU"),
 }
