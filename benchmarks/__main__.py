@@ -29,6 +29,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "loader": ("data", "LOADER"),
     "data-wait": ("data", "WAIT"),
     "data-memory": ("data", "MEMORY"),
+    "staleness": ("staleness", "STALENESS"),
     "overheads": ("overheads", "OVERHEADS"),
     "gpu": ("gpu", "GPU"),
 }

@@ -46,6 +46,14 @@ class ModelledTime(Observer):
         """Let the calling host thread wait until this time."""
         self._thread.now = max(self.now(), seconds)
 
+    def drive_device(self) -> None:
+        """Note that the calling thread drives a device."""
+        self._thread.drives_device = True
+
+    def drives_device(self) -> bool:
+        """Tell whether the calling thread drives a device."""
+        return getattr(self._thread, "drives_device", False)
+
     def computed(self, seconds: float) -> None:
         """Note that a computation of the calling thread's device ends then."""
         time.sleep(max(self._start_s + self._pace * seconds - time.perf_counter(), 0.0))
@@ -81,8 +89,12 @@ class ModelledEvent:
         self._clock.advance(self.seconds)
 
     def query(self) -> bool:
-        """Return True, later: a thread that asks waits, and nothing else would bring its clock there."""
-        self.synchronize()
+        """Return True: at once in a device's thread, which does not wait for what it asks; later in any other.
+
+        The caller of a step asks again and again instead of waiting, and nothing else would bring its clock there.
+        """
+        if not self._clock.drives_device():
+            self.synchronize()
         return True
 
 
@@ -108,6 +120,10 @@ class LinkedDevice(CpuDevice):
 
     def mark(self, stream: Stream) -> Mark:
         return ModelledMark(self._begin(stream))
+
+    def enter_thread(self) -> None:
+        super().enter_thread()
+        self._clock.drive_device()
 
     def finish(self) -> None:
         self._clock.advance(max(self._ready.values()))

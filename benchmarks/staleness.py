@@ -23,7 +23,7 @@ from benchmarks.staleness_cells import (
     tuned_rate,
     wanted_cells,
 )
-from benchmarks.staleness_report import draw, final_losses, step_seconds, tables
+from benchmarks.staleness_report import draw, final_losses, step_seconds, tables, with_tables
 
 
 class AnotherStudyError(ValueError):
@@ -110,6 +110,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, default=2, help="runs at a time, each of one thread; 0: this process"
     )
     parser.add_argument("--picture", type=Path, help="draw the losses into this PNG")
+    parser.add_argument("--page", type=Path, help="put the tables between their markers in this page")
     parser.add_argument("--blocks", type=int, default=size.blocks, help="blocks of the model")
     parser.add_argument(
         "--pretraining-package", default=size.pretraining_package, help="its text is learnt first"
@@ -134,7 +135,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def study(options: argparse.Namespace) -> Report:
     """Run what is missing of the study and return its tables."""
     if options.only_report:
-        return report(*read_results(options.results), options.picture)
+        return report(*read_results(options.results), options.picture, options.page)
     size = StudySize(
         pretraining_package=options.pretraining_package,
         fine_tuning_package=options.fine_tuning_package,
@@ -148,7 +149,7 @@ def study(options: argparse.Namespace) -> Report:
         path = Path(folder) / "staleness.jsonl" if options.forget else options.results
         file = ResultFile(path, describe(size))
         complete(size, file, options.workers, Path(folder))
-    return report(size, file, options.picture)
+    return report(size, file, options.picture, options.page)
 
 
 def read_results(path: Path) -> tuple[StudySize, ResultFile]:
@@ -158,10 +159,13 @@ def read_results(path: Path) -> tuple[StudySize, ResultFile]:
     return StudySize(**fields), ResultFile(path, description)
 
 
-def report(size: StudySize, file: ResultFile, picture: Path | None) -> Report:
-    """Return the figures of a study, and draw them if there is a place for the picture."""
+def report(size: StudySize, file: ResultFile, picture: Path | None, page: Path | None) -> Report:
+    """Return the figures of a study; draw them, and write their tables, if there is a place for either."""
+    shown = tables(size, file.results)
     if picture is not None:
         draw(size, file.results, picture)
+    if page is not None:
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), shown), encoding="utf-8")
     losses = {
         task: {mode: final_losses(size, file.results, task, mode) for mode in size.rules()}
         for task in FIRST_RATES
@@ -170,7 +174,7 @@ def report(size: StudySize, file: ResultFile, picture: Path | None) -> Report:
         **file.description,
         "final_losses": losses,
         "simulated_step_s": step_seconds(size),
-        "tables": tables(size, file.results),
+        "tables": shown,
     }
 
 
@@ -189,7 +193,7 @@ STALENESS = Benchmark(
     """What stale weights cost: sync, bounded, async and predicted weights, each at its own learning rate.
 
 A small model learns documentation of installed packages, byte by byte: from scratch, and fine-tuned from a model that
-`sync` has trained. Rates are tuned with one seed; three others give the result. Takes about an hour on two cores. An
+`sync` has trained. Rates are tuned with one seed; three others give the result. Takes about ten minutes on two idle cores. An
 interrupted study continues; results depend on nothing but the text and PyTorch.""",
     add_options,
     study,

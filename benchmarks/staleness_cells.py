@@ -64,13 +64,11 @@ class StudySize:
         return self.pretraining_package if task == PRETRAINING else self.fine_tuning_package
 
     def rules(self) -> dict[str, DelayRule]:
-        """Return the modes by name. K is half of the layers, and all but the head, the largest that fits."""
-        half, most = self.num_layers // 2, self.num_layers - 1
+        """Return the modes by name. K is 0, half of the layers, and all but the head, which is the largest K."""
+        stale = sorted({0, self.num_layers // 2, self.num_layers - 1})
         return {
             "sync": DelayRule("sync"),
-            "bounded K=0": DelayRule("bounded", 0, clip="layer"),
-            f"bounded K={half}": DelayRule("bounded", half, clip="layer"),
-            f"bounded K={most}": DelayRule("bounded", most, clip="layer"),
+            **{f"bounded K={count}": DelayRule("bounded", count, clip="layer") for count in stale},
             "async": DelayRule("async"),
             "async predict": DelayRule("async", correction="predict"),
         }

@@ -1,7 +1,7 @@
 """What the results of the study of staleness say: tables of final losses, and pictures of loss over tokens and time."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.staleness_cells import FIRST_RATES, TUNING_SEED, Cell, Results, StudySize, tuned_rate
@@ -61,6 +61,15 @@ def rates_table(size: StudySize, results: Results, task: str) -> str:
     return markdown([f"{task}, rate", *(f"{lr:g}" for lr in tried)], rows)
 
 
+def with_tables(page: str, named: Mapping[str, str]) -> str:
+    """Return the page with each table between its markers, `<!-- table NAME -->` and `<!-- end -->`."""
+    for name, table in named.items():
+        before, marker, rest = page.partition(f"<!-- table {name} -->\n")
+        assert marker, f"the page has no place for the table {name}"
+        page = f"{before}{marker}{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return page
+
+
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Format a table, its first column to the left."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
@@ -97,10 +106,10 @@ def draw(size: StudySize, results: Results, picture: Path) -> None:
     figure = Figure(figsize=(11, 8), layout="constrained")
     grid = figure.subplots(len(FIRST_RATES), 2, squeeze=False)
     for row, task in zip(grid, FIRST_RATES, strict=True):
-        for axes, label in zip(row, ("tokens", "simulated hours on 8 GPUs"), strict=True):
+        for axes, label in zip(row, ("bytes", "simulated hours on 8 GPUs"), strict=True):
             for colour, mode in enumerate(size.rules()):
                 steps, losses = _mean_curve(size, results, task, mode)
-                scale = size.sequences * size.tokens if label == "tokens" else seconds[mode] / 3600
+                scale = size.sequences * size.tokens if label == "bytes" else seconds[mode] / 3600
                 axes.plot([step * scale for step in steps], losses, f"C{colour}.-", label=mode)
             axes.set_xlabel(label)
             axes.set_ylabel("held-out loss (nats per byte)")

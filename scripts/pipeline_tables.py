@@ -285,13 +285,16 @@ def counted_modes(model: int) -> dict[str, Plan]:
 
 
 def counted(model: int, card: str = "h100") -> RunQuestion:
-    """Return the planner's question for one of the paper's configs on eight cards, with times counted from FLOPs."""
+    """Return the planner's question for one of the paper's configs on eight cards, with times counted from FLOPs.
+
+    Nothing is kept for backward stages, so that the modes are compared with all that they recompute.
+    """
     given = plan_parser().parse_args(
         ["--config", str(ROOT / "configs" / f"{CONFIGS[model]}.toml"), "--device", card, "--num-devices", "8"]
     )
     options = parse_command_line(["--config", given.config])
     machine = hardware(given, options.config)
-    return configured_question(options, known_vocab_size(options), machine)
+    return replace(configured_question(options, known_vocab_size(options), machine), keep_activations="none")
 
 
 def planned(file: str, update: str, device_gib: int | None) -> Plan:

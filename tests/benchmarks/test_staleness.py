@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.delayed_loop import DelayedLoop, DelayRule
 from benchmarks.installed_text import documentation_of
-from benchmarks.staleness import AnotherStudyError, ResultFile, complete, describe
+from benchmarks.staleness import AnotherStudyError, ResultFile, complete, describe, read_results
 from benchmarks.staleness_cells import (
     FIRST_RATES,
     PRETRAINING,
@@ -21,7 +21,8 @@ from benchmarks.staleness_cells import (
     tuned_rate,
     wanted_cells,
 )
-from torchround.config import OptimizerTable
+from benchmarks.staleness_report import final_losses, tables, with_tables
+from torchround.config import EngineTable, OptimizerTable
 from torchround.engine.device import CpuDevice
 from torchround.engine.engine import Engine, EngineSettings
 from torchround.engine.store.bundles import ASYNC_PREDICT, POLICIES
@@ -29,7 +30,10 @@ from torchround.engine.store.host_store import HostStore
 from torchround.layer import MicroBatch
 from torchround.models import FAMILIES
 from torchround.pipeline.partition import Partition
+from torchround.run.engine_parts import update_policy
 
+DOCS = Path(__file__).parents[2] / "docs"
+RESULTS, PAGE = DOCS / "staleness_results.jsonl", DOCS / "staleness.md"
 # Two texts that are short and always installed.
 SMALL = StudySize(
     pretraining_package="jinja2",
@@ -148,6 +152,27 @@ def test_an_interrupted_study_ends_with_the_same_bits(small_study: ResultFile, t
     assert sorted(finished(SMALL, path).path.read_text(encoding="utf-8").splitlines(keepends=True)) == sorted(
         lines
     )
+
+
+def test_the_page_shows_the_tables_of_the_committed_results() -> None:
+    size, file = read_results(RESULTS)
+    assert wanted_cells(size, file.results) == [], "the committed study is not complete"
+    assert size == StudySize()
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_tables(page, tables(size, file.results)) == page
+
+
+def test_the_default_correction_of_async_is_the_better_one_in_both_tasks() -> None:
+    size, file = read_results(RESULTS)
+    for task in FIRST_RATES:
+        plain, predicted = (
+            final_losses(size, file.results, task, mode) for mode in ("async", "async predict")
+        )
+        assert all(predicted[seed] < plain[seed] for seed in size.seeds)
+    assert update_policy(EngineTable(update="async")) is ASYNC_PREDICT
+    assert update_policy(EngineTable(update="async", delay_correction="none")) is POLICIES["async"]
+    assert update_policy(EngineTable()) is POLICIES["sync"]
+    assert update_policy(EngineTable(update="bounded")) is POLICIES["bounded"]
 
 
 def test_results_of_another_study_are_refused(small_study: ResultFile) -> None:

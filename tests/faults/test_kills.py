@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fork_server import Child, ForkServer
-from tests.support.small_run import ASYNC, BOUNDED, PREDICT, SmallRuns
+from tests.support.small_run import ASYNC, BOUNDED, PREDICT, UNCORRECTED, SmallRuns
 from torchround.checkpoint import Checkpointer, verify_checkpoint
 
 KILLS = 25  # for each way to train
@@ -43,7 +43,9 @@ def announced(child: Child) -> int:
 
 
 @pytest.mark.parametrize(
-    "mode", [[], [ASYNC], [ASYNC, PREDICT], [*BOUNDED]], ids=["sync", "async", "async, predict", "bounded"]
+    "mode",
+    [[], [ASYNC, UNCORRECTED], [ASYNC, PREDICT], [*BOUNDED]],
+    ids=["sync", "async", "async, predict", "bounded"],
 )
 def test_killed_at_random_moments_every_resume_succeeds_and_the_run_equals_an_uninterrupted_one(
     fork_server: ForkServer, tmp_path: Path, mode: list[str]

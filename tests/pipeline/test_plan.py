@@ -355,6 +355,13 @@ def test_a_plan_with_invalid_stages_is_refused(stages: object) -> None:
         Plan.from_json(json.dumps(table | {"stages": stages}))
 
 
+def test_a_plan_of_an_older_version_keeps_nothing_and_has_no_stale_layers() -> None:
+    plan = evaluate_plan(Partition((2, 1), 1, (1, 2)), 1, Costs((LayerCost("layer", 1.0, 2.0),) * 4), 2, 4)
+    table = json.loads(plan.to_json())
+    del table["kept"], table["stale_layers"]
+    assert Plan.from_json(json.dumps(table)) == plan
+
+
 @pytest.mark.parametrize("kept", [1, "down", ["down"], [[1]], [["down"]], {"a": 1}])
 def test_a_plan_that_keeps_what_is_no_list_of_names_for_each_layer_is_refused(kept: object) -> None:
     table = json.loads(make_plan(published("qwen3_1.7b"), 8, 16, "sync", 1).to_json())

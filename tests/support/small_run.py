@@ -63,6 +63,7 @@ interval_steps = 0
 """
 ASYNC = "--engine.update=async"
 PREDICT = "--engine.delay_correction=predict"
+UNCORRECTED = "--engine.delay_correction=none"
 BOUNDED = ("--engine.update=bounded", "--training.clip=layer", "--engine.stale_layers=3")
 TIED = "--model.flavor=tied"
 TWO_ROUNDS = "--engine.plan={ forward = [2, 2], fused = 1, backward = [1, 3], rounds = 2 }"

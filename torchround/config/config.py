@@ -84,8 +84,9 @@ class EngineTable(Table):
     keeps its input in host memory until its backward. `auto`: the planner takes the fewest with which steps are not
     longer."""
 
-    delay_correction: Literal["none", "predict"] = "none"
-    """Correction of the delay in `async`. `predict`: devices compute with weights one update ahead of the newest, along the
+    delay_correction: Literal["auto", "none", "predict"] = "auto"
+    """Correction of the delay in `async`. `auto`: `predict` in `async`, which loses less than `none` there
+    (docs/staleness.md). `predict`: devices compute with weights one update ahead of the newest, along the
     direction of the last update (AdamW's moments, no weight decay). It takes no memory and no second pass. Checkpoints
     and exports hold the true weights, and validations compute with them: each then writes the device weights twice
     more. Needs `update = "async"`."""

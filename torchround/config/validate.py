@@ -288,10 +288,8 @@ def _checkpoint(config: Config) -> Iterator[Conflict]:
 
 def _engine(config: Config) -> Iterator[Conflict]:
     plan, update, correction = config.engine.plan, config.engine.update, config.engine.delay_correction
-    if correction != "none" and update != "async":
-        message = (
-            f'given "{correction}" and "{update}"; legal: "none", or update = "async", which has the delay'
-        )
+    if correction == "predict" and update != "async":
+        message = f'given "{correction}" and "{update}"; legal: "auto" or "none", or update = "async", which has the delay'
         yield ("engine.delay_correction", "engine.update"), message
     if isinstance(plan, PlanTable) and sum(plan.forward) != sum(plan.backward):
         message = (

@@ -8,7 +8,7 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import Device
 from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import ASYNC_PREDICT, POLICIES, UpdatePolicy
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import SpikeBounds
@@ -43,7 +43,8 @@ def build_store(
 
 def update_policy(table: EngineTable) -> UpdatePolicy:
     """Return the policy that `engine.update` and `engine.delay_correction` ask for."""
-    return ASYNC_PREDICT if table.delay_correction == "predict" else POLICIES[table.update]
+    policy = POLICIES[table.update]
+    return ASYNC_PREDICT if policy is ASYNC and table.delay_correction != "none" else policy
 
 
 def build_engine(

@@ -38,7 +38,7 @@ class UpdatePolicy:
 
 SYNC = UpdatePolicy("sync", 1)
 ASYNC = UpdatePolicy("async", 2)
-# `async` with `engine.delay_correction = "predict"`.
+# `async` with `engine.delay_correction = "predict"`, its default.
 ASYNC_PREDICT = UpdatePolicy("async", 2, predicts=True)
 # One version of each weight, updated as soon as its gradient is complete (PACI). The forward of step `t` reads
 # `v(t - 1)` in the first `HostStore.stale_layers` layers, everything else reads `v(t)`.

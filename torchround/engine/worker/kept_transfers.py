@@ -111,7 +111,8 @@ class KeptTransfers:
     def bring_ahead(self, pass_index: int, layers: range, m: int) -> None:
         """Begin to bring up what the layers keep of the next micro-batch, unless it is still to be sent.
 
-        Call this before the gradient of the present micro-batch is brought up, behind which it would queue.
+        Call this after the gradient of the present micro-batch is brought up. These copies wait until the micro-batch
+        before has left their slot, and would hold up a gradient in the queue behind them.
         """
         keys = {layer: KEPT(pass_index, layer, m) for layer in self.keeping(layers)}
         # Never waits: other devices may need what this thread sends first.

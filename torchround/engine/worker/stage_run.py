@@ -143,10 +143,11 @@ class StageRun:
             run = partial(recomputed.run_to, layer - stage.start)
             self._compute(TaskKind.RECOMPUTE, m, run, inputs, layers=range(first, layer))
             first = layer
-        if m + 1 in self._job.task.micro_batches:
-            self._kept.bring_ahead(pass_.index, own, m + 1)
         boundary = self._wait(BOUNDARY_GRADIENT(pass_.index, stage.stop, m))
         incoming, staged = self._activations.bring_gradients(boundary)
+        # Behind the gradient, which would be late otherwise: a recomputation that takes what is kept is short.
+        if m + 1 in self._job.task.micro_batches:
+            self._kept.bring_ahead(pass_.index, own, m + 1)
         # The backward reads the stage's input and what is kept too.
         reads = [*inputs, staged.memory]
         gradients = self._differentiate(TaskKind.BACKWARD, m, recomputed.backward, incoming, reads)
