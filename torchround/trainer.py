@@ -165,7 +165,9 @@ class Trainer:
             # The first engine has ended: its steps are done, and its devices are empty for the engine of the next plan.
             with self._meter.excluded():
                 planning.settle()
-            say(f"planned again from {measure_steps} measured steps:\n{planning.settled}")
+            say(
+                f"planned again from {measure_steps} measured steps:\n{planning.settled}{planning.ratio_text}"
+            )
             self._folder.describe(self.config, planning.settled)
         with self._running_engine(planning.settled) as engine:
             return self._train(engine, stop, total_steps) or COMPLETE
@@ -201,7 +203,7 @@ class Trainer:
             self._reports.report(leave=1)
             # The last step too: it may be due to be saved, and its checkpoint should know its validation.
             if self._validation.is_due(self._position.step, self._total_steps):
-                self._validate(engine, is_last=self._position.step == self._total_steps)
+                self._validate(engine)
             if self._is_due(self.config.checkpoint.interval_steps) or self._validation.keeps(
                 self._position.validation, self._position.step
             ):
@@ -217,7 +219,7 @@ class Trainer:
         """
         may_validate = is_over and not is_stopped and self._bad_steps.error is None
         if may_validate and self._validation.is_on and not self._reports.are_complete:
-            self._validate(engine, is_last=True)
+            self._validate(engine)
         self._reports.report(leave=0)
         self._checkpoints.finish_saves()
         bad = self._bad_steps.error
@@ -279,15 +281,10 @@ class Trainer:
             self._checkpoints.skipped_steps,
         )
 
-    def _validate(self, engine: Engine, is_last: bool) -> None:
-        """Validate the newest step, and report it with the loss. No step stays under way.
-
-        The last validation of a run is of the weights that it leaves: in `bounded` the others read older stale layers.
-        """
+    def _validate(self, engine: Engine) -> None:
+        """Validate the fp32 weights of the newest step, and report it with the loss. No step stays under way."""
         engine.drain()  # the step under way counts as training time
-        if is_last and self.config.engine.update == "bounded":
-            engine.refresh_device_weights()
-        with self._meter.excluded(), self.store.true_device_weights():
+        with self._meter.excluded(), engine.true_device_weights():
             loss = self._validation.loss(engine)
         if loss is not None:
             self._checkpoints.add_validation(loss)

@@ -270,29 +270,6 @@ def test_a_save_beside_training_is_the_state_after_its_step(stale_layers):
     assert_same_state(saved, expected.named_views())
 
 
-def test_an_evaluation_reads_the_device_weights_as_they_are_until_they_are_refreshed():
-    model, partition = toy_model(tied=True), PARTITIONS["backward coarser"]
-    batches, held_out = toy_batches(3, micro_batches=2), toy_batches(1, micro_batches=2, seed=5)[0]
-    store = toy_store(model, policy=BOUNDED)
-    with toy_engine(model, store, partition, 2, stale_layers=3) as engine:
-        train(engine, batches)
-        device_weights = [bundle.device_weights[0].clone() for bundle in store.bundles]
-        between = engine.evaluate(held_out).loss()
-        assert engine.evaluate(held_out).loss() == between
-        engine.refresh_device_weights()
-        newest = engine.evaluate(held_out).loss()
-        weights = {name: view.clone() for name, view in store.weights().items()}
-    other = toy_store(model, policy=SYNC)
-    for name, view in other.weights().items():
-        view.copy_(weights[name])
-    other.refresh_device_weights()
-    with toy_engine(model, other, partition, 1) as engine:
-        assert engine.evaluate(held_out).loss() == newest != between
-        for bundle, values in zip(other.bundles, device_weights, strict=True):
-            bundle.device_weights[0].copy_(values)
-        assert engine.evaluate(held_out).loss() == between
-
-
 def test_evaluations_between_steps_change_no_bits():
     batches, held_out = toy_batches(STEPS, micro_batches=2), toy_batches(1, micro_batches=2, seed=5)[0]
     expected = toy_store(toy_model(), policy=BOUNDED)

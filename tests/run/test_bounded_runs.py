@@ -82,14 +82,14 @@ def test_a_plans_file_brings_its_stale_layers(small_runs: SmallRuns) -> None:
     assert plan_of(small_runs, "second")["stale_layers"] == 2
 
 
-def test_the_last_validation_is_of_the_weights_that_the_run_leaves(small_runs: SmallRuns) -> None:
-    """A validation in between reads stale layers of the version before, so a run that ends there finds another loss."""
+def test_validations_are_of_the_newest_weights_and_change_nothing(small_runs: SmallRuns) -> None:
+    """A validation writes the newest weights of stale layers, and the older ones again. So a complete run can be extended."""
     validated = (*BOUNDED, STALE, "--lr_schedule.decay=none", "--data.validation_fraction=0.2")
     validated = (*validated, "--validation.interval_steps=2")
     for name, steps in (("longer", 4), ("shorter", 2)):
         assert small_runs(name, *validated, f"--training.steps={steps}") == 0
     longer, shorter = (small_runs.steps(name)[1] for name in ("longer", "shorter"))
-    assert longer["loss"] == shorter["loss"] and longer["validation_loss"] != shorter["validation_loss"]
+    assert longer["validation_loss"] == shorter["validation_loss"]
     # A run of `sync` that starts from these weights validates them before its first update changes them.
     start = (
         "--checkpoint.load=weights",
@@ -98,6 +98,8 @@ def test_the_last_validation_is_of_the_weights_that_the_run_leaves(small_runs: S
     frozen = ("--training.steps=1", "--optimizer.lr=1e-30", "--optimizer.weight_decay=0")
     assert small_runs("sync", *validated[4:], *start, *frozen, "--training.clip=layer") == 0
     assert small_runs.steps("sync")[0]["validation_loss"] == shorter["validation_loss"]
+    assert small_runs("shorter", *validated, "--training.steps=4") == 0
+    small_runs.assert_same("shorter", "longer", step=4)
 
 
 def test_from_sync_to_bounded_the_first_step_reads_the_newest_weights(

@@ -23,6 +23,7 @@ from torchround.hf import HFError
 from torchround.layer import LayeredModel
 from torchround.models import ModelConfigError
 from torchround.pipeline.cards import DeviceSpec, UnknownPeakError, device_names, find_device
+from torchround.pipeline.kept_report import ratio_text
 from torchround.pipeline.memory import GIB, HostMemory, size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan import Plan, PlannedStage
@@ -306,6 +307,8 @@ def _speed_lines(report: PlanReport) -> Iterator[str]:
         f"{100 * transfers.down_load:.0f} % down on average; {100 * transfers.busiest_load:.0f} % in the "
         f"busiest stage, {transfers.busiest_stage} ({stage.kind}, {stage.first_layer} .. {stage.last_layer})"
     )
+    if ratio := ratio_text(report.question, report.question.costs()):
+        yield f"{ratio}, counted"
     if report.micro_batches_to_hide == math.inf:
         yield "activations alone take longer than computing: no number of micro-batches hides the weight upload"
     elif report.micro_batches_to_hide is not None:

@@ -114,8 +114,9 @@ class TrainingTable(Table):
 
     on_spike: Literal["off", "skip", "stop"] = "off"
     """Reaction to a spike: a loss or gradient norm far above those of earlier steps. `skip`: the step's update is left
-    out. `stop`: it is left out, and the run ends with exit code 1 after a checkpoint. Updates whose loss or gradient is
-    not finite are always left out. See docs/faults.md."""
+    out. `stop`: it is left out, and the run ends with exit code 1 after a checkpoint. In `engine.update = "bounded"` the loss
+    alone is compared, because updates begin before the norm is known. Updates whose loss or gradient is not finite are
+    always left out, in `bounded` layer by layer if the loss is finite. See docs/faults.md."""
 
     spike_factor: PositiveFloat = 10.0
     """Size of a spike: more than this many median absolute deviations above the median of the last `spike_window` good

@@ -9,8 +9,8 @@ The engine stops at the first fault; the call in progress, and each later one, r
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from torch import nn
@@ -89,7 +89,7 @@ class Engine:
         self._board = Board(observer)
         self._ordering = Ordering(self._board, store.policy.versions)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
-        self._life = Lifecycle(self._board, self.pool, self.devices, self._keep_results)
+        self._life = Lifecycle(self._board, self.pool, self.devices, self._settle)
         self._next_slot = self._next_pass = self._next_save = 0
         self._windows = LinkWindows(len(self.devices))
         self._step = store.step
@@ -160,10 +160,7 @@ class Engine:
             self._awaiting_step = False
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Dispatch a forward-only pass under the newest weights; its `loss()` waits. Does not wait itself.
-
-        These are the newest device weights. If they are predictions, `HostStore.true_device_weights` replaces them.
-        """
+        """Dispatch a forward-only pass with the device weights as they are (`true_device_weights`). Does not wait."""
         with self._life.call():
             if self._awaiting_step:
                 raise EngineUsageError("evaluate() was called between forward_backward() and step()")
@@ -198,33 +195,34 @@ class Engine:
         with self._life.call():
             for result in self._results:
                 result.wait()
-            # If the store is at the last step already, `UPDATED` may be forgotten,
-            # or may never have been posted.
-            # A step without its `step()` may have begun to write device weights that lag (`bounded`).
-            is_settled = self.store.is_consistent or self._awaiting_step
-            if self.store.step < self._step or not is_settled:
+            # If the store is at the last step already, `UPDATED` may be forgotten, or may never have been
+            # posted. A step without its `step()` may have begun to write device weights that lag (`bounded`).
+            if self.store.step < self._step or not (self.store.is_consistent or self._awaiting_step):
                 self._watchdog.wait(UPDATED(self._step - 1))
 
-    def refresh_device_weights(self) -> None:
-        """Write the newest device weights of layers that lag (`bounded`), for a last evaluation. Waits for all steps.
+    @contextmanager
+    def true_device_weights(self) -> Iterator[None]:
+        """Let evaluations, the only calls allowed in the block, read the fp32 weights. Waits for all steps.
 
-        The forward of a step after this reads the newest weights in all layers, as the first step of a run does.
+        Afterwards the device weights are as before, bit for bit: predictions, or older ones of stale layers.
         """
         self.drain()
         with self._life.call():
             if self._awaiting_step:
                 raise EngineUsageError(
-                    "refresh_device_weights() was called between forward_backward() and step()"
+                    "true_device_weights() was called between forward_backward() and step()"
                 )
             self._watchdog.wait(SETTLED(self._step))
-            for bundle in self.store.bundles:
-                if self.store.lags(bundle):
-                    uses = self._ordering.uploads_of(bundle.index, self._step - 1)
-                    self._ordering.finish_uploads(uses, self._wait_for_event)
-                    self._ordering.before_overwriting_saved(bundle.index, self._step)
-                    newest, device_weights = bundle.authority, bundle.device_weights[0]
-                    self._board.observer.touched(reads=[newest], writes=[device_weights])
-                    device_weights.copy_(newest)
+            self._await_readers()
+        with self.store.true_device_weights(self._board.observer):
+            yield
+            with self._life.call():
+                self._await_readers()
+
+    def _await_readers(self) -> None:
+        for bundle in self.store.untrue_bundles():
+            version = self._step - self.store.lags(bundle)
+            self._ordering.before_rewrite(bundle.index, version, self._step, self._wait_for_event)
 
     def close(self) -> None:
         """Finish dispatched steps and saves under way, unless a fault stopped the engine, and end every thread."""
@@ -247,7 +245,7 @@ class Engine:
         if kind is None:
             self.close()
             return
-        # After a stop no more gradients come, so an update layer by layer would end between two versions.
+        # After a stop no gradient comes, so an update layer by layer would end between two versions.
         if self.store.policy is BOUNDED and issubclass(kind, Exception):
             with suppress(EngineError):  # the caller gets its own exception
                 self.drain()
@@ -371,9 +369,13 @@ class Engine:
             raise
         return workers
 
-    def _keep_results(self) -> None:
+    def _settle(self) -> None:
+        """Leave behind what outlives the threads, which have ended: results, and a whole store."""
         for result in self._results:
             result.keep()
+        # A step that never got its `step()` may have written some stale layers. With a fault, more may be mixed.
+        if self._awaiting_step and self.store.step == self._step and self._life.failure is None:
+            self.store.write_newest_device_weights()
 
     def _wait_in_call(self, key: HandOverKey[T]) -> T:
         """Wait for a hand-over as a call of the user. A boundary has arrived on the host when this returns.

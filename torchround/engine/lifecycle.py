@@ -26,17 +26,17 @@ JOIN_S = 30.0
 class Lifecycle:
     """The first fault of an engine, and the end of its threads, devices and pool, which comes once.
 
-    `keep_results` copies what the caller may still ask for out of the pool, which `stop` then closes.
+    `stop` calls `settle` once no thread runs any more, and then closes the pool.
     """
 
     def __init__(
-        self, board: Board, pool: HostPool, devices: Sequence[Device], keep_results: Callable[[], None]
+        self, board: Board, pool: HostPool, devices: Sequence[Device], settle: Callable[[], None]
     ) -> None:
         self.failure: PipelineError | None = None
         self._board = board
         self._pool = pool
         self._devices = devices
-        self._keep_results = keep_results
+        self._settle = settle
         self._workers: Sequence[DeviceWorker] = ()
         self._threads: Sequence[threading.Thread] = ()
         self._optimizer: OptimizerWorker | None = None
@@ -120,7 +120,7 @@ class Lifecycle:
                 busy.add(device.name)
         # Memory that a device may still copy to must not be unmapped.
         if not busy:
-            self._keep_results()
+            self._settle()
             self._pool.close()
             self._note_what_is_left()
             # The caller keeps the fault, and its traceback keeps the activations of the stage that failed.

@@ -144,6 +144,17 @@ class Ordering:
         with self._uses_lock:
             return [(bundle, version, use) for use in self._uses.get((version, bundle), ())]
 
+    def before_rewrite(
+        self, bundle: int, version: int, newest: int, wait: Callable[[HandOverKey[Event]], object]
+    ) -> None:
+        """Rules 1 and 6 for the controller: wait until `version`, in the buffer to be written, is not read any more.
+
+        A save of the `newest` version reads the buffer too if `version` is an older one.
+        """
+        self.finish_uploads(self.uploads_of(bundle, version), wait)
+        if version < newest:
+            self.before_overwriting_saved(bundle, newest)
+
     # Rules 2 and 5.
 
     def before_upload(self, bundle: int, version: int) -> None:

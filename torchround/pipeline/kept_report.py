@@ -1,6 +1,6 @@
 """What a plan keeps from its forward stages for its backward stages, in figures for a report before a run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import size_text
@@ -77,6 +77,30 @@ def report_kept(question: RunQuestion, plan: Plan, costs: Costs) -> KeptReport |
         step_bytes=step_bytes,
         load=step_bytes / capacity if capacity else 0.0,
         saved_s=plan.num_micro_batches * _saved_s(plan, costs, question.recompute) / plan.num_devices,
+    )
+
+
+def ratio_text(question: RunQuestion, costs: Costs) -> str:
+    """Format PipeOffload's k of the layers that can keep anything; empty without such layers or without a known link.
+
+    k is the time in which all parts of a layer go to the host and come back, over the layer's forward and backward. If
+    it is at most 1, computation can hide all of these copies.
+    """
+    # The link's rate in one direction while the other one is busy too, whatever the setting is.
+    link = replace(question, keep_activations="none").keep_rule().link
+    able = [layer for layer in costs.layers if layer.keepable and layer.forward_s + layer.backward_s > 0]
+    if link is None or not able:
+        return ""
+    ratios = [
+        2
+        * sum(part.nbytes for part in layer.keepable)
+        / link.bytes_per_s
+        / (layer.forward_s + layer.backward_s)
+        for layer in able
+    ]
+    return (
+        f"k = {min(ratios):.2f} to {max(ratios):.2f}: a layer's parts to the host and back at "
+        f"{link.bytes_per_s / 1e9:.3g} GB/s each way, over its forward and backward ({len(able)} layers)"
     )
 
 

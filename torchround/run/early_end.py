@@ -1,7 +1,7 @@
 """What ends a run before its last step: too many bad steps in a row, or a signal.
 
-The optimizer worker decides which updates are left out (`optim/stability.py`, `engine/optimizer_worker.py`). Such a step never
-touches the weights, so a run that ends here has the weights of its last good step.
+The optimizer worker decides which updates are left out (`optim/stability.py`, `engine/optimizer_worker.py`). A step without an
+update leaves the weights of the last good step. In `bounded` a step may leave out some layers and update the others.
 """
 
 import logging
@@ -29,7 +29,7 @@ class BadStepsError(Exception):
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step whose update was left out. `tokens` counts the labels that the run trained on before it."""
+    """A step whose update was left out, in `bounded` perhaps in some layers only. `tokens` counts the labels that the run trained on before it."""
 
     step: int
     tokens: int

@@ -13,6 +13,7 @@ from pathlib import Path
 from torchround.config import EngineTable
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.results import StepResult, costs_from_reports
+from torchround.pipeline.kept_report import ratio_text
 from torchround.pipeline.partition import KeptNames, Partition, PlanError
 from torchround.pipeline.plan import Plan, PlannedStage, read_kept
 from torchround.pipeline.plan_report import plan_for
@@ -27,7 +28,7 @@ class PlanByMeasuring:
 
     `counted` is the plan from FLOPs and bytes. `kept` is the plan that the run had before it was resumed, if any.
     `measure_steps` is 0 if the run does not measure; `total_steps` is the run's last step. The `question` has the stale
-    layers of `counted`.
+    layers of `counted`. `ratio_text` is a line with PipeOffload's k after `settle`, empty if the link's rate is unknown.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PlanByMeasuring:
         self._is_kept = False
         self._first_step = first_step
         self.settled = counted
+        self.ratio_text = ""
         self.until = first_step
         if question.given is not None or measure_steps == 0:
             return
@@ -81,6 +83,8 @@ class PlanByMeasuring:
         except InfeasiblePlanError as error:
             # The search is not exhaustive: under other times it may miss the partitions that fit. One is known.
             logger.warning("no plan from measured times fits, so the counted one stays: %s", error)
+        if ratio := ratio_text(self._question, costs):
+            self.ratio_text = f"\n{ratio}, from measured times of layers and the nominal rate of the link"
         self._measured.clear()  # the results hold the marks of an engine that has ended
 
     def _fits(self, kept: Plan, counted: Plan) -> bool:

@@ -101,7 +101,7 @@ class RunValidation:
         )
 
     def loss(self, engine: Engine) -> float | None:
-        """Return the mean loss per label over the batches with the newest weights; None if they have no label."""
+        """Return the mean loss per label over the batches with the engine's device weights; None if they have no label."""
         results = [engine.evaluate(cut(batch, self._micro_batch_size)) for batch in self._batches]
         loss_sum = sum(result.loss() * result.num_labels for result in results)
         num_labels = sum(result.num_labels for result in results)

@@ -26,7 +26,7 @@ from tests.support.toy import (
 from torchround.engine.board import HandOver
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.ordering import Ordering
-from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.engine.watch.race_checker import AccessLog, Entry, Region, find_races
 from torchround.engine.worker.activation_transfers import ActivationTransfers
 from torchround.engine.worker.bundle_transfers import GradientDownload
@@ -111,6 +111,34 @@ def test_no_race_with_kept_activations(kept, num_devices, policy):
     options = {"kept": KEPT[kept], "rounds": 2, "evaluate": True, "steps": 3}
     for partition in ("one layer a stage", "backward coarser"):
         assert record(PARTITIONS[partition], num_devices, policy, **options) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "stale_layers"), [(BOUNDED, 3), (ASYNC_PREDICT, 0)], ids=["stale", "predict"]
+)
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_no_race_around_an_evaluation_of_the_true_weights(monkeypatch, num_devices, policy, stale_layers):
+    """Evaluations before and inside it are not awaited, so that their uploads may run when the weights are replaced."""
+    assert evaluate_true_weights(policy, num_devices, stale_layers) == []
+    monkeypatch.setattr(Ordering, "before_rewrite", lambda *arguments: None)
+    assert evaluate_true_weights(policy, num_devices, stale_layers) != []
+
+
+def evaluate_true_weights(policy, num_devices, stale_layers):
+    log, model, batches = AccessLog(), toy_model(tied=True), toy_batches(3, micro_batches=4)
+    store = toy_store(model, policy=policy)
+    options = {
+        "observer": log,
+        "wrap": lambda device: watched(linked(device), log),
+        "stale_layers": stale_layers,
+    }
+    with toy_engine(model, store, PARTITIONS["backward coarser"], num_devices, **options) as engine:
+        for micro_batches in batches:
+            train_step(engine, micro_batches, evaluate=False)
+            engine.evaluate(micro_batches)
+            with engine.true_device_weights():
+                engine.evaluate(micro_batches)
+    return find_races(log.entries)
 
 
 KEPT_SITES = [

@@ -5,13 +5,14 @@ trained parameters, its frozen ones, and each parameter that several layers shar
 contiguous copy, an update one pass over flat memory, and a checkpoint a set of named views.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchround.engine.board import Observer
 from torchround.engine.store.bundles import (
     BOUNDED,
     SYNC,
@@ -191,21 +192,52 @@ class HostStore:
             state["stale_layers"] = self.stale_layers
         return state if self.prediction is None else {**state, "prediction": self.prediction.state()}
 
+    def untrue_bundles(self) -> list[Bundle]:
+        """Return the bundles whose newest device weights are not the fp32 weights: predictions, or those that lag."""
+        return self.trained if self.prediction is not None else list(filter(self.lags, self.trained))
+
     @contextmanager
-    def true_device_weights(self) -> Iterator[None]:
+    def true_device_weights(self, observer: Observer | None = None) -> Iterator[None]:
         """Let the newest device weights be the fp32 weights for the block, as a validation should see them.
 
-        Only after `Engine.drain`, and the block must wait for what it evaluates. Changes nothing unless the policy
-        predicts. Afterwards the predictions are there again, bit for bit.
+        `Engine.true_device_weights` calls it when no thread reads them. Afterwards they are as before, bit for bit.
         """
-        if self.prediction is None:
-            yield
-            return
-        derive_newest(self.trained, self.step, None, self.applied_updates)
+        observer, untrue = observer or Observer(), self.untrue_bundles()
+        set_aside = []
+        for bundle in untrue:
+            if self.lags(bundle):
+                set_aside.append((bundle.device_weights[0], self._spare(bundle)))
+        for device_weights, spare in set_aside:
+            observer.touched(reads=[device_weights], writes=[spare])
+            spare.copy_(device_weights)
         try:
+            self._derive(untrue, None, observer)
             yield
         finally:
-            derive_newest(self.trained, self.step, self.prediction, self.applied_updates)
+            for device_weights, spare in set_aside:
+                observer.touched(reads=[spare], writes=[device_weights])
+                device_weights.copy_(spare)
+            if self.prediction is not None:
+                self._derive(untrue, self.prediction, observer)
+
+    def write_newest_device_weights(self) -> None:
+        """Write the newest device weights of bundles that lag, after a step that was dropped before its update.
+
+        The next step's forward then reads the newest weights in all layers, as the first step of a run does.
+        """
+        self._derive(filter(self.lags, self.trained), None, Observer())
+        self.is_consistent = True
+
+    def _spare(self, bundle: Bundle) -> Tensor:
+        """Return room for a copy of device weights: the gradient's, which nothing reads between steps, if it is enough."""
+        if bundle.gradient is None or bundle.gradient.itemsize < self.dtype.itemsize:
+            return torch.empty_like(bundle.device_weights[0])
+        return bundle.gradient.view(self.dtype)[: bundle.numel]
+
+    def _derive(self, bundles: Iterable[Bundle], prediction: Prediction | None, observer: Observer) -> None:
+        for bundle in bundles:
+            observer.touched(reads=[bundle.authority], writes=[bundle.version(self.step)])
+            derive_newest([bundle], self.step, prediction, self.applied_updates)
 
     def loss_scale_state(self) -> dict[str, Any]:
         """Return what `resume` needs of the loss scale, JSON-able; empty except in float16. Only between steps."""

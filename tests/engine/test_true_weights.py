@@ -1,0 +1,90 @@
+"""Evaluations of the newest weights of stale layers, and steps dropped before their update (`bounded`)."""
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests.support.toy import (
+    PARTITIONS,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+    train,
+)
+from torchround.engine.ordering import Ordering
+from torchround.engine.store.bundles import BOUNDED, SYNC
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_evaluation_of_the_true_weights_leaves_the_older_ones_as_they_were(dtype):
+    """The gradients make room for the older device weights, except that bfloat16 has none for float32."""
+    model, partition = toy_model(tied=True), PARTITIONS["backward coarser"]
+    batches, held_out = toy_batches(3, micro_batches=2), toy_batches(1, micro_batches=2, seed=5)[0]
+    store = toy_store(model, dtype, policy=BOUNDED, gradient_dtype=torch.bfloat16)
+    with toy_engine(model, store, partition, 2, stale_layers=3) as engine:
+        train(engine, batches)
+        device_weights = [bundle.device_weights[0].clone() for bundle in store.bundles]
+        unread = engine.evaluate(held_out)  # its uploads must be over before the weights are replaced
+        with engine.true_device_weights():
+            newest = engine.evaluate(held_out).loss()
+            engine.evaluate(held_out)  # and so must be those of this one
+        between = unread.loss()
+        assert engine.evaluate(held_out).loss() == between
+        weights = {name: view.clone() for name, view in store.weights().items()}
+    assert all(map(torch.equal, [bundle.device_weights[0] for bundle in store.bundles], device_weights))
+    other = toy_store(model, dtype, policy=SYNC)
+    for name, view in other.weights().items():
+        view.copy_(weights[name])
+    other.refresh_device_weights()
+    with toy_engine(model, other, partition, 1) as engine:
+        assert engine.evaluate(held_out).loss() == newest != between
+        for bundle, values in zip(other.bundles, device_weights, strict=True):
+            bundle.device_weights[0].copy_(values)
+        assert engine.evaluate(held_out).loss() == between
+
+
+def test_a_save_under_way_gets_the_older_weights_before_an_evaluation_of_the_true_ones(monkeypatch):
+    store, begin, saved = toy_store(toy_model(), policy=BOUNDED), threading.Event(), {}
+    wait = Ordering.before_overwriting_saved
+
+    def write(source):
+        assert begin.wait(60)
+        for name, tensor in source.tensors.items():
+            saved[name] = tensor.clone()
+            source.finished_reading(name)
+
+    with toy_engine(toy_model(), store, PARTITIONS["backward coarser"], 2, stale_layers=3) as engine:
+        train(engine, toy_batches(2, micro_batches=2))
+        expected = {name: view.clone() for name, view in store.named_views().items()}
+        pending = engine.save(write)
+        monkeypatch.setattr(Ordering, "before_overwriting_saved", lambda *args: (begin.set(), wait(*args)))
+        with engine.true_device_weights():
+            begin.set()
+        pending.result()
+    assert_same_state(saved, expected)
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["closed", "left by an exception"])
+def test_a_step_that_is_dropped_before_its_update_leaves_the_newest_weights(raises):
+    """Whatever layers the step has written: the next one reads what a store reads that begins with these weights."""
+    batches, losses = toy_batches(3, micro_batches=2), []
+    options = {"num_devices": 2, "stale_layers": 4}
+    for drops in (True, False):
+        store = toy_store(toy_model(), policy=BOUNDED)
+        engine = toy_engine(toy_model(), store, PARTITIONS["one layer a stage"], **options)
+        with pytest.raises(ValueError, match="dropped") if raises else nullcontext(), engine:
+            train(engine, batches[:2])
+            if drops:
+                engine.forward_backward(batches[2])
+            if raises:
+                raise ValueError("dropped")
+        assert store.is_consistent and store.step == 2
+        if not drops:
+            store.set_stale_layers(0)
+        with toy_engine(toy_model(), store, PARTITIONS["backward coarser"], **options) as engine:
+            losses.append(train(engine, batches))
+    assert losses[0] == losses[1]
