@@ -98,8 +98,9 @@ def ratio_text(question: RunQuestion, costs: Costs) -> str:
         / (layer.forward_s + layer.backward_s)
         for layer in able
     ]
+    least, most = (f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))
     return (
-        f"k = {min(ratios):.2f} to {max(ratios):.2f}: a layer's parts to the host and back at "
+        f"k = {least if least == most else f'{least} to {most}'}: a layer's parts to the host and back at "
         f"{link.bytes_per_s / 1e9:.3g} GB/s each way, over its forward and backward ({len(able)} layers)"
     )
 
