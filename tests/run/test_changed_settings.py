@@ -1,10 +1,12 @@
 """A run that is resumed with other settings: legal changes are reported and take effect, another model is refused."""
 
 import signal
+from typing import Any
 
 import pytest
 
 from tests.support.small_run import ASYNC, STEPS, TWO_ROUNDS, SmallRuns, before_step, interrupt, small_runs
+from torchround.config import Config
 
 __all__ = ["small_runs"]
 
@@ -37,6 +39,29 @@ def test_from_sync_to_async_the_first_step_reads_the_newest_weights_and_the_next
     changed, whole = small_runs.losses("run"), small_runs.losses("whole")
     assert changed[3] == whole[3] and changed[4][0] != whole[4][0]
     assert "from now on engine.update 'sync' -> 'async'" in caplog.text
+
+
+def test_a_correction_of_the_delay_that_is_new_to_a_run_is_reported(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run of an earlier release has no such key in its checkpoints, and none was made. `auto` is what it stands for."""
+    without_the_key = Config.model_dump
+
+    def dumped(config: Config, **arguments: Any) -> dict[str, Any]:
+        found = without_the_key(config, **arguments)
+        del found["engine"]["delay_correction"]
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Config, "model_dump", dumped)
+        stop_after(small_runs, monkeypatch, 1, ASYNC, "--engine.delay_correction=none")
+    with monkeypatch.context() as patch:
+        before_step(patch, 2, interrupt)
+        small_runs("run", ASYNC)
+    assert "from now on engine.delay_correction 'none' -> 'predict'" in caplog.text
+    caplog.clear()
+    assert small_runs("run", ASYNC, "--engine.delay_correction=predict") == 0
+    assert "from now on" not in caplog.text
 
 
 def test_other_rounds_change_a_run_by_rounding_alone(

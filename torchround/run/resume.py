@@ -64,6 +64,7 @@ STATE_TYPES: Mapping[str, type] = {
     "loss_scale": dict,
     "config": dict,
 }
+CORRECTION = ("engine", "delay_correction")
 MOST_COUNTED = 2**62  # upper limit of any count in a state
 
 
@@ -259,6 +260,20 @@ def _changes(state: Mapping[str, Any], config: Config, keys: Mapping[str, tuple[
         if not isinstance(old, dict):
             continue
         for name in names or now[table]:
-            if name in old and old[name] != now[table][name]:
-                changes.append(f"{table}.{name} {old[name]!r} -> {now[table][name]!r}")
+            if name not in old and (table, name) != CORRECTION:
+                continue
+            was, will_be = (_meaning(settings, table, name) for settings in (old, now[table]))
+            if was != will_be:
+                changes.append(f"{table}.{name} {was!r} -> {will_be!r}")
     return changes
+
+
+def _meaning(settings: Mapping[str, Any], table: str, name: str) -> Any:
+    """Return a key's value; the correction of the delay by what it does, so that `auto` is no change."""
+    if (table, name) != CORRECTION:
+        return settings[name]
+    # Runs of earlier releases lack the key, and corrected nothing.
+    value = settings.get(name, "none")
+    if value == "auto":
+        return "predict" if settings.get("update") == "async" else "none"
+    return value
