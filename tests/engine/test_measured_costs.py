@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.toy import (
+    KEPT,
     PARTITIONS,
     ToyBlock,
     assert_same_state,
@@ -17,7 +18,8 @@ from tests.support.toy import (
 )
 from torchround.engine.optimizer_worker import BundleUpdate
 from torchround.engine.results import DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
-from torchround.pipeline.costs import Costs, LayerCost
+from torchround.keeping import keep
+from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.partition import Stage, StageKind, StageTask
 from torchround.pipeline.timeline import TaskKind
 
@@ -55,6 +57,41 @@ def test_each_block_gets_its_own_time(monkeypatch):
         assert costs.layers[index].forward_s >= seconds
     others = (0, 1, 3, 5)
     assert max(costs.layers[index].forward_s for index in others) < costs.layers[4].forward_s
+
+
+@pytest.mark.parametrize("kept", [(), KEPT["all"]], ids=["nothing", "all"])
+def test_each_part_gets_its_own_time_whatever_is_kept(monkeypatch, kept):
+    """`down` of block 2 sleeps 30 ms, its other part does not. Replayed parts take no time, and are no samples."""
+    under_way = []
+
+    def part(name, function, *args):
+        def slow(*args):
+            time.sleep(0.03 if name == "down" and under_way == [2] else 0.0)
+            return function(*args)
+
+        return keep(name, slow, *args)
+
+    forward = ToyBlock.forward
+
+    def numbered(self, hidden, micro_batch):
+        under_way[:] = [self.position]
+        return forward(self, hidden, micro_batch)
+
+    monkeypatch.setattr("tests.support.toy.keep", part)
+    monkeypatch.setattr(ToyBlock, "forward", numbered)
+    model = toy_model()
+    for position, layer in enumerate(model.layers):
+        layer.position = position
+    parts = (KeptCost("gate_up", 8, 0.5), KeptCost("down", 8, 0.25), KeptCost("qkv", 8, 0.1))
+    counted = Costs(tuple(replace(layer, keepable=parts) for layer in COUNTED.layers))
+    partition = PARTITIONS["forward coarser"]
+    with toy_engine(model, toy_store(model), partition, 1, kept=kept, times_layers=True) as engine:
+        result = engine.forward_backward(toy_batches(1, micro_batches=3)[0])
+        engine.step(1e-2)
+        costs = costs_from_reports(counted, result.reports())
+    up, down, other = costs.layers[2].keepable
+    assert up.seconds < down.seconds <= costs.layers[2].forward_s and down.seconds >= 0.03
+    assert other.seconds == pytest.approx(0.1 * costs.layers[2].forward_s)  # no such part: the counted share
 
 
 def test_bytes_names_and_the_heads_proportion_stay_as_counted():

@@ -1,13 +1,14 @@
 """One stage job on its device: what the three kinds of stage compute, bring and send for each micro-batch."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
 
 from torchround.engine.board import WaitForHandOver
-from torchround.engine.device import Device, Stream
+from torchround.engine.device import Device, Mark, Stream
 from torchround.engine.passes import StageJob, restarted_layers
 from torchround.engine.results import DeviceSpan
 from torchround.engine.worker.activation_transfers import (
@@ -19,6 +20,7 @@ from torchround.engine.worker.activation_transfers import (
 from torchround.engine.worker.compute import ForwardWithGraph, FusedStage, LayerCall, StageForward
 from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.slots import DeviceSlot, StageLayout
+from torchround.keeping import marking
 from torchround.layer import Hidden, MicroBatch
 from torchround.pipeline.partition import StageKind
 from torchround.pipeline.timeline import TaskKind
@@ -203,13 +205,21 @@ class StageRun:
         traceback's frames are cleared (`lifecycle.py`), but tensors that are taken so would stay.
         """
         stage = self._job.task.stage
+        part_marks: list[tuple[str, Mark]] = []
+        # Recomputations may take what is kept in place of their parts, so forwards alone tell how long these are.
+        marks_parts = self._times_layers and kind is TaskKind.FORWARD
         start = self._device.mark(Stream.COMPUTE)
-        result = self._device.run(Stream.COMPUTE, computation, [self._weights.memory, *reads], writes)
+        with marking(partial(self._mark_part, part_marks)) if marks_parts else nullcontext():
+            result = self._device.run(Stream.COMPUTE, computation, [self._weights.memory, *reads], writes)
         end = self._device.mark(Stream.COMPUTE)
+        own = layers or range(stage.start, stage.stop)
         self.spans.append(
-            DeviceSpan(kind, start, end, micro_batch=m, layers=layers or range(stage.start, stage.stop))
+            DeviceSpan(kind, start, end, micro_batch=m, layers=own, part_marks=tuple(part_marks))
         )
         return result
+
+    def _mark_part(self, marks: list[tuple[str, Mark]], name: str) -> None:
+        marks.append((name, self._device.mark(Stream.COMPUTE)))
 
     def _bring_inputs(self, m: int) -> tuple[MicroBatch, Hidden | None, list[Tensor]]:
         """Upload what a stage reads: the micro-batch, and the stage's input.
