@@ -23,6 +23,7 @@ from tests.support.toy import (
 from torchround.engine.device import DeviceWatcher, Stream
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import ASYNC, BOUNDED, SYNC
+from torchround.pipeline.partition import Partition
 
 LR = 1e-2
 
@@ -180,6 +181,33 @@ def test_device_memory_does_not_grow_with_the_number_of_micro_batches():
             integers_bytes = result.pass_.sizes.integer_bytes * micro_batches
             peaks.append([device.peak_bytes() - integers_bytes for device in engine.devices])
     assert peaks[0] == peaks[1]
+
+
+def peak_bytes(partition, num_devices, micro_batches, kept):
+    """Return the most memory that any device held in a step."""
+    model = toy_model()
+    [batch] = toy_batches(1, micro_batches)
+    with toy_engine(model, toy_store(model), partition, num_devices, kept=kept) as engine:
+        engine.forward_backward(batch)
+        engine.step(LR)
+        engine.drain()
+        return max(device.peak_bytes() for device in engine.devices)
+
+
+@pytest.mark.parametrize(("num_devices", "micro_batches"), [(1, 2), (2, 8), (8, 8)])
+def test_keeping_everything_takes_device_memory_of_one_stage_whatever_the_model_has(
+    num_devices, micro_batches
+):
+    """PipeOffload's full offload: a device holds O(M / stages) of the model's activations M, not those of its stages."""
+    one_block = None
+    for blocks, backward in ((1, (1,) * 6), (2, (2, 2, 2)), (3, (3, 3)), (5, (5, 1))):
+        partition = Partition((1,) * 6, 1, backward)
+        with_kept, without = (
+            peak_bytes(partition, num_devices, micro_batches, kept) for kept in (KEPT["all"], ())
+        )
+        # Two slots on the way down for a block, and two on the way up for a backward stage.
+        one_block = one_block or (with_kept - without) // 4
+        assert with_kept - without == 2 * (1 + blocks) * one_block
 
 
 def test_a_layer_that_records_more_than_it_declared_is_recomputed_with_one_warning(monkeypatch, caplog):
