@@ -20,6 +20,8 @@ NO_BUBBLE = 0.01
 MOST_HALVINGS = 4
 # Shares of the first number that are tried if the host has no room for the inputs of all its layers.
 FEWER = (0.75, 0.5, 0.25, 0.0)
+# Numbers that are tried if what is kept by name does not fit without stale layers.
+MOST_KEPT_TRIES = 8
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def find_stale_plan(
     """
     found = find_plan(problem, (1,), 0.0)
     if found is None:
-        return None
+        return _beside_what_is_kept(problem, as_fast)
     fastest, proven_s = found
     if problem.costs.shared and proven_s is None:
         # A head that shares the embedding's weights waits for its gradient, as `sync` does. Estimates leave that out, so
@@ -70,6 +72,21 @@ def find_stale_plan(
         fewer = _plan_with(problem, middle, best[1], goal)
         low, best = (middle, best) if fewer is None else (low, fewer)
     return best[0], (_with_least_host(*best, goal, as_fast), proven_s)
+
+
+def _beside_what_is_kept(
+    problem: PlanningProblem, as_fast: float
+) -> tuple[PlanningProblem, tuple[Candidate, float | None]] | None:
+    """Find a plan for kept activations that fit only because stale layers keep none: the open problem counts all of them."""
+    most = problem.num_layers - 1 if problem.costs.kept else 0
+    for stale_layers in sorted(
+        {-(-most * part // MOST_KEPT_TRIES) for part in range(1, 1 + MOST_KEPT_TRIES)}
+    ):
+        fixed = problem.with_stale_layers(stale_layers)
+        found = find_plan(fixed, (1,), as_fast) if stale_layers else None
+        if found is not None:
+            return fixed, (found[0], None)
+    return None
 
 
 def fewest_stale_layers(problem: PlanningProblem, candidate: Candidate, goal: StepGoal | None = None) -> int:
