@@ -4,7 +4,6 @@ A layer's time is a sum over its parts, and a part's time passes when its produc
 result from the host takes no time. The backward takes a time of its own.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +127,6 @@ def measure_kept(costs: Costs, plan: Plan, bytes_per_s: float, steps: int, pace:
     devices = [LinkedDevice(index, clock, bytes_per_s) for index in range(plan.num_devices)]
     settings = EngineSettings(rounds=plan.rounds, kept=plan.kept)
     ends: list[float] = []
-    copied: list[tuple[float, float]] = []
     with Engine(
         model, store, devices, plan.partition, optimizer=OptimizerTable(), settings=settings, observer=clock
     ) as engine:
@@ -140,18 +138,13 @@ def measure_kept(costs: Costs, plan: Plan, bytes_per_s: float, steps: int, pace:
             if before is not None:
                 before.collect()
                 ends.append(clock.now())
-                copied.append(_copy_seconds(devices))
             before = result
         assert before is not None, "there is at least one step"
         before.collect()
         peak_bytes = max(device.peak_bytes() for device in devices)
+    # Of all steps: at the end of one of them devices may have begun to copy for the next one, as threads come.
     up_s, down_s = (
-        (last - first) / steps / plan.num_devices
-        for first, last in zip(copied[WARM_UP_STEPS - 1], copied[-1], strict=True)
+        sum(device.link_s[is_up] for device in devices) / (WARM_UP_STEPS + steps + 1) / plan.num_devices
+        for is_up in (True, False)
     )
     return MeasuredKept((ends[-1] - ends[WARM_UP_STEPS - 1]) / steps, up_s, down_s, peak_bytes)
-
-
-def _copy_seconds(devices: Sequence[LinkedDevice]) -> tuple[float, float]:
-    up_s, down_s = (sum(device.link_s[is_up] for device in devices) for is_up in (True, False))
-    return up_s, down_s

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from torchround.keeping import KeptActivationError, joined, keep, passing, recording, replaying
@@ -134,8 +135,12 @@ def test_a_block_outside_of_both_keeps_nothing_and_other_threads_are_not_seen() 
     assert record.tensors == []
 
 
-def test_parts_of_two_threads_that_overlap_leave_no_flag_of_the_process_set() -> None:
+def test_parts_of_two_threads_that_overlap_leave_no_flag_of_the_process_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """PyTorch reads it when it compiles, so results of compiled layers would depend on timing."""
+    # A mode of PyTorch's own that threads of an earlier test used may have left it set.
+    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", False)
     x, first_has_ended = torch.ones(2, 2), threading.Event()
     is_inside = [threading.Event(), threading.Event()]
 
