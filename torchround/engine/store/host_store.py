@@ -116,7 +116,7 @@ class HostStore:
         """Derive every version of the owned device weights from the fp32 weights, once those are written.
 
         A frozen bundle has no fp32 weights; its device weights stay as they are. The device weights of another
-        machine's bundles come from there (`engine/exchange/start.py`).
+        machine's bundles come from their owner.
         """
         for bundle in self.owned:
             for device_weights in bundle.device_weights:
