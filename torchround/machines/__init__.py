@@ -1,1 +1,1 @@
-"""Several machines as one run: the group they form, the channels and links between them, and how a loss is noticed."""
+"""What several machines of one run share: who they are, the bytes between them, and who has failed."""
