@@ -30,8 +30,8 @@ files; S the saver; G a sender of gradients; W a sender or receiver of weights.)
 | `FILE_BUFFER` | `worker/file_reader.py` | buffer, device | content of the next range | R | D |
 | `FILE_BUFFER_UPLOADED` | `worker/file_reader.py` | buffer, device | `Event` of its upload | D | R |
 | `STAGE_ENQUEUED` | `results.py` | slot | report of the stage slot | D | C |
-| `LEARNING_RATE` | `optimizer_worker.py` | step | `float` | C | O |
-| `UPDATED` | `optimizer_worker.py` | step | `UpdateReport` | O | C |
+| `LEARNING_RATE` | `update_report.py` | step | `float` | C | O |
+| `UPDATED` | `update_report.py` | step | `UpdateReport` | O | C |
 | `SAVE` | `saver.py` | save | step and function that writes | C | S |
 | `MAY_PUBLISH` | `saver.py` | save | nothing | C | S |
 | `SAVE_ENDED` | `saver.py` | save | result or error | S | C |

@@ -186,6 +186,15 @@ def uploads(store: HostStore, pass_: Pass, tasks: Sequence[StageTask]) -> Iterat
                     yield bundle.index, version, upload_use(task.slot, layer)
 
 
+def share_tasks(
+    share: StepShare, partition: Partition, num_devices: int, first_slot: int
+) -> list[StageTask]:
+    """List the stage tasks of a machine's share of a step; none if it has no part in it."""
+    if not share.rounds:
+        return []
+    return step_tasks(partition, len(share.micro_batches), len(share.rounds), num_devices, first_slot)
+
+
 def part_numbers(store: HostStore, task: StageTask, share: StepShare | None) -> dict[tuple[int, int], int]:
     """Return, by layer and bundle, which part of a step's gradient sum the task makes.
 
@@ -201,6 +210,9 @@ def part_numbers(store: HostStore, task: StageTask, share: StepShare | None) -> 
             users = store.bundles[index].layers
             parts[layer, index] = round_index * len(users) + users[::-1].index(layer)
     return parts
+
+
+NO_SIZES = StagingSizes(boundary_bytes=0, integer_bytes=0, micro_batches=0, training=False)
 
 
 class BufferReservation:
@@ -241,6 +253,10 @@ class BufferReservation:
         wait for the previous pass's update, only stages of frozen layers at the start of this pass overlap
         with it.
         """
+        if not this.rounds:
+            return NO_SIZES  # a machine without a part in this step: no device hears of it
+        if before is not None and not before.rounds:
+            before = None
         # The second pass is made up here rather than met later, where it would page-lock
         # memory in the middle of a run.
         if before is None:

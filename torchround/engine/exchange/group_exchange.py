@@ -15,7 +15,8 @@ from torchround.engine.exchange.step_exchange import (
     Talks,
     check_share,
 )
-from torchround.engine.ordering import GRADIENT_CONSUMED, SENT, WEIGHTS, Ordering
+from torchround.engine.ordering import GRADIENT_CONSUMED, WEIGHTS, Ordering
+from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
@@ -41,7 +42,7 @@ class GroupExchange(StepExchange):
         self._group = group
         self._on_failure = on_failure
         self._channel = group.channel("steps")
-        self._talks = Talks(board, lambda: self.fail("it stopped in the middle of a step"))
+        self._talks = Talks(board, lambda: group.fail("it stopped in the middle of a step"))
         self.landed = SharedGradients(store, board, ordering, pool, group, self._talks)
         self.peers = [machine.rank for machine in group.machines if machine.rank != group.rank]
         of_peer = {peer: [b for b in store.trained if b.owner == peer] for peer in self.peers}
@@ -57,6 +58,12 @@ class GroupExchange(StepExchange):
             for peer in self._owners
         ]
         self.threads = [sender.thread for sender in self._senders]
+        self._links = [
+            group.links.sender(peer, purpose)
+            for peer in self.peers
+            for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)
+        ]
+        self._counted_bytes = sum(sender.bytes_sent for sender in self._links)
         group.on_fault(self.failed)
 
     def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
@@ -66,8 +73,10 @@ class GroupExchange(StepExchange):
         for peer in self._owners:
             self._board.post(SHARE(step, peer), share)
 
-    def agree(self, step: int, share: StepShare, own: StepSums) -> StepSums:
+    def agree(self, pass_: Pass, own: StepSums) -> StepSums:
         """Gather the losses and squared norms of all machines, as exact doubles."""
+        step, share = pass_.step, pass_.share
+        assert share is not None, f"step {step} was dispatched without a share"
         losses = list(zip(share.micro_batches, own.losses, strict=True))
         what = f"the losses and norms of step {step}"
         begin_s = time.perf_counter()
@@ -94,12 +103,13 @@ class GroupExchange(StepExchange):
         for bundle in self._store.trained:
             wait(WEIGHTS(step, bundle.index))
             wait(GRADIENT_CONSUMED(step - 1, bundle.index))
-        for key in self._ordering.sendings(step):
+        for key in self._ordering.sendings():
             wait(key)
 
-    def retire(self, below: int) -> None:
-        for kind in (SUMS, APPLIES, SENT):
-            self._board.retire(kind, below)
+    def take_sent_bytes(self) -> int:
+        total = sum(sender.bytes_sent for sender in self._links)
+        sent, self._counted_bytes = total - self._counted_bytes, total
+        return sent
 
     def failed(self, error: Exception) -> None:
         """End the engine because of an error on one of the exchange's threads, or of another machine."""
@@ -111,8 +121,24 @@ class GroupExchange(StepExchange):
         failure.__cause__ = error
         self._on_failure(failure)
 
-    def fail(self, problem: str) -> None:
-        self._group.fail(problem)
+    def fail(self, failure: PipelineError) -> None:
+        # Every machine learns of another one's fault by itself.
+        if not isinstance(failure.__cause__, MachineError):
+            self._group.fail(str(failure))
 
     def stop(self) -> None:
         self._talks.stop()
+
+
+def make_exchange(
+    store: HostStore,
+    board: Board,
+    ordering: Ordering,
+    pool: HostPool,
+    on_failure: Callable[[PipelineError], None],
+    group: MachineGroup | None,
+) -> StepExchange:
+    """Return the exchange of a machine among others, or of one that is alone."""
+    if group is None:
+        return StepExchange(store, board, ordering, pool)
+    return GroupExchange(store, board, ordering, pool, group, on_failure)

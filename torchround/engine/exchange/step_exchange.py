@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torchround.engine.board import Board, HandOver, WaitForHandOver
-from torchround.engine.errors import EngineUsageError
+from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.landed_gradients import LandedGradients
 from torchround.engine.ordering import Ordering
+from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
@@ -36,11 +37,10 @@ SHARE = HandOver[StepShare]("step {0} to be dispatched, for machine {1}'s gradie
 
 
 class StepExchange:
-    """The exchange of an engine that is alone. `waited_s` is the time spent waiting for other machines since it was 0."""
+    """The exchange of an engine that is alone. `peers` are the ranks of the other machines."""
 
     peers: Sequence[int] = ()
     threads: Sequence[threading.Thread] = ()
-    sent_bytes = 0
 
     def __init__(self, store: HostStore, board: Board, ordering: Ordering, pool: HostPool) -> None:
         self.landed = LandedGradients(store, ordering, pool, board.observer)
@@ -59,8 +59,8 @@ class StepExchange:
     def begin(self, step: int, share: StepShare) -> None:
         """Let a dispatched step's gradients go out as they land."""
 
-    def agree(self, step: int, share: StepShare, own: StepSums) -> StepSums:
-        """Return the sums of all machines, from this machine's own."""
+    def agree(self, pass_: Pass, own: StepSums) -> StepSums:
+        """Return the sums of a step over all machines, from this machine's own."""
         return own
 
     def decided(self, step: int, applies: bool) -> None:
@@ -73,11 +73,12 @@ class StepExchange:
     def drain(self, step: int, wait: WaitForHandOver) -> None:
         """Wait until this machine has all weights after `step` steps, and has sent its own."""
 
-    def retire(self, below: int) -> None:
-        """Forget hand-overs of steps under `below`."""
+    def take_sent_bytes(self) -> int:
+        """Return the bytes that this machine has sent to others since the last call."""
+        return 0
 
-    def fail(self, problem: str) -> None:
-        """Tell the other machines that this one has failed."""
+    def fail(self, failure: PipelineError) -> None:
+        """Tell the other machines of a fault of this one."""
 
     def stop(self) -> None:
         """Wake the threads that wait for other machines. The engine's board has stopped before."""
