@@ -21,13 +21,13 @@ from torchround.engine.board import Board
 from torchround.engine.errors import PipelineError
 from torchround.engine.exchange.step_exchange import StepExchange
 from torchround.engine.optimizer_worker import OptimizerWorker, update_threads
-from torchround.engine.update_report import LEARNING_RATE
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import TRAINING_PASS, Pass
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.update_report import LEARNING_RATE
 from torchround.optim.kernel import UpdateDtypes
 
 

@@ -20,7 +20,6 @@ from torchround.engine.errors import EngineError, EngineUsageError, FaultLocatio
 from torchround.engine.exchange.group_exchange import make_exchange
 from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.lifecycle import Lifecycle
-from torchround.engine.update_report import LEARNING_RATE, UPDATED
 from torchround.engine.ordering import SETTLED, Ordering
 from torchround.engine.pass_data import check_micro_batches, host_micro_batches
 from torchround.engine.passes import (
@@ -43,6 +42,7 @@ from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.update_report import LEARNING_RATE, UPDATED
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, make_workers

@@ -28,8 +28,8 @@ from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.prediction import Prediction
-from torchround.engine.worker.activation_transfers import LOSS
 from torchround.engine.update_report import LEARNING_RATE, UPDATED, BundleUpdate, UpdateReport
+from torchround.engine.worker.activation_transfers import LOSS
 from torchround.optim import UpdateProgress, adamw_update_
 from torchround.optim.adamw import UpdateKernel
 from torchround.optim.kernel import UpdateDtypes, get_kernels

@@ -186,9 +186,7 @@ def uploads(store: HostStore, pass_: Pass, tasks: Sequence[StageTask]) -> Iterat
                     yield bundle.index, version, upload_use(task.slot, layer)
 
 
-def share_tasks(
-    share: StepShare, partition: Partition, num_devices: int, first_slot: int
-) -> list[StageTask]:
+def share_tasks(share: StepShare, partition: Partition, num_devices: int, first_slot: int) -> list[StageTask]:
     """List the stage tasks of a machine's share of a step; none if it has no part in it."""
     if not share.rounds:
         return []

@@ -16,17 +16,16 @@ from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.device import Mark, Stream
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.exchange.step_exchange import APPLIES, SUMS
-from torchround.engine.update_report import LEARNING_RATE, UPDATED, BundleUpdate, UpdateReport
 from torchround.engine.ordering import Ordering
 from torchround.engine.pass_data import read_loss
 from torchround.engine.passes import STAGE_JOB, TRAINING_PASS, Pass
 from torchround.engine.store.host_memory import HostPool
+from torchround.engine.update_report import LEARNING_RATE, UPDATED, BundleUpdate, UpdateReport
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
 from torchround.engine.worker.kept_transfers import KEPT
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, StageKind, StageTask
 from torchround.pipeline.timeline import TaskKind
-
 
 MOST_STEPS_LATE = 64
 

@@ -32,7 +32,13 @@ class SharedGradients(LandedGradients):
     """
 
     def __init__(
-        self, store: HostStore, board: Board, ordering: Ordering, pool: HostPool, group: MachineGroup, talks: Talks
+        self,
+        store: HostStore,
+        board: Board,
+        ordering: Ordering,
+        pool: HostPool,
+        group: MachineGroup,
+        talks: Talks,
     ) -> None:
         super().__init__(store, ordering, pool, board.observer)
         self._group = group

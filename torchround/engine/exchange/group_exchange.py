@@ -117,7 +117,9 @@ class GroupExchange(StepExchange):
         if isinstance(error, MachineError) and error.machine is not None:
             where = FaultLocation(str(self._group.machines[error.machine]))
         text = str(error).removeprefix(f"{where} ")
-        failure = PipelineError(where, text if isinstance(error, MachineError) else f"{type(error).__name__}: {error}")
+        failure = PipelineError(
+            where, text if isinstance(error, MachineError) else f"{type(error).__name__}: {error}"
+        )
         failure.__cause__ = error
         self._on_failure(failure)
 

@@ -116,7 +116,9 @@ class Talks:
             self._abandon()
 
 
-def check_share(given: StepShare | None, num_micro_batches: int, machine: int, num_machines: int) -> StepShare:
+def check_share(
+    given: StepShare | None, num_micro_batches: int, machine: int, num_machines: int
+) -> StepShare:
     """Return the share that the caller gave. Raises `EngineUsageError` if it is missing or another machine's."""
     if given is None:
         raise EngineUsageError("an engine on several machines needs the share of each step (`step_share`)")
