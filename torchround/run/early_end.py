@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from torchround.config import TrainingTable
-from torchround.engine.optimizer_worker import UpdateReport
+from torchround.engine.update_report import UpdateReport
 from torchround.engine.results import StepResult
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from torchround.engine import lifecycle
 from torchround.engine.board import Board, HandOver
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import HangError
-from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED
+from torchround.engine.update_report import LEARNING_RATE, UPDATED
 from torchround.engine.ordering import GRADIENT_LANDED, UPLOADED, WEIGHTS
 from torchround.engine.passes import STAGE_JOB, TRAINING_PASS
 from torchround.engine.results import STAGE_ENQUEUED

@@ -5,6 +5,7 @@ Before any such wait it sends off the gradients that it still holds, because the
 them.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -339,3 +340,13 @@ class DeviceWorker:
         stage = job.task.stage
         names = self._setup.layer_names[stage.start : stage.stop]
         return FaultLocation(f"device {self._device.name}", stage.kind.value, names, micro_batch)
+
+
+def make_workers(
+    layers: Sequence[nn.Module], devices: Sequence[Device], setup: WorkerSetup
+) -> list[DeviceWorker]:
+    """Return a worker for each device, each with its own copy of the layers."""
+    return [
+        DeviceWorker(index, device, list(copy.deepcopy(nn.ModuleList(layers))), setup)
+        for index, device in enumerate(devices)
+    ]
