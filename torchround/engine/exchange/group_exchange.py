@@ -15,6 +15,7 @@ from torchround.engine.exchange.step_exchange import (
     Talks,
     check_share,
 )
+from torchround.engine.exchange.weights import WeightExchange
 from torchround.engine.ordering import GRADIENT_CONSUMED, WEIGHTS, Ordering
 from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import Bundle
@@ -57,7 +58,8 @@ class GroupExchange(StepExchange):
             )
             for peer in self._owners
         ]
-        self.threads = [sender.thread for sender in self._senders]
+        weights = WeightExchange(store, board, ordering, group, self._talks, self.failed)
+        self.threads = [*(sender.thread for sender in self._senders), *weights.threads]
         self._links = [
             group.links.sender(peer, purpose)
             for peer in self.peers
