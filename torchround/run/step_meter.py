@@ -137,6 +137,7 @@ class StepMeter:
             weight_drift=self._weight_drift,
             peers_wait_s=self._peers_wait_s / self._num_steps,
             sent_gib=self._sent_bytes / GIB / self._num_steps,
+            machines=(),
         )
         self._device_allocations, self._host_allocations = device_allocations, host_allocations
         # One moment ends this interval and begins the next, so that no time falls between them.
