@@ -121,6 +121,7 @@ class OptimizerWorker:
     def _collect(self, pass_: Pass) -> None:
         """Add up a step's gradient and its norm as parts land, then read the losses."""
         step = pass_.step
+        self._squares = {}  # other machines' figures of the step before are among them
         for bundle, parts in self._landed.landing_order(step):
             # Otherwise a stop would be noticed only after all gradients that had landed before it.
             self._board.raise_if_stopped()
