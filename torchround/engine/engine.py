@@ -229,10 +229,14 @@ class Engine:
                 )
             self._watchdog.wait(SETTLED(self._step))
             self._await_readers()
-        with self.store.true_device_weights(self._board.observer):
+        with self.store.true_device_weights(self._board.observer, self._share_rewritten):
             yield
             with self._life.call():
                 self._await_readers()
+
+    def _share_rewritten(self) -> None:
+        with self._life.call():
+            self._exchange.share_rewritten(self._step, self._watchdog.wait)
 
     def _await_readers(self) -> None:
         for bundle in self.store.untrue_bundles():
@@ -341,6 +345,7 @@ class Engine:
     def _collect(self, result: StepResult) -> None:
         """Wait for a pass, so that the engine may forget it."""
         result.collect()
+        self._exchange.collected(result.pass_, self._watchdog.wait)
         # Rule 1 would remember an evaluation's uploads until the next update, and there may be none for long.
         if not result.pass_.training:
             uses = uploads(self.store, result.pass_, result.tasks)

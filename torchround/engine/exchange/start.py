@@ -85,7 +85,11 @@ def _unlike_frozen(store: HostStore, group: MachineGroup) -> list[set[int]]:
     }
     each = group.channel("start").gather(ours, "checksums of the frozen weights")
     return [
-        {int(index) for index, checksum in found.items() if checksum != each[store.bundles[int(index)].owner][index]}
+        {
+            int(index)
+            for index, checksum in found.items()
+            if checksum != each[store.bundles[int(index)].owner][index]
+        }
         for found in each
     ]
 
