@@ -361,21 +361,12 @@ class Engine:
             partition=self.partition,
             num_devices=len(self.devices),
             turns=LinkTurns(self.settings.turns),
-            layerwise_recompute=self.settings.layerwise_recompute,
-            times_layers=self.settings.times_layers,
-            accumulate_dtype=self.settings.accumulate_dtype,
-            compiler=self.settings.compiler,
+            settings=self.settings,
             kept=kept,
             on_failure=self._life.fail,
         )
         workers = make_workers(model.layers, self.devices, setup)
-        self._life.own(workers)
-        try:
-            for worker in workers:
-                worker.allocate()
-        except BaseException:
-            self._life.stop()  # gives back what was allocated on the devices that had room
-            raise
+        self._life.allocate(workers)
         return workers
 
     def _settle(self) -> None:

@@ -39,9 +39,13 @@ class WeightExchange:
             if machine.rank == group.rank:
                 continue
             if store.owned:
-                self._add(f"torchround weights to machine {machine.rank}", self._send, machine.rank, store.owned)
+                self._add(
+                    f"torchround weights to machine {machine.rank}", self._send, machine.rank, store.owned
+                )
             if theirs:
-                self._add(f"torchround weights from machine {machine.rank}", self._receive, machine.rank, theirs)
+                self._add(
+                    f"torchround weights from machine {machine.rank}", self._receive, machine.rank, theirs
+                )
 
     def _add(
         self,
