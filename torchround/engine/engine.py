@@ -10,6 +10,7 @@ The engine stops at the first fault; the call in progress, and each later one, r
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from torchround.config import OptimizerTable
@@ -109,9 +110,7 @@ class Engine:
         self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
         self._ordering.settled(self._step, store.resume_state())
         workers = self._make_workers(model, kept)
-        queues = [
-            QueueWatch(device, worker.state) for device, worker in zip(self.devices, workers, strict=True)
-        ]
+        queues = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
         parts = (store, self._board, self._ordering, self.pool, self._life.fail)
         self._exchange = make_exchange(*parts, machines)
         optimizer_worker = make_optimizer_worker(
@@ -229,14 +228,11 @@ class Engine:
                 )
             self._watchdog.wait(SETTLED(self._step))
             self._await_readers()
-        with self.store.true_device_weights(self._board.observer, self._share_rewritten):
+        share = partial(self._exchange.share_rewritten, self._step, self._wait_in_call)
+        with self.store.true_device_weights(self._board.observer, share):
             yield
             with self._life.call():
                 self._await_readers()
-
-    def _share_rewritten(self) -> None:
-        with self._life.call():
-            self._exchange.share_rewritten(self._step, self._watchdog.wait)
 
     def _await_readers(self) -> None:
         for bundle in self.store.untrue_bundles():
@@ -366,21 +362,12 @@ class Engine:
             partition=self.partition,
             num_devices=len(self.devices),
             turns=LinkTurns(self.settings.turns),
-            layerwise_recompute=self.settings.layerwise_recompute,
-            times_layers=self.settings.times_layers,
-            accumulate_dtype=self.settings.accumulate_dtype,
-            compiler=self.settings.compiler,
+            settings=self.settings,
             kept=kept,
             on_failure=self._life.fail,
         )
         workers = make_workers(model.layers, self.devices, setup)
-        self._life.own(workers)
-        try:
-            for worker in workers:
-                worker.allocate()
-        except BaseException:
-            self._life.stop()  # gives back what was allocated on the devices that had room
-            raise
+        self._life.allocate(workers)
         return workers
 
     def _settle(self) -> None:

@@ -50,9 +50,15 @@ class Lifecycle:
         """Whether `stop` was called."""
         return self._stopped
 
-    def own(self, workers: Sequence[DeviceWorker]) -> None:
-        """Take the workers, one for each device, whose device memory `stop` gives back."""
+    def allocate(self, workers: Sequence[DeviceWorker]) -> None:
+        """Allocate the device memory of the workers, one for each device; `stop` gives it back."""
         self._workers = workers
+        try:
+            for worker in workers:
+                worker.allocate()
+        except BaseException:
+            self.stop()  # gives back what was allocated on the devices that had room
+            raise
 
     def start(
         self, threads: Sequence[threading.Thread], optimizer: OptimizerWorker, exchange: StepExchange

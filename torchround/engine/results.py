@@ -141,7 +141,8 @@ class StepResult:
         self.tasks = tasks
         self.pool = pool
         self._wait = wait
-        self._loss: float | None = None
+        self._loss_sums: list[float] | None = None
+        self._all_sums: Sequence[float] | None = None
         self._update: UpdateReport | None = None
         self._reports: list[StageReport] | None = None
 
@@ -160,13 +161,19 @@ class StepResult:
 
         A training step's loss is that of all machines, which is there once their gradients are.
         """
+        sums: Sequence[float] = self.loss_sums()
+        if self._is_shared:
+            if self._all_sums is None:
+                self._all_sums = self._wait(SUMS(self.pass_.step)).losses
+            sums = self._all_sums
+        return mean_loss(sums, self.num_labels)
+
+    def loss_sums(self) -> list[float]:
+        """Return the sum of the token losses of each of this machine's micro-batches, in their order."""
         # Once only: the last reader of a loss gives its buffer back, and another micro-batch may fill it.
-        if self._loss is None:
-            losses: Sequence[float] = [self._loss_sum(index) for index in range(self._num_micro_batches)]
-            if self._is_shared:
-                losses = self._wait(SUMS(self.pass_.step)).losses
-            self._loss = sum(losses) / max(self.num_labels, 1)
-        return self._loss
+        if self._loss_sums is None:
+            self._loss_sums = [self._loss_sum(index) for index in range(self._num_micro_batches)]
+        return self._loss_sums
 
     def update(self) -> UpdateReport:
         """Return what the update did. Only after `Engine.step`."""
@@ -234,6 +241,11 @@ class StepResult:
 
     def _loss_sum(self, index: int) -> float:
         return read_loss(self._wait(LOSS(self.pass_.index, index)), self.pool)
+
+
+def mean_loss(loss_sums: Iterable[float], num_labels: int) -> float:
+    """Return the mean loss per label of micro-batches whose losses are given as sums, added up in their order."""
+    return sum(loss_sums) / max(num_labels, 1)
 
 
 def one_layer_a_stage(num_layers: int) -> Partition:
