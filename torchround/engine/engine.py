@@ -344,8 +344,9 @@ class Engine:
         self._exchange.collected(result.pass_, self._watchdog.wait)
         # Rule 1 would remember an evaluation's uploads until the next update, and there may be none for long.
         if not result.pass_.training:
-            uses = uploads(self.store, result.pass_, result.tasks)
-            self._ordering.finish_uploads(uses, self._wait_for_event)
+            self._ordering.finish_uploads(
+                uploads(self.store, result.pass_, result.tasks), self._wait_for_event
+            )
 
     def _wait_for_event(self, key: HandOverKey[Event]) -> None:
         self._synchronize(self._watchdog.wait(key))
