@@ -23,7 +23,16 @@ TOP_LEVEL = {
 
 # What each room may import besides itself; `commands`, which is not named here, may import every room.
 BELOW_ENGINE = {"config", "layer", "pipeline", "untrusted"}
-BELOW_RUN = BELOW_ENGINE | {"accelerators", "optim", "data", "checkpoint", "hf", "observe", "engine"}
+BELOW_RUN = BELOW_ENGINE | {
+    "accelerators",
+    "optim",
+    "data",
+    "checkpoint",
+    "hf",
+    "observe",
+    "engine",
+    "machines",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "untrusted": set(),  # defence against hostile input, which every room may use
     "accelerators": set(),  # what differs by kind of device, which layers and the engine ask
@@ -33,12 +42,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"accelerators", "keeping", "layer", "untrusted"},
     "config": {"untrusted"},
     "pipeline": {"config", "untrusted"},
+    "machines": {"config", "untrusted"},
     "optim": BELOW_ENGINE | {"accelerators"},
     "data": BELOW_ENGINE,
-    "checkpoint": BELOW_ENGINE,
+    "checkpoint": BELOW_ENGINE | {"machines"},
     "hf": BELOW_ENGINE | {"checkpoint"},
     "observe": BELOW_ENGINE,
-    "engine": BELOW_ENGINE | {"accelerators", "keeping", "optim", "observe"},
+    "engine": BELOW_ENGINE | {"accelerators", "keeping", "optim", "observe", "machines"},
     "run": BELOW_RUN,
     "trainer": BELOW_RUN | {"run"},
 }

@@ -119,10 +119,18 @@ def most_documents(document_ids: Tensor) -> int | None:
     return None if (changes < 0).any() else 1 + int((changes != 0).sum(dim=1).max())
 
 
-def with_dropout_seeds(micro_batches: Sequence[MicroBatch], seed: int, step: int) -> list[MicroBatch]:
-    """Give each micro-batch of a training step the number that its dropout masks are made from."""
+def with_dropout_seeds(
+    micro_batches: Sequence[MicroBatch], seed: int, step: int, numbers: Sequence[int] | None = None
+) -> list[MicroBatch]:
+    """Give each micro-batch of a training step the number that its dropout masks are made from.
+
+    `numbers` are the micro-batches' numbers in the step, if they are not all of the step's.
+    """
     first = (seed * 2**40 + step) * 2**20  # room for 2^20 micro-batches: no two steps of a run share a number
-    return [replace(part, dropout_seed=first + index) for index, part in enumerate(micro_batches)]
+    if numbers is None:
+        numbers = range(len(micro_batches))
+    pairs = zip(micro_batches, numbers, strict=True)
+    return [replace(part, dropout_seed=first + number) for part, number in pairs]
 
 
 @dataclass(frozen=True, eq=False)

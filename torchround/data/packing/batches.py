@@ -138,15 +138,19 @@ def cut(batch: MicroBatch, micro_batch_size: int) -> list[MicroBatch]:
     If G does not divide evenly, the first micro-batches hold one sequence more (PACI appendix B). They are views, and
     each knows the most documents in any sequence of the whole batch.
     """
-    if micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
-    sequences = batch.tokens.shape[0]
-    parts = split_evenly(sequences, -(-sequences // micro_batch_size))
+    parts = micro_batch_rows(batch.tokens.shape[0], micro_batch_size)
     # Counted over the whole batch: shapes of compiled layers would otherwise depend on the cut.
     whole = replace(batch, max_documents=most_documents(batch.document_ids))
     return [
         whole.with_tensors(tensor[part.start : part.stop] for tensor in batch.tensors()) for part in parts
     ]
+
+
+def micro_batch_rows(sequences: int, micro_batch_size: int) -> list[range]:
+    """Return which of a batch's sequences each micro-batch holds. Raises `ValueError` for a size below 1."""
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
+    return split_evenly(sequences, -(-sequences // micro_batch_size))
 
 
 def num_tokens(batch: MicroBatch, pad_id: int) -> int:
