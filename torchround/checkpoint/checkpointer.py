@@ -125,7 +125,8 @@ class Checkpointer(StepFolders):
 
     def open_step(self, step: int) -> JointCheckpoint:
         """Open a step's checkpoint on all machines together. Raises `DamagedCheckpointError`, the same on all."""
-        opened = open_jointly(self.team, self.variants(step) or [self.named(step)], step)
+        folders = self.variants(step) if self.team.keeps_folder else [self.named(step)]
+        opened = open_jointly(self.team, folders, step)
         if opened is None:
             raise DamagedCheckpointError(self.named(step), "it is on no machine any more")
         return opened
@@ -220,14 +221,12 @@ def open_together(path: Path, team: MachineTeam) -> JointCheckpoint:
     """Open the one checkpoint at `path` on all machines together. Raises as `open_checkpoint`, the same on all."""
     newest, folders = None, [path]
     try:
-        _refuse_other_folders(path)
+        _refuse_other_folders(path, is_part=not team.shares_folder)
     except NoCheckpointError as error:
         newest = error.newest
         if team.keeps_folder:
             folders = []
-    proposals = team.gather(
-        None if newest is None else str(newest), f"whether {path} is on each machine"
-    )
+    proposals = team.gather(None if newest is None else str(newest), f"whether {path} is on each machine")
     opened = open_jointly(team, folders)
     if opened is None:
         found = next(filter(None, proposals), None)
@@ -247,7 +246,7 @@ def verify_checkpoint(path: Path | str, advance: Callable[[int], object] = lambd
     return manifest.step
 
 
-def _refuse_other_folders(path: Path) -> None:
+def _refuse_other_folders(path: Path, is_part: bool = False) -> None:
     """Raise `NoCheckpointError` if `path` has no manifest and is not named as a checkpoint is.
 
     That is the case for a missing path, a run's folder and its folder of checkpoints. A folder that is named as a
@@ -258,7 +257,7 @@ def _refuse_other_folders(path: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         if not (FOLDER_NAME.fullmatch(path.name) and path.is_dir()):
             near = (path, path / "checkpoints") if path.exists() else (path.parent,)
-            nearby = (Checkpointer(folder) for folder in near)
+            nearby = [Checkpointer(folder, team=MachineTeam(shares_folder=not is_part)) for folder in near]
             newest = [found.checkpoints()[step] for found in nearby for step in found.complete_steps()]
             raise NoCheckpointError(path, newest[-1] if newest else None) from None
     except OSError:

@@ -233,7 +233,7 @@ def open_jointly(
         if not missing:
             return opened
         shown = f"{missing[0]} is" if len(missing) == 1 else f"{missing[0]} and {len(missing) - 1} more are"
-        problems.append((str(opened.path), f"{shown} on none of {', '.join(team.names)}"))
+        problems.insert(0, (str(opened.path), f"{shown} on none of {', '.join(team.names)}"))
     if problems:
         raise DamagedCheckpointError(Path(problems[0][0]), "; ".join(reason for _, reason in problems[:3]))
     return None

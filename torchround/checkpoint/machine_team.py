@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from torchround.machines.group import MachineGroup
+from torchround.machines.links import Purpose
+
 Outcome = dict[str, Any]
 
 
@@ -39,6 +42,24 @@ class MachineTeam:
     gather: Callable[[Any, str], list[Any]] = _gather_alone
     send: Callable[[int, Tensor, str], None] = _nowhere
     receive: Callable[[int, Tensor, str], None] = _nowhere
+
+    @classmethod
+    def of(cls, group: MachineGroup | None, shares_folder: bool = True) -> "MachineTeam":
+        """Return the team of a run's machines; a team of one for None.
+
+        One thread at a time may use it, as one at a time saves or loads.
+        """
+        if group is None:
+            return cls(shares_folder=shares_folder)
+
+        def send(peer: int, data: Tensor, what: str) -> None:
+            group.links.sender(peer, Purpose.FILES).send(data, what)
+
+        def receive(peer: int, into: Tensor, what: str) -> None:
+            group.links.receiver(peer, Purpose.FILES).receive(into, what)
+
+        names = tuple(map(str, group.machines))
+        return cls(group.rank, names, shares_folder, group.channel("saves").gather, send, receive)
 
     @property
     def size(self) -> int:
