@@ -168,19 +168,19 @@ def test_the_bytes_of_each_link_are_counted(machines: TwoMachines) -> None:
 def test_a_message_of_another_size_than_expected_is_an_error_and_fills_nothing() -> None:
     machines = TwoMachines()
     into = torch.zeros(99)
-    threading.Thread(
-        target=lambda: machines.links[0].sender(1, Purpose.FILES).send(torch.ones(100), "a message"),
-        daemon=True,
-    ).start()
-    receiver = machines.links[1].receiver(0, Purpose.FILES)
-    with pytest.raises(
-        NamedError, match="receiving part 3.*message 0 of 400 bytes came instead of message 0 of 396"
-    ):
-        receiver.receive(into, "part 3")
-    assert not into.any()
-    with pytest.raises(NamedError, match="the reader of part 3 stopped before its end"):
-        receiver.receive(into, "part 4")
-    abort(machines, 1)
+
+    def receive() -> None:
+        receiver = machines.links[1].receiver(0, Purpose.FILES)
+        with pytest.raises(
+            NamedError, match="part 3.*message 0 of 400 bytes came instead of message 0 of 396"
+        ):
+            receiver.receive(into, "part 3")
+        assert not into.any()
+        with pytest.raises(NamedError, match="the reader of part 3 stopped before its end"):
+            receiver.receive(into, "part 4")
+        abort(machines, 1)
+
+    run_together([lambda: fail_to_send(machines, torch.ones(100)), receive])
 
 
 def test_a_reader_that_stops_early_does_not_hang_and_takes_no_rest_for_a_message() -> None:

@@ -183,7 +183,7 @@ class Engine:
             if self._awaiting_step:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
             index, self._next_save = self._next_save, self._next_save + 1
-            self._ordering.expect_save([bundle.index for bundle in self.store.trained], self._step, index)
+            self._ordering.expect_save([bundle.index for bundle in self.store.owned], self._step, index)
             self._board.post(SAVE(index), (self._step, write))
             # A long run must not keep every save that ended.
             self._saves = [save for save in self._saves if not save.ended]

@@ -282,6 +282,7 @@ class ParameterCounts:
     - `mapped`: frozen parameters that stay in files; they are not in `frozen`.
     - `bundles`: for each group of trained parameters that travel together their number and how many layers use
       them. Without it, buffers that gradients land in are counted without the rest of their last page.
+    - `bundle_layers`: for each of these groups the layers that use it, in rising order.
     """
 
     trained: int
@@ -289,6 +290,7 @@ class ParameterCounts:
     tied: int = 0
     mapped: int = 0
     bundles: tuple[tuple[int, int], ...] = ()
+    bundle_layers: tuple[tuple[int, ...], ...] = ()
 
 
 def costs_from_work(

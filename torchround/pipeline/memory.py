@@ -238,7 +238,7 @@ class HostMemory:
     """The host memory of a run in bytes, by kind.
 
     `reader_bytes` is for readers of weights in files, `loader_bytes` for batches of data that are being made,
-    `device_bytes` the memory of virtual devices. No sum includes `mapped_bytes`: the kernel keeps as much of those files
+    `device_bytes` the memory of virtual devices, `exchange_bytes` for messages from other machines. No sum includes `mapped_bytes`: the kernel keeps as much of those files
     in memory as is free.
     """
 
@@ -251,11 +251,12 @@ class HostMemory:
     loader_bytes: int = 0
     device_bytes: int = 0
     mapped_bytes: int = 0
+    exchange_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
         """Return the part that does not depend on the plan's stages."""
-        buffers = self.reader_bytes + self.loader_bytes
+        buffers = self.reader_bytes + self.loader_bytes + self.exchange_bytes
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + buffers
 
     @property

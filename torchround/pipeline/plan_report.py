@@ -245,7 +245,7 @@ def longest_tokens(question: RunQuestion) -> int:
             question,
             seq_len=steps * LENGTH_STEP,
             micro_batch_size=1,
-            global_batch_size=question.num_devices,
+            global_batch_size=question.num_devices * question.machines.count,
             rounds=1,
             given=None,
         )
@@ -282,7 +282,7 @@ def _frozen(question: RunQuestion) -> RunQuestion:
 def _smaller_batch(question: RunQuestion) -> tuple[str, RunQuestion]:
     """Halve the batch until it fits, or until each round has one micro-batch left; return it with its config key."""
     changed, rounds = question, question.rounds if isinstance(question.rounds, int) else 1
-    least = rounds * question.micro_batch_size
+    least = rounds * question.micro_batch_size * question.machines.count
     while changed.global_batch_size // 2 >= least:
         changed = replace(changed, global_batch_size=changed.global_batch_size // 2)
         if fits(changed):

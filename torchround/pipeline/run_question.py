@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from torchround.pipeline.cards import DeviceSpec
 from torchround.pipeline.costs import HOP_EFFICIENCY, Costs, ParameterCounts
 from torchround.pipeline.keep_rule import KeepRule
+from torchround.pipeline.machine_memory import state_of_machine
 from torchround.pipeline.memory import HostMemory, MemoryLimits, host_state, rounding
 from torchround.pipeline.partition import KeptNames, Partition, split_evenly
 from torchround.pipeline.pool_count import HostBatch, keepable_of
@@ -15,6 +16,20 @@ from torchround.pipeline.simulation.kept_link import KeptLink
 # and begins at a multiple of ALIGNMENT_BYTES.
 INTEGER_TENSORS = 4
 ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True)
+class PlannedMachines:
+    """The machines of a run.
+
+    - `count`: their number. All of them have the devices and the memory that the question names.
+    - `bytes_per_s`: the rate of each machine's network link, each way; None if it is not known.
+    - `sends_changed`: whether only weights that an update has changed are sent back.
+    """
+
+    count: int = 1
+    bytes_per_s: float | None = None
+    sends_changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,7 @@ class RunQuestion:
     - `stale_layers`: their number in `bounded`; None lets the planner choose.
     - `keep_activations`: the setting; `"auto"` lets the planner choose.
     - `given_kept`: the names of what each layer keeps, if `given` comes with them.
+    - `machines`: a plan is that of the machine with the largest share of the step; `global_batch_size` is of all.
     """
 
     costs_for: Callable[[int, int, int], Costs]
@@ -59,15 +75,22 @@ class RunQuestion:
     stale_layers: int | None = None
     keep_activations: str | tuple[str, ...] = "none"
     given_kept: KeptNames | None = None
+    machines: PlannedMachines = PlannedMachines()
+
+    @property
+    def step_micro_batches(self) -> int:
+        """Micro-batches of a step on all machines together."""
+        return -(-self.global_batch_size // self.micro_batch_size)
 
     @property
     def num_micro_batches(self) -> int:
-        return -(-self.global_batch_size // self.micro_batch_size)
+        """Micro-batches of a step on the machine with the largest share."""
+        return -(-self.step_micro_batches // self.machines.count)
 
     @property
     def longest_micro_batch(self) -> int:
         """Sequences of the first micro-batch. If the batch does not divide evenly, the first ones get one more."""
-        return -(-self.global_batch_size // self.num_micro_batches)
+        return -(-self.global_batch_size // self.step_micro_batches)
 
     def costs(self) -> Costs:
         return self.costs_for(self.seq_len, self.longest_micro_batch, self.accumulate_bytes)
@@ -92,7 +115,10 @@ class RunQuestion:
 
     def state_of(self, rounds: int) -> HostMemory:
         """Count the host memory that any plan of so many rounds needs."""
-        state = host_state(self.parameters, self.update, rounds, self.element_bytes, self.gradient_bytes)
+        sizes = self.parameters, self.update, rounds, self.element_bytes, self.gradient_bytes
+        state = host_state(*sizes)
+        if self.machines.count > 1:
+            state = state_of_machine(state, self.parameters, self.gradient_bytes, self.machines.count)
         loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
         return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
 
@@ -103,7 +129,9 @@ class RunQuestion:
 
     def host_batch(self) -> HostBatch:
         """Describe the micro-batches of a step as the pool of host buffers holds them."""
-        sequences = [len(part) for part in split_evenly(self.global_batch_size, self.num_micro_batches)]
+        # The first machine has the first micro-batch, which is one of the longest, and most of them.
+        sequences = [len(part) for part in split_evenly(self.global_batch_size, self.step_micro_batches)]
+        sequences = sequences[: self.num_micro_batches]
         sizes = sorted(set(sequences), reverse=True)
         costs = [self.costs_for(self.seq_len, size, self.accumulate_bytes) for size in sizes]
         gradients = [layer.gradient_bytes for layer in costs[0].layers]

@@ -218,19 +218,19 @@ def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> Param
     Parameters named in `mapped` are frozen and counted apart, without padding: files have none.
     """
     # By identity: a tied parameter is one object in several layers.
-    users: dict[int, tuple[str, ...]] = {}
+    users: dict[int, tuple[int, ...]] = {}
     parameters = {}
     in_files: set[int] = set()
-    for name, layer in zip(model.names, model.layers, strict=True):
+    for index, (name, layer) in enumerate(zip(model.names, model.layers, strict=True)):
         for path, parameter in layer.named_parameters():
-            users[id(parameter)] = (*users.get(id(parameter), ()), name)
+            users[id(parameter)] = (*users.get(id(parameter), ()), index)
             parameters[id(parameter)] = parameter
             if f"{name}.{path}" in mapped:
                 in_files.add(id(parameter))
     trained = {
         key: stored_numel(parameter) for key, parameter in parameters.items() if parameter.requires_grad
     }
-    bundles: Counter[tuple[str, ...]] = Counter()
+    bundles: Counter[tuple[int, ...]] = Counter()
     for key, numel in trained.items():
         bundles[users[key]] += numel
     return ParameterCounts(
@@ -243,6 +243,7 @@ def parameter_counts(model: LayeredModel, mapped: Collection[str] = ()) -> Param
         tied=sum(numel for key, numel in trained.items() if len(users[key]) > 1),
         mapped=sum(parameters[key].numel() for key in in_files),
         bundles=tuple((numel, len(layers)) for layers, numel in bundles.items()),
+        bundle_layers=tuple(bundles),
     )
 
 
@@ -264,6 +265,7 @@ def host_memory_text(memory: HostMemory) -> str:
         "optimizer state": memory.optimizer_bytes,
         "activations between stages": memory.activation_bytes,
         "tokens": memory.integer_bytes,
+        "messages of other machines": memory.exchange_bytes,
         "readers of files": memory.reader_bytes,
         "batches of data": memory.loader_bytes,
         "virtual devices": memory.device_bytes,

@@ -91,8 +91,11 @@ class Bundle:
     parameters with weight decay. A frozen bundle has device weights only, or `mapped` memory in their place:
     files that are only read.
 
-    A gradient that `adds_up` comes in several parts, from rounds or from the layers that share the bundle;
+    A gradient that `adds_up` comes in several parts, from rounds, machines or the layers that share the bundle;
     the host sums them in fp32.
+
+    `owner` is the machine that keeps the bundle's fp32 state, updates it and saves it. A trained bundle of another
+    machine has device weights only, and receives them from its owner.
     """
 
     index: int
@@ -103,6 +106,8 @@ class Bundle:
     decayed: int
     device_weights: list[Tensor] = field(default_factory=list)
     mapped: tuple[MappedRange, ...] = ()
+    owner: int = 0
+    is_owned: bool = True
     adds_up: bool = False
     gradient: Tensor | None = None
     weight: Tensor | None = None
@@ -110,8 +115,17 @@ class Bundle:
     exp_avg_sq: Tensor | None = None
 
     @property
+    def is_remote(self) -> bool:
+        """Whether another machine trains it: this one has device weights and neither fp32 state nor a gradient sum."""
+        return self.trainable and not self.is_owned
+
+    @property
     def authority(self) -> Tensor:
-        """The buffer that decides the bundle's values: fp32 weights, or the device weights of a frozen bundle."""
+        """The buffer that decides the bundle's values: fp32 weights, or the device weights of a frozen bundle.
+
+        A trained bundle of another machine has none here.
+        """
+        assert not self.is_remote, f"{self.parameters[0].name} belongs to machine {self.owner}"
         return self.device_weights[0] if self.weight is None else self.weight
 
     def version(self, version: int) -> Tensor:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchround.engine.board import Observer
 from torchround.engine.store.bundles import (
@@ -21,9 +21,10 @@ from torchround.engine.store.bundles import (
     UpdatePolicy,
     collect_bundles,
     mapped_ranges,
-    owner_of,
 )
 from torchround.engine.store.host_memory import HostAllocator
+from torchround.engine.store.initial_weights import fill_layer
+from torchround.engine.store.ownership import Ownership
 from torchround.engine.store.prediction import Prediction, derive_newest
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
@@ -48,6 +49,9 @@ class HostStore:
     `stale_layers` counts the layers, from the first one on, whose forward reads the previous version under the
     `bounded` policy. Between steps the device weights of their bundles are one version older than the fp32 weights.
 
+    `ownership` says which part of a run of several machines this is. The store then holds the device weights of all
+    bundles, and fp32 weights, optimizer state and gradient sums of the bundles that it owns.
+
     `mapped` gives frozen parameters that stay in mapped files: for each name, tensors of `dtype` that hold
     the parameter one after the other. They are neither among `weights` nor in checkpoints.
     """
@@ -62,6 +66,7 @@ class HostStore:
         gradient_dtype: torch.dtype | None = None,
         spikes: SpikeBounds | None = None,
         mapped: Mapping[str, Sequence[FileTensor]] | None = None,
+        ownership: Ownership | None = None,
     ) -> None:
         self.layer_names = model.names
         self.dtype = dtype
@@ -76,11 +81,14 @@ class HostStore:
         # Set by each update if the policy predicts.
         self.prediction: Prediction | None = None
         self._memory = HostAllocator(pinned)
+        self.ownership = ownership or Ownership(0, 1)
         self.bundles, self.locations = collect_bundles(model, mapped or {})
         for bundle in self.bundles:
             if bundle.parameters[0].name in (mapped or {}):
                 bundle.mapped = tuple(mapped_ranges(bundle, mapped or {}, dtype))
-            else:
+        self.ownership.assign(self.bundles)
+        for bundle in self.bundles:
+            if not bundle.mapped:
                 self._allocate(bundle)
 
     def initialize(
@@ -98,24 +106,19 @@ class HostStore:
         """
         method = "init_weights" if read_weights is None else "init_adapters"
         for index, layer in enumerate(model.layers):
-            # A generator of its own for each layer: its values do not depend on the layers before it. The
-            # factor is above every number of layers, so that no two seeds give two layers the same numbers.
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-            fill: Callable[[torch.Generator], None] | None = getattr(layer, method, None)
-            if fill is not None:
-                with torch.no_grad(), bound_to_host(self, index, layer, self._first_used_in(index)):
-                    fill(generator)
+            fill_layer(self.bundles, self.locations[index], index, layer, method, seed)
             advance(1)
         if read_weights is not None:
             read_weights(self.weights())
         self.refresh_device_weights()
 
     def refresh_device_weights(self) -> None:
-        """Derive every version of the device weights from the fp32 weights, once those are written.
+        """Derive every version of the owned device weights from the fp32 weights, once those are written.
 
-        A frozen bundle has no fp32 weights; its device weights stay as they are.
+        A frozen bundle has no fp32 weights; its device weights stay as they are. The device weights of another
+        machine's bundles come from their owner.
         """
-        for bundle in self.bundles:
+        for bundle in self.owned:
             for device_weights in bundle.device_weights:
                 device_weights.copy_(bundle.authority)
 
@@ -160,7 +163,7 @@ class HostStore:
         if prediction is not None and self.policy.predicts:
             self.prediction = Prediction.from_state(prediction, applied_updates)
         self.stale_layers = stale_layers
-        for bundle in self.trained:
+        for bundle in self.owned:
             # Version v belongs to buffer v modulo their number, but the views were filled as of the
             # store's own step: a buffer that holds version `self.step - age` must come to where `step -
             # age` belongs, `shift` places on.
@@ -172,7 +175,7 @@ class HostStore:
         self.step = step
         self.applied_updates = applied_updates
         # Device weights that lag are as old as the checkpoint says.
-        newest = [bundle for bundle in self.trained if not self.lags(bundle)]
+        newest = [bundle for bundle in self.owned if not self.lags(bundle)]
         derive_newest(newest, step, self.prediction, applied_updates)
         self.is_consistent = True
         self.loss_scaling.load_state_dict(step, loss_scale or {})
@@ -197,10 +200,13 @@ class HostStore:
         return self.trained if self.prediction is not None else list(filter(self.lags, self.trained))
 
     @contextmanager
-    def true_device_weights(self, observer: Observer | None = None) -> Iterator[None]:
+    def true_device_weights(
+        self, observer: Observer | None = None, share: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
         """Let the newest device weights be the fp32 weights for the block, as a validation should see them.
 
         `Engine.true_device_weights` calls it when no thread reads them. Afterwards they are as before, bit for bit.
+        Of several machines each writes the device weights that it owns; `share` then brings those of the others.
         """
         observer, untrue = observer or Observer(), self.untrue_bundles()
         set_aside = []
@@ -212,6 +218,7 @@ class HostStore:
             spare.copy_(device_weights)
         try:
             self._derive(untrue, None, observer)
+            share()
             yield
         finally:
             for device_weights, spare in set_aside:
@@ -219,6 +226,7 @@ class HostStore:
                 device_weights.copy_(spare)
             if self.prediction is not None:
                 self._derive(untrue, self.prediction, observer)
+                share()
 
     def write_newest_device_weights(self) -> None:
         """Write the newest device weights of bundles that lag, after a step that was dropped before its update.
@@ -235,7 +243,7 @@ class HostStore:
         return bundle.gradient.view(self.dtype)[: bundle.numel]
 
     def _derive(self, bundles: Iterable[Bundle], prediction: Prediction | None, observer: Observer) -> None:
-        for bundle in bundles:
+        for bundle in (bundle for bundle in bundles if bundle.is_owned):
             observer.touched(reads=[bundle.authority], writes=[bundle.version(self.step)])
             derive_newest([bundle], self.step, prediction, self.applied_updates)
 
@@ -244,26 +252,37 @@ class HostStore:
         return self.loss_scaling.state_dict(self.step)
 
     def allocate_gradients(self, rounds: int) -> None:
-        """Give each trained bundle the gradient buffer that steps of `rounds` rounds need."""
+        """Give each trained bundle of this machine the gradient buffer that steps of `rounds` rounds need."""
+        machines = self.ownership.num_machines
         for bundle in self.trained:
             # Parts that add up are summed in fp32. A gradient in one part lands as it
             # travels, in the gradient dtype.
-            bundle.adds_up = rounds * len(bundle.layers) > 1
+            bundle.adds_up = machines * rounds * len(bundle.layers) > 1
+            if bundle.is_remote:
+                continue  # its parts pass through the pool on their way to the owner
             dtype = torch.float32 if bundle.adds_up else self.gradient_dtype
             if bundle.gradient is None or bundle.gradient.dtype != dtype:
                 bundle.gradient = self._flat(bundle.numel, dtype)
 
     @property
     def trained(self) -> list[Bundle]:
-        """The bundles that have gradients and optimizer state, in model order."""
+        """The bundles that have gradients and optimizer state, here or on another machine, in model order."""
         return [bundle for bundle in self.bundles if bundle.trainable]
 
+    @property
+    def owned(self) -> list[Bundle]:
+        """The trained bundles whose optimizer state is on this machine, in model order."""
+        return [bundle for bundle in self.trained if bundle.is_owned]
+
     def weights(self) -> dict[str, Tensor]:
-        """Return views of the authoritative values by name: fp32 if trained, otherwise in the store's dtype."""
+        """Return views of the authoritative values by name: fp32 if trained, otherwise in the store's dtype.
+
+        What other machines train is not among them.
+        """
         return {parameter.name: parameter.view(bundle.authority) for bundle, parameter in self._held()}
 
     def named_views(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds, as views that it is written from and read into, bundle by bundle.
+        """Return this machine's part of a checkpoint, as views that it is written from and read into, bundle by bundle.
 
         Only between steps, after `Engine.drain`: with several versions, the older device weights are part of
         it, and with `stale_layers` the device weights that lag.
@@ -274,9 +293,12 @@ class HostStore:
         return views
 
     def loadable_views(self) -> dict[str, Tensor]:
-        """Return the views that a checkpoint may fill: `named_views` as they are for any `stale_layers`."""
+        """Return the views that a checkpoint may fill: `named_views` as they are for any `stale_layers`.
+
+        Frozen weights that another machine saves are among them, because each machine computes with them.
+        """
         if self.policy is not BOUNDED:
-            return self.named_views()
+            return self.named_views() | {f"weights/{name}": view for name, view in self.weights().items()}
         kind = f"{OLDER_WEIGHTS}1_old"
         older = {
             f"{kind}/{parameter.name}": parameter.view(bundle.device_weights[0])
@@ -286,8 +308,11 @@ class HostStore:
         return self.named_views() | older
 
     def bundle_views(self, bundle: Bundle, step: int) -> dict[str, Tensor]:
-        """Return a bundle's part of the checkpoint after `step` steps, without what stays in mapped files."""
-        if bundle.mapped:
+        """Return a bundle's part of the checkpoint after `step` steps, without what stays in mapped files.
+
+        The bundle's owner saves it: a bundle of another machine gives nothing.
+        """
+        if bundle.mapped or not bundle.is_owned:
             return {}
         kinds = {"weights": bundle.authority}
         if bundle.exp_avg is not None and bundle.exp_avg_sq is not None:
@@ -320,44 +345,19 @@ class HostStore:
         self._memory.close()
 
     def _held(self) -> Iterator[tuple[Bundle, FlatParameter]]:
-        """Yield all parameters except those that stay in files."""
+        """Yield all parameters whose authority is here, except those that stay in files."""
         for bundle in self.bundles:
-            if not bundle.mapped:
+            if not (bundle.mapped or bundle.is_remote):
                 yield from ((bundle, parameter) for parameter in bundle.parameters)
-
-    def _first_used_in(self, layer: int) -> set[int]:
-        """Return the bundles that `layer` is the first to use: the ones that it initialises."""
-        return {bundle.index for bundle in self.bundles if bundle.layers[0] == layer and not bundle.mapped}
 
     def _allocate(self, bundle: Bundle) -> None:
         versions = self.policy.versions if bundle.trainable else 1
         bundle.device_weights = [self._flat(bundle.numel, self.dtype) for _ in range(versions)]
         # Devices never touch these three, so page-locking them would gain nothing.
-        if bundle.trainable:
+        if bundle.trainable and bundle.is_owned:
             bundle.weight = self._flat(bundle.numel, torch.float32, for_devices=False)
             bundle.exp_avg = self._flat(bundle.numel, torch.float32, for_devices=False)
             bundle.exp_avg_sq = self._flat(bundle.numel, torch.float32, for_devices=False)
 
     def _flat(self, numel: int, dtype: torch.dtype, for_devices: bool = True) -> Tensor:
         return self._memory.allocate(numel * dtype.itemsize, for_devices).view(dtype)
-
-
-@contextmanager
-def bound_to_host(store: HostStore, layer_index: int, layer: nn.Module, only: set[int]) -> Iterator[None]:
-    """Make a layer's parameters views of the store's authoritative values, for the block.
-
-    Bundles outside `only` stay on `meta`, so that only the first user of a shared parameter fills it.
-    """
-    originals: list[tuple[nn.Module, str, nn.Parameter]] = []
-    try:
-        for location in store.locations[layer_index]:
-            if location.bundle in only:
-                module, name = owner_of(layer, location.path)
-                originals.append((module, name, getattr(module, name)))
-                view = location.parameter.view(store.bundles[location.bundle].authority)
-                setattr(module, name, nn.Parameter(view, requires_grad=False))
-        yield
-    finally:
-        # In reverse: a parameter that the layer has under two paths gets its original back at both.
-        for module, name, original in reversed(originals):
-            setattr(module, name, original)

@@ -265,9 +265,9 @@ class GradientDownload:
         There is one such buffer for each use of a bundle, because rule 4 holds back the next round's part.
         """
         bundle = self._store.bundles[slot_range.bundle]
-        assert bundle.gradient is not None, f"bundle {slot_range.bundle} has no gradient buffer"
         self._ordering.before_gradient_write(slot_range.bundle, self._step, self._previous_part(slot_range))
         if not bundle.adds_up:
+            assert bundle.gradient is not None, f"bundle {slot_range.bundle} has no gradient buffer"
             return bundle.gradient, None
         buffer = self._pool.take(slot_range.numel * self._store.gradient_dtype.itemsize)
         # Devices that used the buffer for other things may still read it.

@@ -1,0 +1,171 @@
+"""Ownership of bundles: each machine holds the state of its own, and all machines together hold what one machine does."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.toy import assert_same_state, toy_model, toy_store
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, UpdatePolicy
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.ownership import Ownership
+from torchround.engine.store.prediction import Prediction
+from torchround.layer import LayeredModel
+from torchround.models import FAMILIES
+from torchround.models.common.lora import LoraShape, add_adapters
+
+BFLOAT16 = torch.bfloat16
+
+
+def stores(num_machines: int, model: LayeredModel, dtype=torch.float32, **options) -> list[HostStore]:
+    return [
+        toy_store(model, dtype, ownership=Ownership(machine, num_machines), **options)
+        for machine in range(num_machines)
+    ]
+
+
+def equal_blocks(num_layers: int) -> LayeredModel:
+    """Return a model whose blocks hold nearly all parameters."""
+    llama3 = FAMILIES["llama3"]
+    return llama3.build(llama3.config_from_flavor("debug", vocab_size=64, num_layers=num_layers))
+
+
+def adapted_model() -> LayeredModel:
+    """Return a model with a frozen base and adapters, so that a layer's bundles may have unlike owners."""
+    llama3 = FAMILIES["llama3"]
+    config = llama3.config_from_flavor("debug", vocab_size=64, num_layers=3)
+    model = llama3.build(config)
+    add_adapters(model, llama3.hf_names(config), LoraShape(2, 4.0, 0.0, ("q_proj", "v_proj")))
+    return model
+
+
+def partly_frozen_model() -> LayeredModel:
+    """Return a model whose blocks draw a trained weight before a frozen one."""
+    model = toy_model()
+    for block in model.layers[1:-1]:
+        block.down.requires_grad_(False)
+    return model
+
+
+def joined(views: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return what several machines hold together; no two may hold the same thing."""
+    together = {name: view for machine in views for name, view in machine.items()}
+    assert len(together) == sum(map(len, views))
+    return together
+
+
+@pytest.mark.parametrize("num_machines", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_machine_finds_the_same_owners_and_each_bundle_has_one(num_machines: int, tied: bool) -> None:
+    each = stores(num_machines, toy_model(tied))
+    owners = [[bundle.owner for bundle in store.bundles] for store in each]
+    assert owners == [owners[0]] * num_machines
+    for machine, store in enumerate(each):
+        assert [bundle.is_owned for bundle in store.bundles] == [owner == machine for owner in owners[0]]
+        assert store.owned == [bundle for bundle in store.trained if bundle.owner == machine]
+    assert set(owners[0]) == set(range(min(num_machines, len(owners[0]))))
+
+
+@pytest.mark.parametrize("num_machines", [2, 3, 4])
+@pytest.mark.parametrize(("policy", "weight_bytes"), [(SYNC, 2), (ASYNC, 4)], ids=["sync", "async"])
+def test_bytes_per_parameter_of_each_machine(
+    num_machines: int, policy: UpdatePolicy, weight_bytes: int
+) -> None:
+    """Device weights of all bundles, and 12 bytes of state and 4 of a gradient sum for a machine's own."""
+    model = equal_blocks(24)
+    for machine in range(num_machines):
+        store = HostStore(model, BFLOAT16, policy=policy, ownership=Ownership(machine, num_machines))
+        store.allocate_gradients(rounds=1)
+        assert store.nbytes() / store.num_parameters() == pytest.approx(
+            weight_bytes + 16 / num_machines, rel=0.03
+        )
+
+
+@pytest.mark.parametrize("num_machines", [2, 3])
+@pytest.mark.parametrize(
+    "build", [toy_model, lambda: toy_model(tied=True), adapted_model, partly_frozen_model]
+)
+def test_initial_weights_of_all_machines_are_those_of_one(build, num_machines: int) -> None:
+    """A layer whose bundles have unlike owners draws the same numbers on each of them."""
+    [alone] = stores(1, build(), BFLOAT16)
+    each = stores(num_machines, build(), BFLOAT16)
+    assert_same_state(joined([store.named_views() for store in each]), alone.named_views())
+    frozen = {p.name for bundle in alone.bundles if not bundle.trainable for p in bundle.parameters}
+    for store in each:
+        names = {parameter.name for bundle in store.owned for parameter in bundle.parameters}
+        assert_same_state(store.weights(), {n: v for n, v in alone.weights().items() if n in frozen | names})
+        assert store.loadable_views().keys() == store.named_views().keys() | {f"weights/{n}" for n in frozen}
+
+
+def test_layers_of_other_machines_are_not_even_drawn() -> None:
+    model, drawn = toy_model(), []
+    for name, layer in zip(model.names, model.layers, strict=True):
+        fill = layer.init_weights
+        layer.init_weights = lambda generator, name=name, fill=fill: (drawn.append(name), fill(generator))
+    for machine in range(3):
+        store = toy_store(model, ownership=Ownership(machine, 3))
+        own = {name for bundle in store.owned for name in (model.names[layer] for layer in bundle.layers)}
+        assert set(drawn) == own
+        drawn.clear()
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC, ASYNC_PREDICT], ids=["sync", "async", "predict"])
+def test_a_resume_gives_each_machine_the_device_weights_of_its_own(policy: UpdatePolicy) -> None:
+    each = [
+        *stores(2, toy_model(), BFLOAT16, policy=policy),
+        *stores(1, toy_model(), BFLOAT16, policy=policy),
+    ]
+    generator = torch.Generator().manual_seed(5)
+    values = {
+        name: torch.rand(view.shape, generator=generator) for name, view in each[2].named_views().items()
+    }
+    prediction = Prediction(1e-2, (0.9, 0.95), 1e-8).state()
+    for store in each:
+        for bundle in store.bundles:
+            for device_weights in bundle.device_weights:
+                device_weights.fill_(-1.0)
+        for name, view in store.loadable_views().items():
+            view.copy_(values[name])
+        store.resume(5, applied_updates=5, prediction=prediction)
+    for ours, theirs in (
+        (ours, theirs)
+        for store in each[:2]
+        for ours, theirs in zip(store.bundles, each[2].bundles, strict=True)
+    ):
+        for age in range(policy.versions):
+            assert torch.equal(ours.version(5 - age), theirs.version(5 - age)) == ours.is_owned
+    # Old device weights of other machines are left alone until their owners send them.
+    assert all((b.version(5) == -1).all() for store in each[:2] for b in store.bundles if b.is_remote)
+
+
+def test_true_weights_are_written_by_their_owners_alone() -> None:
+    shared = []
+    for store in stores(2, toy_model(), BFLOAT16, policy=ASYNC_PREDICT):
+        store.resume(1, applied_updates=1, prediction=Prediction(1e-2, (0.9, 0.95), 1e-8).state())
+        for bundle in store.owned:
+            bundle.exp_avg.fill_(1.0)
+        store.resume(1, applied_updates=1, prediction=Prediction(1e-2, (0.9, 0.95), 1e-8).state())
+        for bundle in store.bundles:
+            if bundle.is_remote:
+                bundle.version(1).fill_(7.0)
+        predicted = [bundle.version(1).clone() for bundle in store.bundles]
+        with store.true_device_weights(share=lambda: shared.append(True)):
+            for bundle in store.owned:
+                assert torch.equal(bundle.version(1), bundle.weight.bfloat16())
+            assert len(shared) == 1
+        assert len(shared) == 2
+        shared.clear()
+        for bundle, before in zip(store.bundles, predicted, strict=True):
+            assert torch.equal(bundle.version(1), before)
+            assert bundle.is_remote or not torch.equal(before, bundle.weight.bfloat16())
+
+
+def test_one_machine_owns_everything_and_its_gradients_land_as_before() -> None:
+    store = toy_store(toy_model(), BFLOAT16)
+    assert store.owned == store.trained and not any(bundle.is_remote for bundle in store.bundles)
+    store.allocate_gradients(rounds=1)
+    assert all(bundle.gradient.dtype is BFLOAT16 and not bundle.adds_up for bundle in store.trained)
+    for machine in stores(2, toy_model(), BFLOAT16):
+        machine.allocate_gradients(rounds=1)
+        assert all(bundle.adds_up for bundle in machine.trained)
+        assert all(bundle.gradient is None for bundle in machine.trained if bundle.is_remote)
+        assert all(bundle.gradient.dtype is torch.float32 for bundle in machine.owned)
