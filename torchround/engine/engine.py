@@ -178,9 +178,8 @@ class Engine:
             if self._awaiting_step:
                 raise EngineUsageError("evaluate() was called between forward_backward() and step()")
             self._limit_passes_under_way()
-            tasks = evaluation_tasks(
-                self.partition, max(len(micro_batches), 1), len(self.devices), self._next_slot
-            )
+            count = max(len(micro_batches), 1)
+            tasks = evaluation_tasks(self.partition, count, len(self.devices), self._next_slot)
             pass_ = self._begin_pass(micro_batches, tasks)
             self._dispatch(pass_, tasks)
             return self._track(pass_, tasks)
@@ -290,6 +289,7 @@ class Engine:
         shape = PassShape.of(tasks, micro_batches, training, self._step, oldest)
         sizes = self._reservation.reserve_for(shape, self._results[-1].pass_.shape if self._results else None)
         loss_scale = self.store.loss_scaling.scale_of(self._step) if training else 1.0
+        restarts = backward_inputs(self.partition, self.store.stale_layers) if training else frozenset()
         pass_ = Pass(
             index=self._next_pass,
             training=training,
@@ -301,9 +301,7 @@ class Engine:
                 micro_batches, tasks, self.pool, self._board.observer, self._synchronize
             ),
             forward_inputs=forward_inputs(self.partition),
-            backward_inputs=(
-                backward_inputs(self.partition, self.store.stale_layers) if training else frozenset()
-            ),
+            backward_inputs=restarts,
             shape=shape,
             sizes=sizes,
             share=share,
