@@ -58,7 +58,12 @@ class Trainer:
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, self._total_steps)
         self._bad_steps = BadSteps(config.training)
         self._validation = RunValidation(
-            config.validation, parts.validation, config.training.micro_batch_size
+            config.validation,
+            parts.validation,
+            config.training.micro_batch_size,
+            *(self._machines.agreement("validation", "the validation"), self._machines.rank),
+            self._machines.size,
+            names=self._machines.names,
         )
         self._metrics = MetricsLogger({})
 

@@ -57,6 +57,10 @@ class RunMachines:
         """
         return [value] if self.group is None else self.group.channel(channel).gather(value, what)
 
+    def agreement(self, channel: str, what: str) -> Callable[[Any], list[Any]] | None:
+        """Return `agree` on one subject as a function of the value alone, None on one machine."""
+        return None if self.group is None else partial(self.agree, channel, what=what)
+
     def of_first(self, value: T, what: str) -> T:
         """Return the value of the machine of rank 0."""
         chosen: T = self.agree("start", value, what)[0]
@@ -118,7 +122,7 @@ class RunMachines:
             loader,
             micro_batch_size,
             rounds,
-            None if self.group is None else partial(self.agree, "batches", what="the batch of the next step"),
+            self.agreement("batches", "the batch of the next step"),
             self.rank,
             self.size,
             names=self.names,
