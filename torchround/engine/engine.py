@@ -112,7 +112,7 @@ class Engine:
         workers = self._make_workers(model, kept)
         queues = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
         parts = (store, self._board, self._ordering, self.pool, self._life.fail)
-        self._exchange = make_exchange(*parts, machines)
+        self._exchange = make_exchange(*parts, machines, self.settings.compress_weights)
         optimizer_worker = make_optimizer_worker(
             *parts, optimizer, self.settings, len(self.devices), self._exchange
         )

@@ -241,6 +241,7 @@ class OptimizerWorker:
             self._before_update(bundle, step)
             fault = self._await_readers(bundle, step)
             overcome = overcome or fault
+            self._exchange.before_change(bundle, step)
             gradient_scale = self._clipping.factor(bundle, norm, self._squares[bundle.index], loss_scale)
             fault = self._update_surely(bundle, step, lr, gradient_scale)
             overcome = overcome or fault

@@ -37,6 +37,7 @@ class GroupExchange(StepExchange):
         pool: HostPool,
         group: MachineGroup,
         on_failure: Callable[[PipelineError], None],
+        compresses: bool,
     ) -> None:
         super().__init__(store, board, ordering, pool)
         self._group = group
@@ -57,8 +58,8 @@ class GroupExchange(StepExchange):
             )
             for peer in self._owners
         ]
-        self._weights = WeightExchange(store, board, ordering, group, self._talks, self.failed)
-        self.threads = [*(sender.thread for sender in self._senders), *self._weights.threads]
+        self._weights = WeightExchange(store, board, ordering, group, self._talks, self.failed, compresses)
+        self.threads = [*(sender.thread for sender in self._senders), *self._weights.all_threads]
         self._links = [
             group.links.sender(peer, purpose)
             for peer in self.peers
@@ -94,6 +95,9 @@ class GroupExchange(StepExchange):
 
     def decided(self, step: int, applies: bool) -> None:
         self._weights.decided(step, applies)
+
+    def before_change(self, bundle: Bundle, step: int) -> None:
+        self._weights.before_change(bundle, step)
 
     def updated(self, bundle: Bundle, step: int) -> None:
         # First: the peers' senders may be done before this thread comes to its next line.
@@ -148,8 +152,12 @@ def make_exchange(
     pool: HostPool,
     on_failure: Callable[[PipelineError], None],
     group: MachineGroup | None,
+    compresses: bool = False,
 ) -> StepExchange:
-    """Return the exchange of a machine among others, or of one that is alone."""
+    """Return the exchange of a machine among others, or of one that is alone.
+
+    If it `compresses`, only the weights that an update changed are sent; all machines must say the same.
+    """
     if group is None:
         return StepExchange(store, board, ordering, pool)
-    return GroupExchange(store, board, ordering, pool, group, on_failure)
+    return GroupExchange(store, board, ordering, pool, group, on_failure, compresses)

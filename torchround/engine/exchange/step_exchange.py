@@ -65,6 +65,9 @@ class StepExchange:
     def decided(self, step: int, applies: bool) -> None:
         """Let all threads know whether a step's update applies, before any weights are written."""
 
+    def before_change(self, bundle: Bundle, step: int) -> None:
+        """Keep what the exchange needs of a bundle's device weights before step `step`'s update changes them."""
+
     def updated(self, bundle: Bundle, step: int) -> None:
         """Declare version `step + 1` of a bundle's device weights complete."""
         self._ordering.updated(bundle.index, step)
