@@ -47,8 +47,16 @@ class Machine:
         return f"machine {self.rank} ({self.host})"
 
 
+@dataclass(frozen=True)
+class HostShare:
+    """The part of a host that one process may use: process number `index` of `count`, which divide devices and memory."""
+
+    index: int = 0
+    count: int = 1
+
+
 class MachineGroup:
-    """All machines of a run, seen from one of them."""
+    """All machines of a run, seen from one of them. `host_share` is the part of its host that this one may use."""
 
     def __init__(
         self,
@@ -62,6 +70,7 @@ class MachineGroup:
         address: str | None = None,
         bytes_per_s: float | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
+        host_share: HostShare | None = None,
     ) -> None:
         """Meet the other machines and connect to each. Every machine calls this, at any time within `start_timeout_s`.
 
@@ -72,6 +81,7 @@ class MachineGroup:
         which the others can be reached. Raises `LaunchError` if not all machines come.
         """
         self.rank, self.size = rank, size
+        self.host_share = host_share or HostShare()
         self.fault: MachineError | None = None
         store = PrefixStore("machines", store)
         self.machines, address = _meet(store, rank, size, host, address, start_timeout_s)
