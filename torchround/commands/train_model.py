@@ -55,9 +55,10 @@ from torchround.run.hardware import find_hardware
 from torchround.run.numbers import RunNumbers, host_memory_text, num_parameters
 from torchround.run.resume import resumed_stale_layers
 from torchround.run.run_folder import ConfigSource, RunError, RunFolder
+from torchround.run.run_parts import RunParts
 from torchround.run.start_checks import disk_need, require_load_path
 from torchround.run.validation import best_of, kept_losses
-from torchround.trainer import RunParts, Trainer
+from torchround.trainer import Trainer
 from torchround.untrusted.terminal import escape_unprintable, say
 
 # Errors of the user end with exit code 2, errors of the run with 1. Each is one message; any other error is a bug, with a

@@ -10,6 +10,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.ownership import Ownership
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import SpikeBounds
 from torchround.pipeline.partition import split_evenly
@@ -27,8 +28,9 @@ def build_store(
     numbers: RunNumbers,
     hardware: Hardware,
     mapped: Mapping[str, Sequence[FileTensor]] | None = None,
+    ownership: Ownership | None = None,
 ) -> HostStore:
-    """Allocate the host store, without initial weights. `mapped` as in `HostStore`."""
+    """Allocate the host store, without initial weights. `mapped` and `ownership` as in `HostStore`."""
     return HostStore(
         model,
         numbers.dtype,
@@ -38,6 +40,7 @@ def build_store(
         gradient_dtype=numbers.gradient_dtype,
         spikes=SpikeBounds(numbers.spike_factor, numbers.training.spike_window),
         mapped=mapped,
+        ownership=ownership,
     )
 
 
