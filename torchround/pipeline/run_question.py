@@ -32,6 +32,9 @@ class PlannedMachines:
     sends_changed: bool = False
 
 
+ONE_MACHINE = PlannedMachines()
+
+
 @dataclass(frozen=True)
 class RunQuestion:
     """A run to be planned.
@@ -75,7 +78,7 @@ class RunQuestion:
     stale_layers: int | None = None
     keep_activations: str | tuple[str, ...] = "none"
     given_kept: KeptNames | None = None
-    machines: PlannedMachines = PlannedMachines()
+    machines: PlannedMachines = ONE_MACHINE
 
     @property
     def step_micro_batches(self) -> int:
