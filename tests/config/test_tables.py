@@ -119,6 +119,7 @@ def test_the_tables_and_keys_that_users_and_scripts_rely_on_are_there() -> None:
         "lora": {"rank", "alpha", "dropout", "targets", "path"},
         "metrics": {"log_every_steps", "wandb", "wandb_project"},
         "trace": {"steps", "memory"},
+        "machines": {"timeout_s", "connections", "compress", "checkpoints", "share_host"},
     }
     tables = {name: KeyType.of_field(info).table() for name, info in config.Config.model_fields.items()}
     assert list(tables) == list(promised)

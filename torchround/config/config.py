@@ -13,6 +13,7 @@ from torchround.config.tables import (
     CheckpointTable,
     LoraTable,
     LRScheduleTable,
+    MachinesTable,
     MetricsTable,
     ModelTable,
     OptimizerTable,
@@ -173,6 +174,7 @@ class Config(Table):
     lora: LoraTable = Field(default_factory=LoraTable)
     metrics: MetricsTable = Field(default_factory=MetricsTable)
     trace: TraceTable = Field(default_factory=TraceTable)
+    machines: MachinesTable = Field(default_factory=MachinesTable)
 
     def with_steps(self, steps: int) -> "Config":
         """Return a copy of the config with `training.steps` set."""

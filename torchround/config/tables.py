@@ -197,6 +197,38 @@ class CheckpointTable(Table):
     pre-training does."""
 
 
+class MachinesTable(Table):
+    """Several machines, each with its own devices, that train one model together. `torchrun` starts one process on each."""
+
+    timeout_s: PositiveFloat = 60.0
+    """Seconds without a sign of life from a machine after which all others end with a message that names it. Above 0. A
+    machine that computes, saves or compiles gives signs of life; one that is stopped or has lost its network gives none."""
+
+    connections: Annotated[int, Field(ge=1, le=16)] = 4
+    """Connections between each two machines that carry gradients and weights, 1 to 16. One connection carries 15 to 19 Gb/s
+    at most."""
+
+    compress: Literal["none", "changed"] = "none"
+    """What travels back after an update. `none`: all 16-bit weights. `changed`: only the ones whose bits changed, with a bitmap.
+    It costs processor time, and pays off on slow networks and at the small learning rates of fine-tuning. Losses do not
+    depend on it."""
+
+    checkpoints: Literal["shared", "own"] = "shared"
+    """Place of checkpoints. `shared`: `run.folder` is the same folder for all machines, on a network file system. `own`: it
+    is a folder on each machine's own disk, which holds that machine's part of each checkpoint."""
+
+    share_host: bool = False
+    """Whether several processes may run on one host, each as a machine. They divide its accelerators and free memory. Meant
+    for tests: one process drives all devices of a host, and is faster."""
+
+    planned: PositiveInt = 1
+    """Machines that `--dry-run` and `scripts/plan.py` plan for. A run counts its own."""
+
+    gbit_per_s: PositiveFloat | None = None
+    """Rate of the network between two machines, in Gb/s each way, above 0, that `--dry-run` and `scripts/plan.py` plan with.
+    A run measures its own. Default: plans are made for 10, 25 and 100."""
+
+
 class ValidationTable(Table):
     """The loss on held-out text, measured with forward passes only."""
 
