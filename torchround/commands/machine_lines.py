@@ -53,8 +53,7 @@ def fewest_machines(question: RunQuestion) -> int | None:
     if question.update == "bounded":
         return None
     for count in MACHINE_COUNTS:
-        machines = replace(question.machines, count=count)
-        more = replace(question, machines=machines, given=None)
+        more = replace(question, given=None).on_machines(count)
         if question.machines.count < count <= more.step_micro_batches and fits(more):
             return count
     return None

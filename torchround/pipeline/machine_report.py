@@ -147,12 +147,9 @@ def machine_rows(question: RunQuestion, plan: Plan | None) -> tuple[MachineRow, 
 
 
 def _row(question: RunQuestion, plan: Plan | None, count: int) -> MachineRow:
-    machines = replace(question.machines, count=count)
-    asked = replace(question, machines=machines)
+    asked = question.on_machines(count)
     if count > asked.step_micro_batches:
         return MachineRow(count, 0, "more machines than micro-batches")
-    rounds = asked.rounds
-    asked = replace(asked, rounds=min(rounds, asked.num_micro_batches) if isinstance(rounds, int) else rounds)
     if count != question.machines.count:
         plan = _plan_of_share(asked, plan)
     if plan is None:
