@@ -126,18 +126,22 @@ class StepBatches:
 
     def _require_the_same(self, found: Sequence[dict[str, JSON]], own_error: DataError | None) -> None:
         """Raise the same `DataError` on all machines if one has an error, or if they read different data."""
-        failed = [rank for rank, each in enumerate(found) if each["error"] is not None]
-        if failed:
-            text = found[failed[0]]["error"]
-            # A record that every machine reads is bad on all of them; otherwise the message needs the machine.
-            is_shared = len({each["error"] for each in found}) == 1
-            raise DataError(text if is_shared else f"{self._names[failed[0]]}: {text}") from own_error
+        raise_agreed([each["error"] for each in found], self._names, own_error)
         for rank, each in enumerate(found):
             if (each["sequences"], each["digest"]) != (found[0]["sequences"], found[0]["digest"]):
                 raise DataError(
                     f"{self._names[rank]} reads another batch than {self._names[0]} for the same step: the files "
                     "of data.sources differ between them, although their sizes are the same"
                 )
+
+
+def raise_agreed(texts: Sequence[str | None], names: Sequence[str], own_error: DataError | None) -> None:
+    """Raise the same `DataError` on all machines if one has an error; `texts` has each machine's, None without one."""
+    failed = [rank for rank, text in enumerate(texts) if text is not None]
+    if failed:
+        text = texts[failed[0]]
+        # A record that every machine reads is bad on all of them; otherwise the message needs the machine.
+        raise DataError(text if len(set(texts)) == 1 else f"{names[failed[0]]}: {text}") from own_error
 
 
 def _most(documents: Sequence[int | None]) -> int | None:

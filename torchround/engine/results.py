@@ -139,7 +139,7 @@ class StepResult:
         self.tasks = tasks
         self.pool = pool
         self._wait = wait
-        self._loss: float | None = None
+        self._loss_sums: list[float] | None = None
         self._update: UpdateReport | None = None
         self._reports: list[StageReport] | None = None
 
@@ -155,11 +155,14 @@ class StepResult:
 
     def loss(self) -> float:
         """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once."""
+        return mean_loss(self.loss_sums(), self.num_labels)
+
+    def loss_sums(self) -> list[float]:
+        """Return the sum of the token losses of each micro-batch, in micro-batch order."""
         # Once only: the last reader of a loss gives its buffer back, and another micro-batch may fill it.
-        if self._loss is None:
-            total = sum(self._loss_sum(index) for index in range(self._num_micro_batches))
-            self._loss = total / max(self.num_labels, 1)
-        return self._loss
+        if self._loss_sums is None:
+            self._loss_sums = [self._loss_sum(index) for index in range(self._num_micro_batches)]
+        return self._loss_sums
 
     def update(self) -> UpdateReport:
         """Return what the update did. Only after `Engine.step`."""
@@ -225,6 +228,11 @@ class StepResult:
 
     def _loss_sum(self, index: int) -> float:
         return read_loss(self._wait(LOSS(self.pass_.index, index)), self.pool)
+
+
+def mean_loss(loss_sums: Iterable[float], num_labels: int) -> float:
+    """Return the mean loss per label of micro-batches whose losses are given as sums, added up in their order."""
+    return sum(loss_sums) / max(num_labels, 1)
 
 
 def one_layer_a_stage(num_layers: int) -> Partition:

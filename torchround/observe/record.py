@@ -2,10 +2,45 @@
 
 import math
 import resource
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
+
+
+@dataclass(frozen=True)
+class MachineTimes:
+    """One machine's part in the logged steps: means per step, times in seconds.
+
+    `name` is the machine's, as messages have it. `busy_s` is the busiest device's. `peers_wait_s` is how long the
+    optimizer waited for other machines, `optimizer_exposed_s` how long the devices waited for updated weights, the
+    mean over them. `sent_gib` went to other machines.
+    """
+
+    name: str
+    step_s: float
+    data_s: float
+    busy_s: float
+    optimizer_s: float
+    optimizer_exposed_s: float
+    peers_wait_s: float
+    sent_gib: float
+    host_gib: float
+
+    @property
+    def own_s(self) -> float:
+        """Seconds per step that the machine would take if it waited for no other one."""
+        return self.data_s + max(self.busy_s, self.optimizer_s)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return its values by name, JSON-able."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "MachineTimes":
+        """Rebuild it from `as_dict`."""
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -57,6 +92,30 @@ class StepRecord:
     device_allocations: int = 0
     host_allocations: int = 0
     weight_drift: int = 0
+    peers_wait_s: float = 0.0
+    sent_gib: float = 0.0
+    machines: tuple[MachineTimes, ...] = ()
+    """One entry for each machine of the run, by rank; empty for a run on one machine."""
+
+    @property
+    def slowest(self) -> int | None:
+        """Rank of the machine whose own work takes longest, the first of equals. None on one machine."""
+        times = [machine.own_s for machine in self.machines]
+        return times.index(max(times)) if times else None
+
+    def machine_times(self, name: str) -> MachineTimes:
+        """Return what this record tells the others about the machine `name` that made it."""
+        return MachineTimes(
+            name=name,
+            step_s=self.step_s,
+            data_s=self.data_s,
+            busy_s=max(self.busy_s, default=0.0),
+            optimizer_s=self.optimizer_s,
+            optimizer_exposed_s=_mean(self.optimizer_wait_s),
+            peers_wait_s=self.peers_wait_s,
+            sent_gib=self.sent_gib,
+            host_gib=self.host_gib,
+        )
 
     @property
     def device_peak_gib(self) -> float | None:
@@ -91,6 +150,8 @@ class StepRecord:
             values["validation_perplexity"] = perplexity(self.validation_loss)
         if self.busy_s:
             values["engine"] = self._engine()
+        if self.machines:
+            values["machines"] = self._machines()
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
@@ -103,7 +164,7 @@ class StepRecord:
             "input_wait_s": self.input_wait_s,
             "weights_wait_s": self.weights_wait_s,
             "optimizer_wait_s": self.optimizer_wait_s,
-            "optimizer_exposed_s": sum(self.optimizer_wait_s) / len(self.optimizer_wait_s),
+            "optimizer_exposed_s": _mean(self.optimizer_wait_s),
             "uploaded_gib": self.uploaded_gib,
             "downloaded_gib": self.downloaded_gib,
             "device_peak_gib": self.device_peaks_gib,
@@ -113,6 +174,18 @@ class StepRecord:
             "host_allocations": self.host_allocations,
             "weight_drift": self.weight_drift,
         }
+
+    def _machines(self) -> dict[str, Any]:
+        """Return the object `machines` of a line: lists by rank, and the rank of the slowest."""
+        by_name = [machine.as_dict() for machine in self.machines]
+        return {
+            "slowest": self.slowest,
+            **{key: tuple(values[key] for values in by_name) for key in by_name[0]},
+        }
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def perplexity(loss: float) -> float:

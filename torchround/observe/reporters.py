@@ -35,6 +35,9 @@ TIME_WIDTH, DEFAULT_WIDTH = 10, 80
 # Seconds to wait for the server of Weights & Biases to answer a connection, and for the library to start a run there.
 _CONNECT_S, _WANDB_START_S = 5.0, 30.0
 
+# A machine is named on the console if its own work takes so many times as long as that of the fastest one.
+SLOW_MACHINE = 1.1
+
 # The most lines kept in memory while the disk fails (about 10 MB). They are written once it works again.
 KEPT_LINES = 10_000
 
@@ -116,8 +119,21 @@ def line_parts(record: StepRecord, total_steps: int, left_s: float) -> list[Line
     parts.append(LinePart(8, f"host {size_text(round(record.host_gib * GIB))}"))
     if record.validation_loss is not None:
         parts.append(LinePart(9, f"perplexity {perplexity(record.validation_loss):.4g}"))
+    if (slowest := slowest_text(record)) is not None:
+        parts.append(LinePart(2, slowest))
     parts.append(LinePart(3, f"ETA {short_duration(left_s)}"))
     return parts
+
+
+def slowest_text(record: StepRecord) -> str | None:
+    """Name the slowest machine if its own work takes notably longer than the fastest one's, otherwise return None."""
+    if record.slowest is None:
+        return None
+    own_s = [machine.own_s for machine in record.machines]
+    longest_s, shortest_s = max(own_s), min(own_s)
+    if longest_s < SLOW_MACHINE * shortest_s or shortest_s <= 0:
+        return None
+    return f"{record.machines[record.slowest].name} slowest (+{100 * (longest_s / shortest_s - 1):.0f} %)"
 
 
 def fitting(parts: Sequence[LinePart], width: int) -> list[LinePart]:
@@ -309,7 +325,11 @@ class WandbLogger:
 
         Each device's figure is a curve of its own, such as `engine/busy_s/0`.
         """
-        self._run.log({name: value for name, value in _curves("", record.as_dict()) if value is not None})
+        curves = _curves("", record.as_dict())
+        # A machine's name is no curve.
+        self._run.log(
+            {name: value for name, value in curves if value is not None and not isinstance(value, str)}
+        )
 
     def close(self) -> None:
         """Finish the run."""

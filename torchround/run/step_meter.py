@@ -30,7 +30,8 @@ _FIGURES: dict[str, Callable[[StageReport], float]] = {
 class StepMeter:
     """Adds up finished steps, in order, and makes a record of those since the last one.
 
-    `flops_per_token` is `flops_per_token()` of the model; `peak_flops_per_s` is one device's, None if it is not known.
+    `flops_per_token` is `flops_per_token()` of the model; `all_flops_per_s` is the peak of all devices of the run, also on
+    other machines, None if it is not known.
     `skipped_steps` counts over the whole run. The clock runs from `start` on.
     """
 
@@ -38,13 +39,13 @@ class StepMeter:
         self,
         devices: Sequence[Device],
         flops_per_token: float,
-        peak_flops_per_s: float | None,
+        all_flops_per_s: float | None,
         skipped_steps: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._devices = devices
         self._flops_per_token = flops_per_token
-        self._peak_flops_per_s = peak_flops_per_s
+        self._all_flops_per_s = all_flops_per_s
         self._skipped_steps = skipped_steps
         self._clock = clock
         # Devices and pools count allocations from their beginning; these are the counts at the last record.
@@ -84,6 +85,8 @@ class StepMeter:
             self._averaged.append((self._loss, result.num_labels))
         self._skipped_steps += update.skipped
         self._optimizer_s += update.seconds
+        self._peers_wait_s += getattr(update, "peers_wait_s", 0.0)
+        self._sent_bytes += getattr(update, "sent_bytes", 0)
         self._weight_drift = max(self._weight_drift, result.weight_drift())
         for name, figure in _FIGURES.items():
             more = result.by_device(figure, len(self._devices))
@@ -116,7 +119,7 @@ class StepMeter:
             lr=lr,
             tokens=tokens,
             tokens_per_s=tokens_per_s,
-            mfu=mfu(tokens_per_s, self._flops_per_token, self._peak_flops_per_s, len(self._devices)),
+            mfu=mfu(tokens_per_s, self._flops_per_token, self._all_flops_per_s, 1),
             step_s=step_s,
             data_s=self._data_s / self._num_steps,
             optimizer_s=self._optimizer_s / self._num_steps,
@@ -132,6 +135,9 @@ class StepMeter:
             device_allocations=device_allocations - self._device_allocations,
             host_allocations=host_allocations - self._host_allocations,
             weight_drift=self._weight_drift,
+            peers_wait_s=self._peers_wait_s / self._num_steps,
+            sent_gib=self._sent_bytes / GIB / self._num_steps,
+            machines=(),
         )
         self._device_allocations, self._host_allocations = device_allocations, host_allocations
         # One moment ends this interval and begins the next, so that no time falls between them.
@@ -158,8 +164,8 @@ class StepMeter:
     def _reset(self, now_s: float | None = None) -> None:
         """Begin an interval."""
         self._start_s = self._clock() if now_s is None else now_s
-        self._excluded_s = self._data_s = self._optimizer_s = 0.0
-        self._num_steps = self._num_tokens = 0
+        self._excluded_s = self._data_s = self._optimizer_s = self._peers_wait_s = 0.0
+        self._num_steps = self._num_tokens = self._sent_bytes = 0
         self._weight_drift = 0
         self._averaged: list[
             tuple[float, int]

@@ -6,16 +6,19 @@ ends at the same step, as a run that never stopped.
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchround.checkpoint import Checkpointer, CheckpointError
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import ValidationTable
-from torchround.data import cut
+from torchround.data import DataError, cut
+from torchround.data.step_batches import Agree, raise_agreed
 from torchround.engine.engine import Engine
+from torchround.engine.results import StepResult, mean_loss
 from torchround.layer import MicroBatch
+from torchround.pipeline.machine_shares import StepShare, step_share
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +76,43 @@ class ValidationProgress:
         )
 
 
-class RunValidation:
-    """The validations of one run: `batches` are the same each time they are iterated over."""
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of one batch of a validation: the sum of each micro-batch's token losses, by its number, and its labels."""
 
-    def __init__(self, table: ValidationTable, batches: Iterable[MicroBatch], micro_batch_size: int) -> None:
+    sums: Mapping[int, float]
+    num_labels: int
+
+    def total(self) -> float:
+        """Return the loss of all labels, from the mean: the same on any number of machines."""
+        ordered = [self.sums[number] for number in sorted(self.sums)]
+        return mean_loss(ordered, self.num_labels) * self.num_labels
+
+
+class RunValidation:
+    """The validations of one run: `batches` are the same each time they are iterated over.
+
+    Each of several machines evaluates its share of each batch. `agree` then gives every machine's sums to all.
+    """
+
+    def __init__(
+        self,
+        table: ValidationTable,
+        batches: Iterable[MicroBatch],
+        micro_batch_size: int,
+        agree: Agree | None = None,
+        machine: int = 0,
+        num_machines: int = 1,
+        *,
+        names: Sequence[str] = (),
+    ) -> None:
         self._table = table
         self._batches = batches
         self._micro_batch_size = micro_batch_size
+        self._agree = agree
+        self._machine = machine
+        self._num_machines = num_machines
+        self._names = names or [f"machine {rank}" for rank in range(num_machines)]
         self._has_warned_of_no_labels = False
 
     @property
@@ -101,20 +134,66 @@ class RunValidation:
         )
 
     def loss(self, engine: Engine) -> float | None:
-        """Return the mean loss per label over the batches with the engine's device weights; None if they have no label."""
-        results = [engine.evaluate(cut(batch, self._micro_batch_size)) for batch in self._batches]
-        loss_sum = sum(result.loss() * result.num_labels for result in results)
-        num_labels = sum(result.num_labels for result in results)
+        """Return the mean loss per label over the batches with the engine's device weights; None if they have no label.
+
+        Several machines call this alike, and get the same. Raises the same `DataError` on all of them.
+        """
+        error: DataError | None = None
+        losses: list[BatchLoss] = []
+        try:
+            losses = self._own_losses(engine)
+        except DataError as caught:
+            if self._agree is None:
+                raise
+            error = caught
+        if self._agree is not None:
+            losses = self._of_all(self._agree, losses, error)
+        num_labels = sum(loss.num_labels for loss in losses)
         if num_labels:
-            return loss_sum / num_labels
+            return sum(loss.total() for loss in losses) / num_labels
         if not self._has_warned_of_no_labels:
             self._has_warned_of_no_labels = True
             logger.warning(
                 "validation: its %d batches hold no label, so there is no loss to log; scripts/inspect_data.py shows "
                 "which tokens are learnt",
-                len(results),
+                len(losses),
             )
         return None
+
+    def _own_losses(self, engine: Engine) -> list[BatchLoss]:
+        """Evaluate this machine's share of all batches."""
+        found: list[tuple[StepShare, StepResult | None, int]] = []
+        for batch in self._batches:
+            parts = cut(batch, self._micro_batch_size)
+            share = step_share(len(parts), 1, self._machine, self._num_machines)
+            own = [parts[number] for number in share.micro_batches]
+            found.append((share, engine.evaluate(own) if own else None, batch.num_labels()))
+        return [
+            BatchLoss(
+                dict(zip(share.micro_batches, [] if result is None else result.loss_sums(), strict=True)),
+                num_labels,
+            )
+            for share, result, num_labels in found
+        ]
+
+    def _of_all(self, agree: Agree, own: Sequence[BatchLoss], error: DataError | None) -> list[BatchLoss]:
+        """Return the losses with the sums of all machines."""
+        value = {
+            "error": error and str(error),
+            "losses": [[loss.num_labels, sorted(loss.sums.items())] for loss in own],
+        }
+        found = agree(value)
+        raise_agreed([each["error"] for each in found], self._names, error)
+        for name, each in zip(self._names, found, strict=True):
+            if [labels for labels, _ in each["losses"]] != [labels for labels, _ in found[0]["losses"]]:
+                raise DataError(
+                    f"validation: {name} reads other batches than {self._names[0]}: the files of the validation's "
+                    "sources differ between them"
+                )
+        return [
+            BatchLoss({number: loss for _, sums in batch for number, loss in sums}, batch[0][0])
+            for batch in zip(*(each["losses"] for each in found), strict=True)
+        ]
 
 
 def loss_in(state: Mapping[str, Any]) -> float | None:
