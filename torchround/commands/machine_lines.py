@@ -16,7 +16,7 @@ from torchround.pipeline.machine_report import (
     report_exchange,
     usable_bytes_per_s,
 )
-from torchround.pipeline.memory import GIB
+from torchround.pipeline.memory import size_text
 from torchround.pipeline.plan_report import PlanReport, fits
 from torchround.pipeline.run_question import PlannedMachines, RunQuestion
 
@@ -62,8 +62,8 @@ def fewest_machines(question: RunQuestion) -> int | None:
 def _exchange_lines(question: RunQuestion, exchange: ExchangeReport) -> Iterator[str]:
     changed = ", if at most a quarter of the bytes changes" if question.machines.sends_changed else ""
     yield (
-        f"exchange per step on the busiest link: {exchange.gradient_bytes / 1e9:.2f} GB of gradients out, "
-        f"{exchange.weight_bytes / 1e9:.2f} GB of weights back{changed}"
+        f"exchange per step on the busiest link: {size_text(round(exchange.gradient_bytes))} of gradients out, "
+        f"{size_text(round(exchange.weight_bytes))} of weights back{changed}"
     )
     if question.device is None or exchange.gradients_s is None or exchange.weights_s is None:
         return
@@ -88,10 +88,10 @@ def _table(question: RunQuestion, rows: tuple[MachineRow, ...]) -> "Table":
     rates = [f"{_gbit(rate):g} Gb/s" for rate in rates_shown(question.machines)]
     title = (
         f"tokens/s of all machines, with a batch of {question.global_batch_size} sequences for all; in brackets the "
-        "share of what the fewest machines that fit give each"
+        "share of what each machine gives in the first row that fits, without an exchange"
     )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in ("machines", "micro-batches", "host memory", *rates, "no exchange"):
+    for name in ("machines", "micro-batches", "host", *rates, "no exchange"):
         table.add_column(name, justify="right", no_wrap=True)
     for cells in row_texts(question, rows):
         table.add_row(*cells)
@@ -106,16 +106,12 @@ def row_texts(question: RunQuestion, rows: tuple[MachineRow, ...]) -> Iterator[l
     alone = math.nan if first is None else tokens / first.step_s[-1] / first.count
     for row in rows:
         if row.problem:
-            yield [f"{row.count}", f"{row.micro_batches or ''}", row.problem, *[""] * (_num_rates(question) + 1)]
+            yield [f"{row.count}", row.problem, *[""] * (len(rates_shown(question.machines)) + 2)]
             continue
         speeds = [tokens / step_s for step_s in row.step_s]
         yield [
             f"{row.count}",
             f"{row.micro_batches}",
-            f"{row.host_bytes / GIB:.1f} GiB",
+            size_text(row.host_bytes),
             *(f"{speed:,.0f} ({speed / alone / row.count:.2f})" for speed in speeds),
         ]
-
-
-def _num_rates(question: RunQuestion) -> int:
-    return len(rates_shown(question.machines))

@@ -338,6 +338,6 @@ def _length_line(report: PlanReport) -> str:
         return "no sequence length fits, not even 1024 tokens in micro-batches of one sequence"
     question = report.question
     return (
-        f"longest sequence that fits with a batch of {question.num_devices} sequences, one per micro-batch, one round, "
+        f"longest sequence that fits with a batch of {question.num_devices * question.machines.count} sequences, one per micro-batch, one round, "
         f'recompute = "{question.recompute}": {report.longest_tokens:,} tokens (predicted)'
     )
