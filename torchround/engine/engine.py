@@ -10,6 +10,7 @@ The engine stops at the first fault; the call in progress, and each later one, r
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from torchround.config import OptimizerTable
@@ -109,9 +110,7 @@ class Engine:
         self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
         self._ordering.settled(self._step, store.resume_state())
         workers = self._make_workers(model, kept)
-        queues = [
-            QueueWatch(device, worker.state) for device, worker in zip(self.devices, workers, strict=True)
-        ]
+        queues = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
         parts = (store, self._board, self._ordering, self.pool, self._life.fail)
         self._exchange = make_exchange(*parts, machines)
         optimizer_worker = make_optimizer_worker(
@@ -179,9 +178,8 @@ class Engine:
             if self._awaiting_step:
                 raise EngineUsageError("evaluate() was called between forward_backward() and step()")
             self._limit_passes_under_way()
-            tasks = evaluation_tasks(
-                self.partition, max(len(micro_batches), 1), len(self.devices), self._next_slot
-            )
+            count = max(len(micro_batches), 1)
+            tasks = evaluation_tasks(self.partition, count, len(self.devices), self._next_slot)
             pass_ = self._begin_pass(micro_batches, tasks)
             self._dispatch(pass_, tasks)
             return self._track(pass_, tasks)
@@ -229,7 +227,8 @@ class Engine:
                 )
             self._watchdog.wait(SETTLED(self._step))
             self._await_readers()
-        with self.store.true_device_weights(self._board.observer):
+        share = partial(self._exchange.share_rewritten, self._step, self._wait_in_call)
+        with self.store.true_device_weights(self._board.observer, share):
             yield
             with self._life.call():
                 self._await_readers()
@@ -290,6 +289,7 @@ class Engine:
         shape = PassShape.of(tasks, micro_batches, training, self._step, oldest)
         sizes = self._reservation.reserve_for(shape, self._results[-1].pass_.shape if self._results else None)
         loss_scale = self.store.loss_scaling.scale_of(self._step) if training else 1.0
+        restarts = backward_inputs(self.partition, self.store.stale_layers) if training else frozenset()
         pass_ = Pass(
             index=self._next_pass,
             training=training,
@@ -301,9 +301,7 @@ class Engine:
                 micro_batches, tasks, self.pool, self._board.observer, self._synchronize
             ),
             forward_inputs=forward_inputs(self.partition),
-            backward_inputs=(
-                backward_inputs(self.partition, self.store.stale_layers) if training else frozenset()
-            ),
+            backward_inputs=restarts,
             shape=shape,
             sizes=sizes,
             share=share,
@@ -341,10 +339,12 @@ class Engine:
     def _collect(self, result: StepResult) -> None:
         """Wait for a pass, so that the engine may forget it."""
         result.collect()
+        self._exchange.collected(result.pass_, self._watchdog.wait)
         # Rule 1 would remember an evaluation's uploads until the next update, and there may be none for long.
         if not result.pass_.training:
-            uses = uploads(self.store, result.pass_, result.tasks)
-            self._ordering.finish_uploads(uses, self._wait_for_event)
+            self._ordering.finish_uploads(
+                uploads(self.store, result.pass_, result.tasks), self._wait_for_event
+            )
 
     def _wait_for_event(self, key: HandOverKey[Event]) -> None:
         self._synchronize(self._watchdog.wait(key))

@@ -46,7 +46,8 @@ files; S the saver; G a sender of gradients; W a sender or receiver of weights.)
 | `SENT` | here, rule 7 | version, bundle, machine | nothing | W | O, C |
 | `SHARE` | `exchange/step_exchange.py` | step, machine | `StepShare` whose gradients G sends | C | G |
 | `SUMS` | `exchange/step_exchange.py` | step | losses and norms of all machines | O | C |
-| `APPLIES` | `exchange/step_exchange.py` | step | whether the update applies | O | W |
+| `WEIGHT_JOB` | `exchange/weights.py` | exchange, thread | the version to send and receive | O, C | W |
+| `REWRITTEN` | `exchange/weights.py` | exchange, thread | nothing | W | C |
 """
 
 import threading

@@ -15,7 +15,7 @@ from statistics import median
 from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.device import Mark, Stream
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
-from torchround.engine.exchange.step_exchange import APPLIES, SUMS
+from torchround.engine.exchange.step_exchange import SUMS
 from torchround.engine.ordering import Ordering
 from torchround.engine.pass_data import read_loss
 from torchround.engine.passes import STAGE_JOB, TRAINING_PASS, Pass
@@ -26,8 +26,6 @@ from torchround.engine.worker.kept_transfers import KEPT
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, StageKind, StageTask
 from torchround.pipeline.timeline import TaskKind
-
-MOST_STEPS_LATE = 64
 
 
 @dataclass(frozen=True)
@@ -229,8 +227,6 @@ class StepResult:
         board.retire(LEARNING_RATE, pass_.step)
         board.retire(UPDATED, pass_.step)
         board.retire(SUMS, pass_.step)
-        # Threads of the exchange come to a step when they can; none is so many steps late.
-        board.retire(APPLIES, pass_.step - MOST_STEPS_LATE)
         for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
             board.retire(kind, pass_.index)
         board.retire(KEPT, pass_.index)

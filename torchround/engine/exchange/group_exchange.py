@@ -7,7 +7,6 @@ from torchround.engine.board import Board, WaitForHandOver
 from torchround.engine.errors import FaultLocation, PipelineError
 from torchround.engine.exchange.gradients import GradientSender, SharedGradients
 from torchround.engine.exchange.step_exchange import (
-    APPLIES,
     SHARE,
     SUMS,
     StepExchange,
@@ -58,8 +57,8 @@ class GroupExchange(StepExchange):
             )
             for peer in self._owners
         ]
-        weights = WeightExchange(store, board, ordering, group, self._talks, self.failed)
-        self.threads = [*(sender.thread for sender in self._senders), *weights.threads]
+        self._weights = WeightExchange(store, board, ordering, group, self._talks, self.failed)
+        self.threads = [*(sender.thread for sender in self._senders), *self._weights.threads]
         self._links = [
             group.links.sender(peer, purpose)
             for peer in self.peers
@@ -94,7 +93,7 @@ class GroupExchange(StepExchange):
         return sums
 
     def decided(self, step: int, applies: bool) -> None:
-        self._board.post(APPLIES(step), applies)
+        self._weights.decided(step, applies)
 
     def updated(self, bundle: Bundle, step: int) -> None:
         # First: the peers' senders may be done before this thread comes to its next line.
@@ -107,6 +106,14 @@ class GroupExchange(StepExchange):
             wait(GRADIENT_CONSUMED(step - 1, bundle.index))
         for key in self._ordering.sendings():
             wait(key)
+
+    def collected(self, pass_: Pass, wait: WaitForHandOver) -> None:
+        # A machine without a micro-batch waits for no weights, and its receivers could be many steps late.
+        for bundle in self._store.trained if pass_.training else ():
+            wait(WEIGHTS(pass_.version, bundle.index))
+
+    def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
+        self._weights.share_rewritten(version, wait)
 
     def take_sent_bytes(self) -> int:
         total = sum(sender.bytes_sent for sender in self._links)

@@ -32,7 +32,6 @@ class StepSums:
 
 
 SUMS = HandOver[StepSums]("the losses and norms of step {0} of all machines")
-APPLIES = HandOver[bool]("the decision whether the update of step {0} applies")
 SHARE = HandOver[StepShare]("step {0} to be dispatched, for machine {1}'s gradients")
 
 
@@ -72,6 +71,12 @@ class StepExchange:
 
     def drain(self, step: int, wait: WaitForHandOver) -> None:
         """Wait until this machine has all weights after `step` steps, and has sent its own."""
+
+    def collected(self, pass_: Pass, wait: WaitForHandOver) -> None:
+        """Wait until no thread of the exchange asks for what is older than a pass that has ended."""
+
+    def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
+        """Bring the device weights of a version that each owner has written anew to all, between steps."""
 
     def take_sent_bytes(self) -> int:
         """Return the bytes that this machine has sent to others since the last call."""
