@@ -164,7 +164,10 @@ def build(options: Options, machines: RunMachines) -> RunParts:
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
-    numbers, hardware = RunNumbers(config.training, config.engine), machines.hardware(config.engine)
+    numbers, hardware = (
+        RunNumbers(config.training, config.engine, config.machines),
+        machines.hardware(config.engine),
+    )
     folder = run_folder(options)
     question = with_kept_choices(question_of(config, model, hardware, mapped), config, folder)
     plan = plan_for(question)  # raises if the run does not fit this machine

@@ -200,7 +200,7 @@ class OptimizerWorker:
             left_out,
             self._mean_loss(),
             self._landed.waited_s,
-            self._exchange.take_sent_bytes(),
+            *self._exchange.take_bytes(),
         )
         self._landed.waited_s = 0.0
         self._busy_s, self._waited_for_save_s, self._bundle_updates = 0.0, 0.0, []

@@ -65,7 +65,7 @@ class GroupExchange(StepExchange):
             for peer in self.peers
             for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)
         ]
-        self._counted_bytes = sum(sender.bytes_sent for sender in self._links)
+        self._counted_bytes = sum(sender.bytes_sent for sender in self._links), 0
         group.on_fault(self.failed)
 
     def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
@@ -119,10 +119,11 @@ class GroupExchange(StepExchange):
     def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
         self._weights.share_rewritten(version, wait)
 
-    def take_sent_bytes(self) -> int:
-        total = sum(sender.bytes_sent for sender in self._links)
-        sent, self._counted_bytes = total - self._counted_bytes, total
-        return sent
+    def take_bytes(self) -> tuple[int, int]:
+        totals = sum(sender.bytes_sent for sender in self._links), self._weights.saved_bytes
+        sent, saved = (total - counted for total, counted in zip(totals, self._counted_bytes, strict=True))
+        self._counted_bytes = totals
+        return sent, saved
 
     def failed(self, error: Exception) -> None:
         """End the engine because of an error on one of the exchange's threads, or of another machine."""

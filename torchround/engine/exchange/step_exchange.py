@@ -81,9 +81,9 @@ class StepExchange:
     def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
         """Bring the device weights of a version that each owner has written anew to all, between steps."""
 
-    def take_sent_bytes(self) -> int:
-        """Return the bytes that this machine has sent to others since the last call."""
-        return 0
+    def take_bytes(self) -> tuple[int, int]:
+        """Return the bytes that this machine has sent to others since the last call, and those that compression saved."""
+        return 0, 0
 
     def fail(self, failure: PipelineError) -> None:
         """Tell the other machines of a fault of this one."""
