@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from torchround.checkpoint import Checkpointer, CheckpointError
+from torchround.checkpoint import CheckpointError
 from torchround.commands.configured_model import (
     build_model,
     check_weights,
@@ -203,7 +203,7 @@ def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) 
 
     Raises `RunError` if the config gives another number of stale layers than the checkpoint has.
     """
-    checkpointer = Checkpointer(folder.checkpoints)
+    checkpointer = folder.checkpointer()
     if question.update == "bounded":
         question = replace(
             question, stale_layers=resumed_stale_layers(config, checkpointer, question.stale_layers)
@@ -250,10 +250,16 @@ def export_result(folder: RunFolder, adapters: bool, best: bool) -> None:
 
     `best`: the one with the lowest validation loss instead, if there is one.
     """
-    checkpointer = Checkpointer(folder.checkpoints)
+    checkpointer = folder.checkpointer()
     step = best_of(kept_losses(checkpointer)) if best else None
     step = checkpointer.latest_step() if step is None else step
     checkpoint, output = folder.checkpoints / f"step-{step}", folder.path / "export" / f"step-{step}"
+    if checkpointer.is_part and not folder.team.is_alone:
+        say(
+            f"not exported: each machine has its own part of {checkpoint}; put the files of all parts into one folder, "
+            "and scripts/export_hf.py exports it"
+        )
+        return
     if output.exists():
         return  # a complete run that is started again has exported already
     try:
