@@ -228,13 +228,14 @@ class RunCheckpoints:
             except (CheckpointError, MachineError) as error:
                 logger.warning("%s", error)
 
-    def rescue(self, store: HostStore) -> None:
+    def rescue(self, store: HostStore, error: Exception | None = None) -> None:
         """Save the state that a fault left, unless it mixes two weight versions or is saved already.
 
-        The engine has ended, and its saves too. One update may still hang in a thread; no other can begin. With several
-        machines nothing is saved: a part of the state is on machines that may be gone, or at another step.
+        The engine has ended, and its saves too. One update may still hang in a thread; no other can begin. Several
+        machines save together after an `error` in the data, which all of them raise after the same step. After any
+        other they save nothing: a part of the state is on machines that may be gone, or at another step.
         """
-        if not self._team.is_alone:
+        if not self._team.is_alone and not isinstance(error, DataError):
             logger.warning(
                 "the state is spread over %d machines, so what the fault left is not saved; %s",
                 self._team.size,
@@ -254,8 +255,8 @@ class RunCheckpoints:
         self._waits = True
         try:
             line = self._write(position, store.resume_state(), store.named_views())
-        except CheckpointError as error:
-            logger.warning("%s", error)
+        except CheckpointError as failure:
+            logger.warning("%s", failure)
         else:
             self._note_saved(position, line)
 
