@@ -1,37 +1,31 @@
 """The training loop: what happens in a run, in time order."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 from torchround.accelerators import accumulating_in_fp16
 from torchround.checkpoint import CheckpointError
-from torchround.config import Config
-from torchround.data import DataError, cut
-from torchround.data.loader import Loader
+from torchround.data import DataError
+from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
 from torchround.engine.results import StepResult
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.tracing import StepTraces
 from torchround.engine.worker.link_turns import find_link_use
-from torchround.hf import PretrainedWeights
-from torchround.layer import FileTensor, LayeredModel, MicroBatch, with_dropout_seeds
-from torchround.observe import MetricsLogger, open_metrics
+from torchround.observe import MetricsLogger
 from torchround.observe.run_page import draw_pictures
 from torchround.optim import LRSchedule
 from torchround.pipeline.plan import Plan
-from torchround.pipeline.run_question import RunQuestion
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps, StopRequest
 from torchround.run.engine_parts import build_engine, build_store, layer_compiler, reserve_buffers
-from torchround.run.epoch_steps import EpochSteps, end_of_data_text, more_by, unread_text
-from torchround.run.hardware import Hardware
-from torchround.run.numbers import RunNumbers
-from torchround.run.run_folder import RunFolder
+from torchround.run.epoch_steps import end_of_data_text, more_by, unread_text
+from torchround.run.run_folder import RunError
+from torchround.run.run_parts import RunParts
 from torchround.run.run_plan import PlanByMeasuring
+from torchround.run.several_machines import AgreedStop
 from torchround.run.start_checks import disk_need
-from torchround.run.step_meter import StepMeter, flops_per_token
 from torchround.run.step_reports import Dispatched, ReportTargets, StepReports
 from torchround.run.validation import RunValidation
 from torchround.untrusted.progress import Progress
@@ -41,29 +35,6 @@ logger = logging.getLogger(__name__)
 
 # How a run ends that trains its last step: why, for the console, and the exit code.
 COMPLETE = "the run is complete", 0
-
-
-@dataclass(frozen=True)
-class RunParts:
-    """All that a trainer needs, checked against each other; nothing large is allocated yet.
-
-    `loader` is at the start of the data. `validation` gives the same batches each time it is iterated over. `plan` is the
-    answer to `question`. `mapped` are the frozen weights that stay in their files, by parameter name. `epoch_steps` is kept
-    in the folder, so that a resumed run need not count again.
-    """
-
-    config: Config
-    folder: RunFolder
-    model: LayeredModel
-    loader: Loader
-    validation: Iterable[MicroBatch]
-    numbers: RunNumbers
-    hardware: Hardware
-    question: RunQuestion
-    plan: Plan
-    pretrained: PretrainedWeights | None
-    mapped: Mapping[str, Sequence[FileTensor]]
-    epoch_steps: EpochSteps | None = None
 
 
 class Trainer:
@@ -79,6 +50,7 @@ class Trainer:
         config = parts.config
         self.config = config
         self._parts = parts
+        self._machines = parts.machines
         self._folder = parts.folder
         self._loader = parts.loader
         self._checkpoints = RunCheckpoints(config, parts.folder)
@@ -86,7 +58,12 @@ class Trainer:
         self._schedule = LRSchedule(config.lr_schedule, config.optimizer.lr, self._total_steps)
         self._bad_steps = BadSteps(config.training)
         self._validation = RunValidation(
-            config.validation, parts.validation, config.training.micro_batch_size
+            config.validation,
+            parts.validation,
+            config.training.micro_batch_size,
+            *(self._machines.agreement("validation", "the validation"), self._machines.rank),
+            self._machines.size,
+            names=self._machines.names,
         )
         self._metrics = MetricsLogger({})
 
@@ -96,20 +73,26 @@ class Trainer:
         Raises `RunError`, `CheckpointError`, `DataError`, `BadStepsError` or `PipelineError`, after
         saving what can be saved.
         """
+        parts = self._parts
         newest = self._checkpoints.complete_step(self._loader)
         if newest is not None:
             say(
                 f"{self._folder.path}: the run is complete after {newest} steps; nothing to do "
-                f"(raise {more_by(self.config, self._parts.epoch_steps)} to continue)"
+                f"(raise {more_by(self.config, parts.epoch_steps)} to continue)"
             )
             return 0
-        disk_need(self.config, self._folder, self._parts.question).require_one()
+        room = disk_need(self.config, self._folder, parts.question)
+        self._machines.same_mistakes(room.require_one, (RunError,), "whether checkpoints have room")
         self._allocate()
         if not self._checkpoints.restore(self.store, self._loader):
             self._initialize()
-        self._metrics = self._open_metrics()
+        # Each machine has filled what it owns.
+        self._machines.share_weights(self.store)
+        self._metrics = parts.open_metrics(self._position.step, self._checkpoints.wandb_run_id)
+        self._checkpoints.wandb_run_id = self._metrics.wandb_run_id
         # Signals are caught up to the last line: closing may take seconds, and a saved run must not end as a killed one.
-        with StopRequest() as stop:
+        with StopRequest() as request:
+            stop = AgreedStop(request, self._machines)
             try:
                 with self._accumulation():
                     ended_by, exit_code = self._measure_and_train(stop)
@@ -117,10 +100,11 @@ class Trainer:
                 self._metrics.close()
                 self._loader.close()
                 self.store.close()
-            draw_pictures(self._folder.path)
+            if self._machines.is_first:
+                draw_pictures(self._folder.path)
             self._say_what_was_left_out()
             if (ended_by, exit_code) == COMPLETE:
-                ended_by += unread_text(self.config, self._loader, self._parts.epoch_steps)
+                ended_by += unread_text(self.config, self._loader, parts.epoch_steps)
             saved = self._checkpoints.saved_step
             say(f"{self._folder.path}: saved after step {saved} of {self._total_steps}; {ended_by}")
         return exit_code
@@ -128,14 +112,15 @@ class Trainer:
     def _allocate(self) -> None:
         """Allocate the host store, and make the devices, which allocate nothing yet."""
         parts, config = self._parts, self.config
-        self.store = build_store(parts.model, parts.numbers, parts.hardware, parts.mapped)
+        ownership = self._machines.ownership()
+        self.store = build_store(parts.model, parts.numbers, parts.hardware, parts.mapped, ownership)
         # One compiler for all engines of the run: the one that measures and the one after it run the same layers.
         self._compiler = layer_compiler(parts.model, config.engine, parts.hardware.kind)
         devices = parts.hardware.make_devices()
         self._traces = StepTraces(config.trace, self._folder.path / "trace", devices, self._total_steps)
         self._devices = devices
 
-    def _measure_and_train(self, stop: StopRequest) -> tuple[str, int]:
+    def _measure_and_train(self, stop: AgreedStop) -> tuple[str, int]:
         """Train the steps that measure, settle the plan, train the others.
 
         Returns why the run ended, and the exit code that says so.
@@ -146,6 +131,9 @@ class Trainer:
         planning = PlanByMeasuring(
             parts.question, parts.plan, kept, self._position.step, measure_steps, total_steps
         )
+        # All measure if one has to: the machines report the same steps at the same time.
+        if not all(self._machines.agree("start", planning.is_kept, "whether plans are kept")):
+            planning.measure()
         say(planning.text())
         # Before the first engine: while links are measured nothing may be allocated on the devices.
         self._links = find_link_use(self.config.engine.share_links, self._devices, self.store)
@@ -154,8 +142,16 @@ class Trainer:
         self._folder.describe(self.config, planning.settled)
         if parts.epoch_steps is not None:
             parts.epoch_steps.keep(self._folder.path)
-        self._meter = self._step_meter()
-        targets = ReportTargets(self._meter, self._metrics, self._traces, self._bad_steps, self._checkpoints)
+        self._meter = parts.step_meter(self._devices, self._checkpoints.skipped_steps)
+        self._batches = self._machines.step_batches(
+            self._loader,
+            self.config.training.micro_batch_size,
+            planning.settled.rounds,
+            self._meter.waiting_for_data,
+        )
+        targets = ReportTargets(
+            *(self._meter, self._metrics, self._traces, self._bad_steps, self._checkpoints), self._machines
+        )
         self._reports = StepReports(targets, self.config.metrics.log_every_steps, total_steps)
         self._meter.start()
         if self._position.step < planning.until:
@@ -178,21 +174,25 @@ class Trainer:
             return nullcontext()
         return accumulating_in_fp16(self._parts.hardware.kind)
 
-    def _train_measured(self, planning: PlanByMeasuring, stop: StopRequest) -> tuple[str, int] | None:
+    def _train_measured(self, planning: PlanByMeasuring, stop: AgreedStop) -> tuple[str, int] | None:
         """Run the steps that measure, on an engine of their own. Returns as `_train` does."""
         # A function of its own, so that no name refers to this engine while the next one runs.
         with self._running_engine(planning.settled, times_layers=True) as engine:
             return self._train(engine, stop, planning.until, measured_by=planning)
 
     def _train(
-        self, engine: Engine, stop: StopRequest, until: int, measured_by: PlanByMeasuring | None = None
+        self, engine: Engine, stop: AgreedStop, until: int, measured_by: PlanByMeasuring | None = None
     ) -> tuple[str, int] | None:
         """Run the loop up to step `until`. If it ends before, return why, and the exit code that says so."""
         end = None
         while self._position.step < until and self._bad_steps.error is None:
+            stop.listen()
             if (end := self._reason_to_stop(stop)) is not None:
                 break
-            batch = self._next_batch(engine)
+            batch = self._next_batch(engine, stop)
+            # Other machines' signals come with the batch, which a resumed run reads again.
+            if (end := self._reason_to_stop(stop)) is not None:
+                break
             if batch is None:
                 end = end_of_data_text(self._schedule, self._position.step), 0
                 break
@@ -212,7 +212,7 @@ class Trainer:
         self._finish(engine, stop, end is not None or until == self._total_steps, bool(end and end[1]))
         return end
 
-    def _finish(self, engine: Engine, stop: StopRequest, is_over: bool, is_stopped: bool) -> None:
+    def _finish(self, engine: Engine, stop: AgreedStop, is_over: bool, is_stopped: bool) -> None:
         """Report all steps. At the end of the run also validate, unless a signal stopped it, and save.
 
         Raises `BadStepsError` after saving.
@@ -229,10 +229,10 @@ class Trainer:
         if bad is not None:
             raise bad
 
-    def _reason_to_stop(self, stop: StopRequest) -> tuple[str, int] | None:
+    def _reason_to_stop(self, stop: AgreedStop) -> tuple[str, int] | None:
         """Return why the run ends before its next step, and the exit code that says so; None if it continues."""
-        if stop.requested:
-            return "run the same command to continue", stop.exit_code
+        if (text := stop.text()) is not None:
+            return text, stop.exit_code
         progress = self._position.validation
         early = progress.stop_reason(self.config.validation.patience) if progress else None
         return None if early is None else (early, 0)
@@ -244,42 +244,33 @@ class Trainer:
         """The run's position after the newest step that was dispatched."""
         return self._checkpoints.position
 
-    def _next_batch(self, engine: Engine) -> MicroBatch | None:
-        """Return the next batch, None at the end of the data."""
+    def _next_batch(self, engine: Engine, stop: AgreedStop) -> StepBatch | None:
+        """Return this machine's part of the next batch, None at the end of the data. Hears of signals elsewhere."""
         try:
-            with self._meter.waiting_for_data():
-                return next(self._loader, None)
+            batch, flags = self._batches.next(stop.flag)
         except DataError:
             # The fault is in the next batch. The steps before it are finished here, and saved on the way out.
             self._reports.report(leave=0)
             engine.drain()
             raise
+        stop.hear(flags)
+        return batch
 
-    def _dispatch(self, engine: Engine, batch: MicroBatch) -> StepResult:
+    def _dispatch(self, engine: Engine, batch: StepBatch) -> StepResult:
         """Hand a step and its update to the engine, and note the run's position after it. Does not wait."""
         step = self._position.step  # finished steps, which is the index of this one
         lr = self._schedule(step)
         self._traces.before_dispatch(step + 1)
-        parts = cut(batch, self.config.training.micro_batch_size)
-        result = engine.forward_backward(with_dropout_seeds(parts, self.config.run.seed, step))
+        micro_batches = batch.with_seeds(self.config.run.seed, step)
+        result = engine.forward_backward(micro_batches, batch.share, batch.num_labels)
         engine.step(lr)
         tokens = self._position.tokens + result.num_labels
         # Taken now, before the next batch is drawn: a resumed run must begin with that batch.
         validation = self._position.validation
         position = RunPosition(step + 1, tokens, self._loader.state_dict(), validation and validation.later())
         self._checkpoints.positions.append(position)
-        self._reports.add(Dispatched(result, position, lr, self._loader.num_tokens(batch)))
+        self._reports.add(Dispatched(result, position, lr, batch.num_tokens))
         return result
-
-    def _step_meter(self) -> StepMeter:
-        parts, training = self._parts, self.config.training
-        spec = parts.hardware.spec
-        return StepMeter(
-            self._devices,
-            flops_per_token(parts.model, training.seq_len, parts.numbers.dtype.itemsize),
-            None if spec is None else spec.known_flops_per_s(training.dtype, training.fp16_accumulation),
-            self._checkpoints.skipped_steps,
-        )
 
     def _validate(self, engine: Engine) -> None:
         """Validate the fp32 weights of the newest step, and report it with the loss. No step stays under way."""
@@ -306,19 +297,6 @@ class Trainer:
         progress = Progress("initialising layers", len(model.layers))
         self.store.initialize(model, seed, None if pretrained is None else pretrained.load, progress.advance)
 
-    def _open_metrics(self) -> MetricsLogger:
-        metrics = open_metrics(
-            self.config.metrics,
-            self._folder.path,
-            self.config.run.name,
-            self._total_steps,
-            self.config.model_dump(mode="json"),
-            resumed_step=self._position.step,
-            wandb_run_id=self._checkpoints.wandb_run_id,
-        )
-        self._checkpoints.wandb_run_id = metrics.wandb_run_id
-        return metrics
-
     @contextmanager
     def _running_engine(self, plan: Plan, times_layers: bool = False) -> Iterator[Engine]:
         """Run an engine for the block. After a fault, save the state that it left."""
@@ -334,6 +312,7 @@ class Trainer:
                 self._compiler,
                 self._links.turns,
                 times_layers,
+                self._machines.group,
             )
         try:
             with engine:
@@ -350,12 +329,12 @@ class Trainer:
             self._checkpoints.rescue(self.store)
             raise
 
-    def _save(self, engine: Engine, stop: StopRequest) -> None:
+    def _save(self, engine: Engine, stop: AgreedStop) -> None:
         """Save the run as it is now, and wait for the save. Raises `CheckpointError`."""
         self._reports.report(leave=0)
         engine.drain()  # the step under way counts as training time
         with self._meter.excluded():
-            self._checkpoints.save_now(engine, lambda: stop.requested)
+            self._checkpoints.save_now(engine, lambda: stop.own.requested)
 
     def _say_what_was_left_out(self) -> None:
         if bad := self._loader.num_bad_records():

@@ -16,8 +16,8 @@ from tests.support.toy import (
     toy_model,
     toy_store,
 )
-from torchround.engine.optimizer_worker import BundleUpdate
 from torchround.engine.results import DeviceSpan, StageReport, costs_from_reports, one_layer_a_stage
+from torchround.engine.update_report import BundleUpdate
 from torchround.keeping import keep
 from torchround.pipeline.costs import Costs, KeptCost, LayerCost
 from torchround.pipeline.partition import Stage, StageKind, StageTask

@@ -8,6 +8,7 @@ import torch
 from torchround.accelerators import PLANNED_KIND, AcceleratorKind
 from torchround.config import EngineTable
 from torchround.engine.errors import EngineUsageError
+from torchround.machines.group import HostShare
 from torchround.pipeline.memory import GIB
 from torchround.run import hardware
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, find_hardware, planned_kind
@@ -118,3 +119,34 @@ def test_a_kind_that_cannot_lock_pages_costs_one_warning(
         hardware.Hardware("xpu", 2, GIB).make_devices()
     [warning] = caplog.messages
     assert "xpu devices cannot page-lock" in warning
+
+
+def shares(
+    monkeypatch: pytest.MonkeyPatch, cards: Cards | None, num_processes: int, **keys: object
+) -> list[hardware.Hardware]:
+    """Return what each process finds of a host that so many share."""
+    monkeypatch.setattr(hardware, "present_kind", lambda: cards)
+    monkeypatch.setattr(hardware, "available_host_bytes", lambda: 100 * GIB)
+    table = EngineTable(**keys)  # type: ignore[arg-type]
+    return [find_hardware(table, HostShare(index, num_processes)) for index in range(num_processes)]
+
+
+def test_processes_of_one_host_divide_its_cards_and_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = shares(monkeypatch, Cards([20.0, 21.0, 22.0]), 2)
+    assert (first.cards, first.num_devices, second.cards, second.num_devices) == ((0, 1), 2, (2,), 1)
+    assert second.device_bytes == int(USABLE_DEVICE_FRACTION * 22 * GIB)
+    whole = find_hardware(EngineTable()).host_bytes
+    assert first.host_bytes == second.host_bytes and first.host_bytes == (whole or 0) // 2
+
+
+def test_more_processes_than_cards_divide_the_memory_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    three = shares(monkeypatch, Cards([20.0, 20.0]), 3)
+    assert [found.cards for found in three] == [(0,), (1,), (0,)]
+    assert {found.device_bytes for found in three} == {int(USABLE_DEVICE_FRACTION * 20 * GIB) // 2}
+
+
+def test_limits_of_the_table_are_each_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = shares(monkeypatch, None, 2, devices="cpu", num_devices=2, host_memory_gib=8, device_memory_gib=1)
+    assert {(found.num_devices, found.host_bytes, found.device_bytes) for found in both} == {
+        (2, 8 * GIB, GIB)
+    }

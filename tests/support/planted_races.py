@@ -8,7 +8,6 @@ import torch
 from tests.simulated_accelerator.simulator import load
 from tests.support.planting import Plant, Planted, linger
 from tests.support.toy import ToyBlock, ToyEmbedding, ToyHead
-from torchround.engine import engine as controller
 from torchround.engine import pass_data
 from torchround.engine.device import AcceleratorDevice, Event, PastEvent, Stream
 from torchround.engine.engine import Engine
@@ -156,7 +155,7 @@ def integers_written_at_once(patch: pytest.MonkeyPatch) -> Planted:
         simulator.wait_for_other_threads()
         return copy(micro_batch, pool, observer, readers, count)
 
-    patch.setattr(controller, "host_micro_batch", at_once)
+    patch.setattr(pass_data, "host_micro_batch", at_once)
     return planted
 
 

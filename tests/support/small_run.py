@@ -19,9 +19,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import torchround.trainer
 import train
 from torchround.commands import configured_model, train_model
+from torchround.data.step_batches import StepBatch
 from torchround.engine.engine import Engine
 from torchround.engine.saver import PendingSave
 from torchround.layer import LayeredModel
@@ -170,15 +170,15 @@ def write_text(path: Path, lines: int, seed: int = 0) -> None:
 
 def before_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
     """Call `action` in the main thread while a run dispatches step `step`, counted from the run's first step."""
-    cut, calls = torchround.trainer.cut, [0]
+    with_seeds, calls = StepBatch.with_seeds, [0]
 
-    def counting(batch, size):
+    def counting(self, seed, index):
         calls[0] += 1
         if calls[0] == step:
             action()
-        return cut(batch, size)
+        return with_seeds(self, seed, index)
 
-    monkeypatch.setattr(torchround.trainer, "cut", counting)
+    monkeypatch.setattr(StepBatch, "with_seeds", counting)
 
 
 def awaiting_saves(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:

@@ -164,13 +164,23 @@ def toy_engine(
     num_devices: int,
     observer=None,
     wrap: Callable = lambda device: device,
+    machines=None,
     **settings,
 ) -> Engine:
     devices = [wrap(CpuDevice(index)) for index in range(num_devices)]
     if store.policy is BOUNDED:
         settings = {"clip": "layer", **settings}
     settings = EngineSettings(**{"max_norm": MAX_NORM, "hang_timeout_s": 60.0, **settings})
-    return Engine(model, store, devices, partition, optimizer=OPTIMIZER, settings=settings, observer=observer)
+    return Engine(
+        model,
+        store,
+        devices,
+        partition,
+        optimizer=OPTIMIZER,
+        settings=settings,
+        observer=observer,
+        machines=machines,
+    )
 
 
 def train(engine: Engine, batches: Sequence[Sequence[MicroBatch]], lr: float = 1e-2) -> list[float]:

@@ -14,6 +14,7 @@ from torchround.checkpoint.errors import (
     NoCheckpointError,
     NoSpaceError,
 )
+from torchround.checkpoint.machine_team import MachineTeam
 from torchround.checkpoint.tensor_file import SaveWatch
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "DamagedCheckpointError",
     "ForeignCheckpointError",
     "Loaded",
+    "MachineTeam",
     "NoCheckpointError",
     "NoSpaceError",
     "SaveWatch",

@@ -1,20 +1,7 @@
-"""Keeps the checkpoints of one run: `step-N` folders that appear whole or not at all.
+"""The checkpoints of one run: saved, loaded, and the older ones deleted."""
 
-A save writes `step-N.tmp`, syncs every file and the folder, renames it to `step-N` and syncs the parent. Only a renamed
-folder is a checkpoint. An old checkpoint is renamed to `.trash` before it is deleted. A kill at any moment therefore
-leaves complete checkpoints and leftovers, and the next save removes the leftovers. Names of folders:
-
-    step-N            complete
-    step-N.tmp        being written, or left by a killed save
-    step-N.trash      being deleted, or left by a killed deletion
-    step-N.replaced   the former step-N while a new one is renamed; counts as step-N if a kill prevented that
-"""
-
-import errno
 import logging
-import re
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,20 +13,16 @@ from torchround.checkpoint.errors import (
     DamagedCheckpointError,
     ForeignCheckpointError,
     NoCheckpointError,
-    NoSpaceError,
 )
-from torchround.checkpoint.fsync import free_bytes_at, make_folder, sync_entry
-from torchround.checkpoint.manifest import MANIFEST_FILE, Manifest, encode_state, read_manifest
-from torchround.checkpoint.step_folder import check_contents, check_structure, read_into, write_folder
+from torchround.checkpoint.joint_load import JointCheckpoint, open_jointly
+from torchround.checkpoint.joint_save import FILES_PER_MACHINE, JointSave
+from torchround.checkpoint.machine_team import MachineTeam
+from torchround.checkpoint.manifest import MANIFEST_FILE, Manifest, checksum_of, encode_state, read_manifest
+from torchround.checkpoint.step_folder import check_contents, check_structure, read_into
+from torchround.checkpoint.step_folders import FOLDER_NAME, StepFolders
 from torchround.checkpoint.tensor_file import SaveWatch, Unwatched, plan_files
-from torchround.pipeline.memory import size_text
 
 logger = logging.getLogger(__name__)
-
-# Errors of a write that succeeds once there is room: the disk is full, or the user's quota is.
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-
-_FOLDER_NAME = re.compile(r"step-(0|[1-9]\d*)(\.tmp|\.trash|\.replaced)?")
 
 
 def _nothing_is_optional(name: str) -> bool:
@@ -59,23 +42,31 @@ class Loaded:
     filled: frozenset[str]
 
 
-class Checkpointer:
+class Checkpointer(StepFolders):
     """The checkpoints in `folder`. Saves, loads, and keeps the newest `keep_latest_k` complete ones (0: all).
 
-    Checkpoints whose step `keep_every_n_steps` divides are kept too (0: none), and so is the one of `best_step`.
+    Checkpoints whose step `keep_every_n_steps` divides are kept too (0: none), and so is the one of `best_step`. The
+    machines of `team` save and load together: each calls the same methods in the same order.
     """
 
     best_step: int | None = None
     """Step of a checkpoint that is kept whatever its age."""
 
-    def __init__(self, folder: Path | str, keep_latest_k: int = 0, keep_every_n_steps: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        keep_latest_k: int = 0,
+        keep_every_n_steps: int = 0,
+        team: MachineTeam | None = None,
+    ) -> None:
         if keep_latest_k < 0 or keep_every_n_steps < 0:
             raise ValueError(
                 f"keep_latest_k and keep_every_n_steps are at least 0, got {keep_latest_k} and {keep_every_n_steps}"
             )
-        self.folder = Path(folder)
+        super().__init__(folder)
         self.keep_latest_k = keep_latest_k
         self.keep_every_n_steps = keep_every_n_steps
+        self.team = team or MachineTeam()
 
     def save(
         self,
@@ -92,29 +83,17 @@ class Checkpointer:
         anything is written if a tensor or the state cannot be stored, and `CheckpointError` if the disk fails, or
         `NoSpaceError` if it is full; earlier checkpoints are then untouched. `advance` receives the number of bytes of
         each write. An exception raised by `watch` leaves the unfinished folder to the next save.
+
+        Each machine of a team gives the tensors that it saves, all with names of their own, and machine 0's state is
+        saved. A failure on one machine raises the same error on all.
         """
-        watch = watch or Unwatched()
-        files = plan_files(tensors)
+        files = plan_files(tensors, first_number=self.team.rank * FILES_PER_MACHINE)
         state_json = encode_state(state)
-        try:
-            make_folder(self.folder)
-            # Leftovers first: the new checkpoint may need their room, and the name of the unfinished folder.
-            self._clear_leftovers()
-            self._require_space(sum(file.size_bytes for file in files) + len(state_json))
-            written = write_folder(self._named(step, ".tmp"), step, files, state_json, watch, advance)
-            watch.before_publishing()
-            path = self._publish(step, written)
-        except OSError as error:
-            shutil.rmtree(self._named(step, ".tmp"), ignore_errors=True)
-            kind = NoSpaceError if error.errno in _NO_SPACE else CheckpointError
-            reason = error if error.filename else error.strerror or error
-            raise kind(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {reason}; "
-                "earlier checkpoints are untouched"
-            ) from error
+        JointSave(self, self.team, step, files, state_json, watch or Unwatched(), advance).run()
         # Old checkpoints go only now that the new one is complete. So a save needs room for one more than is kept.
-        self.delete(self.superfluous(newest=step))
-        return path
+        if self.team.keeps_folder:
+            self.delete(self.superfluous(newest=step))
+        return self.named(step)
 
     def load_latest(
         self, tensors: Mapping[str, Tensor], optional: Callable[[str], bool] = _nothing_is_optional
@@ -127,23 +106,67 @@ class Checkpointer:
         can be used. The tensors may then hold parts of several checkpoints and must not be trained on.
         """
         failures: list[str] = []
-        for step, path in reversed(self.checkpoints().items()):
+        for step in reversed(self.joint_steps()):
             try:
-                return _load(path, read_manifest(path, step), tensors, optional)
+                return self._load(step, tensors, optional)
             except DamagedCheckpointError as error:
                 failures.append(str(error))
-                logger.warning("%s; trying the checkpoint before step %d", error, step)
+                if self.team.rank == 0:
+                    logger.warning("%s; trying the checkpoint before step %d", error, step)
         if failures:
             raise CheckpointError(f"none of the checkpoints in {self.folder} can be used:", *failures)
         return None
+
+    def joint_steps(self) -> list[int]:
+        """Return the steps of all checkpoints that a machine of the team has, complete or damaged, rising."""
+        every = self.team.gather(list(self.checkpoints()), f"the steps of the checkpoints in {self.folder}")
+        # One machine's view of a shared folder: a network's file system may show the others an older one.
+        return every[0] if self.team.shares_folder else sorted({step for steps in every for step in steps})
+
+    def open_step(self, step: int) -> JointCheckpoint:
+        """Open a step's checkpoint on all machines together. Raises `DamagedCheckpointError`, the same on all."""
+        folders = self.variants(step) if self.team.keeps_folder else [self.named(step)]
+        opened = open_jointly(self.team, folders, step)
+        if opened is None:
+            raise DamagedCheckpointError(self.named(step), "it is on no machine any more")
+        return opened
 
     def latest_step(self) -> int | None:
         """Return the newest complete checkpoint's step, or None."""
         return max(self.complete_steps(), default=None)
 
     def complete_steps(self) -> list[int]:
-        """Return the steps of the checkpoints whose files are all there at full size, rising. Contents are not read."""
-        return [step for step, path in self.checkpoints().items() if _is_complete(path, step)]
+        """Return the steps of the checkpoints whose files are all there at full size, rising. Contents are not read.
+
+        If each machine has a folder of its own, the files that are here count.
+        """
+        is_part = not self.team.shares_folder
+        return [step for step, path in self.checkpoints().items() if _is_complete(path, step, is_part)]
+
+    def _whole_steps(self) -> list[int]:
+        """Return the steps of which the machines of the team together have every file, rising."""
+        if self.team.shares_folder or self.team.is_alone:
+            return self.complete_steps()
+        parts = []
+        for step in self.complete_steps():
+            manifest = read_manifest(self.named(step), step, is_part=True)
+            missing = [name for name in manifest.files if not (self.named(step) / name).exists()]
+            parts.append([step, checksum_of(manifest.encode()), missing])
+        missing_on_all: dict[tuple[int, str], set[str]] = {}
+        for machine in self.team.gather(parts, f"the files of each step in {self.folder}"):
+            for step, checksum, missing in machine:
+                missing_on_all.setdefault((step, checksum), {*missing}).intersection_update(missing)
+        return sorted({step for (step, _), missing in missing_on_all.items() if not missing})
+
+    def _load(self, step: int, tensors: Mapping[str, Tensor], optional: Callable[[str], bool]) -> Loaded:
+        if self.team.is_alone:
+            path = self.checkpoints()[step]
+            return _load(path, read_manifest(path, step), tensors, optional)
+        opened = self.open_step(step)
+        state, stored = opened.load(tensors, optional)
+        if opened.here is not None and self.team.keeps_folder:
+            self.settle(step, opened.here)
+        return Loaded(step, state, self.named(step), frozenset(stored))
 
     def superfluous(self, newest: int | None = None) -> list[Path]:
         """Return the checkpoints older than the k-th newest complete one and not kept for their step or their loss.
@@ -153,7 +176,7 @@ class Checkpointer:
         if self.keep_latest_k == 0:
             return []
         # Damaged checkpoints do not count among the k, so that k usable ones stay.
-        complete = self.complete_steps()
+        complete = self._whole_steps()
         latest = sorted({*complete} - {newest}, reverse=True)
         if newest is not None:
             latest.insert(0, newest)
@@ -161,86 +184,6 @@ class Checkpointer:
         kept = {step for step in complete if self.keep_every_n_steps and step % self.keep_every_n_steps == 0}
         kept.add(-1 if self.best_step is None else self.best_step)
         return [path for step, path in self.checkpoints().items() if step < oldest and step not in kept]
-
-    def leftovers(self) -> list[Path]:
-        """Return the folders that killed saves and deletions left. All of them can be deleted."""
-        return [
-            path for path, step, suffix in self._entries() if suffix and not self._is_all_of(step, suffix)
-        ]
-
-    def checkpoints(self) -> dict[int, Path]:
-        """Return step -> folder of every checkpoint, complete or damaged, steps rising."""
-        found = {
-            step: path
-            for path, step, suffix in self._entries()
-            if suffix is None or self._is_all_of(step, suffix)
-        }
-        return dict(sorted(found.items()))
-
-    def delete(self, paths: Iterable[Path]) -> None:
-        """Delete folders. One that cannot be deleted costs space, not the run: it stays, with a warning."""
-        for path in list(paths):
-            try:
-                # Renamed first: a half-deleted folder must never be listed as a checkpoint.
-                if path.is_symlink():
-                    # A checkpoint that was moved to another disk, with a link in its place. What the link points to
-                    # lies outside this folder, so it stays.
-                    logger.warning(
-                        "%s is a link, so only the link is deleted; %s stays", path, path.readlink()
-                    )
-                    path.unlink()
-                    continue
-                if path.suffix not in (".tmp", ".trash"):
-                    path = path.rename(path.with_name(path.name.removesuffix(".replaced") + ".trash"))
-                shutil.rmtree(path)
-            except OSError as error:
-                logger.warning("could not delete the old checkpoint %s: %s; it still uses space", path, error)
-
-    def _publish(self, step: int, written: Path) -> Path:
-        path = self._named(step)
-        replaced = self._named(step, ".replaced")
-        # A folder that is not empty cannot be renamed over, so the former one steps aside.
-        if path.exists() or path.is_symlink():
-            path.rename(replaced)
-        written.rename(path)
-        # The new name must be on the disk before the former folder is deleted.
-        sync_entry(self.folder)
-        if replaced.exists() or replaced.is_symlink():
-            self.delete([replaced])
-        return path
-
-    def _clear_leftovers(self) -> None:
-        """Remove what a killed save or deletion left, and put back a checkpoint whose replacement never came."""
-        for entry, step, suffix in self._entries():
-            if self._is_all_of(step, suffix):
-                entry.rename(self._named(step))
-        self.delete(self.leftovers())
-
-    def _require_space(self, size_bytes: int) -> None:
-        free_bytes = free_bytes_at(self.folder)
-        if free_bytes is not None and size_bytes > free_bytes:
-            raise OSError(
-                errno.ENOSPC, f"it needs {size_text(size_bytes)} and {size_text(free_bytes)} are free"
-            )
-
-    def _is_all_of(self, step: int, suffix: str | None) -> bool:
-        """Return whether a folder of this suffix is all that is left of step `step`."""
-        return suffix == ".replaced" and not self._named(step).exists()
-
-    def _entries(self) -> list[tuple[Path, int, str | None]]:
-        """Return (path, step, suffix) of the folders named as this class names them. All others are left alone."""
-        if not self.folder.is_dir():
-            return []
-        entries = []
-        for path in self.folder.iterdir():
-            match = _FOLDER_NAME.fullmatch(path.name)
-            # A link whose disk is not there is a checkpoint that cannot be read, and must not be passed over in silence.
-            if match and (path.is_dir() or path.is_symlink()):
-                entries.append((path, int(match[1]), match[2]))
-        return entries
-
-    def _named(self, step: int, suffix: str = "") -> Path:
-        return self.folder / f"step-{step}{suffix}"
 
 
 def open_checkpoint(path: Path) -> Manifest:
@@ -253,16 +196,42 @@ def open_checkpoint(path: Path) -> Manifest:
 
 
 def load_checkpoint(
-    path: Path | str, tensors: Mapping[str, Tensor], optional: Callable[[str], bool] = _nothing_is_optional
+    path: Path | str,
+    tensors: Mapping[str, Tensor],
+    optional: Callable[[str], bool] = _nothing_is_optional,
+    team: MachineTeam | None = None,
 ) -> Loaded:
     """Fill `tensors` in place from the one checkpoint at `path`, except `optional` ones that it does not hold.
 
     Files, sizes, state, and the name, dtype and shape of every tensor are checked before the first byte is written.
     The tensors' bytes are checked as they are read, so that they are read once. Only after an error about a checksum
     are `tensors` partly overwritten. Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`.
+
+    The machines of a `team` call it together, each with the tensors that it wants.
     """
     path = Path(path)
-    return _load(path, open_checkpoint(path), tensors, optional)
+    if team is None or team.is_alone:
+        return _load(path, open_checkpoint(path), tensors, optional)
+    opened = open_together(path, team)
+    state, stored = opened.load(tensors, optional)
+    return Loaded(opened.manifest.step, state, path, frozenset(stored))
+
+
+def open_together(path: Path, team: MachineTeam) -> JointCheckpoint:
+    """Open the one checkpoint at `path` on all machines together. Raises as `open_checkpoint`, the same on all."""
+    newest, folders = None, [path]
+    try:
+        _refuse_other_folders(path, is_part=not team.shares_folder)
+    except NoCheckpointError as error:
+        newest = error.newest
+        if team.keeps_folder:
+            folders = []
+    proposals = team.gather(None if newest is None else str(newest), f"whether {path} is on each machine")
+    opened = open_jointly(team, folders)
+    if opened is None:
+        found = next(filter(None, proposals), None)
+        raise NoCheckpointError(path, None if found is None else Path(found))
+    return opened
 
 
 def verify_checkpoint(path: Path | str, advance: Callable[[int], object] = lambda nbytes: None) -> int:
@@ -273,11 +242,11 @@ def verify_checkpoint(path: Path | str, advance: Callable[[int], object] = lambd
     """
     path = Path(path)
     manifest = open_checkpoint(path)
-    check_contents(path, manifest, advance)
+    check_contents(path, manifest, manifest.files, advance)
     return manifest.step
 
 
-def _refuse_other_folders(path: Path) -> None:
+def _refuse_other_folders(path: Path, is_part: bool = False) -> None:
     """Raise `NoCheckpointError` if `path` has no manifest and is not named as a checkpoint is.
 
     That is the case for a missing path, a run's folder and its folder of checkpoints. A folder that is named as a
@@ -286,9 +255,9 @@ def _refuse_other_folders(path: Path) -> None:
     try:
         (path / MANIFEST_FILE).lstat()
     except (FileNotFoundError, NotADirectoryError):
-        if not (_FOLDER_NAME.fullmatch(path.name) and path.is_dir()):
+        if not (FOLDER_NAME.fullmatch(path.name) and path.is_dir()):
             near = (path, path / "checkpoints") if path.exists() else (path.parent,)
-            nearby = (Checkpointer(folder) for folder in near)
+            nearby = [Checkpointer(folder, team=MachineTeam(shares_folder=not is_part)) for folder in near]
             newest = [found.checkpoints()[step] for found in nearby for step in found.complete_steps()]
             raise NoCheckpointError(path, newest[-1] if newest else None) from None
     except OSError:
@@ -303,9 +272,9 @@ def _load(
     return Loaded(manifest.step, state, path, frozenset(stored))
 
 
-def _is_complete(path: Path, step: int) -> bool:
+def _is_complete(path: Path, step: int, is_part: bool) -> bool:
     try:
-        read_manifest(path, step)
+        read_manifest(path, step, is_part)
     except DamagedCheckpointError:
         return False
     except ForeignCheckpointError:

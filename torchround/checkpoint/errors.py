@@ -32,6 +32,7 @@ class NoCheckpointError(CheckpointError):
         example = f"such as {newest}" if newest else "a folder step-N of a run"
         reason = "" if newest else "; there is no manifest.json in it"
         super().__init__(f"given {given}; legal: one checkpoint, {example}{reason}")
+        self.newest = newest
 
 
 class ForeignCheckpointError(CheckpointError):

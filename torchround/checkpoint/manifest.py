@@ -8,6 +8,7 @@ is noticed.
 """
 
 import json
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -65,21 +66,24 @@ def checksum_of(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def read_manifest(folder: Path, step: int | None = None) -> Manifest:
+def read_manifest(folder: Path, step: int | None = None, is_part: bool = False) -> Manifest:
     """Read the folder's manifest, and check that every file it lists is there with its size. Contents are not read.
 
-    Raises `DamagedCheckpointError` naming the folder and the part, also if the manifest is not of the given `step`, and
+    With `is_part` other machines may have some of the files; the ones that are here must have their sizes. Raises `DamagedCheckpointError` naming the folder and the part, also if the manifest is not of the given `step`, and
     `ForeignCheckpointError` for a format that this version does not read.
     """
     try:
         written = read_regular(folder / MANIFEST_FILE, MOST_MANIFEST_BYTES)
     except OSError as error:
         raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} cannot be read: {error}") from error
-    manifest = _parse(folder, written)
+    manifest = parse_manifest(folder, written)
     if step is not None and manifest.step != step:
         raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} is of step {manifest.step}")
     for name, record in manifest.files.items():
-        _check_size(folder, name, record)
+        if not _FILE_NAME.fullmatch(name):
+            raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} lists the strange file {name!r}")
+        if not is_part or os.path.lexists(folder / name):
+            _check_size(folder, name, record)
     return manifest
 
 
@@ -115,7 +119,8 @@ def check_file(folder: Path, name: str, manifest: Manifest, found: str) -> None:
         raise DamagedCheckpointError(folder, f"{name} has checksum {found} instead of {expected}")
 
 
-def _parse(folder: Path, written: bytes) -> Manifest:
+def parse_manifest(folder: Path, written: bytes) -> Manifest:
+    """Parse the bytes of a manifest. Raises `DamagedCheckpointError` and `ForeignCheckpointError` naming `folder`."""
     content = _parse_json(folder, MANIFEST_FILE, written)
     if not isinstance(content, dict):
         raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} is not a JSON object")
@@ -174,8 +179,6 @@ def _parse_json(folder: Path, name: str, encoded: bytes) -> Any:
 
 
 def _check_size(folder: Path, name: str, record: FileRecord) -> None:
-    if not _FILE_NAME.fullmatch(name):
-        raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} lists the strange file {name!r}")
     try:
         status = (folder / name).lstat()
     except OSError as error:

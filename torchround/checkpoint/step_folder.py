@@ -1,11 +1,11 @@
 """Writes and reads the files of one checkpoint folder. The manifest is written last, so that it vouches for the rest.
 
-step-N/tensors-00000.safetensors ..   the tensors, file by file in the order given to `save`
+step-N/tensors-00000.safetensors ..   the tensors, file by file in the order given to `save`; machine 1's from 100000 on
 step-N/state.json                     everything that is not a tensor
 step-N/manifest.json                  sizes and checksums of the files above
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,29 +37,26 @@ from torchround.untrusted.progress import Progress
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-def write_folder(
-    path: Path,
-    step: int,
-    files: list[TensorFile],
-    state_json: bytes,
-    watch: SaveWatch,
-    advance: Callable[[int], object],
-) -> Path:
-    """Create the folder `path` and put everything in it on the disk. An `OSError` may leave a part of it behind.
+def write_tensors(
+    path: Path, files: list[TensorFile], watch: SaveWatch, advance: Callable[[int], object]
+) -> dict[str, FileRecord]:
+    """Put files of tensors on the disk in the folder `path`. An `OSError` may leave a part of them behind.
 
-    `advance` receives the number of bytes of each write of tensors.
+    Returns their records. `advance` receives the number of bytes of each write.
     """
-    path.mkdir()
     records = {}
     for file in files:
-        records[file.name] = FileRecord(
-            file.size_bytes, write_tensor_file(path / file.name, file, watch, advance)
-        )
+        checksum = write_tensor_file(path / file.name, file, watch, advance)
+        records[file.name] = FileRecord(file.size_bytes, checksum)
+    return records
+
+
+def write_manifest(path: Path, step: int, records: Mapping[str, FileRecord], state_json: bytes) -> None:
+    """Put the state in the folder `path`, and the manifest of the state and of the files in `records`, on the disk."""
     write_synced(path / STATE_FILE, state_json)
-    records[STATE_FILE] = FileRecord(len(state_json), checksum_of(state_json))
-    write_synced(path / MANIFEST_FILE, Manifest(step, records).encode())
+    state = FileRecord(len(state_json), checksum_of(state_json))
+    write_synced(path / MANIFEST_FILE, Manifest(step, {**records, STATE_FILE: state}).encode())
     sync_entry(path)
-    return path
 
 
 def check_structure(
@@ -75,29 +72,43 @@ def check_structure(
     """
     state = read_state(path, manifest)
     stored: Layout = {}
-    for name in _tensor_files(manifest):
-        try:
-            header = read_header(path / name)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedCheckpointError(path, f"the header of {name} is damaged: {error}") from error
-        for repeated in stored.keys() & header.keys():
-            raise DamagedCheckpointError(path, f"{repeated} is in {name} and in a file before it")
-        stored.update(header)
-    wanted: Layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    differences = _differences(stored, wanted, optional)
-    if differences:
+    for name in tensor_files(manifest):
+        add_header(stored, path, name, checked_header(path, name))
+    if differences := differences_of(stored, layout_of(tensors), optional):
         # An altered byte of a header must not look like another model, so the checksums decide first.
-        check_contents(path, manifest)
-        shown = "; ".join(differences[:5]) + ("; .." if len(differences) > 5 else "")
-        raise ForeignCheckpointError(path, f"{len(differences)} tensors are not this model's: {shown}", state)
+        check_contents(path, manifest, manifest.files)
+        raise ForeignCheckpointError(path, differences, state)
     return state, stored.keys() & tensors.keys()
 
 
+def checked_header(path: Path, name: str) -> Layout:
+    """Read the header of the file `name`. Raises `DamagedCheckpointError`."""
+    try:
+        return read_header(path / name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(path, f"the header of {name} is damaged: {error}") from error
+
+
+def add_header(stored: Layout, path: Path, name: str, header: Layout) -> None:
+    """Add the tensors of the file `name` to `stored`. Raises `DamagedCheckpointError` if one is there already."""
+    for repeated in stored.keys() & header.keys():
+        raise DamagedCheckpointError(path, f"{repeated} is in {name} and in a file before it")
+    stored.update(header)
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    """Return dtype and shape of each tensor."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
 def check_contents(
-    path: Path, manifest: Manifest, advance: Callable[[int], object] = lambda nbytes: None
+    path: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    advance: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
-    """Read every file and compare its checksum, without filling any tensor. `advance` receives the bytes of each step."""
-    for name in manifest.files:
+    """Read the files `names` and compare their checksums. No tensor is filled. `advance` receives the bytes of each step."""
+    for name in names:
         try:
             found = checksum_file(path / name, advance)
         except (OSError, ValueError) as error:
@@ -109,20 +120,28 @@ def read_into(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> 
     """Read every tensor's bytes into place, and compare each file's checksum once the file is read."""
     total_bytes = sum(record.size_bytes for record in manifest.files.values())
     progress = Progress(f"reading {path}", total_bytes, size_text)
-    for name in _tensor_files(manifest):
-        try:
-            found = read_tensor_file(path / name, tensors)
-        except (OSError, ValueError, KeyError) as error:
-            raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from error
-        check_file(path, name, manifest, found)
+    for name in tensor_files(manifest):
+        read_file(path, name, manifest, tensors)
         progress.advance(manifest.files[name].size_bytes)
 
 
-def _tensor_files(manifest: Manifest) -> list[str]:
+def read_file(path: Path, name: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Read the wanted `tensors` of the file `name` into place. Raises `DamagedCheckpointError`."""
+    try:
+        found = read_tensor_file(path / name, tensors)
+    except (OSError, ValueError, KeyError) as error:
+        raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from error
+    check_file(path, name, manifest, found)
+
+
+def tensor_files(manifest: Manifest) -> list[str]:
+    """Return the names of the files that hold tensors."""
     return [name for name in manifest.files if name != STATE_FILE]
 
 
-def _differences(stored: Layout, wanted: Layout, optional: Callable[[str], bool]) -> list[str]:
+def differences_of(stored: Layout, wanted: Layout, optional: Callable[[str], bool]) -> str:
+    """Return how the stored tensors differ from the wanted ones; "" if they do not."""
+
     def show(entry: tuple[torch.dtype, tuple[int, ...]]) -> str:
         return f"{str(entry[0]).removeprefix('torch.')} {list(entry[1])}"
 
@@ -133,4 +152,6 @@ def _differences(stored: Layout, wanted: Layout, optional: Callable[[str], bool]
         for name in wanted
         if name in stored and stored[name] != wanted[name]
     ]
-    return missing + extra + changed
+    differences = missing + extra + changed
+    shown = "; ".join(differences[:5]) + ("; .." if len(differences) > 5 else "")
+    return f"{len(differences)} tensors are not this model's: {shown}" if differences else ""

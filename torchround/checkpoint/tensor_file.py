@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +69,16 @@ class TensorFile:
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+class ByteSource(Protocol):
+    """The two methods of an unbuffered binary file that reading tensors needs."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return the next `size` bytes, fewer at the end."""
+
+    def readinto(self, memory: memoryview, /) -> int | None:
+        """Fill a part of `memory` and return its length, 0 at the end."""
+
+
 class SaveWatch(Protocol):
     """Reports of a save to the code that changes the same memory, so that training can continue during the save.
 
@@ -83,6 +93,9 @@ class SaveWatch(Protocol):
 
     def finished_reading(self, name: str) -> None:
         """Take note that the named tensor is not read again. It may not be on the disk yet."""
+
+    def finish_reading(self) -> None:
+        """Take note that no tensor is read again: the save has failed, or its tensors are on the disk."""
 
     def before_publishing(self) -> None:
         """Return once the checkpoint, which is on the disk, may count as one. Raises to abandon it."""
@@ -100,14 +113,19 @@ class Unwatched:
     def finished_reading(self, name: str) -> None:
         pass
 
+    def finish_reading(self) -> None:
+        pass
+
     def before_publishing(self) -> None:
         pass
 
 
-def plan_files(tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> list[TensorFile]:
+def plan_files(
+    tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES, first_number: int = 0
+) -> list[TensorFile]:
     """Spread `tensors` over files in the order given, a new file after each `file_bytes`.
 
-    Within a file, tensors that are whole blocks of a disk come first, in that order, and the others last.
+    The files are numbered from `first_number` on. Within a file, tensors that are whole blocks of a disk come first, in that order, and the others last.
 
     Raises `ValueError` naming a tensor that cannot be written in place: it is not on the CPU, not contiguous, or
     of a dtype that safetensors has no name for.
@@ -121,7 +139,8 @@ def plan_files(tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> l
             filled_bytes = 0
         groups[-1][name] = tensor
         filled_bytes += tensor.nbytes
-    return [_plan_file(f"tensors-{index:05d}.safetensors", group) for index, group in enumerate(groups)]
+    numbered = enumerate(groups, start=first_number)
+    return [_plan_file(f"tensors-{number:05d}.safetensors", group) for number, group in numbered]
 
 
 def write_tensor_file(
@@ -187,18 +206,23 @@ def read_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
     ends early.
     """
     with open_regular(path) as file, closing(UncachedPass(file.fileno())) as one_pass:
-        length = file.read(LENGTH_BYTES)
-        header = file.read(int.from_bytes(length, "little"))
-        one_pass.update(length + header)
-        entries = parse_json(header)
-        entries.pop("__metadata__", None)
-        for name, entry in entries.items():
-            if name in tensors:
-                _read_into(file, one_pass, memory_of(tensors[name]))
-            else:
-                begin, end = entry["data_offsets"]
-                _read_past(file, one_pass, end - begin)
-        return one_pass.end()
+        return read_tensors(file, one_pass, tensors)
+
+
+def read_tensors(file: ByteSource, one_pass: UncachedPass, tensors: Mapping[str, Tensor]) -> str:
+    """Read a whole tensor file from any source, as `read_tensor_file` does."""
+    length = file.read(LENGTH_BYTES)
+    header = file.read(int.from_bytes(length, "little"))
+    one_pass.update(length + header)
+    entries = parse_json(header)
+    entries.pop("__metadata__", None)
+    for name, entry in entries.items():
+        if name in tensors:
+            _read_into(file, one_pass, memory_of(tensors[name]))
+        else:
+            begin, end = entry["data_offsets"]
+            _read_past(file, one_pass, end - begin)
+    return one_pass.end()
 
 
 def checksum_file(path: Path, advance: Callable[[int], object] = lambda nbytes: None) -> str:
@@ -213,18 +237,18 @@ def checksum_file(path: Path, advance: Callable[[int], object] = lambda nbytes: 
         return one_pass.end()
 
 
-def _read_into(file: BinaryIO, one_pass: UncachedPass, memory: memoryview) -> None:
+def _read_into(file: ByteSource, one_pass: UncachedPass, memory: memoryview) -> None:
     """Fill `memory` from the unbuffered `file`. Raises `ValueError` if the file ends first."""
     for piece in one_pass.pieces(memory):
         rest = piece
         while rest:
-            num_read = file.readinto(rest)  # type: ignore[attr-defined]
+            num_read = file.readinto(rest)
             if not num_read:
                 raise ValueError(f"it ends {len(rest)} bytes before a tensor does")
             rest = rest[num_read:]
 
 
-def _read_past(file: BinaryIO, one_pass: UncachedPass, nbytes: int) -> None:
+def _read_past(file: ByteSource, one_pass: UncachedPass, nbytes: int) -> None:
     """Read `nbytes` for their checksum alone. Raises `ValueError` if the file ends first."""
     # Two pieces: one to read into while the other one is hashed.
     scratch = memoryview(bytearray(min(nbytes, 2 * PIECE_BYTES)))

@@ -40,10 +40,10 @@ class UncachedPass:
 
     The previous piece is hashed while the current one is transferred, in a thread that never touches the file. Only
     the caller waits for a disk that hangs. When a method returns, every byte it was given is hashed, so the caller
-    may change the memory.
+    may change the memory. Without a `descriptor` the bytes come from elsewhere, and no page is dropped.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
         self._hash = xxhash.xxh3_128()
         self._hashing = ThreadPoolExecutor(1, "torchround checksum")
@@ -95,7 +95,7 @@ class UncachedPass:
         once, which would otherwise idle until the kernel has enough dirty pages. A kernel that refuses the advice
         keeps the pages.
         """
-        if hasattr(os, "posix_fadvise"):  # Linux, FreeBSD
+        if self._descriptor is not None and hasattr(os, "posix_fadvise"):  # Linux, FreeBSD
             with suppress(OSError):
                 os.posix_fadvise(self._descriptor, 0, end, os.POSIX_FADV_DONTNEED)
 

@@ -118,7 +118,7 @@ class Board:
         """
         waker = self._waker_unless_posted(key)
         if waker is not None:
-            with self._waits(f"waits for {key}"):
+            with self.waits(f"waits for {key}"):
                 while not waker.wait(every_s if look else None):
                     assert look is not None, "a wait without limit ended without its hand-over"
                     look()
@@ -143,7 +143,7 @@ class Board:
 
     def synchronize(self, event: Event, key: HandOverKey[T]) -> None:
         """Wait until the device has done what `key` announced as enqueued."""
-        with self._waits(f"waits for a device to finish {key}"):
+        with self.waits(f"waits for a device to finish {key}"):
             event.synchronize()
 
     def waiting(self) -> dict[str, str]:
@@ -203,7 +203,8 @@ class Board:
             return waker
 
     @contextmanager
-    def _waits(self, what: str) -> Iterator[None]:
+    def waits(self, what: str) -> Iterator[None]:
+        """Let reports say `what` the calling thread waits for, during the block."""
         thread = threading.current_thread().name
         self._waiting[thread] = what
         try:

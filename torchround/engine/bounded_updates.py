@@ -19,13 +19,15 @@ from torch import Tensor
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board
 from torchround.engine.errors import PipelineError
-from torchround.engine.optimizer_worker import LEARNING_RATE, OptimizerWorker, update_threads
+from torchround.engine.exchange.step_exchange import StepExchange
+from torchround.engine.optimizer_worker import OptimizerWorker, update_threads
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import TRAINING_PASS, Pass
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.update_report import LEARNING_RATE
 from torchround.optim.kernel import UpdateDtypes
 
 
@@ -156,6 +158,7 @@ def make_optimizer_worker(
     optimizer: OptimizerTable,
     settings: EngineSettings,
     num_devices: int,
+    exchange: StepExchange,
 ) -> OptimizerWorker:
     """Return the optimizer worker of the store's policy, for an engine with these settings."""
     worker_class = BoundedOptimizerWorker if store.policy is BOUNDED else OptimizerWorker
@@ -170,4 +173,5 @@ def make_optimizer_worker(
         on_failure,
         num_threads=update_threads(num_devices),
         compiles=settings.compile_update,
+        exchange=exchange,
     )

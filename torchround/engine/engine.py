@@ -8,23 +8,21 @@
 The engine stops at the first fault; the call in progress, and each later one, raises the `PipelineError`.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
-
-from torch import nn
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOverKey, Observer
 from torchround.engine.bounded_updates import make_optimizer_worker
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
+from torchround.engine.exchange.group_exchange import make_exchange
 from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.lifecycle import Lifecycle
-from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED
 from torchround.engine.ordering import SETTLED, Ordering
-from torchround.engine.pass_data import check_micro_batches, host_micro_batch
+from torchround.engine.pass_data import check_micro_batches, host_micro_batches
 from torchround.engine.passes import (
     FIRST_SIZES,
     STAGE_JOB,
@@ -36,6 +34,7 @@ from torchround.engine.passes import (
     backward_inputs,
     forward_inputs,
     part_numbers,
+    share_tasks,
     uploads,
 )
 from torchround.engine.results import StepResult
@@ -44,12 +43,15 @@ from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.update_report import LEARNING_RATE, UPDATED
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import HostTensors
-from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup
+from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, make_workers
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks, step_tasks
+from torchround.machines.group import MachineGroup
+from torchround.pipeline.machine_shares import StepShare
+from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks
 from torchround.pipeline.shared_links import LinkWindows
 
 T = TypeVar("T")
@@ -75,6 +77,7 @@ class Engine:
         optimizer: OptimizerTable,
         settings: EngineSettings | None = None,
         observer: Observer | None = None,
+        machines: MachineGroup | None = None,
     ) -> None:
         if partition.num_layers != len(model.layers):
             raise EngineUsageError(
@@ -107,17 +110,19 @@ class Engine:
         self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
         self._ordering.settled(self._step, store.resume_state())
         workers = self._make_workers(model, kept)
-        queues = [
-            QueueWatch(device, worker.state) for device, worker in zip(self.devices, workers, strict=True)
-        ]
+        queues = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
         parts = (store, self._board, self._ordering, self.pool, self._life.fail)
-        optimizer_worker = make_optimizer_worker(*parts, optimizer, self.settings, len(self.devices))
+        self._exchange = make_exchange(*parts, machines)
+        optimizer_worker = make_optimizer_worker(
+            *parts, optimizer, self.settings, len(self.devices), self._exchange
+        )
         readers = [worker.reader.thread for worker in workers if worker.reader is not None]
         others = [saver_thread(store, self._board, self._ordering), optimizer_worker.thread, *readers]
+        others += self._exchange.threads
         self._watchdog = Watchdog(
             self._board, workers, queues, others, self.settings.hang_timeout_s, self._life.fail
         )
-        self._life.start([*(worker.thread for worker in workers), *others], optimizer_worker)
+        self._life.start([*(worker.thread for worker in workers), *others], optimizer_worker, self._exchange)
 
     def reserve(self, shapes: Sequence[tuple[int, int]], validates: bool) -> None:
         """Take all buffers of the run now, as `BufferReservation.reserve_run`; without it the passes do as they come."""
@@ -125,28 +130,36 @@ class Engine:
             run = (shapes, self.partition, self.settings.rounds, self._step, validates)
             self._board.post(FIRST_SIZES(0), self._reservation.reserve_run(*run))
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        share: StepShare | None = None,
+        num_labels: int | None = None,
+    ) -> StepResult:
         """Dispatch one training step: loss and gradients of all micro-batches.
 
         The loss is divided by the number of non-ignored labels of the whole step. Returns once the tasks are
         handed out; at most two steps are under way at a time. `step` must follow before the next one.
+
+        On several machines, all call this with their own `share` of the step (`step_share`), the micro-batches that
+        it names, which may be none, and `num_labels` of the whole step.
         """
         with self._life.call():
             if self._awaiting_step:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
             self._limit_passes_under_way()
-            # An empty batch gets tasks too, so that `_begin_pass` can refuse it by its own message.
-            rounds = min(self.settings.rounds, len(micro_batches)) or 1
-            tasks = step_tasks(
-                self.partition, max(len(micro_batches), 1), rounds, len(self.devices), self._next_slot
-            )
-            pass_ = self._begin_pass(micro_batches, tasks, training=True)
+            share = self._exchange.share(share, len(micro_batches), self.settings.rounds)
+            tasks = share_tasks(share, self.partition, len(self.devices), self._next_slot)
+            pass_ = self._begin_pass(micro_batches, tasks, share, num_labels)
             # Before dispatch: the optimizer must know how many parts to expect when the first one lands.
-            self._expect_gradients(rounds)
+            for bundle in self.store.trained:
+                parts = share.total_rounds * len(bundle.layers)
+                self._ordering.expect_gradient(bundle.index, self._step, parts)
             self._dispatch(pass_, tasks)
             # After the jobs: devices are not to wait, and the optimizer has nothing to do
             # before the first part lands.
             self._board.post(TRAINING_PASS(self._step), pass_)
+            self._exchange.begin(self._step, share)
             self._awaiting_step = True
             return self._track(pass_, tasks)
 
@@ -165,10 +178,9 @@ class Engine:
             if self._awaiting_step:
                 raise EngineUsageError("evaluate() was called between forward_backward() and step()")
             self._limit_passes_under_way()
-            tasks = evaluation_tasks(
-                self.partition, max(len(micro_batches), 1), len(self.devices), self._next_slot
-            )
-            pass_ = self._begin_pass(micro_batches, tasks, training=False)
+            count = max(len(micro_batches), 1)
+            tasks = evaluation_tasks(self.partition, count, len(self.devices), self._next_slot)
+            pass_ = self._begin_pass(micro_batches, tasks)
             self._dispatch(pass_, tasks)
             return self._track(pass_, tasks)
 
@@ -199,6 +211,7 @@ class Engine:
             # posted. A step without its `step()` may have begun to write device weights that lag (`bounded`).
             if self.store.step < self._step or not (self.store.is_consistent or self._awaiting_step):
                 self._watchdog.wait(UPDATED(self._step - 1))
+            self._exchange.drain(self._step, self._watchdog.wait)
 
     @contextmanager
     def true_device_weights(self) -> Iterator[None]:
@@ -214,7 +227,8 @@ class Engine:
                 )
             self._watchdog.wait(SETTLED(self._step))
             self._await_readers()
-        with self.store.true_device_weights(self._board.observer):
+        share = partial(self._exchange.share_rewritten, self._step, self._wait_in_call)
+        with self.store.true_device_weights(self._board.observer, share):
             yield
             with self._life.call():
                 self._await_readers()
@@ -254,24 +268,28 @@ class Engine:
     # Dispatch.
 
     def _begin_pass(
-        self, micro_batches: Sequence[MicroBatch], tasks: list[StageTask], training: bool
+        self,
+        micro_batches: Sequence[MicroBatch],
+        tasks: list[StageTask],
+        share: StepShare | None = None,
+        num_labels: int | None = None,
     ) -> Pass:
-        """Reserve the pass's buffers and copy its integers to the host pool, before any device hears of it."""
-        problem = check_micro_batches(micro_batches)
+        """Reserve the pass's buffers and copy its integers to the host pool, before any device hears of it.
+
+        A training step has a `share`, an evaluation none.
+        """
+        problem = check_micro_batches(micro_batches) if tasks else None
         if problem is not None:
             raise EngineUsageError(problem)
-        # Each device that works on a micro-batch uploads its integers; the last
-        # one gives the host buffer back.
-        readers: dict[int, set[int]] = {}
-        for task in tasks:
-            for index in task.micro_batches:
-                readers.setdefault(index, set()).add(task.device)
-        num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
+        training = share is not None
+        if num_labels is None:
+            num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
         version = self.store.policy.version_read(self._step) if training else self._step
         oldest = self.store.oldest_version_read(self._step, training)
         shape = PassShape.of(tasks, micro_batches, training, self._step, oldest)
         sizes = self._reservation.reserve_for(shape, self._results[-1].pass_.shape if self._results else None)
         loss_scale = self.store.loss_scaling.scale_of(self._step) if training else 1.0
+        restarts = backward_inputs(self.partition, self.store.stale_layers) if training else frozenset()
         pass_ = Pass(
             index=self._next_pass,
             training=training,
@@ -279,21 +297,17 @@ class Engine:
             version=version,
             loss_factor=loss_scale / max(num_labels, 1),
             num_labels=num_labels,
-            micro_batches=tuple(
-                host_micro_batch(
-                    micro_batch, self.pool, self._board.observer, len(readers[index]), self._synchronize
-                )
-                for index, micro_batch in enumerate(micro_batches)
+            micro_batches=host_micro_batches(
+                micro_batches, tasks, self.pool, self._board.observer, self._synchronize
             ),
             forward_inputs=forward_inputs(self.partition),
-            backward_inputs=(
-                backward_inputs(self.partition, self.store.stale_layers) if training else frozenset()
-            ),
+            backward_inputs=restarts,
             shape=shape,
             sizes=sizes,
+            share=share,
             stale_layers=self.store.stale_layers,
         )
-        if self._next_pass == 0 and not self._board.ready(FIRST_SIZES(0)):
+        if tasks and not self._board.ready(FIRST_SIZES(0)):
             self._board.post(FIRST_SIZES(0), (sizes,))
         self._next_pass += 1
         return pass_
@@ -305,13 +319,9 @@ class Engine:
             self._ordering.expect_upload(bundle, version, use)
         for task in tasks:
             window = self._windows.next(len(task.micro_batches))
-            job = StageJob(task, pass_, part_numbers(self.store, task), window)
+            job = StageJob(task, pass_, part_numbers(self.store, task, pass_.share), window)
             self._board.post(STAGE_JOB(task.slot), job)
         self._next_slot += len(tasks)
-
-    def _expect_gradients(self, rounds: int) -> None:
-        for bundle in self.store.trained:
-            self._ordering.expect_gradient(bundle.index, self._step, rounds * len(bundle.layers))
 
     def _track(self, pass_: Pass, tasks: list[StageTask]) -> StepResult:
         result = StepResult(pass_, tasks, self.pool, self._wait_in_call)
@@ -329,10 +339,12 @@ class Engine:
     def _collect(self, result: StepResult) -> None:
         """Wait for a pass, so that the engine may forget it."""
         result.collect()
+        self._exchange.collected(result.pass_, self._watchdog.wait)
         # Rule 1 would remember an evaluation's uploads until the next update, and there may be none for long.
         if not result.pass_.training:
-            uses = uploads(self.store, result.pass_, result.tasks)
-            self._ordering.finish_uploads(uses, self._wait_for_event)
+            self._ordering.finish_uploads(
+                uploads(self.store, result.pass_, result.tasks), self._wait_for_event
+            )
 
     def _wait_for_event(self, key: HandOverKey[Event]) -> None:
         self._synchronize(self._watchdog.wait(key))
@@ -349,24 +361,12 @@ class Engine:
             partition=self.partition,
             num_devices=len(self.devices),
             turns=LinkTurns(self.settings.turns),
-            layerwise_recompute=self.settings.layerwise_recompute,
-            times_layers=self.settings.times_layers,
-            accumulate_dtype=self.settings.accumulate_dtype,
-            compiler=self.settings.compiler,
+            settings=self.settings,
             kept=kept,
             on_failure=self._life.fail,
         )
-        skeletons = [list(copy.deepcopy(nn.ModuleList(model.layers))) for _ in self.devices]
-        workers = [
-            DeviceWorker(index, device, skeletons[index], setup) for index, device in enumerate(self.devices)
-        ]
-        self._life.own(workers)
-        try:
-            for worker in workers:
-                worker.allocate()
-        except BaseException:
-            self._life.stop()  # gives back what was allocated on the devices that had room
-            raise
+        workers = make_workers(model.layers, self.devices, setup)
+        self._life.allocate(workers)
         return workers
 
     def _settle(self) -> None:

@@ -12,13 +12,17 @@ from torchround.optim import clip_scale, layer_max_norm, sum_of_squares
 
 
 class LandedGradients:
-    """The gradients of a step as they land. Only the optimizer's thread calls this."""
+    """The gradients of a step as they land. Only the optimizer's thread calls this.
+
+    `waited_s` is the time spent waiting for other machines, which only a subclass does.
+    """
 
     def __init__(self, store: HostStore, ordering: Ordering, pool: HostPool, observer: Observer) -> None:
         self._store = store
         self._ordering = ordering
         self._pool = pool
         self._observer = observer
+        self.waited_s = 0.0
 
     def wait(self, bundle: Bundle, step: int, parts: range) -> list[HostBuffer | None]:
         """Wait until these parts have landed. Returns the buffers that hold them, None for the bundle's own gradient."""

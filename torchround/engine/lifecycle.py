@@ -14,6 +14,7 @@ from itertools import zip_longest
 from torchround.engine.board import Board
 from torchround.engine.device import Device
 from torchround.engine.errors import MIXED, EngineUsageError, FaultLocation, PipelineError, Stopped
+from torchround.engine.exchange.step_exchange import StepExchange
 from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.device_worker import DeviceWorker
@@ -40,6 +41,7 @@ class Lifecycle:
         self._workers: Sequence[DeviceWorker] = ()
         self._threads: Sequence[threading.Thread] = ()
         self._optimizer: OptimizerWorker | None = None
+        self._exchange: StepExchange | None = None
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -48,22 +50,32 @@ class Lifecycle:
         """Whether `stop` was called."""
         return self._stopped
 
-    def own(self, workers: Sequence[DeviceWorker]) -> None:
-        """Take the workers, one for each device, whose device memory `stop` gives back."""
+    def allocate(self, workers: Sequence[DeviceWorker]) -> None:
+        """Allocate the device memory of the workers, one for each device; `stop` gives it back."""
         self._workers = workers
+        try:
+            for worker in workers:
+                worker.allocate()
+        except BaseException:
+            self.stop()  # gives back what was allocated on the devices that had room
+            raise
 
-    def start(self, threads: Sequence[threading.Thread], optimizer: OptimizerWorker) -> None:
+    def start(
+        self, threads: Sequence[threading.Thread], optimizer: OptimizerWorker, exchange: StepExchange
+    ) -> None:
         """Start the engine's threads. Device threads come first, in device order; `optimizer`'s is among the others."""
-        self._threads, self._optimizer = threads, optimizer
+        self._threads, self._optimizer, self._exchange = threads, optimizer, exchange
         for thread in threads:
             thread.start()
 
     def fail(self, failure: PipelineError) -> None:
         """Keep the first fault and wake every waiting thread. Any thread may call this."""
         with self._lock:
-            if self.failure is None:
-                self.failure = failure
+            is_first = self.failure is None
+            self.failure = self.failure or failure
         self._board.stop()
+        if is_first and self._exchange is not None:
+            self._exchange.fail(failure)
 
     @contextmanager
     def call(self, is_there: bool = False) -> Iterator[None]:
@@ -103,6 +115,8 @@ class Lifecycle:
                 return
             self._stopped = True
         self._board.stop()  # every thread unwinds at its next wait
+        if self._exchange is not None:
+            self._exchange.stop()
         moves = self._optimizer.moves if self._optimizer else 0
         deadline_s = time.monotonic() + JOIN_S
         ours = [thread for thread in self._threads if thread is not threading.current_thread()]

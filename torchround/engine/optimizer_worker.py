@@ -11,16 +11,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchround.config import OptimizerTable
-from torchround.engine.board import Board, HandOver
+from torchround.engine.board import Board
 from torchround.engine.device import use_threads_here
 from torchround.engine.errors import MIXED, FaultLocation, PipelineError, Stopped
-from torchround.engine.landed_gradients import Clipping, LandedGradients
+from torchround.engine.exchange.step_exchange import StepExchange, StepSums
+from torchround.engine.landed_gradients import Clipping
 from torchround.engine.ordering import Ordering
 from torchround.engine.pass_data import read_loss
 from torchround.engine.passes import TRAINING_PASS, Pass
@@ -28,45 +28,11 @@ from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.prediction import Prediction
+from torchround.engine.update_report import LEARNING_RATE, UPDATED, BundleUpdate, UpdateReport
 from torchround.engine.worker.activation_transfers import LOSS
 from torchround.optim import UpdateProgress, adamw_update_
 from torchround.optim.adamw import UpdateKernel
 from torchround.optim.kernel import UpdateDtypes, get_kernels
-
-
-@dataclass(frozen=True)
-class BundleUpdate:
-    """The time at which one bundle was updated, by `time.perf_counter`. `layer` is the first layer that uses it."""
-
-    layer: int
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class UpdateReport:
-    """The outcome of an update. `seconds` is the time the optimizer was busy on this step.
-
-    `grad_norm` is the norm of the unscaled gradient before clipping. `loss_scale` is the factor of this
-    step's loss (1 except in float16). `fault` says why the update was skipped; it is empty for an overflow
-    under a loss scale that can still fall. `not_finite` lists the micro-batches whose loss is not finite.
-    `waited_for_save_s` is how long bundles had to wait because a save beside training had not read them yet.
-    `left_out` names the layers without an update in a step that updated others (`bounded`).
-    """
-
-    grad_norm: float
-    skipped: bool
-    seconds: float
-    bundles: tuple[BundleUpdate, ...] = ()
-    loss_scale: float = 1.0
-    fault: str = ""
-    not_finite: tuple[int, ...] = ()
-    waited_for_save_s: float = 0.0
-    left_out: tuple[str, ...] = ()
-
-
-LEARNING_RATE = HandOver[float]("the learning rate of step {0}")
-UPDATED = HandOver[UpdateReport]("the update of step {0}")
 
 
 class OptimizerWorker:
@@ -89,12 +55,14 @@ class OptimizerWorker:
         on_failure: Callable[[PipelineError], None],
         num_threads: int,
         compiles: bool,
+        exchange: StepExchange,
     ) -> None:
         self._store = store
         self._board = board
         self._ordering = ordering
         self._pool = pool
-        self._landed = LandedGradients(store, ordering, pool, board.observer)
+        self._exchange = exchange
+        self._landed = exchange.landed
         self._settings = settings
         self._clipping = Clipping(store, max_norm, clip)
         self._on_failure = on_failure
@@ -140,7 +108,7 @@ class OptimizerWorker:
         """Return the pairs of dtypes, of gradients and of device weights, that updates will meet."""
         return {
             (bundle.gradient.dtype, bundle.device_weights[0].dtype)
-            for bundle in self._store.trained
+            for bundle in self._store.owned
             if bundle.gradient is not None
         }
 
@@ -153,19 +121,22 @@ class OptimizerWorker:
     def _collect(self, pass_: Pass) -> None:
         """Add up a step's gradient and its norm as parts land, then read the losses."""
         step = pass_.step
+        self._squares = {}  # other machines' figures of the step before are among them
         for bundle, parts in self._landed.landing_order(step):
             # Otherwise a stop would be noticed only after all gradients that had landed before it.
             self._board.raise_if_stopped()
             self._location = self._location_of(bundle)
             landings = self._landed.wait(bundle, step, parts)
-            start = time.perf_counter()
+            start, waited_s = time.perf_counter(), self._landed.waited_s
             self._landed.add(bundle, step, parts, landings)
             # The norm needs the whole sum, so it comes with the last round.
             if self._landed.are_last(bundle, step, parts):
                 self._squares[bundle.index] = self._landed.norm_squared(bundle)
-            self._busy_s += time.perf_counter() - start
+            self._busy_s += time.perf_counter() - start - (self._landed.waited_s - waited_s)
         # Losses last: devices that wait until a part of a gradient is consumed cannot send the later ones.
         self._read_losses(pass_)
+        sums = self._exchange.agree(pass_, StepSums(self._losses, self._squares))
+        self._losses, self._squares = list(sums.losses), dict(sums.squares)
 
     def _read_losses(self, pass_: Pass) -> None:
         self._losses = [
@@ -185,6 +156,7 @@ class OptimizerWorker:
         fault, overflowed = self._fault(loss, norm, loss_scale), not math.isfinite(norm)
         skipped = overflowed or bool(fault)
         self._begin_update()
+        self._exchange.decided(step, applies=not skipped)
         if skipped:
             overcome = self._advance_version(step)
         else:
@@ -226,7 +198,11 @@ class OptimizerWorker:
             not_finite,
             self._waited_for_save_s,
             left_out,
+            self._mean_loss(),
+            self._landed.waited_s,
+            self._exchange.take_sent_bytes(),
         )
+        self._landed.waited_s = 0.0
         self._busy_s, self._waited_for_save_s, self._bundle_updates = 0.0, 0.0, []
         self._board.post(UPDATED(step), report)
         # After `UPDATED`: a stop must not take the report of an update that is complete. The next job may be
@@ -260,7 +236,7 @@ class OptimizerWorker:
         self._store.applied_updates += 1
         if self._store.policy.predicts:
             self._store.prediction = Prediction(float(lr), self._settings.betas, self._settings.eps)
-        for bundle in self._store.trained:
+        for bundle in self._store.owned:
             self._location = self._location_of(bundle)
             self._before_update(bundle, step)
             fault = self._await_readers(bundle, step)
@@ -271,7 +247,7 @@ class OptimizerWorker:
             # Posted per bundle: the next step's forward uploads the first layers
             # while later ones are updated.
             self._ordering.gradient_consumed(bundle.index, step)
-            self._ordering.updated(bundle.index, step)
+            self._exchange.updated(bundle, step)
         return overcome
 
     def _update_surely(
@@ -336,7 +312,7 @@ class OptimizerWorker:
         Returns the first fault, if any. The new version is complete all the same.
         """
         # All gradients first: devices need not wait for the copies below.
-        for bundle in self._store.trained:
+        for bundle in self._store.owned:
             self._ordering.gradient_consumed(bundle.index, step)
         overcome: PipelineError | None = None
         for bundle in self._store.trained:
@@ -354,6 +330,7 @@ class OptimizerWorker:
     def _before_update(self, bundle: Bundle, step: int) -> None:
         self.moves += 1
         self._ordering.before_update(bundle.index, step)
+        self._ordering.before_overwriting_sent(bundle.index, step + 1)
         self._wait_for_saves(bundle, step)
 
     def _wait_for_saves(self, bundle: Bundle, step: int) -> None:

@@ -1,7 +1,7 @@
-"""The six ordering rules: which thread may read or write what, and when.
+"""The seven ordering rules: which thread may read or write what, and when.
 
 Rules 1 to 5 are those of the RoundPipe paper (section 4.3), kept per bundle of parameters; rule 6 is for
-saves beside training. Each rule is one method of `Ordering`, and each has a test that breaks it.
+saves beside training, rule 7 for several machines. Each rule is one method of `Ordering`, and each has a test that breaks it.
 
 | rule | who waits | until |
 |---|---|---|
@@ -11,10 +11,11 @@ saves beside training. Each rule is one method of `Ordering`, and each has a tes
 | 4 | a device, before it writes a gradient | the optimizer has consumed the gradient before it |
 | 5 | the optimizer, before it updates a bundle | the previous update of that bundle is complete |
 | 6 | the optimizer, before it overwrites a version being saved | the save has read it |
+| 7 | the optimizer, before it overwrites a version being sent to other machines | all of them have been sent it |
 
 All hand-overs between threads, rules included, go through one `Board`. These are their kinds. (C is the
 controller, which is the caller's thread; D a device worker; O the optimizer worker; R a device's reader of
-files; S the saver.)
+files; S the saver; G a sender of gradients; W a sender or receiver of weights.)
 
 | kind | defined in | key | carries | from | to |
 |---|---|---|---|---|---|
@@ -29,8 +30,8 @@ files; S the saver.)
 | `FILE_BUFFER` | `worker/file_reader.py` | buffer, device | content of the next range | R | D |
 | `FILE_BUFFER_UPLOADED` | `worker/file_reader.py` | buffer, device | `Event` of its upload | D | R |
 | `STAGE_ENQUEUED` | `results.py` | slot | report of the stage slot | D | C |
-| `LEARNING_RATE` | `optimizer_worker.py` | step | `float` | C | O |
-| `UPDATED` | `optimizer_worker.py` | step | `UpdateReport` | O | C |
+| `LEARNING_RATE` | `update_report.py` | step | `float` | C | O |
+| `UPDATED` | `update_report.py` | step | `UpdateReport` | O | C |
 | `SAVE` | `saver.py` | save | step and function that writes | C | S |
 | `MAY_PUBLISH` | `saver.py` | save | nothing | C | S |
 | `SAVE_ENDED` | `saver.py` | save | result or error | S | C |
@@ -42,6 +43,11 @@ files; S the saver.)
 | `SETTLED` | here, before a save | version | state beside the weights | O | S, C |
 | `READ_BY_SAVE` | here, rule 6 | version, bundle, save | nothing | S | O |
 | `SAVER_ENDED` | here, rule 6 | 0 | nothing | S | O |
+| `SENT` | here, rule 7 | version, bundle, machine | nothing | W | O, C |
+| `SHARE` | `exchange/step_exchange.py` | step, machine | `StepShare` whose gradients G sends | C | G |
+| `SUMS` | `exchange/step_exchange.py` | step | losses and norms of all machines | O | C |
+| `WEIGHT_JOB` | `exchange/weights.py` | exchange, thread | the version to send and receive | O, C | W |
+| `REWRITTEN` | `exchange/weights.py` | exchange, thread | nothing | W | C |
 """
 
 import threading
@@ -68,10 +74,11 @@ PART_CONSUMED = HandOver[None](
 SETTLED = HandOver[Mapping[str, object]]("version {0} of every bundle, to save it")
 READ_BY_SAVE = HandOver[None]("save {2} to have read version {0} of bundle {1} (ordering rule 6)")
 SAVER_ENDED = HandOver[None]("the end of the saver")
+SENT = HandOver[None]("version {0} of bundle {1} to be sent to machine {2} (ordering rule 7)")
 
 
 class Ordering:
-    """The six ordering rules, one method each, named for what the caller is about to do.
+    """The seven ordering rules, one method each, named for what the caller is about to do.
 
     `versions` is the number of device-weight buffers of a bundle: version `v` is in buffer `v % versions`.
     """
@@ -85,6 +92,7 @@ class Ordering:
         self._uses_lock = threading.Lock()
         self._num_parts: dict[tuple[int, int], int] = {}
         self._saves: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._sendings: dict[tuple[int, int], Sequence[int]] = {}
 
     def begin(self, bundles: Sequence[int], step: int, lagging: Collection[int] = ()) -> None:
         """Declare that the store holds every version that `step` and later steps may read, and that nothing runs.
@@ -255,6 +263,38 @@ class Ordering:
     def saver_ended(self) -> None:
         """Post that no save reads anything any more, nor ever will."""
         self._board.signal(SAVER_ENDED(0))
+
+    # Rule 7.
+
+    def expect_sending(self, bundle: int, version: int, machines: Sequence[int]) -> None:
+        """Announce that `version` of an owned bundle goes to other machines, before `updated` lets it go."""
+        self._sendings[version, bundle] = machines
+
+    def sent(self, bundle: int, version: int, machine: int) -> None:
+        """Post that a machine has been sent `version` of a bundle."""
+        self._board.signal(SENT(version, bundle, machine))
+
+    def before_overwriting_sent(self, bundle: int, version: int) -> None:
+        """Rule 7: wait until every machine has been sent the version that `version` overwrites.
+
+        An update cannot stop half-way. After a stop this returns: the machines drop what they were sent.
+        """
+        overwritten = version - self._versions
+        for machine in self._sendings.pop((overwritten, bundle), ()):
+            key = SENT(overwritten, bundle, machine)
+            try:
+                self._board.wait(key)
+            except Stopped:
+                return
+            self._board.forget(key)
+
+    def sendings(self) -> list[HandOverKey[None]]:
+        """Return the announced sendings that no update has waited for yet. Only between steps."""
+        return [
+            SENT(version, bundle, machine)
+            for (version, bundle), machines in self._sendings.items()
+            for machine in machines
+        ]
 
     def retire(self, below: int) -> None:
         """Forget versions and steps under `below`, which no thread will ask for again."""

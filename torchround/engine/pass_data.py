@@ -10,6 +10,7 @@ from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.slots import Packing, fill
 from torchround.layer import MicroBatch
+from torchround.pipeline.partition import StageTask
 
 
 def host_micro_batch(
@@ -31,6 +32,25 @@ def host_micro_batch(
     observer.touched(reads=(), writes=[buffer.memory])
     fill(packing.views(buffer.memory), tensors)
     return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.facts())
+
+
+def host_micro_batches(
+    micro_batches: Sequence[MicroBatch],
+    tasks: Sequence[StageTask],
+    pool: HostPool,
+    observer: Observer,
+    synchronize: Callable[[Event], None],
+) -> tuple[HostTensors, ...]:
+    """Copy the integers of a pass's micro-batches to the pool, each for the devices that work on it in `tasks`."""
+    # Each of these devices uploads them; the last one gives the host buffer back.
+    readers: dict[int, set[int]] = {}
+    for task in tasks:
+        for index in task.micro_batches:
+            readers.setdefault(index, set()).add(task.device)
+    return tuple(
+        host_micro_batch(micro_batch, pool, observer, len(readers[index]), synchronize)
+        for index, micro_batch in enumerate(micro_batches)
+    )
 
 
 def read_loss(boundary: HostTensors, pool: HostPool) -> float:

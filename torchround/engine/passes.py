@@ -22,6 +22,7 @@ from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing, aligned
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.pipeline.host_buffers import HeldPass, kept_cuts, pass_buffers, whole_pages
+from torchround.pipeline.machine_shares import StepShare
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
 from torchround.pipeline.partition import (
     Partition,
@@ -43,7 +44,7 @@ class Pass:
     it is the loss scale divided by `num_labels`.
     `forward_inputs` are the layers whose input a forward or fused stage takes from the host,
     `backward_inputs` the layers whose input a backward stage takes. `sizes` is the staging space that its
-    devices need; `shape` decides that.
+    devices need; `shape` decides that. `share` is this machine's share of a training step.
     """
 
     index: int
@@ -57,6 +58,7 @@ class Pass:
     backward_inputs: frozenset[int]
     shape: "PassShape"
     sizes: StagingSizes
+    share: StepShare | None = None
     stale_layers: int = 0
 
     def version_read(self, bundle: Bundle, layer: int, kind: StageKind) -> int:
@@ -184,19 +186,31 @@ def uploads(store: HostStore, pass_: Pass, tasks: Sequence[StageTask]) -> Iterat
                     yield bundle.index, version, upload_use(task.slot, layer)
 
 
-def part_numbers(store: HostStore, task: StageTask) -> dict[tuple[int, int], int]:
+def share_tasks(share: StepShare, partition: Partition, num_devices: int, first_slot: int) -> list[StageTask]:
+    """List the stage tasks of a machine's share of a step; none if it has no part in it."""
+    if not share.rounds:
+        return []
+    return step_tasks(partition, len(share.micro_batches), len(share.rounds), num_devices, first_slot)
+
+
+def part_numbers(store: HostStore, task: StageTask, share: StepShare | None) -> dict[tuple[int, int], int]:
     """Return, by layer and bundle, which part of a step's gradient sum the task makes.
 
-    Parts count by round, then from the deepest layer that uses the bundle: the order in which they are made.
+    Parts count by round, then from the deepest layer that uses the bundle: the order in which they are made. Rounds
+    count over all machines, as the step's `share` numbers them.
     """
-    if task.stage.kind is StageKind.FORWARD:
+    if share is None or task.stage.kind is StageKind.FORWARD:
         return {}
+    round_index = share.rounds[task.round]
     parts = {}
     for layer in range(task.stage.start, task.stage.stop):
         for index in store.layer_bundles(layer):
             users = store.bundles[index].layers
-            parts[layer, index] = task.round * len(users) + users[::-1].index(layer)
+            parts[layer, index] = round_index * len(users) + users[::-1].index(layer)
     return parts
+
+
+NO_SIZES = StagingSizes(boundary_bytes=0, integer_bytes=0, micro_batches=0, training=False)
 
 
 class BufferReservation:
@@ -237,6 +251,10 @@ class BufferReservation:
         wait for the previous pass's update, only stages of frozen layers at the start of this pass overlap
         with it.
         """
+        if not this.rounds:
+            return NO_SIZES  # a machine without a part in this step: no device hears of it
+        if before is not None and not before.rounds:
+            before = None
         # The second pass is made up here rather than met later, where it would page-lock
         # memory in the middle of a run.
         if before is None:

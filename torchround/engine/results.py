@@ -15,11 +15,12 @@ from statistics import median
 from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.device import Mark, Stream
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
-from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED, BundleUpdate, UpdateReport
+from torchround.engine.exchange.step_exchange import SUMS
 from torchround.engine.ordering import Ordering
 from torchround.engine.pass_data import read_loss
 from torchround.engine.passes import STAGE_JOB, TRAINING_PASS, Pass
 from torchround.engine.store.host_memory import HostPool
+from torchround.engine.update_report import LEARNING_RATE, UPDATED, BundleUpdate, UpdateReport
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
 from torchround.engine.worker.kept_transfers import KEPT
 from torchround.pipeline.costs import Costs
@@ -136,10 +137,12 @@ class StepResult:
         # Without the micro-batches: the caller may keep results for long, and those are in the engine's pool.
         self.pass_ = replace(pass_, micro_batches=())
         self._num_micro_batches = len(pass_.micro_batches)
+        self._is_shared = pass_.share is not None and pass_.share.num_machines > 1
         self.tasks = tasks
         self.pool = pool
         self._wait = wait
         self._loss_sums: list[float] | None = None
+        self._all_sums: Sequence[float] | None = None
         self._update: UpdateReport | None = None
         self._reports: list[StageReport] | None = None
 
@@ -154,11 +157,19 @@ class StepResult:
         return self.pass_.num_labels
 
     def loss(self) -> float:
-        """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once."""
-        return mean_loss(self.loss_sums(), self.num_labels)
+        """Return the mean loss per label. Sums add up in fp64 in micro-batch order and are divided once.
+
+        A training step's loss is that of all machines, which is there once their gradients are.
+        """
+        sums: Sequence[float] = self.loss_sums()
+        if self._is_shared:
+            if self._all_sums is None:
+                self._all_sums = self._wait(SUMS(self.pass_.step)).losses
+            sums = self._all_sums
+        return mean_loss(sums, self.num_labels)
 
     def loss_sums(self) -> list[float]:
-        """Return the sum of the token losses of each micro-batch, in micro-batch order."""
+        """Return the sum of the token losses of each of this machine's micro-batches, in their order."""
         # Once only: the last reader of a loss gives its buffer back, and another micro-batch may fill it.
         if self._loss_sums is None:
             self._loss_sums = [self._loss_sum(index) for index in range(self._num_micro_batches)]
@@ -209,17 +220,19 @@ class StepResult:
 
     def forget_before(self, board: Board, ordering: Ordering) -> None:
         """Forget hand-overs of passes before this one, which no thread will ask for again."""
-        pass_, first_slot = self.pass_, self.tasks[0].slot
+        pass_ = self.pass_
         # Rule 4 of this pass asks for the step before it, and its first layers may read the version before.
         ordering.retire(pass_.version - 1)
         board.retire(TRAINING_PASS, pass_.step)
         board.retire(LEARNING_RATE, pass_.step)
         board.retire(UPDATED, pass_.step)
+        board.retire(SUMS, pass_.step)
         for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
             board.retire(kind, pass_.index)
         board.retire(KEPT, pass_.index)
-        board.retire(STAGE_JOB, first_slot)
-        board.retire(STAGE_ENQUEUED, first_slot)
+        if self.tasks:  # a machine may have no part in a step
+            board.retire(STAGE_JOB, self.tasks[0].slot)
+            board.retire(STAGE_ENQUEUED, self.tasks[0].slot)
 
     def keep(self) -> None:
         """Take the loss out of the engine's pool, which is about to close. It may be missing after a fault."""

@@ -47,8 +47,16 @@ class Machine:
         return f"machine {self.rank} ({self.host})"
 
 
+@dataclass(frozen=True)
+class HostShare:
+    """The part of a host that one process may use: process number `index` of `count`, which divide devices and memory."""
+
+    index: int = 0
+    count: int = 1
+
+
 class MachineGroup:
-    """All machines of a run, seen from one of them."""
+    """All machines of a run, seen from one of them. `host_share` is the part of its host that this one may use."""
 
     def __init__(
         self,
@@ -62,6 +70,7 @@ class MachineGroup:
         address: str | None = None,
         bytes_per_s: float | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
+        host_share: HostShare | None = None,
     ) -> None:
         """Meet the other machines and connect to each. Every machine calls this, at any time within `start_timeout_s`.
 
@@ -72,6 +81,7 @@ class MachineGroup:
         which the others can be reached. Raises `LaunchError` if not all machines come.
         """
         self.rank, self.size = rank, size
+        self.host_share = host_share or HostShare()
         self.fault: MachineError | None = None
         store = PrefixStore("machines", store)
         self.machines, address = _meet(store, rank, size, host, address, start_timeout_s)
@@ -108,25 +118,14 @@ class MachineGroup:
         """Return the named fault behind an error of gloo, and end the group if it is not ended yet.
 
         `peer` is the machine that this one waited for, None if that was all of them. `waited_for` says what it was to
-        send. Looks for the cause for a few beats. If no machine has reported one, the cause is the machine that has
-        stopped to beat, otherwise `peer`.
+        send. Looks for the cause for a few beats (`Liveness.cause`).
         """
         if isinstance(error, MachineError):
             return error
         with self._lock:
             self._waited_for = self._waited_for or waited_for
         self._has_told.set()
-        before = self._liveness.beats()
-        found = self._liveness.cause()
-        if found is None:
-            still = [rank for rank, beat in enumerate(self._liveness.beats()) if beat == before[rank]]
-            lost = peer if peer in still or not still else still[0]
-            reason = str(error).splitlines()[0]
-            found = MachineFault(
-                lost, f"has ended or lost its network, its connections are closed ({reason})"
-            )
-            found = self._liveness.report(found)
-        return self._set_fault(found, waited_for)
+        return self._set_fault(self._liveness.cause(peer), waited_for)
 
     def fail(self, problem: str) -> None:
         """Tell the other machines that this one has failed, and wake every thread of all. The first fault wins."""

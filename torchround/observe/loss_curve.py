@@ -84,7 +84,7 @@ def read_records(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except OSError as error:
         # The folder may come from a stranger: a pipe in the file's place has no name in its error.
         raise error if error.filename else OSError(f"{path}: {error}") from None
-    with BufferedReader(opened) as file:  # type: ignore[type-var]
+    with BufferedReader(opened) as file:
         for line in _lines(file):
             record = _parsed(line)
             step = record.get("step")

@@ -10,7 +10,9 @@ from torchround.engine.engine import Engine
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.ownership import Ownership
 from torchround.layer import FileTensor, LayeredModel
+from torchround.machines.group import MachineGroup
 from torchround.optim import SpikeBounds
 from torchround.pipeline.partition import split_evenly
 from torchround.pipeline.plan import Plan
@@ -27,8 +29,9 @@ def build_store(
     numbers: RunNumbers,
     hardware: Hardware,
     mapped: Mapping[str, Sequence[FileTensor]] | None = None,
+    ownership: Ownership | None = None,
 ) -> HostStore:
-    """Allocate the host store, without initial weights. `mapped` as in `HostStore`."""
+    """Allocate the host store, without initial weights. `mapped` and `ownership` as in `HostStore`."""
     return HostStore(
         model,
         numbers.dtype,
@@ -38,6 +41,7 @@ def build_store(
         gradient_dtype=numbers.gradient_dtype,
         spikes=SpikeBounds(numbers.spike_factor, numbers.training.spike_window),
         mapped=mapped,
+        ownership=ownership,
     )
 
 
@@ -57,11 +61,13 @@ def build_engine(
     compiler: LayerCompiler | None = None,
     turns: Sequence[Sequence[int]] = (),
     times_layers: bool = False,
+    machines: MachineGroup | None = None,
 ) -> Engine:
     """Start an engine that runs `plan` on `devices`.
 
     `compiler` holds the layers that an earlier engine compiled of this model. `turns` are the groups of devices that take
-    turns on a link (`find_link_use`). With `times_layers` the reports hold each layer's own times.
+    turns on a link (`find_link_use`). With `times_layers` the reports hold each layer's own times. `machines` are those of
+    the run if there are several.
     """
     table = numbers.engine
     settings = EngineSettings(
@@ -78,7 +84,9 @@ def build_engine(
         turns=turns,
         kept=plan.kept,
     )
-    return Engine(model, store, devices, plan.partition, optimizer=optimizer, settings=settings)
+    return Engine(
+        *(model, store, devices, plan.partition), optimizer=optimizer, settings=settings, machines=machines
+    )
 
 
 def reserve_buffers(engine: Engine, training: TrainingTable, validates: bool) -> None:

@@ -18,8 +18,10 @@ from torchround.config import EngineTable
 from torchround.config.usual_names import nearest_value
 from torchround.engine.device import AcceleratorDevice, CpuDevice, Device
 from torchround.engine.errors import EngineUsageError
+from torchround.machines.group import HostShare
 from torchround.pipeline.cards import DeviceSpec, find_device
 from torchround.pipeline.memory import GIB
+from torchround.pipeline.partition import split_evenly
 from torchround.run.missing_cards import why_no_accelerator
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,8 @@ class Hardware:
     """Devices of one `kind` (`cpu`, or a kind of accelerator by PyTorch's name) and the memory limits of a run.
 
     `device_bytes` is the limit of each device, `host_bytes` that of the host; None is no limit. `spec` is None when the
-    card is not in the table of known devices. `note` is said after the devices: why `auto` found no accelerator.
+    card is not in the table of known devices. `note` is said after the devices: why `auto` found no accelerator. `cards`
+    are the numbers of the accelerators that this process may use; empty means all.
     """
 
     kind: str
@@ -55,6 +58,7 @@ class Hardware:
     host_bytes: int | None = None
     spec: DeviceSpec | None = None
     note: str = ""
+    cards: tuple[int, ...] = ()
 
     def make_devices(self) -> list[Device]:
         """Make the devices without allocating on them. If the machine has fewer GPUs, devices share them in turn."""
@@ -67,30 +71,44 @@ class Hardware:
                 "%s devices cannot page-lock host memory that exists, so copies do not overlap with compute",
                 self.kind,
             )
-        present = kind.count()
-        shared = self.num_devices > present
+        cards = self.cards or tuple(range(kind.count()))
+        shared = self.num_devices > len(cards)
         return [
-            AcceleratorDevice(f"{self.kind}:{index % present}", index if shared else None)
+            AcceleratorDevice(f"{self.kind}:{cards[index % len(cards)]}", index if shared else None)
             for index in range(self.num_devices)
         ]
 
 
-def find_hardware(table: EngineTable) -> Hardware:
-    """Find what `[engine]` asks for on this machine. Raises `EngineUsageError` if it asks for devices that are not here."""
-    kind, host_bytes = _asked_for(table), usable_host_bytes(table)
+def find_hardware(table: EngineTable, host_share: HostShare | None = None) -> Hardware:
+    """Find what `[engine]` asks for on this machine, within this process's share of its host; None is the whole host.
+
+    Accelerators and free memory are divided. Limits that the table gives are each process's own. Raises
+    `EngineUsageError` if the table asks for devices that are not here.
+    """
+    share = host_share or HostShare()
+    kind, host_bytes = _asked_for(table), usable_host_bytes(table, share.count)
     if kind is None:
         threads = table.cpu_threads or torch.get_num_threads()
         count = table.num_devices or min(threads, MOST_VIRTUAL_DEVICES)
-        share = int(host_bytes * VIRTUAL_DEVICES_FRACTION) // count
+        device_bytes = int(host_bytes * VIRTUAL_DEVICES_FRACTION) // count
         note = _note_of_absence() if table.devices == "auto" else ""
-        return Hardware("cpu", count, _limit(table, share), host_bytes, note=note)
-    present = kind.count()
-    count = table.num_devices or present
+        return Hardware("cpu", count, _limit(table, device_bytes), host_bytes, note=note)
+    cards, num_users = _own_cards(kind.count(), share)
+    count = table.num_devices or len(cards)
     # All devices get one limit: a share of the fullest GPU that the run uses, by the largest number of devices on one GPU.
-    used = range(min(count, present))
+    used = cards[:count]
     smallest = min(available_device_bytes(kind, index) for index in used)
-    share = int(smallest * USABLE_DEVICE_FRACTION) // -(-count // present)
-    return Hardware(kind.name, count, _limit(table, share), host_bytes, find_device(kind.card_name(0)))
+    device_bytes = int(smallest * USABLE_DEVICE_FRACTION) // (-(-count // len(cards)) * num_users)
+    spec = find_device(kind.card_name(cards[0]))
+    own = cards if share.count > 1 else ()
+    return Hardware(kind.name, count, _limit(table, device_bytes), host_bytes, spec, cards=own)
+
+
+def _own_cards(present: int, share: HostShare) -> tuple[tuple[int, ...], int]:
+    """Return the cards of a process that shares its host, and how many processes use each of them at most."""
+    if share.count > present:
+        return (share.index % present,), -(-share.count // present)
+    return tuple(split_evenly(present, share.count)[share.index]), 1
 
 
 def planned_kind(table: EngineTable) -> str:
@@ -112,11 +130,14 @@ def available_device_bytes(kind: AcceleratorKind, index: int) -> int:
     return free + kind.cached_bytes(index)
 
 
-def usable_host_bytes(table: EngineTable) -> int:
-    """Return the host memory that a run may use: `engine.host_memory_gib`, otherwise a share of what is free."""
+def usable_host_bytes(table: EngineTable, num_processes: int = 1) -> int:
+    """Return the host memory that one of the run's processes here may use.
+
+    It is `engine.host_memory_gib`, otherwise an equal part of a share of what is free.
+    """
     if table.host_memory_gib is not None:
         return int(table.host_memory_gib * GIB)
-    return int(available_host_bytes() * USABLE_HOST_FRACTION)
+    return int(available_host_bytes() * USABLE_HOST_FRACTION) // num_processes
 
 
 def available_host_bytes() -> int:

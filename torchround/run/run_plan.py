@@ -43,23 +43,30 @@ class PlanByMeasuring:
         self._question = question
         self._costs = question.costs()
         self._measured: list[StepResult] = []
-        self._is_kept = False
+        self.is_kept = False
         self._first_step = first_step
-        self.settled = counted
+        self._counted = self.settled = counted
         self.ratio_text = ""
         self.until = first_step
+        self._last_measured = min(first_step + measure_steps, total_steps)
         if question.given is not None or measure_steps == 0:
             return
         # Until that many steps are done, the kept plan is still the counted one, so the run measures.
         if kept is not None and first_step >= measure_steps and self._fits(kept, counted):
-            self.settled, self._is_kept = kept, True
+            self.settled, self.is_kept = kept, True
             return
-        self.until = min(first_step + measure_steps, total_steps)
+        self.until = self._last_measured
+
+    def measure(self) -> None:
+        """Measure although the kept plan would do, because another machine of the run has none that fits."""
+        if self.is_kept:
+            self.settled, self.is_kept = self._counted, False
+            self.until = self._last_measured
 
     def text(self) -> str:
         """Say what is known of the plan when the run starts. A card of unknown speed gets no times."""
         is_timed = self._question.device is not None
-        if self._is_kept:
+        if self.is_kept:
             return f"plan     as in the run so far\n{self.settled}"
         if self.until == self._first_step:
             return f"plan     of {len(self.settled.stages)} stages\n{self.settled.text(is_timed)}"

@@ -5,13 +5,14 @@ A step is dispatched before the one before it is reported, so that reporting nev
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchround.engine.results import StepResult
 from torchround.engine.tracing import StepTraces
 from torchround.observe import MetricsLogger
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.early_end import BadSteps
+from torchround.run.several_machines import RunMachines
 from torchround.run.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class ReportTargets:
     traces: StepTraces
     bad_steps: BadSteps
     checkpoints: RunCheckpoints
+    machines: RunMachines = field(default_factory=RunMachines)
 
 
 class StepReports:
@@ -50,6 +52,7 @@ class StepReports:
         self._last_step = last_step
         self._under_way: deque[Dispatched] = deque()
         self._newest: Dispatched | None = None
+        self._is_ending = False
 
     @property
     def are_complete(self) -> bool:
@@ -86,13 +89,16 @@ class StepReports:
         to, done = self._targets, self._newest
         if done is not None and to.meter.num_steps:
             step, tokens = done.position.step, done.position.tokens
-            to.metrics.log(to.meter.record(step, tokens, done.lr, validation_loss))
+            record = to.meter.record(step, tokens, done.lr, validation_loss)
+            # After a fault the other machines answer no more.
+            to.metrics.log(record if self._is_ending else to.machines.merged(record))
 
     def report_finished(self, updates: int) -> None:
         """After a fault, report the steps up to number `updates`, as far as their figures are still there.
 
         Never raises: the caller then saves what the fault left.
         """
+        self._is_ending = True
         try:
             self.report(leave=sum(step.position.step > updates for step in self._under_way))
         except Exception as error:  # noqa: BLE001  (the fault itself is raised)

@@ -2,11 +2,11 @@
 
 import os
 import stat
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> FileIO:
     """Open a file for unbuffered reading. Raises `OSError`, also if `path` is a link or not a regular file."""
     # Without O_NONBLOCK, opening a pipe would wait until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

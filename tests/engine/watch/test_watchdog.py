@@ -25,10 +25,10 @@ from torchround.engine import lifecycle
 from torchround.engine.board import Board, HandOver
 from torchround.engine.device import CpuDevice, Stream
 from torchround.engine.errors import HangError
-from torchround.engine.optimizer_worker import LEARNING_RATE, UPDATED
 from torchround.engine.ordering import GRADIENT_LANDED, UPLOADED, WEIGHTS
 from torchround.engine.passes import STAGE_JOB, TRAINING_PASS
 from torchround.engine.results import STAGE_ENQUEUED
+from torchround.engine.update_report import LEARNING_RATE, UPDATED
 from torchround.engine.watch.watchdog import LOOKS, QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
 from torchround.engine.worker.kept_transfers import KEPT

@@ -276,9 +276,12 @@ class GradientDownload:
         return buffer.memory.view(self._store.gradient_dtype), buffer
 
     def _previous_part(self, slot_range: SlotRange) -> int:
-        """Return the number of the previous round's part of this gradient; negative in the first round."""
-        uses = len(self._store.bundles[slot_range.bundle].layers)
-        return self._part_numbers[slot_range.layer, slot_range.bundle] - uses
+        """Return the number of the part that this machine's previous round made; negative in the first round."""
+        # The rounds of all machines alternate.
+        parts_between = (
+            len(self._store.bundles[slot_range.bundle].layers) * self._store.ownership.num_machines
+        )
+        return self._part_numbers[slot_range.layer, slot_range.bundle] - parts_between
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         if self._rounding is None:

@@ -5,6 +5,7 @@ Before any such wait it sends off the gradients that it still holds, because the
 them.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,17 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 from torchround.engine.board import Board, HandOverKey
-from torchround.engine.compiled import LayerCompiler
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
 from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, StageJob
 from torchround.engine.results import STAGE_ENQUEUED, DeviceSpan, StageReport
+from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED, SYNC
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
@@ -53,10 +53,7 @@ class WorkerSetup:
     partition: Partition
     num_devices: int
     turns: LinkTurns
-    layerwise_recompute: bool
-    times_layers: bool
-    accumulate_dtype: torch.dtype
-    compiler: LayerCompiler | None
+    settings: EngineSettings
     kept: KeptLayers
     on_failure: Callable[[PipelineError], None]
 
@@ -72,7 +69,7 @@ class DeviceWorker:
         self._index = self._next_slot = index
         self._micro_batch: int | None = None
         self._job: StageJob | None = None
-        self._slots = StageSlots(device, setup.store, setup.accumulate_dtype)
+        self._slots = StageSlots(device, setup.store, setup.settings.accumulate_dtype)
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
         self._activations = ActivationTransfers(device, setup.board, setup.pool)
@@ -150,8 +147,8 @@ class DeviceWorker:
             upload.slot,
             gradients,
             num_layers=len(self._skeletons),
-            layerwise_recompute=self._setup.layerwise_recompute,
-            times_layers=self._setup.times_layers,
+            layerwise_recompute=self._setup.settings.layerwise_recompute,
+            times_layers=self._setup.settings.times_layers,
             device=self._device,
             activations=self._activations,
             kept=self._kept,
@@ -317,7 +314,7 @@ class DeviceWorker:
         return self._setup.board.wait(key)
 
     def _layer_calls(self, indices: range, layers: list[nn.Module]) -> list[LayerCall]:
-        compiler, board = self._setup.compiler, self._setup.board
+        compiler, board = self._setup.settings.compiler, self._setup.board
         calls: list[LayerCall] = list(layers)
         if compiler is not None:
             calls = [
@@ -339,3 +336,13 @@ class DeviceWorker:
         stage = job.task.stage
         names = self._setup.layer_names[stage.start : stage.stop]
         return FaultLocation(f"device {self._device.name}", stage.kind.value, names, micro_batch)
+
+
+def make_workers(
+    layers: Sequence[nn.Module], devices: Sequence[Device], setup: WorkerSetup
+) -> list[DeviceWorker]:
+    """Return a worker for each device, each with its own copy of the layers."""
+    return [
+        DeviceWorker(index, device, list(copy.deepcopy(nn.ModuleList(layers))), setup)
+        for index, device in enumerate(devices)
+    ]

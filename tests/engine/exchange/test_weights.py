@@ -1,0 +1,136 @@
+"""Weights between machines: at the start of a run, after each update, and rewritten for a validation."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.frozen_base import frozen_model, mapped_store, write_base
+from tests.support.machines import run_machines
+from tests.support.shared_steps import Case, assert_equal_to_one_machine, train_shared
+from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
+from torchround.engine.exchange.start import received_bytes, share_weights
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.ownership import Ownership
+from torchround.engine.store.prediction import Prediction
+from torchround.layer import LayeredModel
+from torchround.machines.group import MachineGroup
+
+BATCHES = toy_batches(4, micro_batches=8)
+HELD_OUT = toy_batches(1, micro_batches=2, seed=5)[0]
+POLICIES = {"sync": SYNC, "async": ASYNC, "predict": ASYNC_PREDICT}
+
+
+def device_weights(store: HostStore) -> list[list[Tensor]]:
+    """Return clones of each bundle's device weights, newest first."""
+    return [
+        [bundle.version(store.step - age).clone() for age in range(len(bundle.device_weights))]
+        for bundle in store.bundles
+    ]
+
+
+def assert_same_weights(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+# At the start.
+
+
+@pytest.mark.parametrize("num_machines", [2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_machine_starts_with_the_weights_of_one(policy: str, num_machines: int) -> None:
+    """Older versions that differ from the newest, as after a resume, arrive too; the step may be odd."""
+
+    def fill(store: HostStore) -> HostStore:
+        for bundle in store.owned:
+            generator = torch.Generator().manual_seed(bundle.index)
+            for buffer in (bundle.weight, bundle.exp_avg, bundle.exp_avg_sq, *bundle.device_weights):
+                buffer.uniform_(generator=generator)
+        store.resume(3, applied_updates=3, prediction=Prediction(1e-2, (0.9, 0.95), 1e-8).state())
+        return store
+
+    options = {"dtype": torch.bfloat16, "policy": POLICIES[policy]}
+    expected = device_weights(fill(toy_store(toy_model(tied=True), **options)))
+
+    def start(group: MachineGroup) -> tuple[list[list[Tensor]], int, int]:
+        store = fill(toy_store(toy_model(tied=True), **options, ownership=Ownership(group.rank, group.size)))
+        received: list[int] = []
+        share_weights(store, group, received.append)
+        return device_weights(store), sum(received), received_bytes(store)
+
+    for found, received, announced in run_machines(num_machines, start):
+        assert_same_weights(found, expected)
+        assert received == announced > 0
+
+
+def test_frozen_weights_travel_only_where_they_differ(tmp_path) -> None:
+    """Machine 1 has another value in one frozen layer; the mapped base stays in its file."""
+
+    def start(group: MachineGroup) -> tuple[list[list[Tensor]], int, int]:
+        store = toy_store(frozen_model(), ownership=Ownership(group.rank, group.size))
+        frozen = [bundle for bundle in store.bundles if not bundle.trainable and bundle.owner == 0]
+        if group.rank == 1:
+            frozen[0].device_weights[0][3] += 1.0
+        received: list[int] = []
+        share_weights(store, group, received.append)
+        unlike = frozen[0].device_weights[0].nbytes if group.rank == 1 else 0
+        return device_weights(store), sum(received), received_bytes(store) + unlike
+
+    def start_mapped(group: MachineGroup) -> tuple[list[list[Tensor]], int, int]:
+        store = mapped_store(frozen_model(), base, ownership=Ownership(group.rank, group.size))
+        received: list[int] = []
+        share_weights(store, group, received.append)
+        return device_weights(store), sum(received), received_bytes(store)
+
+    base = write_base(tmp_path / "base.safetensors")
+    for function, expected in (
+        (start, device_weights(toy_store(frozen_model()))),
+        (start_mapped, device_weights(mapped_store(frozen_model(), base))),
+    ):
+        for found, received, announced in run_machines(2, function):
+            assert_same_weights(found, expected)
+            assert received == announced
+
+
+# After updates.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_weights_of_every_machine_are_those_of_one_after_each_step(policy: str) -> None:
+    """With micro-batches for all machines, for some of them, and for one."""
+    batches = [BATCHES[0], BATCHES[1][:2], BATCHES[2][:1], BATCHES[3][:1], BATCHES[0]]
+    for case in (
+        Case(batches, store=(("policy", POLICIES[policy]), ("dtype", torch.bfloat16))),
+        Case([batch[:1] for batch in batches * 2], store=(("policy", POLICIES[policy]),)),
+    ):
+        assert_equal_to_one_machine(case, 3)
+
+
+# Rewritten for a validation.
+
+
+def validated(group: MachineGroup | None, model: Callable[[], LayeredModel], rounds: int) -> list[float]:
+    """Train and validate in turn. Every machine computes the same validation here."""
+    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    layers = model()
+    store = toy_store(layers, torch.bfloat16, policy=ASYNC_PREDICT, ownership=Ownership(rank, size))
+    if group is not None:
+        share_weights(store, group)
+    found = []
+    with toy_engine(layers, store, PARTITIONS["forward coarser"], 2, machines=group, rounds=rounds) as engine:
+        for batch in BATCHES[:3]:
+            found += [result.loss() for result in train_shared(engine, [batch], rank, size)]
+            found.append(engine.evaluate(HELD_OUT).loss())
+            with engine.true_device_weights():
+                found.append(engine.evaluate(HELD_OUT).loss())
+            assert found[-1] != found[-2], "the predictions equal the true weights"
+    return found
+
+
+def test_a_validation_of_the_true_weights_gives_the_losses_of_one_machine() -> None:
+    expected = validated(None, toy_model, rounds=2)
+    for found in run_machines(2, lambda group: validated(group, toy_model, rounds=1)):
+        assert found == expected

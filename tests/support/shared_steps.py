@@ -1,0 +1,124 @@
+"""Steps of the toy model on several machines, as threads of a test, and on one machine with as many rounds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.machines import run_machines
+from tests.support.toy import PARTITIONS, toy_engine, toy_model, toy_store
+from torchround.engine.engine import Engine
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.ownership import Ownership
+from torchround.engine.update_report import UpdateReport
+from torchround.layer import LayeredModel, MicroBatch
+from torchround.machines.group import MachineGroup
+from torchround.pipeline.machine_shares import step_share
+
+
+@dataclass
+class Outcome:
+    """What a run left: each step's loss and update, its part of a checkpoint, and all device weights by bundle."""
+
+    losses: list[float]
+    updates: list[UpdateReport]
+    views: dict[str, Tensor]
+    device_weights: list[list[Tensor]]
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of the toy model. `model` makes it; `rounds` are those of each machine."""
+
+    batches: Sequence[Sequence[MicroBatch]]
+    model: Callable[[], LayeredModel] = toy_model
+    partition: str = "forward coarser"
+    num_devices: int = 2
+    rounds: int = 1
+    store: tuple[tuple[str, Any], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+    before: Callable[[HostStore], None] = lambda store: None
+
+    def run(self, group: MachineGroup | None = None, observer: Any = None) -> Outcome:
+        """Train on this machine of a group, or alone."""
+        rank, size = (group.rank, group.size) if group is not None else (0, 1)
+        model = self.model()
+        # Filled as one machine fills it: what others own is dropped.
+        whole = toy_store(model, **dict(self.store))
+        self.before(whole)
+        store = HostStore(model, whole.dtype, **_without_dtype(self.store), ownership=Ownership(rank, size))
+        copy_state(whole, store)
+        engine = toy_engine(
+            *(model, store, PARTITIONS[self.partition], self.num_devices),
+            observer=observer,
+            machines=group,
+            rounds=self.rounds,
+            **dict(self.settings),
+        )
+        with engine:
+            results = train_shared(engine, self.batches, rank, size)
+            losses, updates = [result.loss() for result in results], [result.update() for result in results]
+        weights = [[v.clone() for v in bundle.device_weights] for bundle in store.bundles]
+        return Outcome(losses, updates, dict(store.named_views()), weights, store.resume_state())
+
+
+def _without_dtype(options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return {key: value for key, value in options if key not in ("dtype", "seed")}
+
+
+def copy_state(source: HostStore, target: HostStore) -> None:
+    """Copy a whole store into the part of it that a machine holds."""
+    for theirs, ours in zip(source.bundles, target.bundles, strict=True):
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            if getattr(ours, kind) is not None:
+                getattr(ours, kind).copy_(getattr(theirs, kind))
+        for there, here in zip(theirs.device_weights, ours.device_weights, strict=True):
+            here.copy_(there)
+    target.loss_scaling, target.spikes = source.loss_scaling, source.spikes
+
+
+def train_shared(
+    engine: Engine, batches: Sequence[Sequence[MicroBatch]], rank: int, size: int, lr: float = 1e-2
+) -> list[Any]:
+    """Train on this machine's share of each batch."""
+    results = []
+    for batch in batches:
+        share = step_share(len(batch), engine.settings.rounds, rank, size)
+        num_labels = sum(micro_batch.num_labels() for micro_batch in batch)
+        own = [batch[index] for index in share.micro_batches]
+        results.append(engine.forward_backward(own, share, num_labels))
+        engine.step(lr)
+    engine.drain()
+    return results
+
+
+def assert_equal_to_one_machine(case: Case, num_machines: int) -> list[Outcome]:
+    """Assert that machines of a case leave the bits that one machine with as many rounds leaves."""
+    alone = replace(case, rounds=case.rounds * num_machines).run()
+    machines = run_machines(num_machines, case.run)
+    together: dict[str, Tensor] = {}
+    for found in machines:
+        assert found.losses == alone.losses
+        for update, expected in zip(found.updates, alone.updates, strict=True):
+            assert figures(update) == figures(expected)
+        assert not together.keys() & found.views.keys(), "two machines save the same tensor"
+        together |= found.views
+        assert found.state == alone.state
+        for ours, expected in zip(found.device_weights, alone.device_weights, strict=True):
+            assert all(map(torch.equal, ours, expected))
+    assert together.keys() == alone.views.keys()
+    different = [name for name in together if not torch.equal(together[name], alone.views[name])]
+    assert not different, f"{len(different)} of {len(together)} tensors differ: {different[:5]}"
+    return machines
+
+
+def figures(update: UpdateReport) -> tuple[Any, ...]:
+    """Return what an update says beside its times; strings, because NaN differs from itself."""
+    return (
+        str(update.loss),
+        str(update.grad_norm),
+        *(update.skipped, update.loss_scale, update.fault, update.not_finite),
+    )

@@ -1,0 +1,155 @@
+"""The exchange of a machine among several: its threads, the sums that all agree on, and one end for all."""
+
+import time
+from collections.abc import Callable
+
+from torchround.engine.board import Board, WaitForHandOver
+from torchround.engine.errors import FaultLocation, PipelineError
+from torchround.engine.exchange.gradients import GradientSender, SharedGradients
+from torchround.engine.exchange.step_exchange import (
+    SHARE,
+    SUMS,
+    StepExchange,
+    StepSums,
+    Talks,
+    check_share,
+)
+from torchround.engine.exchange.weights import WeightExchange
+from torchround.engine.ordering import GRADIENT_CONSUMED, WEIGHTS, Ordering
+from torchround.engine.passes import Pass
+from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_store import HostStore
+from torchround.machines.errors import MachineError
+from torchround.machines.group import MachineGroup
+from torchround.machines.links import Purpose
+from torchround.pipeline.machine_shares import StepShare
+
+
+class GroupExchange(StepExchange):
+    """The exchange of one machine of a `MachineGroup`."""
+
+    def __init__(
+        self,
+        store: HostStore,
+        board: Board,
+        ordering: Ordering,
+        pool: HostPool,
+        group: MachineGroup,
+        on_failure: Callable[[PipelineError], None],
+    ) -> None:
+        super().__init__(store, board, ordering, pool)
+        self._group = group
+        self._on_failure = on_failure
+        self._channel = group.channel("steps")
+        self._talks = Talks(board, lambda: group.fail("it stopped in the middle of a step"))
+        self.landed = SharedGradients(store, board, ordering, pool, group, self._talks)
+        self.peers = [machine.rank for machine in group.machines if machine.rank != group.rank]
+        of_peer = {peer: [b for b in store.trained if b.owner == peer] for peer in self.peers}
+        # A peer that owns nothing gets no thread: it would only count steps.
+        self._owners = [peer for peer in self.peers if of_peer[peer]]
+        self._senders = [
+            GradientSender(
+                group.machines[peer],
+                of_peer[peer],
+                group.links.sender(peer, Purpose.GRADIENTS),
+                *(store, board, ordering, pool, self._talks, self.failed),
+            )
+            for peer in self._owners
+        ]
+        self._weights = WeightExchange(store, board, ordering, group, self._talks, self.failed)
+        self.threads = [*(sender.thread for sender in self._senders), *self._weights.threads]
+        self._links = [
+            group.links.sender(peer, purpose)
+            for peer in self.peers
+            for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)
+        ]
+        self._counted_bytes = sum(sender.bytes_sent for sender in self._links)
+        group.on_fault(self.failed)
+
+    def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
+        return check_share(given, num_micro_batches, self._group.rank, self._group.size)
+
+    def begin(self, step: int, share: StepShare) -> None:
+        for peer in self._owners:
+            self._board.post(SHARE(step, peer), share)
+
+    def agree(self, pass_: Pass, own: StepSums) -> StepSums:
+        """Gather the losses and squared norms of all machines, as exact doubles."""
+        step, share = pass_.step, pass_.share
+        assert share is not None, f"step {step} was dispatched without a share"
+        losses = list(zip(share.micro_batches, own.losses, strict=True))
+        what = f"the losses and norms of step {step}"
+        begin_s = time.perf_counter()
+        with self._talks.inside(f"{what} from all machines"):
+            gathered = self._channel.gather([losses, sorted(own.squares.items())], what)
+        self.landed.waited_s += time.perf_counter() - begin_s
+        by_micro_batch = dict(pair for of_one, _ in gathered for pair in of_one)
+        sums = StepSums(
+            [by_micro_batch[index] for index in range(share.total_micro_batches)],
+            {index: value for _, of_one in gathered for index, value in of_one},
+        )
+        self._board.post(SUMS(step), sums)
+        return sums
+
+    def decided(self, step: int, applies: bool) -> None:
+        self._weights.decided(step, applies)
+
+    def updated(self, bundle: Bundle, step: int) -> None:
+        # First: the peers' senders may be done before this thread comes to its next line.
+        self._ordering.expect_sending(bundle.index, step + 1, self.peers)
+        super().updated(bundle, step)
+
+    def drain(self, step: int, wait: WaitForHandOver) -> None:
+        for bundle in self._store.trained:
+            wait(WEIGHTS(step, bundle.index))
+            wait(GRADIENT_CONSUMED(step - 1, bundle.index))
+        for key in self._ordering.sendings():
+            wait(key)
+
+    def collected(self, pass_: Pass, wait: WaitForHandOver) -> None:
+        # A machine without a micro-batch waits for no weights, and its receivers could be many steps late.
+        for bundle in self._store.trained if pass_.training else ():
+            wait(WEIGHTS(pass_.version, bundle.index))
+
+    def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
+        self._weights.share_rewritten(version, wait)
+
+    def take_sent_bytes(self) -> int:
+        total = sum(sender.bytes_sent for sender in self._links)
+        sent, self._counted_bytes = total - self._counted_bytes, total
+        return sent
+
+    def failed(self, error: Exception) -> None:
+        """End the engine because of an error on one of the exchange's threads, or of another machine."""
+        where = FaultLocation("this machine")
+        if isinstance(error, MachineError) and error.machine is not None:
+            where = FaultLocation(str(self._group.machines[error.machine]))
+        text = str(error).removeprefix(f"{where} ")
+        failure = PipelineError(
+            where, text if isinstance(error, MachineError) else f"{type(error).__name__}: {error}"
+        )
+        failure.__cause__ = error
+        self._on_failure(failure)
+
+    def fail(self, failure: PipelineError) -> None:
+        # Every machine learns of another one's fault by itself.
+        if not isinstance(failure.__cause__, MachineError):
+            self._group.fail(str(failure))
+
+    def stop(self) -> None:
+        self._talks.stop()
+
+
+def make_exchange(
+    store: HostStore,
+    board: Board,
+    ordering: Ordering,
+    pool: HostPool,
+    on_failure: Callable[[PipelineError], None],
+    group: MachineGroup | None,
+) -> StepExchange:
+    """Return the exchange of a machine among others, or of one that is alone."""
+    if group is None:
+        return StepExchange(store, board, ordering, pool)
+    return GroupExchange(store, board, ordering, pool, group, on_failure)

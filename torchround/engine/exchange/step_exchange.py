@@ -1,0 +1,138 @@
+"""The points of a step at which machines meet, as an engine that is alone passes them: it sends and awaits nothing.
+
+`group_exchange.py` has the same points for several machines. The engine and the optimizer's thread call them alike.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torchround.engine.board import Board, HandOver, WaitForHandOver
+from torchround.engine.errors import EngineUsageError, PipelineError
+from torchround.engine.landed_gradients import LandedGradients
+from torchround.engine.ordering import Ordering
+from torchround.engine.passes import Pass
+from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_store import HostStore
+from torchround.pipeline.machine_shares import StepShare, step_share
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """The figures of a step that decide about its update, over all machines.
+
+    `losses` are the loss sums of all micro-batches, in the order of the batch; `squares` the squared norm of each
+    bundle's gradient, by the bundle's index.
+    """
+
+    losses: Sequence[float]
+    squares: Mapping[int, float]
+
+
+SUMS = HandOver[StepSums]("the losses and norms of step {0} of all machines")
+SHARE = HandOver[StepShare]("step {0} to be dispatched, for machine {1}'s gradients")
+
+
+class StepExchange:
+    """The exchange of an engine that is alone. `peers` are the ranks of the other machines."""
+
+    peers: Sequence[int] = ()
+    threads: Sequence[threading.Thread] = ()
+
+    def __init__(self, store: HostStore, board: Board, ordering: Ordering, pool: HostPool) -> None:
+        self.landed = LandedGradients(store, ordering, pool, board.observer)
+        self._store = store
+        self._board = board
+        self._ordering = ordering
+
+    def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
+        """Return this machine's share of a step that is about to be dispatched.
+
+        `given` is what the caller says of it, with `num_micro_batches` of its own. Raises `EngineUsageError`.
+        """
+        # An empty batch has a share too, so that the engine can refuse it by its own message.
+        return given or step_share(max(num_micro_batches, 1), rounds, 0, 1)
+
+    def begin(self, step: int, share: StepShare) -> None:
+        """Let a dispatched step's gradients go out as they land."""
+
+    def agree(self, pass_: Pass, own: StepSums) -> StepSums:
+        """Return the sums of a step over all machines, from this machine's own."""
+        return own
+
+    def decided(self, step: int, applies: bool) -> None:
+        """Let all threads know whether a step's update applies, before any weights are written."""
+
+    def updated(self, bundle: Bundle, step: int) -> None:
+        """Declare version `step + 1` of a bundle's device weights complete."""
+        self._ordering.updated(bundle.index, step)
+
+    def drain(self, step: int, wait: WaitForHandOver) -> None:
+        """Wait until this machine has all weights after `step` steps, and has sent its own."""
+
+    def collected(self, pass_: Pass, wait: WaitForHandOver) -> None:
+        """Wait until no thread of the exchange asks for what is older than a pass that has ended."""
+
+    def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
+        """Bring the device weights of a version that each owner has written anew to all, between steps."""
+
+    def take_sent_bytes(self) -> int:
+        """Return the bytes that this machine has sent to others since the last call."""
+        return 0
+
+    def fail(self, failure: PipelineError) -> None:
+        """Tell the other machines of a fault of this one."""
+
+    def stop(self) -> None:
+        """Wake the threads that wait for other machines. The engine's board has stopped before."""
+
+
+class Talks:
+    """The waits for other machines that are under way on this engine's threads."""
+
+    def __init__(self, board: Board, abandon: Callable[[], None]) -> None:
+        self._board = board
+        self._abandon = abandon
+        self._lock = threading.Lock()
+        self._under_way = 0
+
+    @contextmanager
+    def inside(self, what: str) -> Iterator[None]:
+        """Wait for another machine within the block; `what` names the wait. Raises `Stopped` if the engine stopped."""
+        with self._lock:
+            self._under_way += 1
+        try:
+            # Counts first and looks second: either this sees the stop, or the stop sees this talk.
+            self._board.raise_if_stopped()
+            with self._board.waits(f"waits for {what}"):
+                yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+            self._board.note_progress()
+
+    def stop(self) -> None:
+        """Abandon the group if a thread talks to it: nothing else would wake that thread."""
+        with self._lock:
+            under_way = self._under_way
+        if under_way:
+            self._abandon()
+
+
+def check_share(
+    given: StepShare | None, num_micro_batches: int, machine: int, num_machines: int
+) -> StepShare:
+    """Return the share that the caller gave. Raises `EngineUsageError` if it is missing or another machine's."""
+    if given is None:
+        raise EngineUsageError("an engine on several machines needs the share of each step (`step_share`)")
+    if (given.machine, given.num_machines) != (machine, num_machines):
+        raise EngineUsageError(
+            f"the share is of machine {given.machine} of {given.num_machines}, this is machine {machine} of {num_machines}"
+        )
+    if len(given.micro_batches) != num_micro_batches:
+        raise EngineUsageError(
+            f"the share has {len(given.micro_batches)} micro-batches, but {num_micro_batches} were given"
+        )
+    return given

@@ -1,0 +1,259 @@
+"""The machines of a run, as its loop sees them. One machine agrees with itself, at no cost.
+
+The machine of rank 0 prints, logs and writes what describes the run. The others are quiet unless they fail.
+"""
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from torchround.config import EngineTable
+from torchround.data.loader import Loader
+from torchround.data.step_batches import StepBatches
+from torchround.engine.exchange.start import share_weights
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.ownership import Ownership
+from torchround.machines.errors import LaunchError, MachineError
+from torchround.machines.group import MachineGroup
+from torchround.machines.launch import require_same
+from torchround.observe.record import MachineTimes, StepRecord
+from torchround.run.early_end import StopRequest
+from torchround.run.hardware import Hardware, find_hardware
+
+T = TypeVar("T")
+
+# What a machine's process may still take once another machine has failed: the threads of the engine end within half a
+# minute, unless one is inside a computation.
+END_S = 90.0
+POLL_S = 1.0
+
+
+class RunMachines:
+    """The machines of one run; `group` is None for a run on one machine."""
+
+    def __init__(self, group: MachineGroup | None = None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank
+        self.size = 1 if group is None else group.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this machine reports for all."""
+        return self.rank == 0
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all machines for messages, by rank."""
+        return ["this machine"] if self.group is None else [str(machine) for machine in self.group.machines]
+
+    def agree(self, channel: str, value: Any, what: str) -> list[Any]:
+        """Return each machine's `value`, by rank. Blocks until all have given theirs. Raises `MachineError`.
+
+        `what` names the value in messages. `channel` is one of `CHANNELS`; each is for one thread.
+        """
+        return [value] if self.group is None else self.group.channel(channel).gather(value, what)
+
+    def agreement(self, channel: str, what: str) -> Callable[[Any], list[Any]] | None:
+        """Return `agree` on one subject as a function of the value alone, None on one machine."""
+        return None if self.group is None else partial(self.agree, channel, what=what)
+
+    def of_first(self, value: T, what: str) -> T:
+        """Return the value of the machine of rank 0."""
+        chosen: T = self.agree("start", value, what)[0]
+        return chosen
+
+    def same_mistakes(self, make: Callable[[], T], mistakes: tuple[type[Exception], ...], what: str) -> T:
+        """Call `make` on all machines. If it raises one of `mistakes` on some, all raise.
+
+        One machine raises its own error. Several raise a `LaunchError` with the same text on each, which names the
+        machines. `what` names the calls in messages.
+        """
+        if self.group is None:
+            return make()
+        made: T | None = None
+        error: Exception | None = None
+        try:
+            made = make()
+        except mistakes as found:
+            error = found
+        texts = self.agree("start", None if error is None else str(error), what)
+        if any(text is not None for text in texts):
+            raise LaunchError(self._joined(texts)) from error
+        return made  # type: ignore[return-value]  # without an error it was made
+
+    def _joined(self, texts: Sequence[str | None]) -> str:
+        """Return the mistakes of all machines as one message: each text once, after the machines that it is from."""
+        machines: dict[str, list[str]] = {}
+        for name, text in zip(self.names, texts, strict=True):
+            if text is not None:
+                machines.setdefault(text, []).append(name)
+        if len(machines) == 1 and None not in texts:
+            return next(iter(machines))  # the same mistake everywhere, as with one machine
+        return "\n".join(f"{', '.join(names)}: {text}" for text, names in machines.items())
+
+    def require_same(self, identity: Mapping[str, Any]) -> None:
+        """Raise the same `LaunchError` on all machines if what they have opened differs, as `launch.require_same`."""
+        require_same(self.group, identity)
+
+    # What a run is made of.
+
+    def hardware(self, table: EngineTable) -> Hardware:
+        """Find the devices and the memory of this machine. Processes of one host divide them."""
+        return find_hardware(table, None if self.group is None else self.group.host_share)
+
+    def step_batches(
+        self,
+        loader: Loader,
+        micro_batch_size: int,
+        rounds: int,
+        reading: Callable[[], AbstractContextManager[None]],
+    ) -> StepBatches:
+        """Return the steps of `loader` as this machine trains on them, with `rounds` rounds on each machine."""
+        return StepBatches(
+            loader,
+            micro_batch_size,
+            rounds,
+            self.agreement("batches", "the batch of the next step"),
+            self.rank,
+            self.size,
+            names=self.names,
+            reading=reading,
+        )
+
+    def ownership(self) -> Ownership | None:
+        """Return which part of the fp32 state this machine holds; None for all of it."""
+        return None if self.group is None else Ownership(self.rank, self.size)
+
+    def share_weights(self, store: HostStore) -> None:
+        """Give every machine the device weights of all owners, once those are initialised or restored."""
+        if self.group is not None:
+            share_weights(store, self.group)
+
+    def all_flops_per_s(self, peak_flops_per_s: float | None, num_devices: int) -> float | None:
+        """Return the peak of all devices of the run. None if the peak of one machine's devices is not known."""
+        peaks = self.agree("start", [peak_flops_per_s, num_devices], "the devices of all machines")
+        if any(peak is None for peak, _ in peaks):
+            return None
+        return float(sum(peak * count for peak, count in peaks))
+
+    def merged(self, record: StepRecord) -> StepRecord:
+        """Return a record with the times of all machines in it. All machines call this for the same steps."""
+        if self.group is None:
+            return record
+        own = record.machine_times(self.names[self.rank]).as_dict()
+        times = self.agree("metrics", own, f"the times of all machines up to step {record.step}")
+        return replace(record, machines=tuple(map(MachineTimes.from_dict, times)))
+
+    # The end.
+
+    @contextmanager
+    def until_the_end(self) -> Iterator[None]:
+        """Keep the group for the block, and end it with the block: in order, or by telling the others of a fault."""
+        if self.group is None:
+            yield
+            return
+        guard = EndGuard(self.group)
+        try:
+            yield
+            self.agree("start", None, "the end of the run on all machines")
+        except BaseException as error:
+            if not isinstance(error, LaunchError | MachineError):  # those are known to all
+                self.group.fail(_cause_text(error))
+            self.group.abort()
+            raise
+        else:
+            self.group.close()
+        finally:
+            guard.leave_soon()
+
+
+class AgreedStop:
+    """The request to stop by a signal, agreed between the machines once for each step."""
+
+    def __init__(self, request: StopRequest, machines: RunMachines) -> None:
+        self._request = request
+        self._machines = machines
+        self._signals: list[int | None] = [None]
+
+    @property
+    def own(self) -> StopRequest:
+        """The request on this machine, which the others may not know of yet."""
+        return self._request
+
+    @property
+    def flag(self) -> int | None:
+        """The number of the signal that this machine has got, to tell the others."""
+        return self._request.signal_number
+
+    def listen(self) -> None:
+        """Take the request of a run on one machine, which has no other to ask."""
+        if self._machines.group is None:
+            self._signals = [self.flag]
+
+    def hear(self, flags: Sequence[int | None]) -> None:
+        """Take the flags of all machines, by rank."""
+        self._signals = list(flags)
+
+    @property
+    def signal_number(self) -> int | None:
+        """The signal of the first machine that has one, the same on all machines."""
+        return next((number for number in self._signals if number is not None), None)
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of every machine: 128 + the signal's number, or 0 without a signal."""
+        return 0 if self.signal_number is None else 128 + self.signal_number
+
+    def text(self) -> str | None:
+        """Return why the run stops, None if no signal asks for it."""
+        if self.signal_number is None:
+            return None
+        again = "run the same command to continue"
+        if self._machines.group is None:
+            return again
+        asked = [
+            f"{name} got {signal.Signals(number).name}"
+            for name, number in zip(self._machines.names, self._signals, strict=True)
+            if number is not None
+        ]
+        return f"{', '.join(asked)}; {again}"
+
+
+class EndGuard:
+    """A thread that ends the process if a fault of another machine does not, within `END_S`.
+
+    Every wait for another machine is woken by the fault. A thread inside a computation or inside a library cannot be,
+    and the machines that were restarted must not wait for this one.
+    """
+
+    def __init__(self, group: MachineGroup, end_s: float = END_S) -> None:
+        self._group = group
+        self._end_s = end_s
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="end guard", daemon=True).start()
+
+    def leave_soon(self) -> None:
+        """Watch no more: the run has ended in order, or its error is on the way out."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while self._group.fault is None:
+            if self._ended.wait(POLL_S):
+                return
+        if not self._ended.wait(self._end_s):
+            print(
+                f"{self._group.fault}\nthe process still computes and is ended", file=sys.stderr, flush=True
+            )
+            os._exit(1)
+
+
+def _cause_text(error: BaseException) -> str:
+    """Return what the other machines are told of this one's error."""
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
