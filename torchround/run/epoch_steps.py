@@ -188,8 +188,8 @@ def _saved_start(config: Config, folder: RunFolder) -> tuple[int, dict[str, Any]
 
 
 def _digest(config: Config, beginning: dict[str, Any]) -> str:
-    """Return a digest of all that the number of batches depends on."""
-    data = config.data.model_dump(mode="json", exclude={"num_workers", "on_changed_files"})
+    """Return a digest of all that the number of batches depends on. Several streams are part of the beginning."""
+    data = config.data.model_dump(mode="json", exclude={"num_workers", "on_changed_files", "streams"})
     sizes = (config.training.seq_len, config.training.global_batch_size)
     return hashlib.sha256(json.dumps([beginning["data"], data, sizes], sort_keys=True).encode()).hexdigest()
 
