@@ -2,7 +2,18 @@
 
 import random
 
-from torchround.engine.exchange.landings import overlapped_places, ring_places
+import pytest
+import torch
+from torch import nn
+
+from tests.support.toy import toy_model
+from torchround.engine.board import Board, Observer
+from torchround.engine.exchange.landings import RingLandings, overlapped_places, ring_places
+from torchround.engine.ordering import Ordering
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.ownership import Ownership
+from torchround.layer import LayeredModel
 from torchround.pipeline.machine_memory import landing_window_bytes
 
 
@@ -22,3 +33,35 @@ def test_a_part_waits_for_exactly_the_parts_that_had_its_memory():
                 if round_index:  # the first round finds memory that no part had
                     assert seen == {(at, round_index - back) for at, back in overlapped[position]}
                 last_on |= dict.fromkeys(range(start, start + size), (position, round_index))
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(256, 256, device="meta"))
+
+
+@pytest.mark.parametrize("num_machines", [2, 3, 4])
+def test_each_machine_holds_its_share_of_the_state_and_little_else(num_machines: int) -> None:
+    """In bytes per parameter: 2 of weights, 12 / N of state, 4 / N of sums, and the landing window."""
+    model = LayeredModel(tuple(f"block.{index}" for index in range(64)), tuple(Square() for _ in range(64)))
+    for machine in range(num_machines):
+        store = HostStore(model, torch.bfloat16, ownership=Ownership(machine, num_machines))
+        store.allocate_gradients(rounds=2)
+        pool = HostPool(False, Observer())
+        landings = RingLandings(store, pool, Ordering(Board(), store.policy.versions))
+        assert not landings.needed(), "no bundle of this model is shared"
+        held = store.nbytes() + pool.allocated_bytes
+        assert held <= (4.3 + 12 / num_machines) * store.num_parameters()
+        store.close()
+
+
+def test_parts_of_shared_bundles_land_outside_the_window() -> None:
+    store = HostStore(toy_model(tied=True), ownership=Ownership(0, 2))
+    landings = RingLandings(store, HostPool(False, Observer()), Ordering(Board(), 1))
+    [tied] = [bundle for bundle in store.bundles if len(bundle.layers) > 1]
+    assert landings.needed() == {tied.numel * 4: 2}
+    assert landings.take(tied) is not landings.take(tied)
+    for bundle in store.trained:
+        if bundle is not tied:
+            assert landings.take(bundle) is landings.take(bundle)
