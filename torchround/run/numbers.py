@@ -12,9 +12,9 @@ import torch
 
 from torchround.accelerators import kind_of
 from torchround.config import DataTable, EngineTable, TrainingTable
-from torchround.data.loader import PREFETCHED_BATCHES
 from torchround.data.order_rules import rules_for
 from torchround.data.packing.window_shuffle import WAITING_TOKEN_BYTES
+from torchround.data.sequence_stream import PREFETCHED_BATCHES
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.kept_layers import kept_whole
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
@@ -23,7 +23,7 @@ from torchround.layer import LayeredModel, LayerWork, runs_fused
 from torchround.pipeline.cards import ASSUMED_DEVICE
 from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
-from torchround.pipeline.run_question import INTEGER_TENSORS, RunQuestion
+from torchround.pipeline.run_question import INTEGER_TENSORS, ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.run_plan import given_kept, given_plan, given_stale_layers
 
@@ -67,14 +67,20 @@ def run_question(
     *,
     validates: bool = False,
     loader_bytes_for: Callable[[int, int], int] = lambda tokens, batch: 0,
+    machines: PlannedMachines = ONE_MACHINE,
 ) -> RunQuestion:
     """Return what the planner has to know of the run of `model`, adapters included, on `hardware`.
 
-    `mapped` are names of frozen weights that stay in their files. `validates` and `loader_bytes_for` are as in
-    `RunQuestion`. Raises `EngineUsageError` if `engine.plan` is a file
-    without a plan, or a plan for another number of layers, or if the devices lack a switch that the run asks for.
+    `mapped` are names of frozen weights that stay in their files. `validates`, `loader_bytes_for` and `machines` are as
+    in `RunQuestion`. Raises `EngineUsageError` if `engine.plan` is a file without a plan, or a plan for another number of
+    layers, if the devices lack a switch that the run asks for, or if several machines are to update without waiting.
     """
     training, engine = numbers.training, numbers.engine
+    if machines.count > 1 and engine.update == "bounded":
+        raise EngineUsageError(
+            f'engine.update = "bounded" trains on one machine, given {machines.count}; legal on several: "sync", "async". '
+            'training.clip = "layer" works with both'
+        )
     given = None if engine.plan is None else given_plan(engine)
     _check(model, numbers, hardware, None if given is None else given[0].num_layers)
     # Virtual devices copy weights in files straight from their map.
@@ -104,6 +110,7 @@ def run_question(
         stale_layers=given_stale_layers(engine),
         keep_activations=engine.keep_activations,
         given_kept=given_kept(engine),
+        machines=machines,
     )
 
 
@@ -252,6 +259,7 @@ def loader_bytes(data: DataTable, seq_len: int, global_batch_size: int) -> int:
     token_bytes = INTEGER_TENSORS * 8
     # The batch of the step under way, the next one, and with workers the batches that wait for it.
     batches = 2 + (PREFETCHED_BATCHES if data.num_workers else 0)
+    batches += data.streams > 1  # the parts of the streams, while they are joined
     window = rules_for(data, seq_len).window
     token_total = seq_len * batches * global_batch_size
     return token_bytes * token_total + WAITING_TOKEN_BYTES * seq_len * window
