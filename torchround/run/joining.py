@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchround.config import Config
+from torchround.data import ValidationLoader
 from torchround.machines.launch import join
 from torchround.pipeline.plan_report import plan_for
 from torchround.run.run_parts import RunParts
@@ -38,7 +39,9 @@ def joined_machines(environment: Mapping[str, str], config: Config) -> Iterator[
 
 def start_identity(parts: RunParts) -> dict[str, Any]:
     """Return what must be the same on all machines besides the configuration, by names for messages."""
-    return {"data": parts.loader.state_dict()["data"]}
+    validation = parts.validation
+    held = validation.fingerprints() if isinstance(validation, ValidationLoader) else {}
+    return {**parts.loader.fingerprints(), **held}
 
 
 def with_agreed_rounds(parts: RunParts, rounds: int) -> RunParts:
