@@ -139,7 +139,7 @@ def train(options: Options, machines: RunMachines) -> int:
         return build(options, machines, planned)
 
     parts = machines.same_mistakes(checked, MISTAKES, "what each machine found at the start")
-    machines.require_same(start_identity(parts))
+    machines.require_same(lambda: start_identity(parts))
     rounds = machines.of_first(parts.plan.rounds, "the number of rounds")
     parts = machines.same_mistakes(
         lambda: with_agreed_rounds(parts, rounds), MISTAKES, "plans of as many rounds"
