@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.errors import EngineUsageError, PipelineError
+from torchround.engine.exchange.landings import Landings
 from torchround.engine.landed_gradients import LandedGradients
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import Pass
@@ -36,13 +37,14 @@ SHARE = HandOver[StepShare]("step {0} to be dispatched, for machine {1}'s gradie
 
 
 class StepExchange:
-    """The exchange of an engine that is alone. `peers` are the ranks of the other machines."""
+    """The exchange of an engine that is alone. `landings` are the buffers of its gradients."""
 
     peers: Sequence[int] = ()
     threads: Sequence[threading.Thread] = ()
 
     def __init__(self, store: HostStore, board: Board, ordering: Ordering, pool: HostPool) -> None:
-        self.landed = LandedGradients(store, ordering, pool, board.observer)
+        self.landings = Landings(store, pool)
+        self.landed = LandedGradients(store, ordering, self.landings, board.observer)
         self._store = store
         self._board = board
         self._ordering = ordering
@@ -65,6 +67,9 @@ class StepExchange:
     def decided(self, step: int, applies: bool) -> None:
         """Let all threads know whether a step's update applies, before any weights are written."""
 
+    def before_change(self, bundle: Bundle, step: int) -> None:
+        """Keep what the exchange needs of a bundle's device weights before step `step`'s update changes them."""
+
     def updated(self, bundle: Bundle, step: int) -> None:
         """Declare version `step + 1` of a bundle's device weights complete."""
         self._ordering.updated(bundle.index, step)
@@ -78,9 +83,9 @@ class StepExchange:
     def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
         """Bring the device weights of a version that each owner has written anew to all, between steps."""
 
-    def take_sent_bytes(self) -> int:
-        """Return the bytes that this machine has sent to others since the last call."""
-        return 0
+    def take_bytes(self) -> tuple[int, int]:
+        """Return the bytes that this machine has sent to others since the last call, and those that compression saved."""
+        return 0, 0
 
     def fail(self, failure: PipelineError) -> None:
         """Tell the other machines of a fault of this one."""
