@@ -51,6 +51,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     before: Callable[[HostStore], None] = lambda store: None
     evaluates: bool = False
+    lr: float = 1e-2
 
     def run(self, group: MachineGroup | None = None, log: AccessLog | None = None) -> Outcome:
         """Train on this machine of a group, or alone. `log` records the run for the race checker."""
@@ -71,7 +72,7 @@ class Case:
             **self.settings,
         )
         with engine:
-            results = train_shared(engine, self.batches, rank, size, self.evaluates)
+            results = train_shared(engine, self.batches, rank, size, self.evaluates, self.lr)
             losses, updates = [result.loss() for result in results], [result.update() for result in results]
         weights = [[v.clone() for v in bundle.device_weights] for bundle in store.bundles]
         return Outcome(losses, updates, dict(store.named_views()), weights, store.resume_state())
