@@ -86,6 +86,8 @@ class Trainer:
         self._allocate()
         if not self._checkpoints.restore(self.store, self._loader):
             self._initialize()
+        # Each machine has filled what it owns.
+        self._machines.share_weights(self.store)
         self._metrics = parts.open_metrics(self._position.step, self._checkpoints.wandb_run_id)
         self._checkpoints.wandb_run_id = self._metrics.wandb_run_id
         # Signals are caught up to the last line: closing may take seconds, and a saved run must not end as a killed one.
@@ -260,7 +262,7 @@ class Trainer:
         lr = self._schedule(step)
         self._traces.before_dispatch(step + 1)
         micro_batches = batch.with_seeds(self.config.run.seed, step)
-        result = engine.forward_backward(micro_batches)
+        result = engine.forward_backward(micro_batches, batch.share, batch.num_labels)
         engine.step(lr)
         tokens = self._position.tokens + result.num_labels
         # Taken now, before the next batch is drawn: a resumed run must begin with that batch.
@@ -310,6 +312,7 @@ class Trainer:
                 self._compiler,
                 self._links.turns,
                 times_layers,
+                self._machines.group,
             )
         try:
             with engine:

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.pipeline.test_plan_report import MIB, QUESTION
+from torchround.machines.links import CHUNK_BYTES, STAGED_CHUNKS
 from torchround.pipeline.costs import ParameterCounts
-from torchround.pipeline.machine_memory import landing_bytes, owned_parameters
+from torchround.pipeline.machine_memory import STAGED_BYTES, landing_bytes, owned_parameters
 from torchround.pipeline.machine_report import (
     machine_rows,
     report_exchange,
@@ -95,19 +96,23 @@ def test_many_equal_layers_need_at_most_4_3_bytes_per_parameter_and_12_over_n_mo
 
 
 def test_a_table_has_a_row_for_each_number_of_machines_and_a_time_for_each_rate() -> None:
-    question = asked(3, 40)
+    question = asked(3)
     plan = plan_for(question)
     rows = machine_rows(question, plan)
     assert [row.count for row in rows] == [1, 2, 3, 4, 8, 16]
-    assert rows[-1].problem == "more machines than micro-batches" and not rows[-1].step_s
+    assert rows[-1].problem == "without work" and not rows[-1].step_s
     for row in rows[:-1]:
-        # 10, 25, 40 and 100 Gb/s, and no exchange at all: faster networks never make longer steps.
-        assert len(row.step_s) == 5 and sorted(row.step_s, reverse=True) == list(row.step_s)
+        # 10, 25 and 100 Gb/s, and no exchange at all: faster networks never make longer steps.
+        assert len(row.step_s) == 4 and sorted(row.step_s, reverse=True) == list(row.step_s)
     assert rows[2].step_s[-1] == pytest.approx(plan.step_s)
-    assert rows[0].step_s == (pytest.approx(plan_for(asked(1)).step_s),) * 5
+    assert rows[0].step_s == (pytest.approx(plan_for(asked(1)).step_s),) * 4
 
 
 def test_a_run_that_outgrows_one_machine_has_a_row_that_says_so() -> None:
     question = asked(2, host_bytes=400 * MIB)
     rows = machine_rows(question, plan_for(question))
     assert rows[0].problem == "does not fit" and rows[1].host_bytes <= 400 * MIB
+
+
+def test_the_staging_memory_is_that_of_the_links() -> None:
+    assert STAGED_BYTES == STAGED_CHUNKS * CHUNK_BYTES

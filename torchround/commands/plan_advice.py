@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from torchround.commands.configured_model import build_model, flavors_of
+from torchround.commands.machine_lines import fewest_machines, planned_machines
 from torchround.commands.plan_run import question_of
 from torchround.config import Options
 from torchround.pipeline.enough_memory import enough_memory
@@ -23,6 +24,8 @@ def advice(options: Options, hardware: Hardware, report: PlanReport) -> Iterator
         yield f"  not enough alone: {', '.join(others)}"
     if flavor := largest_flavor_that_fits(options, hardware):
         yield f'  with model.flavor = "{flavor}": fits'
+    if machines := fewest_machines(report.question):
+        yield f"  on {machines} such machines: fits"
     if enough := str(enough_memory(report.question)):
         yield f"  as it is, the run fits with {enough}"
 
@@ -38,8 +41,8 @@ def largest_flavor_that_fits(options: Options, hardware: Hardware) -> str | None
     smaller = [name for name in sizes if sizes[name] < sizes[table.flavor] and not name.startswith("debug")]
     for name in sorted(smaller, key=lambda name: -sizes[name]):
         changed = _with_flavor(options, name)
-        model = build_model(changed, warns=False)
-        if fits(replace(question_of(changed.config, model, hardware, ()), given=None)):
+        model, machines = build_model(changed, warns=False), planned_machines(changed.config.machines)
+        if fits(replace(question_of(changed.config, model, hardware, (), machines), given=None)):
             return name
     return None
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from torchround.commands import CommandError
 from torchround.commands.configured_model import build_model, find_weights
+from torchround.commands.machine_lines import machine_parts, planned_machines
 from torchround.config import Config, ConfigError, Options, parse_command_line
 from torchround.data import MissingTokenizerError, TokenizerError, build_tokenizer
 from torchround.engine.errors import EngineUsageError
@@ -28,7 +29,7 @@ from torchround.pipeline.memory import GIB, HostMemory, size_text
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan import Plan, PlannedStage
 from torchround.pipeline.plan_report import PlanReport, report_plan
-from torchround.pipeline.run_question import RunQuestion
+from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import USABLE_DEVICE_FRACTION, Hardware, planned_kind
 from torchround.run.numbers import RunNumbers, loader_bytes, run_question
 
@@ -70,13 +71,17 @@ def configured_question(options: Options, vocab_size: int | None, hardware: Hard
     config = options.config
     model = build_model(options, vocab_size)
     mapped = find_weights(options, model)[1] if config.lora.map_base else {}
-    return question_of(config, model, hardware, mapped)
+    return question_of(config, model, hardware, mapped, planned_machines(config.machines))
 
 
 def question_of(
-    config: Config, model: LayeredModel, hardware: Hardware, mapped: Collection[str]
+    config: Config,
+    model: LayeredModel,
+    hardware: Hardware,
+    mapped: Collection[str],
+    machines: PlannedMachines = ONE_MACHINE,
 ) -> RunQuestion:
-    """Return the planner's question for a model that is built already; `mapped` as in `run_question`."""
+    """Return the planner's question for a model that is built already; the last two arguments as in `run_question`."""
     return run_question(
         model,
         RunNumbers(config.training, config.engine),
@@ -84,6 +89,7 @@ def question_of(
         mapped,
         validates=config.validation.interval_steps > 0,
         loader_bytes_for=partial(loader_bytes, config.data),
+        machines=machines,
     )
 
 
@@ -212,7 +218,7 @@ def rendered(report: PlanReport) -> "Group":
         ]
     else:
         parts += [f"does not fit: {report.problem}"]
-    parts += [*_faster_lines(report), _length_line(report)]
+    parts += [*machine_parts(report), *_faster_lines(report), _length_line(report)]
     return Group(*(part for part in parts if part))  # type: ignore[arg-type]
 
 
@@ -223,6 +229,7 @@ def _host_table(report: PlanReport) -> "Table":
         "gradients": host.gradient_bytes,
         "optimizer state": host.optimizer_bytes,
         **({} if report.plan is None else _plan_rows(host)),
+        **({"messages of other machines": host.exchange_bytes} if host.exchange_bytes else {}),
         **({"readers of files": host.reader_bytes} if host.reader_bytes else {}),
         "batches of data": host.loader_bytes,
         **({"virtual devices": host.device_bytes} if host.device_bytes else {}),
@@ -331,6 +338,6 @@ def _length_line(report: PlanReport) -> str:
         return "no sequence length fits, not even 1024 tokens in micro-batches of one sequence"
     question = report.question
     return (
-        f"longest sequence that fits with a batch of {question.num_devices} sequences, one per micro-batch, one round, "
+        f"longest sequence that fits with a batch of {question.num_devices * question.machines.count} sequences, one per micro-batch, one round, "
         f'recompute = "{question.recompute}": {report.longest_tokens:,} tokens (predicted)'
     )

@@ -3,7 +3,7 @@
     python train.py --config debug.toml --training.steps 100
 
 Exit codes: 0 the run is complete; 1 a fault; 2 a mistake in the config or in the launch; 128 + n stopped by signal n,
-after saving.
+after saving. The machines of one run end with the same code, except that 1 may stand for a mistake of another machine.
 """
 
 import json
@@ -13,8 +13,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from torchround.data.loader import Loader
 from torchround.engine.errors import EngineError, EngineUsageError, PipelineError
 from torchround.hf import HFError
 from torchround.layer import MicroBatch
+from torchround.machines.errors import LaunchError, MachineError
 from torchround.models import ModelConfigError
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan_report import host_memory, plan_for, report_plan
@@ -52,10 +53,18 @@ from torchround.pipeline.run_question import RunQuestion
 from torchround.run.early_end import BadStepsError
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
+from torchround.run.joining import (
+    is_first_process,
+    joined_machines,
+    quiet_unless_first,
+    start_identity,
+    with_agreed_rounds,
+)
 from torchround.run.numbers import RunNumbers, host_memory_text, num_parameters
 from torchround.run.resume import resumed_stale_layers
 from torchround.run.run_folder import ConfigSource, RunError, RunFolder
 from torchround.run.run_parts import RunParts
+from torchround.run.several_machines import RunMachines
 from torchround.run.start_checks import disk_need, require_load_path
 from torchround.run.validation import best_of, kept_losses
 from torchround.trainer import Trainer
@@ -65,11 +74,11 @@ from torchround.untrusted.terminal import escape_unprintable, say
 # traceback.
 MISTAKES = (
     *(ConfigError, ModelConfigError, TokenizerError, EngineUsageError, InfeasiblePlanError),
-    *(PlanError, RunError, HFError),
+    *(PlanError, RunError, HFError, LaunchError),
 )
 # A checkpoint that may take longer than torchrun waits after a signal, at 300 MB/s.
 SLOW_SAVE_BYTES = 9 * 10**9
-FAULTS = (BadStepsError, CheckpointError, DataError, EngineError)
+FAULTS = (BadStepsError, CheckpointError, DataError, EngineError, MachineError)
 
 
 def main(arguments: list[str]) -> int:
@@ -82,7 +91,9 @@ def main(arguments: list[str]) -> int:
         return 2
     except FAULTS as error:
         # The cause is an error inside a stage or a worker, often in a model's own code: only its traceback says where.
-        if isinstance(error, PipelineError) and error.__cause__ is not None:
+        # An error on another machine has no traceback here.
+        is_here = not isinstance(error.__cause__, MachineError | None)
+        if isinstance(error, PipelineError) and is_here:
             traceback.print_exception(error.__cause__)
         end_with(f"{type(error).__name__}: {escape_unprintable(str(error))}")
         return 1
@@ -107,28 +118,45 @@ def end_with(message: str) -> None:
 
 def run(arguments: list[str]) -> int:
     """Do what the command line says. Raises the errors that `main` turns into messages."""
-    refuse_several_processes(os.environ)
-    options = parse_command_line(arguments)
-    if options.print_config and not options.dry_run:
-        print(to_toml(options.config), end="")
-        return 0
-    check_start(options)
-    if options.dry_run:
-        return dry_run(options)
-    parts = build(options)
-    with parts.folder:  # locked to the end, the export included
+    with quiet_unless_first(os.environ):
+        options = parse_command_line(arguments)
+        if options.print_config and not options.dry_run:
+            print(to_toml(options.config), end="")
+            return 0
+        if options.dry_run:
+            check_start(options)
+            return dry_run(options) if is_first_process(os.environ) else 0
+        with joined_machines(os.environ, options.config) as machines:
+            return train(options, machines)
+
+
+def train(options: Options, machines: RunMachines) -> int:
+    """Train on this machine, one of `machines`. Returns the exit code."""
+
+    def checked() -> RunParts:
+        check_start(options)
+        return build(options, machines)
+
+    parts = machines.same_mistakes(checked, MISTAKES, "what each machine found at the start")
+    machines.require_same(start_identity(parts))
+    rounds = machines.of_first(parts.plan.rounds, "the number of rounds")
+    parts = machines.same_mistakes(
+        lambda: with_agreed_rounds(parts, rounds), MISTAKES, "plans of as many rounds"
+    )
+    with ExitStack() as stack:  # locked to the end, the export included
+        machines.same_mistakes(
+            lambda: stack.enter_context(parts.folder), MISTAKES, "the lock of the run's folder"
+        )
         say(description(parts))
         exit_code = Trainer(parts).run()
-        if exit_code == 0 and options.config.checkpoint.export != "off":
-            export_result(
-                parts.folder,
-                adapters=options.config.checkpoint.export == "adapters",
-                best=options.config.validation.keep_best,
-            )
+        table = options.config.checkpoint
+        if exit_code == 0 and table.export != "off" and machines.is_first:
+            adapters, best = table.export == "adapters", options.config.validation.keep_best
+            export_result(parts.folder, adapters=adapters, best=best)
         return exit_code
 
 
-def build(options: Options) -> RunParts:
+def build(options: Options, machines: RunMachines) -> RunParts:
     """Build the parts of the run and check them against each other. Nothing large is allocated."""
     config = options.config
     if config.engine.cpu_threads is not None:
@@ -136,7 +164,7 @@ def build(options: Options) -> RunParts:
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
-    numbers, hardware = RunNumbers(config.training, config.engine), find_hardware(config.engine)
+    numbers, hardware = RunNumbers(config.training, config.engine), machines.hardware(config.engine)
     folder = run_folder(options)
     question = with_kept_choices(question_of(config, model, hardware, mapped), config, folder)
     plan = plan_for(question)  # raises if the run does not fit this machine
@@ -157,6 +185,7 @@ def build(options: Options) -> RunParts:
         pretrained=pretrained,
         mapped=mapped,
         epoch_steps=epoch_steps,
+        machines=machines,
     )
 
 
@@ -229,6 +258,7 @@ def description(parts: RunParts) -> str:
     sources = ", ".join(source.path for source in parts.config.data.sources)
     batch = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
     need = disk_need(parts.config, parts.folder, parts.question)
+    machines = parts.machines
     lines = [
         f"model    {table.family} {name}: {size}, {training.dtype}",
         f"data     {sources}: {batch}",
@@ -236,6 +266,8 @@ def description(parts: RunParts) -> str:
         f"host     {host_memory_text(host_memory(parts.question, parts.plan))}",
         f"disk     {need.text()}",
     ]
+    if machines.group is not None:
+        lines.insert(2, f"machines {machines.size}: {', '.join(machines.names)}")
     if "TORCHELASTIC_RUN_ID" in os.environ and need.checkpoint_bytes >= SLOW_SAVE_BYTES:
         lines.append(
             "torchrun kills a run 30 s after a signal, also while it saves: start it with python train.py, or with "
@@ -303,19 +335,3 @@ def build_loaders(options: Options, tokenizer: Tokenizer) -> tuple[Loader, Itera
         return loader, build_validation_loader(config.validation, tokenizer, *sizes, config.data, vocab_size)
     except DataError as error:
         raise options.error("validation.sources", str(error)) from error
-
-
-def refuse_several_processes(environment: Mapping[str, str]) -> None:
-    """Raise `EngineUsageError` for more than one process: one process drives all devices, on one node."""
-    processes, world = (environment.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    if processes != "1":
-        raise EngineUsageError(
-            f"torchrun started {processes} processes on this node; one process drives all its GPUs. "
-            "Launch with `python train.py --config NAME.toml`, or with torchrun without --nproc_per_node, and choose "
-            "GPUs with --engine.num_devices"
-        )
-    if world != "1":
-        raise EngineUsageError(
-            f"torchrun started {world} processes on several nodes; several nodes are not built yet. "
-            "Launch with `python train.py --config NAME.toml` on one node"
-        )

@@ -118,25 +118,14 @@ class MachineGroup:
         """Return the named fault behind an error of gloo, and end the group if it is not ended yet.
 
         `peer` is the machine that this one waited for, None if that was all of them. `waited_for` says what it was to
-        send. Looks for the cause for a few beats. If no machine has reported one, the cause is the machine that has
-        stopped to beat, otherwise `peer`.
+        send. Looks for the cause for a few beats (`Liveness.cause`).
         """
         if isinstance(error, MachineError):
             return error
         with self._lock:
             self._waited_for = self._waited_for or waited_for
         self._has_told.set()
-        before = self._liveness.beats()
-        found = self._liveness.cause()
-        if found is None:
-            still = [rank for rank, beat in enumerate(self._liveness.beats()) if beat == before[rank]]
-            lost = peer if peer in still or not still else still[0]
-            reason = str(error).splitlines()[0]
-            found = MachineFault(
-                lost, f"has ended or lost its network, its connections are closed ({reason})"
-            )
-            found = self._liveness.report(found)
-        return self._set_fault(found, waited_for)
+        return self._set_fault(self._liveness.cause(peer), waited_for)
 
     def fail(self, problem: str) -> None:
         """Tell the other machines that this one has failed, and wake every thread of all. The first fault wins."""

@@ -17,7 +17,7 @@ BEAT_S = 1.0
 # So many beats fit into the shortest time-out, so that one late beat is no silence.
 BEATS_PER_TIMEOUT = 5
 # A machine that is alive has counted up at least once between the first and the last of so many readings.
-READINGS_TO_TELL = 4
+READINGS_TO_TELL = 3
 
 
 @dataclass(frozen=True)
@@ -140,21 +140,35 @@ class Liveness:
                 self.fault = fault
             return self.fault
 
-    def cause(self) -> MachineFault | None:
-        """Wait for the fault behind a broken connection, for a few beats at most; None if none was reported."""
-        with self._changed:
-            last = self._num_readings + READINGS_TO_TELL
-            self._wake.set()  # read now, not at the next beat: the machine at fault has usually told it before
-            self._changed.wait_for(
-                lambda: self.fault is not None or self._is_ended or self._num_readings >= last,
-                (READINGS_TO_TELL + 1) * self.beat_s,
-            )
-            return self.fault
+    def cause(self, peer: int | None) -> MachineFault:
+        """Return the fault behind a broken connection, of which every machine reads the first one.
 
-    def beats(self) -> list[int]:
-        """Return the numbers that were read last, by rank."""
+        Waits a few beats for another machine's report. If there is none, it is the machine that gave no beat meanwhile,
+        otherwise `peer`, the other end of the connection if that is known.
+        """
         with self._changed:
-            return list(self._beats)
+            self._wake.set()  # read now, not at the next beat: the machine at fault has usually told it before
+            self._wait_for_readings(2)  # the first may have begun before the connection broke
+            before = list(self._beats)
+            self._wait_for_readings(READINGS_TO_TELL)
+            if self.fault is not None:
+                return self.fault
+            silent = {
+                rank: self._clock.silent_s[rank]
+                for rank, beat in enumerate(self._beats)
+                if beat == before[rank] and rank != self._rank
+            }
+        if silent and peer not in silent:
+            peer = max(silent, key=silent.__getitem__)
+        return self.report(MachineFault(peer, "has ended or lost its network: its connections are closed"))
+
+    def _wait_for_readings(self, count: int) -> None:
+        """Wait for so many readings of the store, or for a fault; not for longer than they can take."""
+        last = self._num_readings + count
+        self._changed.wait_for(
+            lambda: self.fault is not None or self._is_ended or self._num_readings >= last,
+            (count + 1) * self.beat_s,
+        )
 
     def _beat(self) -> None:
         while not self._is_ended and self.fault is None:

@@ -17,7 +17,8 @@ from torchround.pipeline.memory import MIB, OPTIMIZER_BYTES, HostMemory
 WINDOW_SHARE = 0.12
 # The owner adds parts of gradients up in float32.
 SUM_BYTES = 4
-# Parts of another machine's gradients arrive in four chunks of 8 MiB, from each of the others.
+# A part of another machine's gradient is read from staging memory of four chunks of 8 MiB, or of the whole part. Each
+# of the others has its own.
 STAGED_BYTES = 4 * 8 * MIB
 
 
@@ -62,9 +63,10 @@ def state_of_machine(
     Each machine keeps all weights. It adds up gradients in fp32, whatever the number of rounds.
     """
     owned = owned_parameters(parameters, num_machines)
+    largest_bytes = gradient_bytes * max(bundle_sizes(parameters))
     return replace(
         state,
         gradient_bytes=SUM_BYTES * owned + landing_bytes(parameters, gradient_bytes),
         optimizer_bytes=OPTIMIZER_BYTES * owned,
-        exchange_bytes=STAGED_BYTES * (num_machines - 1) if owned else 0,
+        exchange_bytes=min(STAGED_BYTES, largest_bytes) * (num_machines - 1),
     )

@@ -24,7 +24,7 @@ from torchround.pipeline.simulation.step_time import stage_times
 
 # Share of a network's line rate that carries data.
 USABLE_RATE = 0.9
-# Rates and numbers of machines that a report shows.
+# Line rates in Gb/s and numbers of machines that a report shows.
 GBIT_PER_S, MACHINE_COUNTS = (10.0, 25.0, 100.0), (1, 2, 4, 8, 16)
 # `machines.compress = "changed"` sends a bit for each weight, and the 16-bit weights that have changed: at
 # fine-tuning rates at most a fifth of them. Before a run this share of the weights' bytes is assumed.
@@ -132,9 +132,10 @@ class MachineRow:
 
 
 def rates_shown(machines: PlannedMachines) -> tuple[float, ...]:
-    """Return the rates of a table in bytes per second: the usual networks, and the configured one."""
-    rates = {usable_bytes_per_s(gbit) for gbit in GBIT_PER_S}
-    return tuple(sorted(rates if machines.bytes_per_s is None else {*rates, machines.bytes_per_s}))
+    """Return the rates of a table in bytes per second: the known one, otherwise those of usual networks."""
+    if machines.bytes_per_s is not None:
+        return (machines.bytes_per_s,)
+    return tuple(usable_bytes_per_s(gbit) for gbit in GBIT_PER_S)
 
 
 def machine_rows(question: RunQuestion, plan: Plan | None) -> tuple[MachineRow, ...]:
@@ -147,12 +148,9 @@ def machine_rows(question: RunQuestion, plan: Plan | None) -> tuple[MachineRow, 
 
 
 def _row(question: RunQuestion, plan: Plan | None, count: int) -> MachineRow:
-    machines = replace(question.machines, count=count)
-    asked = replace(question, machines=machines)
+    asked = question.on_machines(count)
     if count > asked.step_micro_batches:
-        return MachineRow(count, 0, "more machines than micro-batches")
-    rounds = asked.rounds
-    asked = replace(asked, rounds=min(rounds, asked.num_micro_batches) if isinstance(rounds, int) else rounds)
+        return MachineRow(count, 0, "without work")
     if count != question.machines.count:
         plan = _plan_of_share(asked, plan)
     if plan is None:

@@ -32,6 +32,9 @@ class PlannedMachines:
     sends_changed: bool = False
 
 
+ONE_MACHINE = PlannedMachines()
+
+
 @dataclass(frozen=True)
 class RunQuestion:
     """A run to be planned.
@@ -75,7 +78,7 @@ class RunQuestion:
     stale_layers: int | None = None
     keep_activations: str | tuple[str, ...] = "none"
     given_kept: KeptNames | None = None
-    machines: PlannedMachines = PlannedMachines()
+    machines: PlannedMachines = ONE_MACHINE
 
     @property
     def step_micro_batches(self) -> int:
@@ -91,6 +94,13 @@ class RunQuestion:
     def longest_micro_batch(self) -> int:
         """Sequences of the first micro-batch. If the batch does not divide evenly, the first ones get one more."""
         return -(-self.global_batch_size // self.step_micro_batches)
+
+    def on_machines(self, count: int) -> "RunQuestion":
+        """Return the same run on another number of machines. A round has at least one micro-batch, so rounds may be fewer."""
+        changed = replace(self, machines=replace(self.machines, count=count))
+        if isinstance(self.rounds, int):
+            changed = replace(changed, rounds=min(self.rounds, changed.num_micro_batches))
+        return changed
 
     def costs(self) -> Costs:
         return self.costs_for(self.seq_len, self.longest_micro_batch, self.accumulate_bytes)

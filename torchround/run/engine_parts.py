@@ -12,6 +12,7 @@ from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, POLICIES, Upda
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.layer import FileTensor, LayeredModel
+from torchround.machines.group import MachineGroup
 from torchround.optim import SpikeBounds
 from torchround.pipeline.partition import split_evenly
 from torchround.pipeline.plan import Plan
@@ -60,11 +61,13 @@ def build_engine(
     compiler: LayerCompiler | None = None,
     turns: Sequence[Sequence[int]] = (),
     times_layers: bool = False,
+    machines: MachineGroup | None = None,
 ) -> Engine:
     """Start an engine that runs `plan` on `devices`.
 
     `compiler` holds the layers that an earlier engine compiled of this model. `turns` are the groups of devices that take
-    turns on a link (`find_link_use`). With `times_layers` the reports hold each layer's own times.
+    turns on a link (`find_link_use`). With `times_layers` the reports hold each layer's own times. `machines` are those of
+    the run if there are several.
     """
     table = numbers.engine
     settings = EngineSettings(
@@ -81,7 +84,9 @@ def build_engine(
         turns=turns,
         kept=plan.kept,
     )
-    return Engine(model, store, devices, plan.partition, optimizer=optimizer, settings=settings)
+    return Engine(
+        *(model, store, devices, plan.partition), optimizer=optimizer, settings=settings, machines=machines
+    )
 
 
 def reserve_buffers(engine: Engine, training: TrainingTable, validates: bool) -> None:

@@ -23,7 +23,7 @@ from torchround.layer import LayeredModel, LayerWork, runs_fused
 from torchround.pipeline.cards import ASSUMED_DEVICE
 from torchround.pipeline.costs import Costs, ParameterCounts, costs_from_work
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS, HostMemory, size_text
-from torchround.pipeline.run_question import INTEGER_TENSORS, RunQuestion
+from torchround.pipeline.run_question import INTEGER_TENSORS, ONE_MACHINE, PlannedMachines, RunQuestion
 from torchround.run.hardware import Hardware
 from torchround.run.run_plan import given_kept, given_plan, given_stale_layers
 
@@ -67,14 +67,20 @@ def run_question(
     *,
     validates: bool = False,
     loader_bytes_for: Callable[[int, int], int] = lambda tokens, batch: 0,
+    machines: PlannedMachines = ONE_MACHINE,
 ) -> RunQuestion:
     """Return what the planner has to know of the run of `model`, adapters included, on `hardware`.
 
-    `mapped` are names of frozen weights that stay in their files. `validates` and `loader_bytes_for` are as in
-    `RunQuestion`. Raises `EngineUsageError` if `engine.plan` is a file
-    without a plan, or a plan for another number of layers, or if the devices lack a switch that the run asks for.
+    `mapped` are names of frozen weights that stay in their files. `validates`, `loader_bytes_for` and `machines` are as
+    in `RunQuestion`. Raises `EngineUsageError` if `engine.plan` is a file without a plan, or a plan for another number of
+    layers, if the devices lack a switch that the run asks for, or if several machines are to update without waiting.
     """
     training, engine = numbers.training, numbers.engine
+    if machines.count > 1 and engine.update == "bounded":
+        raise EngineUsageError(
+            f'engine.update = "bounded" trains on one machine, given {machines.count}; legal on several: "sync", "async". '
+            'training.clip = "layer" works with both'
+        )
     given = None if engine.plan is None else given_plan(engine)
     _check(model, numbers, hardware, None if given is None else given[0].num_layers)
     # Virtual devices copy weights in files straight from their map.
@@ -104,6 +110,7 @@ def run_question(
         stale_layers=given_stale_layers(engine),
         keep_activations=engine.keep_activations,
         given_kept=given_kept(engine),
+        machines=machines,
     )
 
 

@@ -3,7 +3,6 @@
 The machine of rank 0 prints, logs and writes what describes the run. The others are quiet unless they fail.
 """
 
-import json
 import os
 import signal
 import sys
@@ -15,14 +14,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from torchround.config import EngineTable
 from torchround.data.loader import Loader
 from torchround.data.step_batches import StepBatches
+from torchround.engine.exchange.start import share_weights
+from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.machines.errors import LaunchError, MachineError
 from torchround.machines.group import MachineGroup
+from torchround.machines.launch import require_same
 from torchround.observe.record import MachineTimes, StepRecord
 from torchround.run.early_end import StopRequest
-from torchround.untrusted.terminal import terminal_safe
+from torchround.run.hardware import Hardware, find_hardware
 
 T = TypeVar("T")
 
@@ -96,19 +99,14 @@ class RunMachines:
         return "\n".join(f"{', '.join(names)}: {text}" for text, names in machines.items())
 
     def require_same(self, identity: Mapping[str, Any]) -> None:
-        """Raise the same `LaunchError` on all machines if `identity` differs between them. Each value is told whole."""
-        found = self.agree("start", dict(identity), "what must be the same on all machines")
-        lines = []
-        for key in identity:
-            values: dict[str, list[str]] = {}
-            for name, each in zip(self.names, found, strict=True):
-                values.setdefault(json.dumps(each.get(key)), []).append(name)
-            if len(values) > 1:
-                lines += [f"{key} on {', '.join(names)}: {text}" for text, names in values.items()]
-        if lines:
-            raise LaunchError(terminal_safe("the machines of this run differ:", *lines))
+        """Raise the same `LaunchError` on all machines if what they have opened differs, as `launch.require_same`."""
+        require_same(self.group, identity)
 
     # What a run is made of.
+
+    def hardware(self, table: EngineTable) -> Hardware:
+        """Find the devices and the memory of this machine. Processes of one host divide them."""
+        return find_hardware(table, None if self.group is None else self.group.host_share)
 
     def step_batches(
         self,
@@ -132,6 +130,11 @@ class RunMachines:
     def ownership(self) -> Ownership | None:
         """Return which part of the fp32 state this machine holds; None for all of it."""
         return None if self.group is None else Ownership(self.rank, self.size)
+
+    def share_weights(self, store: HostStore) -> None:
+        """Give every machine the device weights of all owners, once those are initialised or restored."""
+        if self.group is not None:
+            share_weights(store, self.group)
 
     def all_flops_per_s(self, peak_flops_per_s: float | None, num_devices: int) -> float | None:
         """Return the peak of all devices of the run. None if the peak of one machine's devices is not known."""

@@ -1,0 +1,49 @@
+"""How a process of a run meets the other machines, and what all of them must agree on before anything is allocated."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+from torchround.config import Config
+from torchround.machines.launch import join
+from torchround.pipeline.plan_report import plan_for
+from torchround.run.run_parts import RunParts
+from torchround.run.several_machines import RunMachines
+
+
+def is_first_process(environment: Mapping[str, str]) -> bool:
+    """Whether a process of this environment is the first of its launch, or the only one."""
+    return environment.get("RANK", "0") == "0"
+
+
+@contextmanager
+def quiet_unless_first(environment: Mapping[str, str]) -> Iterator[None]:
+    """Let only the first process of a launch print to standard output in the block. All may print errors."""
+    if is_first_process(environment):
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+@contextmanager
+def joined_machines(environment: Mapping[str, str], config: Config) -> Iterator[RunMachines]:
+    """Meet the other machines for the block; one process is a run on one machine. Raises `LaunchError`."""
+    machines = RunMachines(join(environment, config))
+    with machines.until_the_end():
+        yield machines
+
+
+def start_identity(parts: RunParts) -> dict[str, Any]:
+    """Return what must be the same on all machines besides the configuration, by names for messages."""
+    return {"data": parts.loader.state_dict()["data"]}
+
+
+def with_agreed_rounds(parts: RunParts, rounds: int) -> RunParts:
+    """Return the parts with a plan of `rounds` rounds, which the first machine chose. Raises `InfeasiblePlanError`."""
+    if parts.plan.rounds == rounds:
+        return parts
+    question = replace(parts.question, rounds=rounds)
+    return replace(parts, question=question, plan=plan_for(question))
