@@ -322,11 +322,11 @@ class Trainer:
             self._traces.finish()
         except CheckpointError:
             raise  # saving failed, so saving again would too
-        except Exception:
+        except Exception as error:
             # The saves first: they read the store that the rescue saves.
             self._checkpoints.end_saves()
             self._reports.report_finished(self.store.step)
-            self._checkpoints.rescue(self.store)
+            self._checkpoints.rescue(self.store, error)
             raise
 
     def _save(self, engine: Engine, stop: AgreedStop) -> None:

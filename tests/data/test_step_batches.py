@@ -55,27 +55,29 @@ def test_one_machine_gets_the_micro_batches_of_the_batch_with_their_seeds(make_l
         assert step.num_tokens == num_tokens(batch, PAD)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     num_machines=st.integers(2, 4),
     rounds=st.integers(1, 3),
     size=st.integers(1, 7),
     packing=st.sampled_from(["contiguous", "best_fit"]),
+    streams=st.sampled_from([1, 2, 3, 4, 12]),
 )
 def test_machines_share_the_micro_batches_and_seeds_of_one_machine_up_to_the_short_last_step(
-    make_loader: MakeLoader, num_machines: int, rounds: int, size: int, packing: str
+    make_loader: MakeLoader, num_machines: int, rounds: int, size: int, packing: str, streams: int
 ) -> None:
     make = partial(
         make_loader,
         epochs=1,
         seq_len=2048,
-        global_batch_size=22,
+        global_batch_size=24,
+        streams=streams,
         packing=packing,
         long_documents="split",
     )
     (whole,) = on_machines(make, 1, size, rounds)
     shared = on_machines(make, num_machines, size, rounds)
-    assert sequences(whole[-1]) < sequences(whole[0])
+    assert (sequences(whole[-1]) < sequences(whole[0])) == (streams == 1)
     for number, (one, *parts) in enumerate(zip(whole, *shared, strict=True)):
         expected = dict(enumerate(one.with_seeds(3, number)))
         found = {

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.small_run import ASYNC, SmallRuns, small_runs, write_text
+from torchround.checkpoint import Checkpointer, Loaded
 from torchround.config import load_config
 from torchround.run import resume
 from torchround.run.run_folder import RunError
@@ -63,17 +64,12 @@ def test_other_adapters_to_start_from_are_refused_and_may_be_left_out_later(
     before = load_config("small.toml")
     before = before.model_copy(update={"lora": before.lora.model_copy(update={"path": "first"})})
 
-    def saved(path: Path, manifest: object) -> dict[str, object]:
-        return {**read_state(path, manifest), "config": before.model_dump(mode="json")}
-
-    read_state = resume.read_state
-    monkeypatch.setattr(resume, "read_state", saved)
+    state = {**Checkpointer(folder.parent).read_state(5), "config": before.model_dump(mode="json")}
+    loaded = Loaded(5, state, folder, frozenset())
 
     def require(**changes: object) -> None:
         config = before.model_copy(update=changes)
-        resume.require_complete_as_asked(
-            folder, 5, config, SimpleNamespace(load_state_dict=lambda state: None)
-        )
+        resume.require_complete_as_asked(loaded, config, SimpleNamespace(load_state_dict=lambda state: None))
 
     require()
     require(lora=before.lora.model_copy(update={"path": None}))

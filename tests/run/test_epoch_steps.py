@@ -61,8 +61,9 @@ def test_steps_that_are_left_out_are_those_of_the_epochs(
         ["--data.packing=best_fit", "--training.seq_len=64", "--data.long_documents=split"],
         ["--data.shuffle_sequences=8"],
         ["--data.validation_fraction=0.3", "--data.num_workers=2"],
+        ["--data.streams=4", "--training.global_batch_size=8"],
     ],
-    ids=["best fit", "split", "shuffled", "held out"],
+    ids=["best fit", "split", "shuffled", "held out", "streams"],
 )
 def test_the_count_is_the_number_of_batches_that_a_run_draws(
     small_runs: SmallRuns, overrides: list[str]
@@ -93,6 +94,26 @@ def test_a_resume_takes_the_kept_number_and_counts_nothing(
     before = files_of(small_runs.path("run"))
     assert small_runs("run", *TWO_EPOCHS) == 0  # complete
     assert files_of(small_runs.path("run")) == before
+
+
+def test_a_run_of_several_streams_trains_through_the_padding_at_their_ends_and_resumes(
+    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stream in four gets a long document: in the last steps, the others are padding without labels."""
+    texts = ["a b c " * (60 if number == 6 else 5) for number in range(16)]
+    (small_runs.folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
+    streams = (DERIVED, "--data.epochs=1", "--data.streams=4", "--training.global_batch_size=8")
+    assert small_runs("whole", *streams) == 0
+    steps = small_runs.steps("whole")[-1]["step"]
+    with monkeypatch.context() as patch:
+        before_step(patch, int(steps) - 1, interrupt)
+        assert small_runs("run", *streams) == 128 + signal.SIGTERM
+    assert small_runs("run", *streams) == 0
+    small_runs.assert_same("run", "whole", step=int(steps))
+    labels = [line["tokens"] for line in small_runs.steps("whole")]
+    assert labels[-1] - labels[-2] <= 2 * 16 < labels[0]
 
 
 def test_a_run_of_another_batch_size_counts_what_is_left(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchround.commands.configured_model import build_model
+from torchround.commands.machine_lines import planned_machines
 from torchround.commands.plan_run import question_of
 from torchround.config import parse_command_line
 from torchround.engine.results import one_layer_a_stage
@@ -38,7 +39,8 @@ def question_for(config: Path, *keys: str) -> RunQuestion | None:
         find_device(card),
     )
     options = parse_command_line(["--config", str(config), *keys])
-    return question_of(options.config, build_model(options), hardware, ())
+    machines = planned_machines(options.config.machines)
+    return question_of(options.config, build_model(options), hardware, (), machines)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)

@@ -161,16 +161,16 @@ def test_a_run_whose_disk_is_full_at_its_last_step_saves_once_there_is_space(
 ) -> None:
     assert small_runs("whole") == 0
     tries = [0]
-    require = Checkpointer._require_space
+    clear = Checkpointer.clear_leftovers
 
-    def full_twice(self: Checkpointer, size_bytes: int) -> None:
+    def full_twice(self: Checkpointer) -> None:
         tries[0] += 1
         if tries[0] <= 2:
             raise OSError(errno.ENOSPC, "planted")
-        require(self, size_bytes)
+        clear(self)
 
     slept: list[float] = []
-    monkeypatch.setattr(Checkpointer, "_require_space", full_twice)
+    monkeypatch.setattr(Checkpointer, "clear_leftovers", full_twice)
     monkeypatch.setattr(
         torchround.run.checkpoints, "save_with_patience", partial(save_with_patience, sleep=slept.append)
     )

@@ -57,21 +57,16 @@ def early_signal(name: str) -> Plant:
 
 def part_given_back_before_it_is_added(patch: pytest.MonkeyPatch) -> Planted:
     """The optimizer gives a part's buffer back, and says that it is consumed, before it adds the part."""
-    planted, add_up, give, consumed = (
-        Planted(),
-        LandedGradients._add_up,
-        HostPool.give,
-        Ordering.part_consumed,
-    )
+    planted, add_up, consumed = Planted(), LandedGradients._add_up, Ordering.part_consumed
 
     def adding(worker: LandedGradients, bundle: Any, step: int, parts: range, landings: list[Any]) -> None:
         planted.happens()
         for part, buffer in zip(parts, landings, strict=True):
-            give(worker._pool, buffer, busy=[])
+            worker._landings.give(buffer, busy=[])
             consumed(worker._ordering, bundle.index, step, part)
         linger()
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(worker, "_pool", _Nowhere())
+            within.setattr(worker, "_landings", _Nowhere())
             within.setattr(Ordering, "part_consumed", lambda *_: None)
             add_up(worker, bundle, step, parts, landings)
 

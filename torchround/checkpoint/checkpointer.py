@@ -15,9 +15,17 @@ from torchround.checkpoint.errors import (
     NoCheckpointError,
 )
 from torchround.checkpoint.joint_load import JointCheckpoint, open_jointly
-from torchround.checkpoint.joint_save import FILES_PER_MACHINE, JointSave
+from torchround.checkpoint.joint_save import JointSave
 from torchround.checkpoint.machine_team import MachineTeam
-from torchround.checkpoint.manifest import MANIFEST_FILE, Manifest, checksum_of, encode_state, read_manifest
+from torchround.checkpoint.manifest import (
+    FILES_PER_MACHINE,
+    MANIFEST_FILE,
+    Manifest,
+    checksum_of,
+    encode_state,
+    read_manifest,
+    read_state,
+)
 from torchround.checkpoint.step_folder import check_contents, check_structure, read_into
 from torchround.checkpoint.step_folders import FOLDER_NAME, StepFolders
 from torchround.checkpoint.tensor_file import SaveWatch, Unwatched, plan_files
@@ -123,6 +131,28 @@ class Checkpointer(StepFolders):
         # One machine's view of a shared folder: a network's file system may show the others an older one.
         return every[0] if self.team.shares_folder else sorted({step for steps in every for step in steps})
 
+    @property
+    def is_part(self) -> bool:
+        """Whether the folder may hold a part of each checkpoint, with the other parts on other machines."""
+        return not self.team.shares_folder
+
+    def read_state(self, step: int) -> dict[str, Any]:
+        """Return the state in this machine's folder of a step. Raises `CheckpointError`."""
+        path = self.checkpoints()[step]
+        return read_state(path, read_manifest(path, step, self.is_part))
+
+    def verify(self, step: int, advance: Callable[[int], object]) -> dict[str, Any]:
+        """Check every byte of a step's checkpoint, on all machines together. Returns its state.
+
+        Raises as `verify_checkpoint`, the same on all.
+        """
+        if self.team.is_alone:
+            verify_checkpoint(self.checkpoints()[step], advance)
+            return self.read_state(step)
+        opened = self.open_step(step)
+        opened.verify(advance)
+        return opened.state()
+
     def open_step(self, step: int) -> JointCheckpoint:
         """Open a step's checkpoint on all machines together. Raises `DamagedCheckpointError`, the same on all."""
         folders = self.variants(step) if self.team.keeps_folder else [self.named(step)]
@@ -140,18 +170,23 @@ class Checkpointer(StepFolders):
 
         If each machine has a folder of its own, the files that are here count.
         """
-        is_part = not self.team.shares_folder
-        return [step for step, path in self.checkpoints().items() if _is_complete(path, step, is_part)]
+        return [step for step, path in self.checkpoints().items() if _is_complete(path, step, self.is_part)]
 
-    def _whole_steps(self) -> list[int]:
-        """Return the steps of which the machines of the team together have every file, rising."""
-        if self.team.shares_folder or self.team.is_alone:
-            return self.complete_steps()
-        parts = []
-        for step in self.complete_steps():
-            manifest = read_manifest(self.named(step), step, is_part=True)
-            missing = [name for name in manifest.files if not (self.named(step) / name).exists()]
-            parts.append([step, checksum_of(manifest.encode()), missing])
+    def whole_steps(self) -> list[int]:
+        """Return the steps of which the machines together have every file at full size, rising. All machines call it."""
+        if self.team.shares_folder:
+            return [*self.team.gather(self.complete_steps(), f"the complete steps in {self.folder}")[0]]
+        parts: list[tuple[int, str, list[str]]] = []
+        for step, path in self.checkpoints().items():
+            try:
+                manifest = read_manifest(path, step, is_part=True)
+            except DamagedCheckpointError:
+                continue
+            except ForeignCheckpointError:
+                parts.append((step, "", []))  # whole, as far as this version can tell
+            else:
+                missing = [name for name in manifest.files if not (path / name).exists()]
+                parts.append((step, checksum_of(manifest.encode()), missing))
         missing_on_all: dict[tuple[int, str], set[str]] = {}
         for machine in self.team.gather(parts, f"the files of each step in {self.folder}"):
             for step, checksum, missing in machine:
@@ -176,7 +211,7 @@ class Checkpointer(StepFolders):
         if self.keep_latest_k == 0:
             return []
         # Damaged checkpoints do not count among the k, so that k usable ones stay.
-        complete = self._whole_steps()
+        complete = self.whole_steps() if self.is_part else self.complete_steps()
         latest = sorted({*complete} - {newest}, reverse=True)
         if newest is not None:
             latest.insert(0, newest)
@@ -186,13 +221,14 @@ class Checkpointer(StepFolders):
         return [path for step, path in self.checkpoints().items() if step < oldest and step not in kept]
 
 
-def open_checkpoint(path: Path) -> Manifest:
+def open_checkpoint(path: Path, is_part: bool = False) -> Manifest:
     """Read the manifest of the one checkpoint at `path`, and check that its files are there at full size.
 
-    Raises `NoCheckpointError`, `DamagedCheckpointError` or `ForeignCheckpointError`.
+    With `is_part` some of them may be on other machines. Raises `NoCheckpointError`, `DamagedCheckpointError` or
+    `ForeignCheckpointError`.
     """
-    _refuse_other_folders(path)
-    return read_manifest(path)
+    _refuse_other_folders(path, is_part)
+    return read_manifest(path, is_part=is_part)
 
 
 def load_checkpoint(

@@ -97,6 +97,16 @@ class JointCheckpoint:
         self._read(tensors, {name: _wanting(wanted, header) for name, header in headers.items()})
         return state, stored.keys() & tensors.keys()
 
+    def state(self) -> dict[str, Any]:
+        """Return the state, which one machine reads for all. Raises `DamagedCheckpointError`, the same on all."""
+        reader = self._reader_of(STATE_FILE)
+
+        def read() -> dict[str, Any] | None:
+            return read_state(self._folder(), self.manifest) if reader == self.team.rank else None
+
+        found: dict[str, Any] = self._together(read, "read the state of")[reader]
+        return found
+
     def _headers(self) -> tuple[dict[str, Any], dict[str, Layout]]:
         """Return the state and each file's header. Each file is read by one machine."""
 
@@ -180,7 +190,7 @@ class JointCheckpoint:
         check_file(self.path, name, self.manifest, found)
 
     def _reader_of(self, name: str) -> int:
-        """Return the machine that looks at a file for all. Those of a shared folder take the files in turn."""
+        """Return the machine that looks at a file for all. In a shared folder the machines take turns."""
         holders = self.holders[name]
         turn = list(self.manifest.files).index(name) if self.team.shares_folder else 0
         return holders[turn % len(holders)]

@@ -27,8 +27,6 @@ from torchround.checkpoint.step_folders import StepFolders
 from torchround.checkpoint.tensor_file import SaveWatch, TensorFile
 from torchround.pipeline.memory import size_text
 
-# The number of a machine's first tensor file is its rank times this.
-FILES_PER_MACHINE = 100_000
 # Errors of a write that succeeds once there is room: the disk is full, or the user's quota is.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 

@@ -32,6 +32,10 @@ CHECKSUM = "xxh3_128"
 MOST_MANIFEST_BYTES = 2**24
 MOST_STATE_BYTES = 2**28
 
+# The number of a machine's first tensor file is its rank times this.
+FILES_PER_MACHINE = 100_000
+
+_NUMBER = re.compile(r"tensors-(\d{5,})\.safetensors")
 _FILE_NAME = re.compile(r"state\.json|tensors-\d{5,}\.safetensors")
 
 
@@ -82,8 +86,10 @@ def read_manifest(folder: Path, step: int | None = None, is_part: bool = False) 
     for name, record in manifest.files.items():
         if not _FILE_NAME.fullmatch(name):
             raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} lists the strange file {name!r}")
-        if not is_part or os.path.lexists(folder / name):
+        if os.path.lexists(folder / name):
             _check_size(folder, name, record)
+        elif not is_part:
+            raise DamagedCheckpointError(folder, f"{name} is missing{_whose_part(name, manifest)}")
     return manifest
 
 
@@ -176,6 +182,21 @@ def _parse_json(folder: Path, name: str, encoded: bytes) -> Any:
         return parse_json(encoded)
     except ValueError as error:
         raise DamagedCheckpointError(folder, f"{name} is not JSON: {error}") from error
+
+
+def _whose_part(name: str, manifest: Manifest) -> str:
+    """Return how to find the missing file `name` if several machines have saved the checkpoint."""
+    machines = {
+        int(number[1]) // FILES_PER_MACHINE for number in map(_NUMBER.match, manifest.files) if number
+    }
+    found = _NUMBER.match(name)
+    machine = int(found[1]) // FILES_PER_MACHINE if found else 0
+    if len(machines) < 2:
+        return ""
+    return (
+        f"; machine {machine} of the run saved it. If each machine kept its part on its own disk "
+        '(machines.checkpoints = "own"), put the files of all parts into this folder'
+    )
 
 
 def _check_size(folder: Path, name: str, record: FileRecord) -> None:

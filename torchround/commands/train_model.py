@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from torchround.checkpoint import Checkpointer, CheckpointError
+from torchround.checkpoint import CheckpointError, MachineTeam
 from torchround.commands.configured_model import (
     build_model,
     check_weights,
@@ -49,7 +49,7 @@ from torchround.models import ModelConfigError
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan_report import host_memory, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import RunQuestion
+from torchround.pipeline.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
@@ -124,7 +124,7 @@ def run(arguments: list[str]) -> int:
             print(to_toml(options.config), end="")
             return 0
         if options.dry_run:
-            check_start(options)
+            check_start(options, RunMachines())
             return dry_run(options) if is_first_process(os.environ) else 0
         with joined_machines(os.environ, options.config) as machines:
             return train(options, machines)
@@ -132,21 +132,20 @@ def run(arguments: list[str]) -> int:
 
 def train(options: Options, machines: RunMachines) -> int:
     """Train on this machine, one of `machines`. Returns the exit code."""
+    planned = machines.planned(options.config.machines)
 
     def checked() -> RunParts:
-        check_start(options)
-        return build(options, machines)
+        check_start(options, machines)
+        return build(options, machines, planned)
 
     parts = machines.same_mistakes(checked, MISTAKES, "what each machine found at the start")
-    machines.require_same(start_identity(parts))
+    machines.require_same(lambda: start_identity(parts))
     rounds = machines.of_first(parts.plan.rounds, "the number of rounds")
     parts = machines.same_mistakes(
         lambda: with_agreed_rounds(parts, rounds), MISTAKES, "plans of as many rounds"
     )
     with ExitStack() as stack:  # locked to the end, the export included
-        machines.same_mistakes(
-            lambda: stack.enter_context(parts.folder), MISTAKES, "the lock of the run's folder"
-        )
+        stack.enter_context(parts.folder)
         say(description(parts))
         exit_code = Trainer(parts).run()
         table = options.config.checkpoint
@@ -156,17 +155,22 @@ def train(options: Options, machines: RunMachines) -> int:
         return exit_code
 
 
-def build(options: Options, machines: RunMachines) -> RunParts:
-    """Build the parts of the run and check them against each other. Nothing large is allocated."""
+def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> RunParts:
+    """Build the parts of the run and check them against each other. Nothing large is allocated.
+
+    `planned` is what the planner knows of `machines`.
+    """
     config = options.config
     if config.engine.cpu_threads is not None:
         torch.set_num_threads(config.engine.cpu_threads)
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
-    numbers, hardware = RunNumbers(config.training, config.engine), machines.hardware(config.engine)
-    folder = run_folder(options)
-    question = with_kept_choices(question_of(config, model, hardware, mapped), config, folder)
+    numbers = RunNumbers(config.training, config.engine)
+    hardware = find_hardware(config.engine, machines.host_share)
+    folder = run_folder(options, machines)
+    question = question_of(config, model, hardware, mapped, planned)
+    question = with_kept_choices(question, config, folder)
     plan = plan_for(question)  # raises if the run does not fit this machine
     if question.update == "bounded":
         question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many
@@ -189,15 +193,16 @@ def build(options: Options, machines: RunMachines) -> RunParts:
     )
 
 
-def run_folder(options: Options) -> RunFolder:
+def run_folder(options: Options, machines: RunMachines) -> RunFolder:
     """Return the folder of the run, with the file that describes it."""
     source = ConfigSource(os.path.abspath(options.raw.main_source), options.raw.digest)
-    return RunFolder(options.config.run, source)
+    team = MachineTeam.of(machines.group, options.config.machines.checkpoints == "shared")
+    return RunFolder(options.config.run, source, team)
 
 
-def check_start(options: Options) -> None:
+def check_start(options: Options, machines: RunMachines) -> None:
     """Raise `RunError` if the folder is the run of another config file, or if there is no checkpoint to start from."""
-    folder = run_folder(options)
+    folder = run_folder(options, machines)
     if not options.is_named_on_command_line:
         folder.refuse_another_config()
     require_load_path(options.config, folder)
@@ -233,7 +238,7 @@ def with_kept_choices(question: RunQuestion, config: Config, folder: RunFolder) 
 
     Raises `RunError` if the config gives another number of stale layers than the checkpoint has.
     """
-    checkpointer = Checkpointer(folder.checkpoints)
+    checkpointer = folder.checkpointer()
     if question.update == "bounded":
         question = replace(
             question, stale_layers=resumed_stale_layers(config, checkpointer, question.stale_layers)
@@ -283,10 +288,16 @@ def export_result(folder: RunFolder, adapters: bool, best: bool) -> None:
 
     `best`: the one with the lowest validation loss instead, if there is one.
     """
-    checkpointer = Checkpointer(folder.checkpoints)
+    checkpointer = folder.checkpointer()
     step = best_of(kept_losses(checkpointer)) if best else None
     step = checkpointer.latest_step() if step is None else step
     checkpoint, output = folder.checkpoints / f"step-{step}", folder.path / "export" / f"step-{step}"
+    if checkpointer.is_part and not folder.team.is_alone:
+        say(
+            f"not exported: each machine has its own part of {checkpoint}; put the files of all parts into one folder, "
+            "and scripts/export_hf.py exports it"
+        )
+        return
     if output.exists():
         return  # a complete run that is started again has exported already
     try:

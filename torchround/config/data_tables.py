@@ -145,3 +145,9 @@ class DataTable(Table):
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Threads that read and tokenise ahead of the training loop, 0 to 256. With 0 the loop does it itself. The order of
     the data does not depend on this key."""
+
+    streams: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Streams that the documents are dealt to, 1 to 1024. Each packs and shuffles its own documents and makes an equal part
+    of every batch, so `training.global_batch_size` must be a multiple. Another number gives other batches. A machine of
+    several reads only the streams that its sequences come from: with as many streams as all machines have rounds in a step,
+    or a multiple of that, each sequence is read on one machine. With 1, every machine reads all sequences."""

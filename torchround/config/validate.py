@@ -191,6 +191,9 @@ def _batch(config: Config) -> Iterator[Conflict]:
     if micro > whole:
         message = f"given {micro} and {whole}; legal: a micro-batch of at most global_batch_size sequences"
         yield ("training.micro_batch_size", "training.global_batch_size"), message
+    if whole % config.data.streams:
+        message = f"given {config.data.streams} and {whole}; legal: a batch that is a multiple of the streams"
+        yield ("data.streams", "training.global_batch_size"), message
 
 
 def _accumulation(config: Config) -> Iterator[Conflict]:

@@ -4,9 +4,11 @@ The steps read, tokenise, pack, shuffle, batch and prefetch are `torchdata` node
 """
 
 from torchround.data.errors import DataError, MissingTokenizerError, TokenizerError
-from torchround.data.loader import Loader, ValidationLoader, build_loader, build_validation_loader
+from torchround.data.loader import Loader, build_loader
 from torchround.data.packing.batches import cut, num_tokens
+from torchround.data.saved_positions import joined_positions
 from torchround.data.text.tokenizer import Tokenizer, build_tokenizer
+from torchround.data.validation_batches import ValidationLoader, build_validation_loader
 
 __all__ = [
     "DataError",
@@ -19,5 +21,6 @@ __all__ = [
     "build_tokenizer",
     "build_validation_loader",
     "cut",
+    "joined_positions",
     "num_tokens",
 ]

@@ -4,6 +4,7 @@ Such mistakes are a field of another name, a parquet file without the column, to
 meet them only after its start, or, if bad records are skipped, never say that it met them.
 """
 
+import hashlib
 import json
 import logging
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from torchround.data.errors import DataError, DataFileError, TokenizerError
 from torchround.data.formats.content import RecordReader, Render
 from torchround.data.formats.sources import Source
 from torchround.data.formats.streams import open_source
+from torchround.data.reading_order import content_bytes
 from torchround.data.text.chat import ChatTemplate
 from torchround.data.text.special_tokens import PairFormat
 from torchround.data.text.tokenizer import Tokenizer
@@ -102,6 +104,18 @@ def _check_source(table: SourceTable, source: Source, tokenizer: Tokenizer, most
     # A document that is empty is neither good nor bad. Later records may be bad: this is about the beginning.
     if first_error is not None and not num_good:
         raise DataError(f"source {table.path!r}: {first_error}")
+
+
+def first_content(source: Source) -> str:
+    """Return a digest of a source's first documents, of the beginning of each."""
+    digest = hashlib.sha256()
+    for document in source.first_documents(ALL_BAD):
+        try:
+            content, _ = source.read(document, 0)
+        except DataError:
+            content = ""  # the run reports it when it comes to it
+        digest.update(hashlib.sha256(content_bytes(content)).digest())
+    return digest.hexdigest()[:12]
 
 
 def _looks_like_records(document: Document, content: Content) -> bool:

@@ -29,6 +29,10 @@ class OrderRules:
         """Whether copies of a document from different epochs are kept apart."""
         return self.number >= 2
 
+    def window_of_each(self, num_streams: int) -> int:
+        """Return the sequences in a window of each stream: all windows together have those of one stream's window."""
+        return -(-self.window // num_streams)
+
     def identity(self, seq_len: int) -> dict[str, Any]:
         """Return the entries that a position has of them. Keys are added only if they matter."""
         entries: dict[str, Any] = {"order": self.number} if self.number > 1 else {}

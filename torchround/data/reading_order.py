@@ -24,6 +24,9 @@ WARNINGS_SHOWN = 10
 REMEDIES = 'repair it, or leave such records out with data.on_bad_record = "skip"'
 FILE_REMEDY = "a file that cannot be read stops a run in both modes of data.on_bad_record; once it is back, the same command continues"
 LEAST_BAD_RECORDS = 10
+# A stream that may get a usable document of a source in a pass with a chance of one in S misses all of them in 8 S
+# passes with a chance of less than one in 2000.
+PASSES_PER_STREAM = 8
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class MixSettings:
     exactly `epochs` times, and a source at its end leaves the mix to the others. With `skip_bad`, bad records are left
     out up to the fraction `max_bad_fraction` of a source's documents. The fraction `held_out` of the
     documents is for validation: with `validation` only those are read, otherwise only the others. With `copies_apart`,
-    at least three quarters of an epoch lie between two visits to a document.
+    at least three quarters of an epoch lie between two visits to a document. The documents of each source are dealt to
+    `num_streams` streams in turn, and only those of number `stream` are read.
     """
 
     weights: Sequence[float]
@@ -46,6 +50,8 @@ class MixSettings:
     held_out: float = 0.0
     validation: bool = False
     copies_apart: bool = True
+    stream: int = 0
+    num_streams: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,8 @@ class Reader(BaseNode[DocumentPiece]):
         self._sources = sources
         self._settings = settings
         self.bad_records: list[str] = []  # the first ones that were skipped, with file and line
+        # Of each source, the passes in a row that gave this stream nothing.
+        self._fruitless = [0] * len(sources)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin at the first document, or at the saved state."""
@@ -137,9 +145,20 @@ class Reader(BaseNode[DocumentPiece]):
             if found is None:
                 self._end_pass(number)
                 continue
+            if not self._is_dealt(progress.drawn):
+                progress.cursor, progress.drawn, self._source = found[1], progress.drawn + 1, None
+                continue
             piece = self._read(number, *found)
             if piece is not None:
                 return piece
+
+    def _is_dealt(self, drawn: int) -> bool:
+        """Say whether the document of a source that comes after `drawn` others is this stream's."""
+        return drawn % self._settings.num_streams == self._settings.stream
+
+    def _num_dealt(self, drawn: int) -> int:
+        """Count this stream's documents among the first `drawn` of a source."""
+        return -(-(drawn - self._settings.stream) // self._settings.num_streams)
 
     def _read(self, number: int, document: Document, after: Cursor) -> DocumentPiece | None:
         """Return the piece of a document at the present offset, or None if the document is not to be used."""
@@ -199,11 +218,16 @@ class Reader(BaseNode[DocumentPiece]):
     def _end_pass(self, number: int) -> None:
         """Turn to the next epoch of a source. Raises `DataError` if the pass gave nothing."""
         progress, name, settings = self._progress[number], self._sources[number].name, self._settings
-        # Without this error, an endless run would read an empty source forever.
-        if not progress.used and not settings.validation:
+        self._fruitless[number] = 0 if progress.used else self._fruitless[number] + 1
+        # Without this error, an endless run would read an empty source forever. Some of several streams may get no
+        # document of a small source in one pass, and others in the next.
+        most = 1 if settings.num_streams == 1 else PASSES_PER_STREAM * settings.num_streams
+        if self._fruitless[number] >= most and not settings.validation:
             left_out = f"; {progress.bad} records were skipped as bad" if progress.bad else ""
             if settings.held_out and progress.drawn > progress.bad:
                 left_out += f"; data.validation_fraction {settings.held_out} holds out the rest"
+            if settings.num_streams > 1:
+                left_out += f" (in {most} passes over it, for stream {settings.stream} of data.streams = {settings.num_streams})"
             raise DataError(f"source {name!r}: none of its documents holds any text{left_out}")
         progress.epoch += 1
         progress.cursor = self._sources[number].first_cursor()
@@ -220,9 +244,10 @@ class Reader(BaseNode[DocumentPiece]):
         # A small source would pass a small fraction with one bad record. The least number is one of each pass, because
         # later passes meet the same bad records again.
         least = LEAST_BAD_RECORDS * (progress.epoch + 1)
-        if progress.bad > max(least, bound * (progress.drawn + 1)):
+        looked_at = self._num_dealt(progress.drawn + 1)
+        if progress.bad > max(least, bound * looked_at):
             raise DataError(
-                f"{error} (source {self._sources[number].name!r}: {progress.bad} of {progress.drawn + 1} records were bad, "
+                f"{error} (source {self._sources[number].name!r}: {progress.bad} of {looked_at} records were bad, "
                 f"a fraction of more than data.max_bad_fraction = {bound}; repair them, or raise it)"
             )
         if len(self.bad_records) < WARNINGS_SHOWN:
@@ -239,10 +264,14 @@ class Reader(BaseNode[DocumentPiece]):
 
 def is_held_out(content: Content, fraction: float) -> bool:
     """Say whether a document is for validation. A hash of its first piece decides, so copies of it agree."""
+    digest = hashlib.blake2b(content_bytes(content), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def content_bytes(content: Content) -> bytes:
+    """Return the bytes that stand for a content wherever it is hashed."""
     if isinstance(content, str):
-        data = content.encode("utf-8", "surrogatepass")
-    elif isinstance(content, np.ndarray):
-        data = content.tobytes()
-    else:
-        data = "".join(span.text for span in content).encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < fraction * 2**64
+        return content.encode("utf-8", "surrogatepass")
+    if isinstance(content, np.ndarray):
+        return content.tobytes()
+    return "".join(span.text for span in content).encode("utf-8", "surrogatepass")

@@ -11,11 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from torch import Tensor
-
 from torchround.data.errors import DataError
 from torchround.data.loader import Loader
 from torchround.data.packing.batches import micro_batch_rows
+from torchround.data.saved_positions import joined_positions
 from torchround.layer import MicroBatch, most_documents, with_dropout_seeds
 from torchround.pipeline.machine_shares import StepShare, step_share
 
@@ -72,6 +71,10 @@ class StepBatches:
         self._num_machines = num_machines
         self._names = names or [f"machine {rank}" for rank in range(num_machines)]
         self._reading = reading
+        if agree is not None and loader.num_streams > 1:
+            # A machine may need streams that another one has read so far: the number of rounds can have changed.
+            loader.load_state_dict(joined_positions(agree(loader.state_dict())))
+            loader.read_only(self._needed_streams())
 
     def next(self, flags: JSON = None) -> tuple[StepBatch | None, list[JSON]]:
         """Return the next step's batch, None at the end of the data, and the flags of all machines in rank order.
@@ -93,17 +96,21 @@ class StepBatches:
             "labels": sum(part.num_labels() for part in parts),
             "tokens": sum(self._loader.num_tokens(part) for part in parts),
             "documents": _most([most_documents(part.document_ids) for part in parts]),
-            "sequences": 0 if batch is None else len(batch.tokens),
+            "has_ended": batch is None,
             "flags": flags,
         }
-        if self._agree is None:
-            found = [found_here]
-        else:
-            found_here |= {"error": error and str(error), "digest": batch and _digest(batch.tokens)}
+        found = [found_here]
+        if self._agree is not None:
+            found_here |= {
+                "error": error and str(error),
+                "digest": self._digest(batch),
+                "counts": self._loader.counts,
+            }
             found = self._agree(found_here)
             self._require_the_same(found, error)
+            self._loader.hear_counts(counts for each in found for counts in each["counts"])
         agreed_flags = [each["flags"] for each in found]
-        if share is None:
+        if all(each["has_ended"] for each in found):
             return None, agreed_flags
         documents = _most([each["documents"] for each in found])
         return StepBatch(
@@ -113,22 +120,48 @@ class StepBatches:
             num_tokens=sum(each["tokens"] for each in found),
         ), agreed_flags
 
-    def _cut(self, batch: MicroBatch | None) -> tuple[StepShare | None, list[MicroBatch]]:
-        """Return this machine's share of a batch, and its micro-batches as views."""
-        if batch is None:
-            return None, []
-        rows = micro_batch_rows(len(batch.tokens), self._micro_batch_size)
-        share = step_share(len(rows), self._rounds, self._machine, self._num_machines)
+    def _cut(self, batch: MicroBatch | None) -> tuple[StepShare, list[MicroBatch]]:
+        """Return this machine's share of a batch, and its micro-batches as views.
+
+        Without a batch it is padding: other machines may have streams that go further.
+        """
+        loader = self._loader
+        # One stream's last batch may be short. Of several streams, a batch has only those that this machine needs.
+        num_sequences = loader.global_batch_size
+        if batch is not None and loader.num_streams == 1:
+            num_sequences = len(batch.tokens)
+        share, sequences = self._share_of(num_sequences)
+        if not sequences:
+            return share, []
+        tensors = (loader.padding() if batch is None else batch).tensors()
+        starts = [(loader.row_of(rows.start), len(rows)) for rows in sequences]
         return share, [
-            batch.with_tensors(tensor[rows[index].start : rows[index].stop] for tensor in batch.tensors())
-            for index in share.micro_batches
+            MicroBatch(*(tensor[first : first + count] for tensor in tensors)) for first, count in starts
         ]
+
+    def _share_of(self, num_sequences: int) -> tuple[StepShare, list[range]]:
+        """Return this machine's share of a batch, and the sequences of each micro-batch in it."""
+        rows = micro_batch_rows(num_sequences, self._micro_batch_size)
+        share = step_share(len(rows), self._rounds, self._machine, self._num_machines)
+        return share, [rows[number] for number in share.micro_batches]
+
+    def _needed_streams(self) -> set[int]:
+        """Return the streams that this machine's sequences of a batch come from."""
+        size = self._loader.global_batch_size // self._loader.num_streams
+        _, sequences = self._share_of(self._loader.global_batch_size)
+        return {sequence // size for rows in sequences for sequence in rows}
+
+    def _digest(self, batch: MicroBatch | None) -> list[int] | None:
+        """Return a digest of a batch that all machines read whole, and its number of sequences."""
+        if batch is None or self._loader.num_streams > 1:
+            return None
+        return [len(batch.tokens), zlib.crc32(batch.tokens.numpy().data)]
 
     def _require_the_same(self, found: Sequence[dict[str, JSON]], own_error: DataError | None) -> None:
         """Raise the same `DataError` on all machines if one has an error, or if they read different data."""
         raise_agreed([each["error"] for each in found], self._names, own_error)
         for rank, each in enumerate(found):
-            if (each["sequences"], each["digest"]) != (found[0]["sequences"], found[0]["digest"]):
+            if each["digest"] != found[0]["digest"]:
                 raise DataError(
                     f"{self._names[rank]} reads another batch than {self._names[0]} for the same step: the files "
                     "of data.sources differ between them, although their sizes are the same"
@@ -148,7 +181,3 @@ def _most(documents: Sequence[int | None]) -> int | None:
     """Return the bound on documents that holds for all parts: None if one of them has no bound, 0 without parts."""
     known = [count for count in documents if count is not None]
     return None if len(known) < len(documents) else max(known, default=0)
-
-
-def _digest(tokens: Tensor) -> int:
-    return zlib.crc32(tokens.numpy().data)

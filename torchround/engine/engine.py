@@ -101,20 +101,22 @@ class Engine:
         self._saves: list[PendingSave[Any]] = []
         # The rounds decide which gradients add up on the host, and so which pool buffers they need.
         store.allocate_gradients(self.settings.rounds)
+        parts = (store, self._board, self._ordering, self.pool, self._life.fail)
+        self._exchange = make_exchange(*parts, machines)
         kind = self.devices[0].torch_device.type
         compiles = self.settings.compiler is not None
         kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind, compiles)
-        self._reservation = BufferReservation(model, store, self.pool, self.devices, kept)
+        self._reservation = BufferReservation(
+            model, store, self.pool, self.devices, kept, self._exchange.landings.needed()
+        )
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
         lagging = [bundle.index for bundle in store.trained if store.lags(bundle)]
         self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
         self._ordering.settled(self._step, store.resume_state())
         workers = self._make_workers(model, kept)
         queues = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
-        parts = (store, self._board, self._ordering, self.pool, self._life.fail)
-        self._exchange = make_exchange(*parts, machines)
         optimizer_worker = make_optimizer_worker(
-            *parts, optimizer, self.settings, len(self.devices), self._exchange
+            *parts, optimizer, self.settings, len(devices), self._exchange
         )
         readers = [worker.reader.thread for worker in workers if worker.reader is not None]
         others = [saver_thread(store, self._board, self._ordering), optimizer_worker.thread, *readers]
@@ -274,10 +276,7 @@ class Engine:
         share: StepShare | None = None,
         num_labels: int | None = None,
     ) -> Pass:
-        """Reserve the pass's buffers and copy its integers to the host pool, before any device hears of it.
-
-        A training step has a `share`, an evaluation none.
-        """
+        """Reserve a pass's buffers and copy its integers to the host pool. A training step has a `share`."""
         problem = check_micro_batches(micro_batches) if tasks else None
         if problem is not None:
             raise EngineUsageError(problem)
@@ -357,6 +356,7 @@ class Engine:
             board=self._board,
             ordering=self._ordering,
             pool=self.pool,
+            landings=self._exchange.landings,
             layer_names=model.names,
             partition=self.partition,
             num_devices=len(self.devices),

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 
 from torchround.engine.board import Observer
+from torchround.engine.exchange.landings import Landings
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import Bundle
-from torchround.engine.store.host_memory import HostBuffer, HostPool
+from torchround.engine.store.host_memory import HostBuffer
 from torchround.engine.store.host_store import HostStore
 from torchround.optim import clip_scale, layer_max_norm, sum_of_squares
 
@@ -17,10 +18,10 @@ class LandedGradients:
     `waited_s` is the time spent waiting for other machines, which only a subclass does.
     """
 
-    def __init__(self, store: HostStore, ordering: Ordering, pool: HostPool, observer: Observer) -> None:
+    def __init__(self, store: HostStore, ordering: Ordering, landings: Landings, observer: Observer) -> None:
         self._store = store
         self._ordering = ordering
-        self._pool = pool
+        self._landings = landings
         self._observer = observer
         self.waited_s = 0.0
 
@@ -64,7 +65,7 @@ class LandedGradients:
             else:
                 bundle.gradient.add_(landed)
             # The buffer is back before the device that waits for it is woken, which may take this very one.
-            self._pool.give(buffer, busy=[])
+            self._landings.give(buffer, busy=[])
             self._ordering.part_consumed(bundle.index, step, part)
 
     def norm_squared(self, bundle: Bundle) -> float:

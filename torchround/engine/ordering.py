@@ -1,7 +1,8 @@
-"""The seven ordering rules: which thread may read or write what, and when.
+"""The eight ordering rules: which thread may read or write what, and when.
 
 Rules 1 to 5 are those of the RoundPipe paper (section 4.3), kept per bundle of parameters; rule 6 is for
-saves beside training, rule 7 for several machines. Each rule is one method of `Ordering`, and each has a test that breaks it.
+saves beside training, rules 7
+and 8 are for several machines. Each rule is one method of `Ordering`, and each has a test that breaks it.
 
 | rule | who waits | until |
 |---|---|---|
@@ -12,6 +13,7 @@ saves beside training, rule 7 for several machines. Each rule is one method of `
 | 5 | the optimizer, before it updates a bundle | the previous update of that bundle is complete |
 | 6 | the optimizer, before it overwrites a version being saved | the save has read it |
 | 7 | the optimizer, before it overwrites a version being sent to other machines | all of them have been sent it |
+| 8 | a device, before it writes a gradient into the landing window | the parts that were there are consumed |
 
 All hand-overs between threads, rules included, go through one `Board`. These are their kinds. (C is the
 controller, which is the caller's thread; D a device worker; O the optimizer worker; R a device's reader of
@@ -78,7 +80,7 @@ SENT = HandOver[None]("version {0} of bundle {1} to be sent to machine {2} (orde
 
 
 class Ordering:
-    """The seven ordering rules, one method each, named for what the caller is about to do.
+    """The eight ordering rules, one method each, named for what the caller is about to do.
 
     `versions` is the number of device-weight buffers of a bundle: version `v` is in buffer `v % versions`.
     """
@@ -93,6 +95,8 @@ class Ordering:
         self._num_parts: dict[tuple[int, int], int] = {}
         self._saves: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._sendings: dict[tuple[int, int], Sequence[int]] = {}
+        self._overlapped: Mapping[int, Sequence[tuple[int, int]]] = {}
+        self._num_machines = 1
 
     def begin(self, bundles: Sequence[int], step: int, lagging: Collection[int] = ()) -> None:
         """Declare that the store holds every version that `step` and later steps may read, and that nothing runs.
@@ -210,13 +214,16 @@ class Ordering:
 
         That is the previous round's part, `previous_part`, or the previous step's gradient if `previous_part`
         is negative, as in a step's first round. It protects `Bundle.gradient` and bounds the pool's buffers
-        for parts.
+        for parts. Rule 8 is the same for other bundles whose parts had the memory before.
         """
         self._board.wait(_consumed(bundle, step, previous_part))
+        for key in self._before_landing(bundle, step, previous_part):
+            self._board.wait(key)
 
     def may_write_gradient(self, bundle: int, step: int, previous_part: int) -> bool:
         """Tell whether `before_gradient_write` would return at once."""
-        return self._board.ready(_consumed(bundle, step, previous_part))
+        keys = self._before_landing(bundle, step, previous_part)
+        return self._board.ready(_consumed(bundle, step, previous_part)) and all(map(self._board.ready, keys))
 
     def part_consumed(self, bundle: int, step: int, part: int) -> None:
         """Post that a part of a gradient is in its sum."""
@@ -226,6 +233,22 @@ class Ordering:
         """Post that the optimizer will not read step `step`'s gradient again."""
         self._num_parts.pop((step, bundle), None)
         self._board.signal(GRADIENT_CONSUMED(step, bundle))
+
+    # Rule 8.
+
+    def limit_landings(self, overlapped: Mapping[int, Sequence[tuple[int, int]]], num_machines: int) -> None:
+        """Let parts of bundles land in common memory: `overlapped` gives, by bundle, whose parts were there before.
+
+        Each is a bundle and the rounds of this machine between the two parts, 0 or 1. All have one part a round.
+        """
+        self._overlapped, self._num_machines = overlapped, num_machines
+
+    def _before_landing(self, bundle: int, step: int, previous_part: int) -> list[HandOverKey[None]]:
+        """Rule 8: return what must be consumed before a part of this bundle may land."""
+        return [
+            _consumed(other, step, previous_part + (1 - rounds) * self._num_machines)
+            for other, rounds in self._overlapped.get(bundle, ())
+        ]
 
     # Rule 6.
 

@@ -223,19 +223,14 @@ class BufferReservation:
         pool: HostPool,
         devices: Sequence[Device],
         kept: KeptLayers,
+        for_gradients: Counter[int],
     ) -> None:
         self._model = model
         self._store = store
         self._pool = pool
         self._kept = kept
         self._num_devices = len(devices)
-        # Gradients that add up on the host: one buffer for each use of a bundle (ordering rule 4).
-        self._always = Counter(
-            bundle.numel * store.gradient_dtype.itemsize
-            for bundle in store.trained
-            if bundle.adds_up
-            for _ in bundle.layers
-        )
+        self._always = for_gradients.copy()
         # The rings through which weights in files go up to devices that need page-locked memory.
         if any(bundle.mapped for bundle in store.bundles):
             self._always[READER_BUFFER_BYTES] += READER_BUFFERS * sum(dev.pins_host_memory for dev in devices)

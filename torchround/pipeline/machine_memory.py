@@ -51,8 +51,10 @@ def landing_window_bytes(part_bytes: Sequence[int]) -> int:
 def landing_bytes(parameters: ParameterCounts, gradient_bytes: int) -> int:
     """Count the buffers that parts of gradients land in on one of several machines, in whole pages."""
     bundles = parameters.bundles or ((parameters.trained, 1),)
-    parts = [whole_pages(numel * gradient_bytes) for numel, uses in bundles for _ in range(uses)]
-    return landing_window_bytes(parts)
+    parts = [whole_pages(numel * gradient_bytes) for numel, uses in bundles if uses == 1]
+    # Parts of a shared bundle wait for each other at the owner, so they land outside the window.
+    shared = [whole_pages(numel * gradient_bytes) for numel, uses in bundles for _ in range(uses) if uses > 1]
+    return landing_window_bytes(parts) + sum(shared)
 
 
 def state_of_machine(

@@ -11,12 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from torchround.checkpoint import (
-    Checkpointer,
     CheckpointError,
     DamagedCheckpointError,
     ForeignCheckpointError,
+    Loaded,
     SaveWatch,
-    verify_checkpoint,
 )
 from torchround.config import Config
 from torchround.data import DataError, Loader
@@ -24,6 +23,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.saver import PendingSave, SaveSource
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import OLDER_WEIGHTS, HostStore
+from torchround.machines.errors import MachineError
 from torchround.pipeline.memory import size_text
 from torchround.run.last_save import save_with_patience
 from torchround.run.resume import StartingWeights, find_checkpoint, require_complete_as_asked
@@ -64,8 +64,9 @@ class RunCheckpoints:
     def __init__(self, config: Config, folder: RunFolder) -> None:
         self._config = config
         self._folder = folder
+        self._team = folder.team
         table = config.checkpoint
-        self._checkpointer = Checkpointer(folder.checkpoints, table.keep_latest_k, table.keep_every_n_steps)
+        self._checkpointer = folder.checkpointer(table.keep_latest_k, table.keep_every_n_steps)
         self.positions: deque[RunPosition] = deque(maxlen=4)
         self.wandb_run_id: str | None = None
         self.skipped_steps = 0
@@ -93,17 +94,17 @@ class RunCheckpoints:
         Every byte of it is read. Otherwise a run with a damaged last checkpoint would be called complete. Raises
         `RunError` if it was trained with other settings than the config's, or on other data than the loader's.
         """
-        step = self._checkpointer.latest_step()
+        step = max(self._checkpointer.whole_steps(), default=None)
         if step is None or step < self._config.training.num_steps:
             return None
-        path = self._checkpointer.checkpoints()[step]
+        path = self._checkpointer.named(step)
         try:
-            verify_checkpoint(path, Progress(f"verifying {path}", text=size_text).advance)
+            state = self._checkpointer.verify(step, Progress(f"verifying {path}", text=size_text).advance)
         except DamagedCheckpointError:
             return None  # loading names the damage, and takes the checkpoint before
         except ForeignCheckpointError:
-            pass  # written by a newer version; complete as far as this version can tell
-        require_complete_as_asked(path, step, self._config, loader)
+            return step  # written by a newer version; complete as far as this version can tell
+        require_complete_as_asked(Loaded(step, state, path, frozenset()), self._config, loader)
         return step
 
     def restore(self, store: HostStore, loader: Loader) -> bool:
@@ -113,7 +114,11 @@ class RunCheckpoints:
         """
         start_s = time.monotonic()
         if self._config.validation.keep_best:
-            self._validation_losses = kept_losses(self._checkpointer)
+            every = self._team.gather(
+                sorted(kept_losses(self._checkpointer).items()), "the validation losses of the checkpoints"
+            )
+            # Machine 0's word counts last: in a shared folder it sees the newest state of it.
+            self._validation_losses = {step: loss for losses in reversed(every) for step, loss in losses}
         views = store.loadable_views()
         loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_weight)
         if loaded is None:
@@ -156,7 +161,9 @@ class RunCheckpoints:
 
     def starting_weights(self) -> StartingWeights | None:
         """Return the weights of another run, if `checkpoint.load` asks for them to begin with."""
-        return StartingWeights(self._config) if self._config.checkpoint.load == "weights" else None
+        if self._config.checkpoint.load != "weights":
+            return None
+        return StartingWeights(self._config, self._team)
 
     def best_step(self) -> int | None:
         """Return the step of the checkpoint with the lowest validation loss; None without `validation.keep_best`."""
@@ -208,7 +215,8 @@ class RunCheckpoints:
         position = self.position
         if (position.step, position.validation) != (self.saved_step, self._saved_validation):
             self._waits = True
-            save_with_patience(save, stop_requested)
+            # All machines give up, or none: a save needs all of them.
+            save_with_patience(save, lambda: self._team.any(stop_requested(), "whether to wait for space"))
 
     def end_saves(self) -> None:
         """After a fault, report the saves that ended with the engine, and forget those that it gave up."""
@@ -217,21 +225,28 @@ class RunCheckpoints:
         for position, pending in ended:
             try:
                 self._conclude(position, pending)
-            except CheckpointError as error:
+            except (CheckpointError, MachineError) as error:
                 logger.warning("%s", error)
 
-    def rescue(self, store: HostStore) -> None:
+    def rescue(self, store: HostStore, error: Exception | None = None) -> None:
         """Save the state that a fault left, unless it mixes two weight versions or is saved already.
 
-        The engine has ended, and its saves too. One update may still hang in a thread; no other can begin.
+        The engine has ended, and its saves too. One update may still hang in a thread; no other can begin. Several
+        machines save together after an `error` in the data, which all of them raise after the same step. After any
+        other they save nothing: a part of the state is on machines that may be gone, or at another step.
         """
+        if not self._team.is_alone and not isinstance(error, DataError):
+            logger.warning(
+                "the state is spread over %d machines, so what the fault left is not saved; %s",
+                self._team.size,
+                self._newest_text(),
+            )
+            return
         # Checked before the step is read: a store that is consistent now stays so.
         if not store.is_consistent:
-            newest = self._checkpointer.latest_step()
-            left = (
-                "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
+            logger.warning(
+                "an update was not completed, so what it left is not saved; %s", self._newest_text()
             )
-            logger.warning("an update was not completed, so what it left is not saved; %s", left)
             return
         position = next((p for p in self.positions if p.step == store.step), None)
         # At its first step a run has what it began with, which a new start finds again.
@@ -240,10 +255,14 @@ class RunCheckpoints:
         self._waits = True
         try:
             line = self._write(position, store.resume_state(), store.named_views())
-        except CheckpointError as error:
-            logger.warning("%s", error)
+        except CheckpointError as failure:
+            logger.warning("%s", failure)
         else:
             self._note_saved(position, line)
+
+    def _newest_text(self) -> str:
+        newest = self._checkpointer.latest_step()
+        return "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
 
     def _write(
         self,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchround.checkpoint import Checkpointer, CheckpointError
+from torchround.checkpoint import CheckpointError
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import Config, Options
 from torchround.data import DataError, Loader, reading_order
@@ -172,14 +172,14 @@ def _quiet(of: logging.Logger) -> Iterator[None]:
 
 def _saved_start(config: Config, folder: RunFolder) -> tuple[int, dict[str, Any]] | None:
     """Return step and data position of the checkpoint that the run will resume from, None for a run from the start."""
-    checkpointer = Checkpointer(folder.checkpoints)
+    checkpointer = folder.checkpointer()
     paths = [path for _, path in reversed(checkpointer.checkpoints().items())]
     given = given_folder(config)
     if not paths and given is not None and config.checkpoint.load == "all":
         paths = [given]
     for path in paths:
         try:
-            manifest = read_manifest(path)
+            manifest = read_manifest(path, is_part=checkpointer.is_part)
             position = read_state(path, manifest).get("data")
         except CheckpointError:
             continue  # resuming names the damage, and takes the checkpoint before
@@ -188,8 +188,8 @@ def _saved_start(config: Config, folder: RunFolder) -> tuple[int, dict[str, Any]
 
 
 def _digest(config: Config, beginning: dict[str, Any]) -> str:
-    """Return a digest of all that the number of batches depends on."""
-    data = config.data.model_dump(mode="json", exclude={"num_workers", "on_changed_files"})
+    """Return a digest of all that the number of batches depends on. Several streams are part of the beginning."""
+    data = config.data.model_dump(mode="json", exclude={"num_workers", "on_changed_files", "streams"})
     sizes = (config.training.seq_len, config.training.global_batch_size)
     return hashlib.sha256(json.dumps([beginning["data"], data, sizes], sort_keys=True).encode()).hexdigest()
 

@@ -12,9 +12,9 @@ import torch
 
 from torchround.accelerators import kind_of
 from torchround.config import DataTable, EngineTable, TrainingTable
-from torchround.data.loader import PREFETCHED_BATCHES
 from torchround.data.order_rules import rules_for
 from torchround.data.packing.window_shuffle import WAITING_TOKEN_BYTES
+from torchround.data.sequence_stream import PREFETCHED_BATCHES
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.kept_layers import kept_whole
 from torchround.engine.store.bundles import ALIGNMENT_ELEMENTS
@@ -259,6 +259,7 @@ def loader_bytes(data: DataTable, seq_len: int, global_batch_size: int) -> int:
     token_bytes = INTEGER_TENSORS * 8
     # The batch of the step under way, the next one, and with workers the batches that wait for it.
     batches = 2 + (PREFETCHED_BATCHES if data.num_workers else 0)
+    batches += data.streams > 1  # the parts of the streams, while they are joined
     window = rules_for(data, seq_len).window
     token_total = seq_len * batches * global_batch_size
     return token_bytes * token_total + WAITING_TOKEN_BYTES * seq_len * window

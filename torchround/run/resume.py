@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchround.checkpoint import (
     CheckpointError,
     ForeignCheckpointError,
     Loaded,
+    MachineTeam,
     load_checkpoint,
 )
 from torchround.checkpoint.manifest import read_manifest, read_state
@@ -80,7 +81,7 @@ def find_checkpoint(
     try:
         loaded = checkpointer.load_latest(views, optional)
         if loaded is None and (path := given_folder(config)) is not None and config.checkpoint.load == "all":
-            loaded = _given_checkpoint(config, path, views, optional)
+            loaded = _given_checkpoint(config, path, views, optional, checkpointer.team)
     except ForeignCheckpointError as error:
         raise RunError(
             f"{error}{_difference(error, config)}. Resume with the settings it was made with, or give the run a name "
@@ -109,7 +110,7 @@ def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int 
     start = given_folder(config) if config.checkpoint.load == "all" else None
     for path in [*paths, *([start] if start is not None and not paths else [])]:
         try:
-            kept = read_state(path, read_manifest(path)).get("stale_layers")
+            kept = read_state(path, read_manifest(path, is_part=checkpointer.is_part)).get("stale_layers")
         except CheckpointError:
             continue  # loading names the damage, and takes the checkpoint before
         if type(kept) is not int:
@@ -123,16 +124,13 @@ def resumed_stale_layers(config: Config, checkpointer: Checkpointer, given: int 
     return given
 
 
-def require_complete_as_asked(path: Path, step: int, config: Config, loader: Loader) -> None:
-    """Raise `RunError` if the complete run, whose last checkpoint is `path`, was trained with other settings or data.
+def require_complete_as_asked(loaded: Loaded, config: Config, loader: Loader) -> None:
+    """Raise `RunError` if the complete run, whose last checkpoint is given, was trained with other settings or data.
 
     A run that is not complete may change its settings, because they take effect. A complete one would end at once, and a
     sweep that reuses its name would seem to succeed. A lower `training.steps` alone is a warning.
     """
-    try:
-        loaded = Loaded(step, read_state(path, read_manifest(path, step)), path, frozenset())
-    except ForeignCheckpointError:
-        return  # written by a newer version, whose settings this one does not know
+    path = loaded.path
     # A run has no more need of what it began with, so the keys of that may be left out by now.
     left_out = ["checkpoint."] if config.checkpoint.load_path is None else []
     left_out += ["lora.path "] if config.lora.path is None else []
@@ -177,6 +175,7 @@ class StartingWeights:
     """The weights in `checkpoint.load_path`, and nothing else of it, for a run that begins at step 0."""
 
     config: Config
+    team: MachineTeam = field(default_factory=MachineTeam)
 
     @property
     def folder(self) -> Path:
@@ -188,7 +187,7 @@ class StartingWeights:
         """Fill `weights`, named as in `HostStore.weights`. Raises `RunError`."""
         views = {f"{WEIGHTS}{name}": view for name, view in weights.items()}
         try:
-            loaded = load_checkpoint(self.folder, views, lambda name: not name.startswith(WEIGHTS))
+            loaded = load_checkpoint(self.folder, views, lambda name: not name.startswith(WEIGHTS), self.team)
         except CheckpointError as error:
             reason = _difference(error, self.config) if isinstance(error, ForeignCheckpointError) else ""
             raise RunError(f"checkpoint.load_path: {error}{reason}") from error
@@ -202,10 +201,14 @@ def _difference(error: ForeignCheckpointError, config: Config) -> str:
 
 
 def _given_checkpoint(
-    config: Config, path: Path, views: Mapping[str, Tensor], optional: Callable[[str], bool]
+    config: Config,
+    path: Path,
+    views: Mapping[str, Tensor],
+    optional: Callable[[str], bool],
+    team: MachineTeam,
 ) -> Loaded:
     try:
-        loaded = load_checkpoint(path, views, optional)
+        loaded = load_checkpoint(path, views, optional, team)
     except ForeignCheckpointError:
         raise  # the caller adds which settings differ
     except CheckpointError as error:

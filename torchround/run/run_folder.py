@@ -5,6 +5,9 @@
     config_source.json  the file that the configuration came from, so that no other file continues the run by accident
 
 The kernel holds the lock (`flock`), so the lock ends with the process, even if the process is killed.
+
+Several machines work in one folder that all of them see, or each in a folder on its own disk. Machine 0 writes the
+files that describe the run.
 """
 
 import errno
@@ -12,10 +15,14 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torchround.checkpoint import Checkpointer, MachineTeam
 from torchround.config import Config, RunTable, to_toml
 from torchround.pipeline.plan import Plan
 from torchround.untrusted.regular_file import read_regular
@@ -28,6 +35,8 @@ MOST_PLAN_BYTES = 2**24
 MOST_SOURCE_BYTES = 2**16
 # Errors of flock on file systems that have no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+# A network's file system keeps the lock of a machine that died for its lease, 90 s by default.
+LEASE_S = 100
 
 
 class RunError(Exception):
@@ -48,38 +57,61 @@ class ConfigSource:
 class RunFolder:
     """The folder `<run.folder>/<run.name>`. As a context manager it makes the folder and keeps other processes out.
 
-    `source` is remembered with the run; None if no file describes it.
+    `source` is remembered with the run; None if no file describes it. The machines of `team` enter it together. If they
+    share it, machine 0 locks it; otherwise each locks its own.
     """
 
-    def __init__(self, table: RunTable, source: ConfigSource | None = None) -> None:
+    def __init__(
+        self, table: RunTable, source: ConfigSource | None = None, team: MachineTeam | None = None
+    ) -> None:
         folder = os.path.expanduser(table.folder)
         if folder.startswith("~"):
             raise RunError(f"run.folder: {folder}: there is no such user")
         self.path = Path(folder) / table.name
         self.checkpoints = self.path / "checkpoints"
+        self.team = team or MachineTeam()
         self._source = source
         self._lock = -1
 
     def __enter__(self) -> "RunFolder":  # noqa: PYI034  (typing.Self needs Python 3.11)
+        error: RunError | None = None
+        if not self.team.is_alone:
+            require_one_folder_or_own(self.path, self.team)
+        try:
+            if self.team.keeps_folder:
+                self._open()
+        except RunError as found:
+            error = found
+        try:
+            raise_on_all(self.team, error, f"whether {self.path} is free")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _open(self) -> None:
+        """Make the folder and lock it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._refuse_links()
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise RunError(f"run.folder: {self.path} cannot be used: {error}") from error
-        try:
-            self._take_lock()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+        self._take_lock()
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._lock)  # releases the lock too
-        self._lock = -1
+        if self._lock >= 0:
+            os.close(self._lock)  # releases the lock too
+            self._lock = -1
+
+    def checkpointer(self, keep_latest_k: int = 0, keep_every_n_steps: int = 0) -> Checkpointer:
+        """Return the checkpoints in the folder, as its machines save and load them."""
+        return Checkpointer(self.checkpoints, keep_latest_k, keep_every_n_steps, self.team)
 
     def describe(self, config: Config, plan: Plan) -> None:
-        """Write the resolved configuration and the plan. Raises `RunError`."""
+        """Write the resolved configuration and the plan, on machine 0. Raises `RunError`."""
+        if self.team.rank > 0:
+            return
         try:
             _replace(self.path / CONFIG_FILE, to_toml(config))
             _replace(self.path / "plan.json", plan.to_json() + "\n")
@@ -140,7 +172,7 @@ class RunFolder:
     def _take_lock(self) -> None:
         """Lock the folder. Raises `RunError` if another process holds the lock; warns if there are no locks."""
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._flock(0 if self.team.is_alone else LEASE_S)
         except BlockingIOError:
             holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
             raise RunError(
@@ -158,6 +190,83 @@ class RunFolder:
         # The holder's name is for the message of a second process. The lock itself is the kernel's.
         os.truncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def _flock(self, patience_s: int) -> None:
+        """Take the kernel's lock. Raises `BlockingIOError` if another process holds it for `patience_s` seconds."""
+        for left_s in range(patience_s, -1, -1):
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if left_s == 0:
+                    raise
+                if left_s == patience_s:
+                    logger.warning(
+                        "%s is locked; waiting up to %d s, in case a machine died", self.path, left_s
+                    )
+                time.sleep(1)
+            else:
+                return
+
+
+def raise_on_all(team: MachineTeam, error: RunError | None, what: str) -> None:
+    """Raise `error`, or on the other machines of the team one that tells the same. Returns if no machine has one."""
+    texts = team.gather(None if error is None else str(error), what)
+    told: dict[str, list[str]] = {}
+    for name, text in zip(team.names, texts, strict=True):
+        if text is not None:
+            told.setdefault(text, []).append(name)
+    if team.is_alone and error is not None:
+        raise error
+    if told:
+        # A mistake of all machines reads as it does on one.
+        is_common = len(told) == 1 and None not in texts
+        lines = (text if is_common else f"{', '.join(names)}: {text}" for text, names in told.items())
+        raise RunError("\n".join(lines)) from error
+
+
+def require_one_folder_or_own(path: Path, team: MachineTeam) -> None:
+    """Raise `RunError` unless the machines see one folder at `path`, or each its own, as the team has it.
+
+    Each machine puts a file there and looks for the files of the others. Raises the same error on all.
+    """
+    token = team.gather(secrets.token_hex(8), "the mark of the run's folder")[0]
+    marks = [path / f".machine-{rank}-{token}" for rank in range(team.size)]
+    error = None
+    try:
+        # A network's file system may remember that the folder was not there; making it asks the server.
+        path.mkdir(parents=True, exist_ok=True)
+        marks[team.rank].touch()
+    except OSError as found:
+        error = RunError(f"run.folder: {path} cannot be used: {found}")
+    try:
+        raise_on_all(team, error, f"the mark of each machine in {path}")
+        seen = team.gather([mark.exists() for mark in marks], f"whose marks each machine sees in {path}")
+    finally:
+        with suppress(OSError):
+            marks[team.rank].unlink(missing_ok=True)
+    expected = [
+        [team.shares_folder or rank == other for other in range(team.size)] for rank in range(team.size)
+    ]
+    wrong = [
+        (rank, other)
+        for rank in range(team.size)
+        for other in range(team.size)
+        if seen[rank][other] != expected[rank][other]
+    ]
+    if not wrong:
+        return
+    with suppress(OSError):
+        path.rmdir()  # it was made for the mark, if nothing is in it
+    one, other = (team.names[rank] for rank in wrong[0])
+    if team.shares_folder:
+        raise RunError(
+            f"run.folder: {path} on {one} is not the folder of {other}. Put it on a file system that all machines "
+            "share, or keep each machine's part on its own disk (--machines.checkpoints own)"
+        )
+    raise RunError(
+        f'run.folder: {path} is one folder on {one} and {other}, and machines.checkpoints is "own"; give each '
+        "machine its own folder, or use this one together (--machines.checkpoints shared)"
+    )
 
 
 def _replace(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchround.checkpoint import Checkpointer, CheckpointError, open_checkpoint
+from torchround.checkpoint import CheckpointError, NoCheckpointError, open_checkpoint
 from torchround.checkpoint.fsync import free_bytes_at
 from torchround.config import CheckpointTable, Config, ValidationTable
 from torchround.pipeline.memory import OPTIMIZER_BYTES, size_text
@@ -58,12 +58,12 @@ class DiskNeed:
 
 def disk_need(config: Config, folder: RunFolder, question: RunQuestion) -> DiskNeed:
     """Count what the run's checkpoints take and what its disk has. Nothing is written."""
-    checkpointer = Checkpointer(folder.checkpoints)
+    checkpointer = folder.checkpointer()
     leftovers = sum(map(_folder_bytes, checkpointer.leftovers()))
     free_bytes = free_bytes_at(folder.path)
     return DiskNeed(
         folder=folder.path,
-        checkpoint_bytes=checkpoint_bytes(question),
+        checkpoint_bytes=-(-checkpoint_bytes(question) // (folder.team.size if checkpointer.is_part else 1)),
         num_at_once=num_at_once(config.checkpoint, config.training.steps, config.validation),
         num_present=len(checkpointer.complete_steps()),
         free_bytes=None if free_bytes is None else free_bytes + leftovers,
@@ -115,10 +115,15 @@ def require_load_path(config: Config, folder: RunFolder) -> None:
     Only names and sizes are looked at; loading reads the contents.
     """
     path = given_folder(config)
-    if path is None or Checkpointer(folder.checkpoints).checkpoints():
+    checkpointer = folder.checkpointer()
+    if path is None or checkpointer.checkpoints():
         return
     try:
-        step = open_checkpoint(path).step
+        step = open_checkpoint(path, checkpointer.is_part).step
+    except NoCheckpointError as error:
+        if checkpointer.is_part and not folder.team.is_alone:
+            return  # it may be on the disks of other machines, and loading asks all
+        raise RunError(f"checkpoint.load_path: {error}") from error
     except CheckpointError as error:
         raise RunError(f"checkpoint.load_path: {error}") from error
     steps_are_known = config.training.steps is not None or config.data.epochs is None

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchround.checkpoint import Checkpointer, CheckpointError
-from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.config import ValidationTable
 from torchround.data import DataError, cut
 from torchround.data.step_batches import Agree, raise_agreed
@@ -207,9 +206,9 @@ def loss_in(state: Mapping[str, Any]) -> float | None:
 def kept_losses(checkpointer: Checkpointer) -> dict[int, float]:
     """Return step and validation loss of each checkpoint whose own step was validated. Reads the state of all."""
     losses = {}
-    for step, path in checkpointer.checkpoints().items():
+    for step in checkpointer.checkpoints():
         try:
-            loss = loss_in(read_state(path, read_manifest(path, step)))
+            loss = loss_in(checkpointer.read_state(step))
         except CheckpointError:
             continue  # a damaged checkpoint is no candidate; listing and loading name the damage
         if loss is not None:

@@ -103,8 +103,8 @@ def test_the_weights_of_every_machine_are_those_of_one_after_each_step(policy: s
     """With micro-batches for all machines, for some of them, and for one."""
     batches = [BATCHES[0], BATCHES[1][:2], BATCHES[2][:1], BATCHES[3][:1], BATCHES[0]]
     for case in (
-        Case(batches, store=(("policy", POLICIES[policy]), ("dtype", torch.bfloat16))),
-        Case([batch[:1] for batch in batches * 2], store=(("policy", POLICIES[policy]),)),
+        Case(batches, dtype=torch.bfloat16, store={"policy": POLICIES[policy]}),
+        Case([batch[:1] for batch in batches * 2], store={"policy": POLICIES[policy]}),
     ):
         assert_equal_to_one_machine(case, 3)
 

@@ -132,6 +132,17 @@ def stack(rows: Sequence[PackedSequence]) -> MicroBatch:
     )
 
 
+def padding_sequences(count: int, seq_len: int, pad_id: int) -> MicroBatch:
+    """Return sequences `[count, seq_len]` of padding alone, each of one document without a label."""
+    tokens = torch.full((count, seq_len), pad_id, dtype=torch.int64)
+    return MicroBatch(
+        tokens=tokens,
+        labels=torch.full_like(tokens, IGNORED_LABEL),
+        positions=torch.arange(seq_len).repeat(count, 1),
+        document_ids=torch.zeros_like(tokens),
+    )
+
+
 def cut(batch: MicroBatch, micro_batch_size: int) -> list[MicroBatch]:
     """Cut the G sequences of `batch` into M = ceil(G / micro_batch_size) micro-batches, in order.
 

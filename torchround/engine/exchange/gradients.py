@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torchround.engine.board import Board
 from torchround.engine.errors import Stopped
+from torchround.engine.exchange.landings import Landings
 from torchround.engine.exchange.step_exchange import SHARE, Talks
 from torchround.engine.landed_gradients import LandedGradients
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import Bundle
-from torchround.engine.store.host_memory import HostBuffer, HostPool
+from torchround.engine.store.host_memory import HostBuffer
 from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import Machine, MachineGroup
 from torchround.machines.links import Purpose, Receiver, Sender
@@ -36,11 +37,11 @@ class SharedGradients(LandedGradients):
         store: HostStore,
         board: Board,
         ordering: Ordering,
-        pool: HostPool,
+        landings: Landings,
         group: MachineGroup,
         talks: Talks,
     ) -> None:
-        super().__init__(store, ordering, pool, board.observer)
+        super().__init__(store, ordering, landings, board.observer)
         self._group = group
         self._talks = talks
         self._receivers: dict[int, Receiver] = {
@@ -112,7 +113,7 @@ class GradientSender:
         store: HostStore,
         board: Board,
         ordering: Ordering,
-        pool: HostPool,
+        landings: Landings,
         talks: Talks,
         failed: Callable[[Exception], None],
     ) -> None:
@@ -122,7 +123,7 @@ class GradientSender:
         self._store = store
         self._board = board
         self._ordering = ordering
-        self._pool = pool
+        self._landings = landings
         self._talks = talks
         self._failed = failed
         self._first_step = store.step
@@ -161,7 +162,7 @@ class GradientSender:
             self._board.observer.touched(reads=[buffer.memory], writes=())
             self._sender.send(buffer.memory.view(self._store.gradient_dtype), what)
         # The buffer is back before the device that waits for it is woken, which may take this very one.
-        self._pool.give(buffer, busy=[])
+        self._landings.give(buffer, busy=[])
         self._ordering.part_consumed(bundle.index, step, part)
 
 

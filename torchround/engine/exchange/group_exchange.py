@@ -6,6 +6,7 @@ from collections.abc import Callable
 from torchround.engine.board import Board, WaitForHandOver
 from torchround.engine.errors import FaultLocation, PipelineError
 from torchround.engine.exchange.gradients import GradientSender, SharedGradients
+from torchround.engine.exchange.landings import RingLandings
 from torchround.engine.exchange.step_exchange import (
     SHARE,
     SUMS,
@@ -43,7 +44,8 @@ class GroupExchange(StepExchange):
         self._on_failure = on_failure
         self._channel = group.channel("steps")
         self._talks = Talks(board, lambda: group.fail("it stopped in the middle of a step"))
-        self.landed = SharedGradients(store, board, ordering, pool, group, self._talks)
+        self.landings = RingLandings(store, pool, ordering)
+        self.landed = SharedGradients(store, board, ordering, self.landings, group, self._talks)
         self.peers = [machine.rank for machine in group.machines if machine.rank != group.rank]
         of_peer = {peer: [b for b in store.trained if b.owner == peer] for peer in self.peers}
         # A peer that owns nothing gets no thread: it would only count steps.
@@ -53,7 +55,7 @@ class GroupExchange(StepExchange):
                 group.machines[peer],
                 of_peer[peer],
                 group.links.sender(peer, Purpose.GRADIENTS),
-                *(store, board, ordering, pool, self._talks, self.failed),
+                *(store, board, ordering, self.landings, self._talks, self.failed),
             )
             for peer in self._owners
         ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torchround.engine.board import Board, HandOver, WaitForHandOver
 from torchround.engine.errors import EngineUsageError, PipelineError
+from torchround.engine.exchange.landings import Landings
 from torchround.engine.landed_gradients import LandedGradients
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import Pass
@@ -36,13 +37,14 @@ SHARE = HandOver[StepShare]("step {0} to be dispatched, for machine {1}'s gradie
 
 
 class StepExchange:
-    """The exchange of an engine that is alone. `peers` are the ranks of the other machines."""
+    """The exchange of an engine that is alone. `landings` are the buffers of its gradients."""
 
     peers: Sequence[int] = ()
     threads: Sequence[threading.Thread] = ()
 
     def __init__(self, store: HostStore, board: Board, ordering: Ordering, pool: HostPool) -> None:
-        self.landed = LandedGradients(store, ordering, pool, board.observer)
+        self.landings = Landings(store, pool)
+        self.landed = LandedGradients(store, ordering, self.landings, board.observer)
         self._store = store
         self._board = board
         self._ordering = ordering

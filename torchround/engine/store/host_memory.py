@@ -287,6 +287,13 @@ class HostPool:
         with self._lock:
             self._free[buffer.space.numel()].append(buffer)
 
+    def part_of(self, buffer: HostBuffer, start: int, nbytes: int) -> HostBuffer:
+        """Return a part of a buffer that was taken, as a buffer that is never given back."""
+        part = HostBuffer(buffer.memory[start : start + nbytes])
+        with self._lock:
+            self._buffers.append(part)
+        return part
+
     def close(self) -> None:
         """Undo page-locking and drop the memory of all buffers, also of those that are taken.
 

@@ -13,9 +13,10 @@ from functools import partial
 from torch import Tensor
 
 from torchround.engine.device import Device, Event, Stream
+from torchround.engine.exchange.landings import Landings
 from torchround.engine.ordering import Ordering
 from torchround.engine.store.bundles import Bundle, MappedRange
-from torchround.engine.store.host_memory import HostBuffer, HostPool
+from torchround.engine.store.host_memory import HostBuffer
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.file_reader import FileReader, pieces_of
 from torchround.engine.worker.slots import DeviceSlot, SlotRange, StageLayout
@@ -180,7 +181,7 @@ class GradientDownload:
         device: Device,
         store: HostStore,
         ordering: Ordering,
-        pool: HostPool,
+        landings: Landings,
         rounding: Tensor | None,
         slot: DeviceSlot,
         layout: StageLayout,
@@ -192,7 +193,7 @@ class GradientDownload:
         self._device = device
         self._store = store
         self._ordering = ordering
-        self._pool = pool
+        self._landings = landings
         self._rounding = rounding
         self._slot = slot
         # In the order in which a backward makes them final.
@@ -260,16 +261,13 @@ class GradientDownload:
         return stop - start
 
     def _open_landing(self, slot_range: SlotRange) -> tuple[Tensor, HostBuffer | None]:
-        """Return where a part goes: the bundle's gradient if the part is the whole sum, otherwise a pool buffer.
-
-        There is one such buffer for each use of a bundle, because rule 4 holds back the next round's part.
-        """
+        """Return where a part goes: the bundle's gradient if the part is the whole sum, otherwise a buffer of its own."""
         bundle = self._store.bundles[slot_range.bundle]
         self._ordering.before_gradient_write(slot_range.bundle, self._step, self._previous_part(slot_range))
         if not bundle.adds_up:
             assert bundle.gradient is not None, f"bundle {slot_range.bundle} has no gradient buffer"
             return bundle.gradient, None
-        buffer = self._pool.take(slot_range.numel * self._store.gradient_dtype.itemsize)
+        buffer = self._landings.take(bundle)
         # Devices that used the buffer for other things may still read it.
         for event in buffer.busy:
             self._device.wait(Stream.GRADIENT_DOWNLOAD, event)

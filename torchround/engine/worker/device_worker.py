@@ -18,6 +18,7 @@ from torch import nn
 from torchround.engine.board import Board, HandOverKey
 from torchround.engine.device import NO_STEP, Device, Mark, Stream
 from torchround.engine.errors import FaultLocation, PipelineError, Stopped
+from torchround.engine.exchange.landings import Landings
 from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.ordering import Ordering
 from torchround.engine.passes import FIRST_SIZES, STAGE_JOB, StageJob
@@ -49,6 +50,7 @@ class WorkerSetup:
     board: Board
     ordering: Ordering
     pool: HostPool
+    landings: Landings
     layer_names: tuple[str, ...]
     partition: Partition
     num_devices: int
@@ -225,7 +227,7 @@ class DeviceWorker:
                 self._device,
                 self._store,
                 self._setup.ordering,
-                self._setup.pool,
+                self._setup.landings,
                 self._slots.rounding,
                 gradients,
                 layout,

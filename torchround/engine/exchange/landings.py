@@ -1,0 +1,125 @@
+"""Host memory that parts of gradients land in before they are added up or sent.
+
+One machine takes a pool buffer for each part. Of several machines each would hold a whole round of gradients in that way,
+because the network may be far behind the devices. They land in a ring instead: a window of fixed size in which each
+bundle has its place. A part lands once the parts before it that had a share of that place are consumed (ordering rule
+8). Bundles that several layers share are few, and their parts wait for each other at the owner, so each of their parts
+has a pool buffer.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torchround.engine.device import Event
+from torchround.engine.ordering import Ordering
+from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.host_memory import HostBuffer, HostPool
+from torchround.engine.store.host_store import HostStore
+from torchround.pipeline.host_buffers import PAGE_BYTES, whole_pages
+from torchround.pipeline.machine_memory import landing_window_bytes
+
+
+class Landings:
+    """The buffers of one machine: one of the pool for each use of a bundle, because rule 4 holds back the next round."""
+
+    def __init__(self, store: HostStore, pool: HostPool) -> None:
+        self._store = store
+        self._pool = pool
+
+    def needed(self) -> Counter[int]:
+        """Count the pool buffers, by their bytes, that gradients need at once."""
+        return Counter(
+            self._bytes(bundle) for bundle in self._store.trained if bundle.adds_up for _ in bundle.layers
+        )
+
+    def take(self, bundle: Bundle) -> HostBuffer:
+        """Return the buffer for a part that is about to be downloaded, after rules 4 and 8."""
+        return self._pool.take(self._bytes(bundle))
+
+    def give(self, buffer: HostBuffer, busy: list[Event]) -> None:
+        """Give a part's buffer back; `busy` are the events of its last reads."""
+        self._pool.give(buffer, busy)
+
+    def _bytes(self, bundle: Bundle) -> int:
+        return bundle.numel * self._store.gradient_dtype.itemsize
+
+
+class RingLandings(Landings):
+    """The ring of one of several machines, and pool buffers for bundles that several layers share."""
+
+    def __init__(self, store: HostStore, pool: HostPool, ordering: Ordering) -> None:
+        super().__init__(store, pool)
+        # The deepest layers land first.
+        single = [bundle for bundle in reversed(store.trained) if len(bundle.layers) == 1]
+        sizes = [whole_pages(self._bytes(bundle)) for bundle in single]
+        window = landing_window_bytes(sizes) // PAGE_BYTES * PAGE_BYTES if sizes else 0
+        pool.reserve({window: 1} if window else {})
+        ring = pool.take(window) if window else None
+        starts = ring_places(sizes, window)
+        self._places = {
+            bundle.index: pool.part_of(ring, start, self._bytes(bundle))
+            for bundle, start in zip(single, starts, strict=True)
+            if ring is not None
+        }
+        self._in_ring = set(map(id, self._places.values()))
+        overlapped = overlapped_places(sizes, starts)
+        ordering.limit_landings(
+            {
+                bundle.index: [(single[position].index, rounds) for position, rounds in overlapped[index]]
+                for index, bundle in enumerate(single)
+            },
+            store.ownership.num_machines,
+        )
+
+    def needed(self) -> Counter[int]:
+        return Counter(
+            self._bytes(bundle)
+            for bundle in self._store.trained
+            if bundle.index not in self._places
+            for _ in bundle.layers
+        )
+
+    def take(self, bundle: Bundle) -> HostBuffer:
+        place = self._places.get(bundle.index)
+        return super().take(bundle) if place is None else place
+
+    def give(self, buffer: HostBuffer, busy: list[Event]) -> None:
+        assert id(buffer) not in self._in_ring or not busy, "no device reads a gradient that has landed"
+        if id(buffer) not in self._in_ring:
+            super().give(buffer, busy)
+
+
+def ring_places(sizes: Sequence[int], window: int) -> list[int]:
+    """Return the start of each part's place in a ring of `window` bytes, one after the other, each in one piece."""
+    starts, end = [], 0
+    for size in sizes:
+        start = end if end + size <= window else 0
+        assert start + size <= window, f"a part of {size} bytes is larger than the window of {window}"
+        starts.append(start)
+        end = start + size
+    return starts
+
+
+def overlapped_places(sizes: Sequence[int], starts: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Return, for each part, those whose memory it takes: (position, rounds back), rounds back being 0 or 1.
+
+    They are the parts that were the last to land on some byte of its place, this round or in the round before.
+    """
+    held: list[
+        tuple[int, int, int, int]
+    ] = []  # start, stop, round, position of what landed last on these bytes
+    found: dict[int, list[tuple[int, int]]] = {}
+    for round_index in (0, 1):
+        for position, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            stop, rest = start + size, []
+            overlapped: dict[tuple[int, int], None] = {}
+            for first, last, in_round, of in held:
+                if first < stop and start < last:
+                    overlapped[of, round_index - in_round] = None
+                    rest += [(first, start, in_round, of)] if first < start else []
+                    rest += [(stop, last, in_round, of)] if stop < last else []
+                else:
+                    rest.append((first, last, in_round, of))
+            held = [*rest, (start, stop, round_index, position)]
+            found[position] = list(overlapped)
+    return [found[position] for position in range(len(sizes))]
