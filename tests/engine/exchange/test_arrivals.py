@@ -1,5 +1,6 @@
 """How an owner takes the parts of gradients that other machines send."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -19,9 +20,7 @@ def test_an_owner_takes_chunks_of_all_peers_in_turn_so_that_all_send_at_once(
     taken: dict[int, list[int]] = defaultdict(list)  # for each owner, which peers its chunks come from
     chunks = Receiver.chunks
 
-    def noted(
-        receiver: Receiver, numel: int, dtype: torch.dtype, what: str
-    ) -> Iterator[tuple[int, Tensor]]:
+    def noted(receiver: Receiver, numel: int, dtype: torch.dtype, what: str) -> Iterator[tuple[int, Tensor]]:
         for chunk in chunks(receiver, numel, dtype, what):
             taken[id(receiver._groups)].append(receiver._peer)
             yield chunk
@@ -32,4 +31,4 @@ def test_an_owner_takes_chunks_of_all_peers_in_turn_so_that_all_send_at_once(
     assert len(taken) == 3
     for peers in taken.values():
         assert len(peers) > 20
-        assert all(peer != following for peer, following in zip(peers, peers[1:], strict=False))
+        assert all(peer != following for peer, following in itertools.pairwise(peers))
