@@ -213,14 +213,6 @@ def test_a_model_too_large_for_the_host_is_refused_before_it_is_allocated(
     assert not Path("outputs").exists()
 
 
-def test_more_than_one_node_is_refused(
-    small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert small_runs("run") == 2
-    assert "several nodes" in capsys.readouterr().err
-
-
 # Data.
 
 

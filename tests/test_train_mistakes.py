@@ -108,12 +108,3 @@ def test_the_message_comes_first_and_without_a_traceback(
             "exitcode  : 2 " in report and "traceback : command line: training.stepps: unknown key" in report
         )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_several_processes_on_a_node_are_refused_with_how_to_launch(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert train.main(["--config", "debug.toml"]) == 2
-    message = capsys.readouterr().err
-    assert "2 processes" in message and "python train.py --config" in message

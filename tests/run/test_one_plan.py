@@ -30,7 +30,7 @@ TRAINING = TrainingTable(seq_len=512, global_batch_size=8, micro_batch_size=1, d
 
 
 def on_this_machine(patch: pytest.MonkeyPatch, machine: Hardware) -> None:
-    patch.setattr(train_model, "find_hardware", lambda table: machine)
+    patch.setattr(train_model, "find_hardware", lambda *_: machine)
     patch.setattr(plan_run, "hardware", lambda given, config: machine)
 
 

@@ -37,7 +37,9 @@ class FinishedStep:
         return self._loss
 
     def update(self) -> SimpleNamespace:
-        return SimpleNamespace(grad_norm=0.5, skipped=self.skipped, seconds=0.25)
+        return SimpleNamespace(
+            grad_norm=0.5, skipped=self.skipped, seconds=0.25, peers_wait_s=0.5, sent_bytes=2**29
+        )
 
     def weight_drift(self) -> int:
         return int(self.busy_s == 1.0)

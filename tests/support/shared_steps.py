@@ -48,6 +48,7 @@ class Case:
     spikes: tuple[Any, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     before: Callable[[HostStore], None] = lambda store: None
+    lr: float = 1e-2
 
     def run(self, group: MachineGroup | None = None, observer: Any = None) -> Outcome:
         """Train on this machine of a group, or alone."""
@@ -67,7 +68,7 @@ class Case:
             **self.settings,
         )
         with engine:
-            results = train_shared(engine, self.batches, rank, size)
+            results = train_shared(engine, self.batches, rank, size, self.lr)
             losses, updates = [result.loss() for result in results], [result.update() for result in results]
         weights = [[v.clone() for v in bundle.device_weights] for bundle in store.bundles]
         return Outcome(losses, updates, dict(store.named_views()), weights, store.resume_state())

@@ -49,7 +49,7 @@ from torchround.models import ModelConfigError
 from torchround.pipeline.partition import PlanError
 from torchround.pipeline.plan_report import host_memory, plan_for, report_plan
 from torchround.pipeline.planner import InfeasiblePlanError
-from torchround.pipeline.run_question import RunQuestion
+from torchround.pipeline.run_question import PlannedMachines, RunQuestion
 from torchround.run.early_end import BadStepsError
 from torchround.run.epoch_steps import dry_text, settle_steps
 from torchround.run.hardware import find_hardware
@@ -132,13 +132,14 @@ def run(arguments: list[str]) -> int:
 
 def train(options: Options, machines: RunMachines) -> int:
     """Train on this machine, one of `machines`. Returns the exit code."""
+    planned = machines.planned(options.config.machines)
 
     def checked() -> RunParts:
         check_start(options, machines)
-        return build(options, machines)
+        return build(options, machines, planned)
 
     parts = machines.same_mistakes(checked, MISTAKES, "what each machine found at the start")
-    machines.require_same(start_identity(parts))
+    machines.require_same(lambda: start_identity(parts))
     rounds = machines.of_first(parts.plan.rounds, "the number of rounds")
     parts = machines.same_mistakes(
         lambda: with_agreed_rounds(parts, rounds), MISTAKES, "plans of as many rounds"
@@ -154,17 +155,22 @@ def train(options: Options, machines: RunMachines) -> int:
         return exit_code
 
 
-def build(options: Options, machines: RunMachines) -> RunParts:
-    """Build the parts of the run and check them against each other. Nothing large is allocated."""
+def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> RunParts:
+    """Build the parts of the run and check them against each other. Nothing large is allocated.
+
+    `planned` is what the planner knows of `machines`.
+    """
     config = options.config
     if config.engine.cpu_threads is not None:
         torch.set_num_threads(config.engine.cpu_threads)
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
-    numbers, hardware = RunNumbers(config.training, config.engine), machines.hardware(config.engine)
+    numbers = RunNumbers(config.training, config.engine, config.machines)
+    hardware = find_hardware(config.engine, machines.host_share)
     folder = run_folder(options, machines)
-    question = with_kept_choices(question_of(config, model, hardware, mapped), config, folder)
+    question = question_of(config, model, hardware, mapped, planned)
+    question = with_kept_choices(question, config, folder)
     plan = plan_for(question)  # raises if the run does not fit this machine
     if question.update == "bounded":
         question = replace(question, stale_layers=plan.stale_layers)  # the plan of measured times has as many

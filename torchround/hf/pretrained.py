@@ -5,6 +5,7 @@ Names, shapes and types are checked by the headers before the first byte is read
 """
 
 import functools
+import hashlib
 import json
 import os
 import sys
@@ -51,6 +52,10 @@ UNSUPPORTED_ADAPTERS = (
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
+# Bytes of each tensor that its fingerprint samples.
+SAMPLED_BYTES = 64
+
+
 class PretrainedWeights:
     """The weights in `folder` for a model whose parameters have `shapes` by name.
 
@@ -88,6 +93,18 @@ class PretrainedWeights:
             for part in self._stored(tensor)
             if name not in self._mapped
         )
+
+    def fingerprint(self) -> str:
+        """Return a digest by which copies of one folder are alike: each tensor's name, shape and first bytes."""
+        digest = hashlib.sha256()
+        with TensorFiles() as files:
+            for name, tensor in sorted(self._tensors.items()):
+                first = files.read(tensor, 0, min(tensor.nbytes, SAMPLED_BYTES))
+                digest.update(
+                    f"{name} {tensor.dtype_name} {tensor.shape} ".encode() + first.numpy().tobytes()
+                )
+        others = "" if self.adapters is None else f" and {self.adapters.fingerprint()}"
+        return digest.hexdigest()[:16] + others
 
     def load(self, views: Mapping[str, Tensor]) -> None:
         """Fill the views of all parameters in `names` that are not mapped, then the views of the adapters, if any.

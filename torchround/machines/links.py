@@ -291,6 +291,11 @@ class _Arrival:
     posted_s: float
 
 
+def chunk_numel(dtype: torch.dtype) -> int:
+    """Return the elements of each chunk of a message but the last."""
+    return CHUNK_BYTES // dtype.itemsize
+
+
 def _chunk_lengths(nbytes: int) -> list[int]:
     """Return the bytes of each chunk of a message. Both ends cut alike."""
     return [min(CHUNK_BYTES, nbytes - start) for start in range(0, nbytes, CHUNK_BYTES)]

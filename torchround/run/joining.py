@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
-from typing import Any
 
 from torchround.config import Config
+from torchround.data.validation_batches import ValidationLoader
 from torchround.machines.launch import join
 from torchround.pipeline.plan_report import plan_for
 from torchround.run.run_parts import RunParts
@@ -36,9 +36,15 @@ def joined_machines(environment: Mapping[str, str], config: Config) -> Iterator[
         yield machines
 
 
-def start_identity(parts: RunParts) -> dict[str, Any]:
+def start_identity(parts: RunParts) -> dict[str, str]:
     """Return what must be the same on all machines besides the configuration, by names for messages."""
-    return {"data": parts.loader.state_dict()["data"]}
+    validation = parts.validation
+    found = parts.loader.fingerprints()
+    if isinstance(validation, ValidationLoader):
+        found |= validation.fingerprints()
+    if parts.pretrained is not None:
+        found["pretrained weights"] = parts.pretrained.fingerprint()
+    return found
 
 
 def with_agreed_rounds(parts: RunParts, rounds: int) -> RunParts:

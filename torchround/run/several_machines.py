@@ -14,18 +14,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from torchround.config import EngineTable
+from torchround.config import MachinesTable
 from torchround.data.loader import Loader
 from torchround.data.step_batches import StepBatches
 from torchround.engine.exchange.start import share_weights
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.machines.errors import LaunchError, MachineError
-from torchround.machines.group import MachineGroup
+from torchround.machines.group import HostShare, MachineGroup
 from torchround.machines.launch import require_same
+from torchround.machines.link_rate import measure_rate
 from torchround.observe.record import MachineTimes, StepRecord
+from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines
 from torchround.run.early_end import StopRequest
-from torchround.run.hardware import Hardware, find_hardware
 
 T = TypeVar("T")
 
@@ -98,15 +99,26 @@ class RunMachines:
             return next(iter(machines))  # the same mistake everywhere, as with one machine
         return "\n".join(f"{', '.join(names)}: {text}" for text, names in machines.items())
 
-    def require_same(self, identity: Mapping[str, Any]) -> None:
-        """Raise the same `LaunchError` on all machines if what they have opened differs, as `launch.require_same`."""
-        require_same(self.group, identity)
+    def require_same(self, identity: Callable[[], Mapping[str, Any]]) -> None:
+        """Raise the same `LaunchError` on all machines if what they have opened differs, as `launch.require_same`.
+
+        One machine does not ask for its `identity`.
+        """
+        if self.group is not None:
+            require_same(self.group, identity())
 
     # What a run is made of.
 
-    def hardware(self, table: EngineTable) -> Hardware:
-        """Find the devices and the memory of this machine. Processes of one host divide them."""
-        return find_hardware(table, None if self.group is None else self.group.host_share)
+    @property
+    def host_share(self) -> HostShare | None:
+        """This process's share of its host, which processes of one host divide; None on one machine."""
+        return None if self.group is None else self.group.host_share
+
+    def planned(self, table: MachinesTable) -> PlannedMachines:
+        """Return what the planner has to know of the machines. All measure the network, for about half a second."""
+        if self.group is None:
+            return ONE_MACHINE
+        return PlannedMachines(self.size, measure_rate(self.group), table.compress == "changed")
 
     def step_batches(
         self,

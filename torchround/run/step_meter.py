@@ -85,8 +85,8 @@ class StepMeter:
             self._averaged.append((self._loss, result.num_labels))
         self._skipped_steps += update.skipped
         self._optimizer_s += update.seconds
-        self._peers_wait_s += getattr(update, "peers_wait_s", 0.0)
-        self._sent_bytes += getattr(update, "sent_bytes", 0)
+        self._peers_wait_s += update.peers_wait_s
+        self._sent_bytes += update.sent_bytes
         self._weight_drift = max(self._weight_drift, result.weight_drift())
         for name, figure in _FIGURES.items():
             more = result.by_device(figure, len(self._devices))

@@ -11,11 +11,13 @@ from tests.support.machines import run_machines
 from tests.support.shared_steps import Case, assert_equal_to_one_machine, train_shared
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.exchange.start import received_bytes, share_weights
+from torchround.engine.exchange.weight_encoding import WeightEncoder
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.engine.store.prediction import Prediction
 from torchround.layer import LayeredModel
+from torchround.machines.changed_weights import EncodedWeights
 from torchround.machines.group import MachineGroup
 
 BATCHES = toy_batches(4, micro_batches=8)
@@ -102,11 +104,40 @@ def test_frozen_weights_travel_only_where_they_differ(tmp_path) -> None:
 def test_the_weights_of_every_machine_are_those_of_one_after_each_step(policy: str) -> None:
     """With micro-batches for all machines, for some of them, and for one."""
     batches = [BATCHES[0], BATCHES[1][:2], BATCHES[2][:1], BATCHES[3][:1], BATCHES[0]]
-    for case in (
-        Case(batches, dtype=torch.bfloat16, store={"policy": POLICIES[policy]}),
-        Case([batch[:1] for batch in batches * 2], store={"policy": POLICIES[policy]}),
-    ):
-        assert_equal_to_one_machine(case, 3)
+    options = {"store": {"policy": POLICIES[policy]}, "dtype": torch.bfloat16}
+    assert_equal_to_one_machine(Case(batches, **options), 3)
+    assert_equal_to_one_machine(Case([batch[:1] for batch in batches * 2], **options), 3)
+
+
+# Only what an update changed.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_compressed_weights_have_the_same_bits_and_fewer_bytes(policy: str, monkeypatch) -> None:
+    """Small steps in bfloat16 change few weights. A spike skips one of them."""
+    changes: list[int] = []
+    encode = WeightEncoder._encode
+
+    def counting(encoder: WeightEncoder, new: Tensor, space: Tensor) -> EncodedWeights | None:
+        found = encode(encoder, new, space)
+        changes.append(-1 if found is None else found.payload.numel())
+        return found
+
+    monkeypatch.setattr(WeightEncoder, "_encode", counting)
+    options = {"store": {"policy": POLICIES[policy]}, "dtype": torch.bfloat16}
+    sent = {}
+    for compresses in (False, True):
+        settings = {"compress_weights": compresses}
+        case = Case(BATCHES, **options, lr=1e-5, spikes=(0.01, 1), settings=settings)
+        found = assert_equal_to_one_machine(case, 3)
+        assert 0 < sum(update.skipped for update in found[0].updates) < 4
+        updates = [update for outcome in found for update in outcome.updates]
+        sent[compresses] = sum(update.sent_bytes for update in updates)
+        assert (sum(update.saved_bytes for update in updates) > 0) is compresses
+    assert len(changes) > 0 and -1 not in changes
+    assert sent[True] < 0.8 * sent[False]  # gradients are half of all bytes
+    assert_equal_to_one_machine(Case(BATCHES, **options, settings=settings), 2)
+    assert -1 in changes, "a large step sends the weights themselves"
 
 
 # Rewritten for a validation.

@@ -38,6 +38,7 @@ class GroupExchange(StepExchange):
         pool: HostPool,
         group: MachineGroup,
         on_failure: Callable[[PipelineError], None],
+        compresses: bool,
     ) -> None:
         super().__init__(store, board, ordering, pool)
         self._group = group
@@ -59,14 +60,14 @@ class GroupExchange(StepExchange):
             )
             for peer in self._owners
         ]
-        self._weights = WeightExchange(store, board, ordering, group, self._talks, self.failed)
-        self.threads = [*(sender.thread for sender in self._senders), *self._weights.threads]
+        self._weights = WeightExchange(store, board, ordering, group, self._talks, self.failed, compresses)
+        self.threads = [*(sender.thread for sender in self._senders), *self._weights.all_threads]
         self._links = [
             group.links.sender(peer, purpose)
             for peer in self.peers
             for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)
         ]
-        self._counted_bytes = sum(sender.bytes_sent for sender in self._links)
+        self._counted_bytes = sum(sender.bytes_sent for sender in self._links), 0
         group.on_fault(self.failed)
 
     def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
@@ -97,6 +98,9 @@ class GroupExchange(StepExchange):
     def decided(self, step: int, applies: bool) -> None:
         self._weights.decided(step, applies)
 
+    def before_change(self, bundle: Bundle, step: int) -> None:
+        self._weights.before_change(bundle, step)
+
     def updated(self, bundle: Bundle, step: int) -> None:
         # First: the peers' senders may be done before this thread comes to its next line.
         self._ordering.expect_sending(bundle.index, step + 1, self.peers)
@@ -117,10 +121,11 @@ class GroupExchange(StepExchange):
     def share_rewritten(self, version: int, wait: WaitForHandOver) -> None:
         self._weights.share_rewritten(version, wait)
 
-    def take_sent_bytes(self) -> int:
-        total = sum(sender.bytes_sent for sender in self._links)
-        sent, self._counted_bytes = total - self._counted_bytes, total
-        return sent
+    def take_bytes(self) -> tuple[int, int]:
+        totals = sum(sender.bytes_sent for sender in self._links), self._weights.saved_bytes
+        sent, saved = (total - counted for total, counted in zip(totals, self._counted_bytes, strict=True))
+        self._counted_bytes = totals
+        return sent, saved
 
     def failed(self, error: Exception) -> None:
         """End the engine because of an error on one of the exchange's threads, or of another machine."""
@@ -150,8 +155,12 @@ def make_exchange(
     pool: HostPool,
     on_failure: Callable[[PipelineError], None],
     group: MachineGroup | None,
+    compresses: bool = False,
 ) -> StepExchange:
-    """Return the exchange of a machine among others, or of one that is alone."""
+    """Return the exchange of a machine among others, or of one that is alone.
+
+    If it `compresses`, only the weights that an update changed are sent; all machines must say the same.
+    """
     if group is None:
         return StepExchange(store, board, ordering, pool)
-    return GroupExchange(store, board, ordering, pool, group, on_failure)
+    return GroupExchange(store, board, ordering, pool, group, on_failure, compresses)
