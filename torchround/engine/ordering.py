@@ -17,7 +17,7 @@ and 8 are for several machines. Each rule is one method of `Ordering`, and each 
 
 All hand-overs between threads, rules included, go through one `Board`. These are their kinds. (C is the
 controller, which is the caller's thread; D a device worker; O the optimizer worker; R a device's reader of
-files; S the saver; G a sender of gradients; W a sender or receiver of weights.)
+files; S the saver; G a sender of gradients; W a sender or receiver of weights; E an encoder.)
 
 | kind | defined in | key | carries | from | to |
 |---|---|---|---|---|---|
@@ -50,6 +50,9 @@ files; S the saver; G a sender of gradients; W a sender or receiver of weights.)
 | `SUMS` | `exchange/step_exchange.py` | step | losses and norms of all machines | O | C |
 | `WEIGHT_JOB` | `exchange/weights.py` | exchange, thread | the version to send and receive | O, C | W |
 | `REWRITTEN` | `exchange/weights.py` | exchange, thread | nothing | W | C |
+| `OLD_WEIGHTS` | `exchange/weight_encoding.py` | use, encoder | bundle whose old weights are in the space, next version | O | E |
+| `SPACE_FREE` | `exchange/weight_encoding.py` | use, encoder | nothing | E | O |
+| `ENCODED` | `exchange/weight_encoding.py` | version, bundle, machine | changed weights, or None to send all | E | W |
 """
 
 import threading
