@@ -30,6 +30,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "data-wait": ("data", "WAIT"),
     "data-memory": ("data", "MEMORY"),
     "staleness": ("staleness", "STALENESS"),
+    "machines": ("machines", "MACHINES"),
     "changed-weights": ("changed_weights", "CHANGED_WEIGHTS"),
     "overheads": ("overheads", "OVERHEADS"),
     "gpu": ("gpu", "GPU"),

@@ -20,7 +20,7 @@ THOROUGH_PLACES = (
     *("tests/models/test_against_transformers.py", "tests/hf/test_mapping.py", "tests/pipeline/test_plan.py"),
     *("tests/engine/watch/test_watchdog.py", "tests/engine/test_float16.py", "tests/data/test_resume.py"),
     *("tests/data/test_tokenizer.py", "tests/data/test_tokenizer_json.py"),
-    "tests/machines/test_lost_machines.py",
+    *("tests/machines/test_lost_machines.py", "tests/machines/test_network_namespaces.py"),
     *("tests/test_time_limit.py", "tests/test_train_mistakes.py", "tests/observe/test_page_in_browser.py"),
 )
 THOROUGH_FIXTURES = frozenset(["small_runs", "fork_server"])

@@ -53,8 +53,12 @@ def swallows_no_error(source: Source) -> Iterator[str]:
                 yield f"line {node.lineno}: except {caught}"
 
 
-# Tests on an accelerator need a card, or a compiler to build the simulated one. Tests of a page need a browser.
-MAY_SKIP = {("tests/accelerator/conftest.py", "pytest.skip"), ("tests/support/browser.py", "pytest.skip")}
+# Tests on an accelerator need a card, or a compiler to build the simulated one. Tests of a page need a browser, tests of a
+# network the right to make one.
+MAY_SKIP = {
+    (f"tests/{place}.py", "pytest.skip")
+    for place in ("accelerator/conftest", "support/browser", "support/namespaces")
+}
 
 
 def leaves_nothing_open_or_skipped(source: Source) -> Iterator[str]:

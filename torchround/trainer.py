@@ -318,7 +318,14 @@ class Trainer:
             with engine:
                 reserve_buffers(engine, self.config.training, self.config.validation.interval_steps > 0)
                 self._traces.start()
-                yield engine
+                try:
+                    yield engine
+                except DataError:
+                    if self._machines.group is not None:
+                        # All machines have the error. They end their saves together, while all engines run.
+                        self._reports.report(leave=0)
+                        self._checkpoints.finish_saves()
+                    raise
             self._traces.finish()
         except CheckpointError:
             raise  # saving failed, so saving again would too

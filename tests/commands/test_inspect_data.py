@@ -161,15 +161,17 @@ def test_a_long_document_is_shown_whole_if_asked_for_with_what_is_not_learnt_ins
     assert main(overrides) == 0 and "inner" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("streams", [1, 2])
 def test_the_rate_counts_the_sequences_that_wait_in_a_window(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    streams: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each look at the clock here is a second after the one before, so a batch takes a second."""
     prepare(tmp_path)
-    (tmp_path / "a.txt").write_text("a" * (40 * 16 - 2))
+    (tmp_path / "a.jsonl").write_text(40 * f"{json.dumps({'text': 14 * 'a'})}\n")  # each is a sequence
     monkeypatch.setattr("torchround.commands.inspect_data.time.perf_counter", count().__next__)
-    sources = f"--data.sources=[{{path='{tmp_path}/a.txt'}}]"
+    sources = f"--data.sources=[{{path='{tmp_path}/a.jsonl'}}]"
     arguments = ["--config", f"{tmp_path}/x.toml", sources, "--data.epochs=1", "--batches=1"]
+    arguments.append(f"--data.streams={streams}")
     for window, rate in ((0, 32), (20, 20 * 16)):
         assert main([*arguments, f"--data.shuffle_sequences={window}"]) == 0
         assert f"read at {rate} tokens/s" in capsys.readouterr().out

@@ -232,7 +232,8 @@ def test_another_number_of_streams_is_refused_with_both_numbers(make_loader: Mak
 
 
 @pytest.mark.parametrize(
-    "forged", [{"streams": 3}, {"streams": []}, {}, {"streams": ["elsewhere", None]}, [1]]
+    "forged",
+    [{"streams": 3}, {"streams": []}, {}, {"streams": ["elsewhere", None]}, {"streams": [1, 2]}, [1]],
 )
 def test_a_forged_position_of_streams_is_refused(make_loader: MakeLoader, forged: Any) -> None:
     loader = make_loader(streams=2)

@@ -1,13 +1,16 @@
 """Machines as real processes that are killed, stopped or fail: the others end with a message that names them."""
 
+import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.machines import MachineProcess, MachineStarter, group_of_environment
 from torchround.machines.errors import MachineError
+from torchround.machines.links import Purpose
 
 # Long enough that a machine of a loaded computer is not silent by accident.
 TIMEOUT_S = 3.0
@@ -38,6 +41,25 @@ def agree_for_ever(failing: int = -1) -> int:
         return 1
     finally:
         group.close()
+
+
+def send_for_ever() -> int:
+    """Let machine 1 send tensors to machine 0 until an error ends it, which is printed."""
+    group = group_of_environment(timeout_s=TIMEOUT_S)
+    values = torch.zeros(2**25)
+    try:
+        for step in itertools.count():
+            if group.rank == 0:
+                group.links.receiver(1, Purpose.WEIGHTS).receive(values, f"the weights of step {step}")
+            else:
+                group.links.sender(0, Purpose.WEIGHTS).send(values, f"the weights of step {step}")
+            if step == 3:
+                print("at work", flush=True)
+    except MachineError as error:
+        print(f"[{error}]", flush=True)
+    finally:
+        group.close()
+    return 1
 
 
 def started(
@@ -79,6 +101,19 @@ def test_a_stopped_machine_is_named_by_all_others_and_learns_of_it_once_it_conti
     assert_ended_naming([machines[0], machines[2]], silent)
     machines[1].send(signal.SIGCONT)
     assert_ended_naming([machines[1]], silent)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_machine_that_is_lost_in_the_middle_of_a_tensor_leaves_no_other_one_waiting(
+    starter: MachineStarter, tmp_path: Path, number: int
+) -> None:
+    function = "tests.machines.test_lost_machines:send_for_ever"
+    receiver, sender = starter.start(2, function, folder=tmp_path)
+    sender.wait_until_printed("at work")
+    sender.send(number)
+    assert receiver.wait() == 1, receiver.text()
+    assert "[machine 1 (node1) has" in receiver.text()
+    assert "waited for receiving the weights of step" in receiver.text()
 
 
 def test_a_failing_machine_is_named_with_its_problem(starter: MachineStarter, tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ def print_batches(config: Config, tokenizer: Tokenizer, vocab_size: int, options
         )
     # A window of shuffled sequences is packed before its first one is handed out.
     position = loader.state_dict()["position"]
-    waiting = position.get("sequences", 0) - position.get("taken", 0)
+    parts = [part for part in position.get("streams", [position]) if part is not None]
+    waiting = sum(part.get("sequences", 0) - part.get("taken", 0) for part in parts)
     packed = tokens * (1 + waiting * training.seq_len / positions)
     print(f"--- read at {packed / read_s:,.0f} tokens/s, start of the pipeline included")
 

@@ -139,7 +139,7 @@ def train(options: Options, machines: RunMachines) -> int:
         return build(options, machines, planned)
 
     parts = machines.same_mistakes(checked, MISTAKES, "what each machine found at the start")
-    machines.require_same(start_identity(parts))
+    machines.require_same(lambda: start_identity(parts))
     rounds = machines.of_first(parts.plan.rounds, "the number of rounds")
     parts = machines.same_mistakes(
         lambda: with_agreed_rounds(parts, rounds), MISTAKES, "plans of as many rounds"
@@ -166,7 +166,7 @@ def build(options: Options, machines: RunMachines, planned: PlannedMachines) -> 
     tokenizer = find_tokenizer(options)
     model = build_model(options, tokenizer.vocab_size)
     pretrained, mapped = find_weights(options, model)
-    numbers = RunNumbers(config.training, config.engine)
+    numbers = RunNumbers(config.training, config.engine, config.machines)
     hardware = find_hardware(config.engine, machines.host_share)
     folder = run_folder(options, machines)
     question = question_of(config, model, hardware, mapped, planned)

@@ -202,7 +202,8 @@ class MachinesTable(Table):
 
     timeout_s: PositiveFloat = 60.0
     """Seconds without a sign of life from a machine after which all others end with a message that names it. Above 0. A
-    machine that computes, saves or compiles gives signs of life; one that is stopped or has lost its network gives none."""
+    machine that computes, saves or compiles gives signs of life; one that is stopped or has lost its network gives none.
+    A tensor that has begun to arrive may also take so long for each 8 MiB."""
 
     connections: Annotated[int, Field(ge=1, le=16)] = 4
     """Connections between each two machines that carry gradients and weights, 1 to 16. One connection carries 15 to 19 Gb/s

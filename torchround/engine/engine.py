@@ -102,7 +102,7 @@ class Engine:
         # The rounds decide which gradients add up on the host, and so which pool buffers they need.
         store.allocate_gradients(self.settings.rounds)
         parts = (store, self._board, self._ordering, self.pool, self._life.fail)
-        self._exchange = make_exchange(*parts, machines)
+        self._exchange = make_exchange(*parts, machines, self.settings.compress_weights)
         kind = self.devices[0].torch_device.type
         compiles = self.settings.compiler is not None
         kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind, compiles)

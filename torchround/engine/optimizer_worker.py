@@ -97,7 +97,8 @@ class OptimizerWorker:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
-            self._on_failure(self._failure(error, self._store.is_consistent))
+            failure = self._exchange.located(error)
+            self._on_failure(failure or self._failure(error, self._store.is_consistent))
 
     def _run_step(self, step: int) -> None:
         """Take a step's gradient as it lands, and apply it once it is whole."""
@@ -200,7 +201,7 @@ class OptimizerWorker:
             left_out,
             self._mean_loss(),
             self._landed.waited_s,
-            self._exchange.take_sent_bytes(),
+            *self._exchange.take_bytes(),
         )
         self._landed.waited_s = 0.0
         self._busy_s, self._waited_for_save_s, self._bundle_updates = 0.0, 0.0, []
@@ -241,6 +242,7 @@ class OptimizerWorker:
             self._before_update(bundle, step)
             fault = self._await_readers(bundle, step)
             overcome = overcome or fault
+            self._exchange.before_change(bundle, step)
             gradient_scale = self._clipping.factor(bundle, norm, self._squares[bundle.index], loss_scale)
             fault = self._update_surely(bundle, step, lr, gradient_scale)
             overcome = overcome or fault

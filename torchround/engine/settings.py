@@ -24,7 +24,7 @@ class EngineSettings:
     (`optim/kernel.py`). `compiler` compiles the layers; engines of one model that follow each other may share it.
     `turns` are groups of devices, by index, whose weight uploads take turns (`engine/worker/link_turns.py`).
     `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`);
-    empty keeps nothing.
+    empty keeps nothing. `compress_weights` sends other machines only the weights that an update changed.
     """
 
     rounds: int = 1
@@ -39,6 +39,7 @@ class EngineSettings:
     compiler: LayerCompiler | None = None
     turns: Sequence[Sequence[int]] = ()
     kept: KeptNames = ()
+    compress_weights: bool = False
 
     def check(self, store: HostStore, partition: Partition) -> None:
         """Raise `EngineUsageError` if the store or the partition cannot be used with these settings."""

@@ -26,7 +26,7 @@ class UpdateReport:
     `left_out` names the layers without an update in a step that updated others (`bounded`). `loss` is the mean loss
     of the step. On several machines it is that of all, like the norm; `bundles` are this machine's own.
     `peers_wait_s` is how long the optimizer waited for other machines, `sent_bytes` what this machine has sent to them
-    since the step before.
+    since the step before, and `saved_bytes` what it did not have to send because few weights had changed.
     """
 
     grad_norm: float
@@ -41,6 +41,7 @@ class UpdateReport:
     loss: float = math.nan
     peers_wait_s: float = 0.0
     sent_bytes: int = 0
+    saved_bytes: int = 0
 
 
 LEARNING_RATE = HandOver[float]("the learning rate of step {0}")

@@ -85,12 +85,10 @@ def decode(encoded: EncodedWeights, into: Tensor) -> None:
 
 def _encoded_piece(old: NDArray[Any], new: NDArray[Any]) -> list[Bytes]:
     """Return what is sent for a piece: nothing, a bitmap and values, or all values."""
-    changed = np.not_equal(old, new)
-    # Indices beat a boolean mask: numpy then reads values 5 times as fast as it does with the mask.
-    indices = np.flatnonzero(changed)
+    bitmap = np.packbits(np.not_equal(old, new))
+    indices = _indices(bitmap)
     if not indices.size:
         return []
-    bitmap = np.packbits(changed)
     if bitmap.nbytes + indices.size * new.itemsize >= new.nbytes:
         return [new.view(np.uint8)]
     return [bitmap, new.take(indices).view(np.uint8)]
@@ -102,9 +100,20 @@ def _decode_piece(coded: Bytes, into: NDArray[Any]) -> None:
         into.view(np.uint8)[:] = coded
     elif coded.nbytes:
         bitmap_bytes = -(-into.size // 8)
-        changed = np.unpackbits(coded[:bitmap_bytes], count=into.size).view(np.bool_)
         # A copy, because values need not start at a multiple of their size.
-        into[np.flatnonzero(changed)] = coded[bitmap_bytes:].copy().view(into.dtype)
+        into[_indices(coded[:bitmap_bytes])] = coded[bitmap_bytes:].copy().view(into.dtype)
+
+
+def _indices(bitmap: Bytes) -> NDArray[np.intp]:
+    """Return the indices of the set bits, ascending.
+
+    Bytes of zeros are dropped first, and values are read by index: numpy's own way through a mask of booleans reads 5 %
+    of all values at half the speed.
+    """
+    used = np.flatnonzero(bitmap != 0)
+    bits = np.flatnonzero(np.unpackbits(bitmap.take(used)).view(np.bool_))
+    indices: NDArray[np.intp] = (used.take(bits >> 3) << 3) | (bits & 7)
+    return indices
 
 
 def _cut(chunks: Iterator[Bytes], lengths: list[int]) -> Iterator[Bytes]:

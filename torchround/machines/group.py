@@ -93,9 +93,10 @@ class MachineGroup:
         self._liveness = Liveness(store, rank, size, timeout_s, self._lose)
         names = [*CHANNELS, *(f"data/{index}" for index in range(connections))]
         self._groups = _connect(store, rank, size, address, names, start_timeout_s, self.machines)
-        self._channels = {name: Channel(self._groups[name], self.explain) for name in CHANNELS}
+        part_timeout = timedelta(seconds=timeout_s)
+        self._channels = {name: Channel(self._groups[name], self.explain, part_timeout) for name in CHANNELS}
         data_groups = [group for name, group in self._groups.items() if name not in CHANNELS]
-        self.links = PeerLinks(rank, size, data_groups, self.explain, bytes_per_s)
+        self.links = PeerLinks(rank, size, data_groups, self.explain, bytes_per_s, part_timeout)
         self._liveness.start()
 
     def channel(self, name: str) -> Channel:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 
 import torch
@@ -39,6 +40,7 @@ class PeerLinks:
 
     `explain` turns gloo's error, the peer's rank and the message waited for into the error to raise. `bytes_per_s`
     slows a machine down to a network of that rate: all its senders share it, and all its receivers share it.
+    `chunk_timeout` is the longest that a chunk of a message that has begun may take.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class PeerLinks:
         groups: Sequence[dist.ProcessGroup],
         explain: Explain,
         bytes_per_s: float | None = None,
+        chunk_timeout: timedelta = timedelta(days=1),
     ) -> None:
         assert groups, "links need at least one data group"
         self._rank = rank
         self._size = size
         self._groups = tuple(groups)
         self._explain = explain
+        self._chunk_timeout = chunk_timeout
         self._outgoing = RateLimit(bytes_per_s)
         self._incoming = RateLimit(bytes_per_s)
         self._lock = threading.Lock()
@@ -76,7 +80,9 @@ class PeerLinks:
         with self._lock:
             link = self._receivers.get((peer, purpose))
             if link is None:
-                link = Receiver(peer, purpose, self._groups, self._explain, self._incoming)
+                link = Receiver(
+                    peer, purpose, self._groups, self._explain, self._incoming, self._chunk_timeout
+                )
                 self._receivers[peer, purpose] = link
             return link
 
@@ -142,8 +148,10 @@ class Receiver:
         groups: Sequence[dist.ProcessGroup],
         explain: Explain,
         limit: "RateLimit",
+        chunk_timeout: timedelta,
     ) -> None:
         self._peer = peer
+        self._chunk_timeout = chunk_timeout
         self._groups = groups
         self._tag = purpose.value
         self._explain = explain
@@ -236,8 +244,12 @@ class Receiver:
         self._messages += 1
 
     def _finish(self, arrival: "_Arrival") -> Tensor:
-        """Wait for a chunk that is under way and return it."""
-        arrival.work.wait()
+        """Wait for a chunk that is under way and return it.
+
+        Its sender is at it, so the time has a limit. Gloo needs one: it wakes no thread for a message of which a part
+        has arrived, whatever happens to the connection.
+        """
+        arrival.work.wait(self._chunk_timeout)
         nbytes = arrival.chunk.numel()
         self._limit.take(nbytes, wanted_since=arrival.posted_s)
         self.bytes_received += nbytes
@@ -277,6 +289,11 @@ class _Arrival:
     work: dist.Work
     chunk: Tensor
     posted_s: float
+
+
+def chunk_numel(dtype: torch.dtype) -> int:
+    """Return the elements of each chunk of a message but the last."""
+    return CHUNK_BYTES // dtype.itemsize
 
 
 def _chunk_lengths(nbytes: int) -> list[int]:

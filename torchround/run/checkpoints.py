@@ -18,7 +18,7 @@ from torchround.checkpoint import (
     SaveWatch,
 )
 from torchround.config import Config
-from torchround.data import DataError, Loader
+from torchround.data import DataError, Loader, joined_positions
 from torchround.engine.engine import Engine
 from torchround.engine.saver import PendingSave, SaveSource
 from torchround.engine.store.bundles import BOUNDED
@@ -28,7 +28,7 @@ from torchround.pipeline.memory import size_text
 from torchround.run.last_save import save_with_patience
 from torchround.run.resume import StartingWeights, find_checkpoint, require_complete_as_asked
 from torchround.run.run_folder import RunError, RunFolder
-from torchround.run.validation import ValidationProgress, best_of, kept_losses, loss_in
+from torchround.run.validation import ValidationProgress, best_of, joint_losses, loss_in
 from torchround.untrusted.progress import Progress
 from torchround.untrusted.terminal import say
 
@@ -114,11 +114,7 @@ class RunCheckpoints:
         """
         start_s = time.monotonic()
         if self._config.validation.keep_best:
-            every = self._team.gather(
-                sorted(kept_losses(self._checkpointer).items()), "the validation losses of the checkpoints"
-            )
-            # Machine 0's word counts last: in a shared folder it sees the newest state of it.
-            self._validation_losses = {step: loss for losses in reversed(every) for step, loss in losses}
+            self._validation_losses = joint_losses(self._checkpointer)
         views = store.loadable_views()
         loaded = find_checkpoint(self._config, self._checkpointer, views, _is_older_weight)
         if loaded is None:
@@ -236,11 +232,12 @@ class RunCheckpoints:
         other they save nothing: a part of the state is on machines that may be gone, or at another step.
         """
         if not self._team.is_alone and not isinstance(error, DataError):
-            logger.warning(
-                "the state is spread over %d machines, so what the fault left is not saved; %s",
-                self._team.size,
-                self._newest_text(),
-            )
+            if self._team.rank == 0:
+                logger.warning(
+                    "the state is spread over %d machines, so what the fault left is not saved; %s",
+                    self._team.size,
+                    self._newest_text(),
+                )
             return
         # Checked before the step is read: a store that is consistent now stays so.
         if not store.is_consistent:
@@ -273,13 +270,20 @@ class RunCheckpoints:
     ) -> str:
         """Write a checkpoint. Returns the line that reports it."""
         start_s = time.monotonic()
+        # Each machine has the place in the data that it reads.
+        places = self._team.gather(position.data, f"the place in the data after step {position.step}")
         state = {
             **position.state(),
+            "data": joined_positions(places),
             **resume_state,
             "skipped_steps": position.step - resume_state["applied_updates"],
             "wandb_run_id": self.wandb_run_id,
             "config": self._config.model_dump(mode="json"),
         }
+        if self._config.data.streams > 1:
+            # Each machine knows the streams that it reads.
+            positions = self._team.gather(position.data, "the positions in the streams of data")
+            state["data"] = joined_positions(positions)
         losses = {step: loss for step, loss in self._validation_losses.items() if step != position.step}
         if self._config.validation.keep_best and (loss := loss_in(state)) is not None:
             losses[position.step] = loss

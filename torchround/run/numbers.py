@@ -6,12 +6,12 @@ and the `plan` command cannot disagree: `run_question` puts them together, and `
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from torchround.accelerators import kind_of
-from torchround.config import DataTable, EngineTable, TrainingTable
+from torchround.config import DataTable, EngineTable, MachinesTable, TrainingTable
 from torchround.data.order_rules import rules_for
 from torchround.data.packing.window_shuffle import WAITING_TOKEN_BYTES
 from torchround.data.sequence_stream import PREFETCHED_BATCHES
@@ -32,10 +32,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """Types and sizes that `[training]` and `[engine]` ask for."""
+    """Types and sizes that `[training]`, `[engine]` and `[machines]` ask for."""
 
     training: TrainingTable
     engine: EngineTable
+    machines: MachinesTable = field(default_factory=MachinesTable)
 
     @property
     def dtype(self) -> torch.dtype:

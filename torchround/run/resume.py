@@ -90,8 +90,9 @@ def find_checkpoint(
     if loaded is not None:
         _check_state(loaded)
         _refuse_another_model(loaded, config)
-        _warn_of_changes(loaded, config)
-        _warn_of_unused_folder(loaded, config)
+        if checkpointer.team.rank == 0:  # all machines have the same settings
+            _warn_of_changes(loaded, config)
+            _warn_of_unused_folder(loaded, config)
     return loaded
 
 

@@ -99,9 +99,13 @@ class RunMachines:
             return next(iter(machines))  # the same mistake everywhere, as with one machine
         return "\n".join(f"{', '.join(names)}: {text}" for text, names in machines.items())
 
-    def require_same(self, identity: Mapping[str, Any]) -> None:
-        """Raise the same `LaunchError` on all machines if what they have opened differs, as `launch.require_same`."""
-        require_same(self.group, identity)
+    def require_same(self, identity: Callable[[], Mapping[str, Any]]) -> None:
+        """Raise the same `LaunchError` on all machines if what they have opened differs, as `launch.require_same`.
+
+        One machine does not ask for its `identity`.
+        """
+        if self.group is not None:
+            require_same(self.group, identity())
 
     # What a run is made of.
 

@@ -216,6 +216,14 @@ def kept_losses(checkpointer: Checkpointer) -> dict[int, float]:
     return losses
 
 
+def joint_losses(checkpointer: Checkpointer) -> dict[int, float]:
+    """Return `kept_losses` as all machines of a run together see them. All machines call it."""
+    own = sorted(kept_losses(checkpointer).items())
+    every = checkpointer.team.gather(own, "the validation losses of the checkpoints")
+    # Machine 0 has the last word: in a shared folder it sees the newest state.
+    return {step: loss for losses in reversed(every) for step, loss in losses}
+
+
 def keeps_best(state: Mapping[str, Any]) -> bool:
     """Whether the run of a checkpoint's state had `validation.keep_best`."""
     try:

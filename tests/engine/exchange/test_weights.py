@@ -11,12 +11,15 @@ from tests.support.machines import run_machines
 from tests.support.shared_steps import Case, assert_equal_to_one_machine, train_shared
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.exchange.start import received_bytes, share_weights
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
+from torchround.engine.exchange.weight_encoding import WeightEncoder
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.engine.store.prediction import Prediction
 from torchround.layer import LayeredModel
+from torchround.machines.changed_weights import EncodedWeights
 from torchround.machines.group import MachineGroup
+from torchround.machines.links import Purpose
 
 BATCHES = toy_batches(4, micro_batches=8)
 HELD_OUT = toy_batches(1, micro_batches=2, seed=5)[0]
@@ -102,11 +105,40 @@ def test_frozen_weights_travel_only_where_they_differ(tmp_path) -> None:
 def test_the_weights_of_every_machine_are_those_of_one_after_each_step(policy: str) -> None:
     """With micro-batches for all machines, for some of them, and for one."""
     batches = [BATCHES[0], BATCHES[1][:2], BATCHES[2][:1], BATCHES[3][:1], BATCHES[0]]
-    for case in (
-        Case(batches, dtype=torch.bfloat16, store={"policy": POLICIES[policy]}),
-        Case([batch[:1] for batch in batches * 2], store={"policy": POLICIES[policy]}),
-    ):
-        assert_equal_to_one_machine(case, 3)
+    options = {"store": {"policy": POLICIES[policy]}, "dtype": torch.bfloat16}
+    assert_equal_to_one_machine(Case(batches, **options), 3)
+    assert_equal_to_one_machine(Case([batch[:1] for batch in batches * 2], **options), 3)
+
+
+# Only what an update changed.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_compressed_weights_have_the_same_bits_and_fewer_bytes(policy: str, monkeypatch) -> None:
+    """Small steps in bfloat16 change few weights. A spike skips one of them."""
+    changes: list[int] = []
+    encode = WeightEncoder._encode
+
+    def counting(encoder: WeightEncoder, new: Tensor, space: Tensor) -> EncodedWeights | None:
+        found = encode(encoder, new, space)
+        changes.append(-1 if found is None else found.payload.numel())
+        return found
+
+    monkeypatch.setattr(WeightEncoder, "_encode", counting)
+    options = {"store": {"policy": POLICIES[policy]}, "dtype": torch.bfloat16}
+    sent = {}
+    for compresses in (False, True):
+        settings = {"compress_weights": compresses}
+        case = Case(BATCHES, **options, lr=1e-5, spikes=(0.01, 1), settings=settings)
+        found = assert_equal_to_one_machine(case, 3)
+        assert 0 < sum(update.skipped for update in found[0].updates) < 4
+        updates = [update for outcome in found for update in outcome.updates]
+        sent[compresses] = sum(update.sent_bytes for update in updates)
+        assert (sum(update.saved_bytes for update in updates) > 0) is compresses
+    assert len(changes) > 0 and -1 not in changes
+    assert sent[True] < 0.8 * sent[False]  # gradients are half of all bytes
+    assert_equal_to_one_machine(Case(BATCHES, **options, settings=settings), 2)
+    assert -1 in changes, "a large step sends the weights themselves"
 
 
 # Rewritten for a validation.
@@ -134,3 +166,39 @@ def test_a_validation_of_the_true_weights_gives_the_losses_of_one_machine() -> N
     expected = validated(None, toy_model, rounds=2)
     for found in run_machines(2, lambda group: validated(group, toy_model, rounds=1)):
         assert found == expected
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
+def test_a_validation_sends_nothing_if_the_device_weights_are_the_true_ones(policy: UpdatePolicy) -> None:
+    def run(group: MachineGroup) -> list[int]:
+        model = toy_model()
+        store = toy_store(model, policy=policy, ownership=Ownership(group.rank, group.size))
+        share_weights(store, group)
+        with toy_engine(model, store, PARTITIONS["forward coarser"], 2, machines=group) as engine:
+            train_shared(engine, BATCHES[:1], group.rank, group.size)
+            link, sent = group.links.sender(1 - group.rank, Purpose.WEIGHTS), []
+            for _ in range(2):
+                sent.append(link.bytes_sent)
+                with engine.true_device_weights():
+                    engine.evaluate(HELD_OUT).loss()
+            sent.append(link.bytes_sent)
+        return sent
+
+    for sent in run_machines(2, run):
+        assert len(set(sent)) == 1 and sent[0] > 0
+
+
+def test_an_exception_in_a_validation_does_not_wait_for_the_other_machines() -> None:
+    def run(group: MachineGroup) -> None:
+        model = toy_model()
+        store = toy_store(model, policy=ASYNC_PREDICT, ownership=Ownership(group.rank, group.size))
+        share_weights(store, group)
+        with toy_engine(model, store, PARTITIONS["forward coarser"], 2, machines=group) as engine:
+            train_shared(engine, BATCHES[:1], group.rank, group.size)
+            with engine.true_device_weights():
+                if group.rank == 0:
+                    raise ValueError("machine 0 ends here")
+                group.channel("validation").gather(None, "what machine 0 never gives")
+
+    with pytest.raises(ValueError, match="machine 0 ends here"):
+        run_machines(2, run)

@@ -4,14 +4,17 @@ A part is what one round makes, in the dtype in which it was downloaded. Round `
 round `g` of one machine with as many rounds would make, and the owner adds them in the same order in fp32. So the sum
 has the same bits. It depends on neither the number of machines nor the order of arrival.
 
-All machines send and add in one order: by round of each machine, then from the deepest bundle up, then by machine. The
-earliest part that is not added yet therefore never waits for a later one, and bounded buffers cannot block a step.
+All machines send and add in one order: by round of each machine, then from the deepest bundle up. An owner adds a
+round's parts of all machines together. The earliest parts that are not added yet therefore never wait for later ones,
+and bounded buffers cannot block a step.
 """
 
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
 
 from torchround.engine.board import Board
 from torchround.engine.errors import Stopped
@@ -23,7 +26,7 @@ from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer
 from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import Machine, MachineGroup
-from torchround.machines.links import Purpose, Receiver, Sender
+from torchround.machines.links import Purpose, Receiver, Sender, chunk_numel
 
 
 class SharedGradients(LandedGradients):
@@ -51,35 +54,71 @@ class SharedGradients(LandedGradients):
         }
 
     def landing_order(self, step: int) -> Iterator[tuple[Bundle, range]]:
-        """Yield owned bundles with the parts that one round of one machine makes, in the order of adding."""
+        """Yield owned bundles with the parts that one round of each machine makes, in the order of adding."""
         owned, num_machines = self._store.owned, self._group.size
         if not owned:
             return
         rounds = self._ordering.num_parts(owned[0].index, step) // len(owned[0].layers)
         for first in range(0, rounds, num_machines):
+            last = min(first + num_machines, rounds)
             for bundle in reversed(owned):
                 uses = len(bundle.layers)
-                for round_index in range(first, min(first + num_machines, rounds)):
-                    yield bundle, range(round_index * uses, (round_index + 1) * uses)
+                yield bundle, range(first * uses, last * uses)
 
     def wait(self, bundle: Bundle, step: int, parts: range) -> list[HostBuffer | None]:
-        """Wait until these parts have landed here. A part of another machine has no buffer; `add` waits for it."""
-        if self._maker(bundle, parts) != self._group.rank:
-            return [None] * len(parts)
-        return super().wait(bundle, step, parts)
+        """Wait until this machine's own parts have landed. Those of others have no buffer; `add` waits for them."""
+        return [
+            self._ordering.before_gradient_read(bundle.index, step, part)
+            if self._maker(bundle, part) == self._group.rank
+            else None
+            for part in parts
+        ]
 
     def _add_up(self, bundle: Bundle, step: int, parts: range, landings: list[HostBuffer | None]) -> None:
-        maker = self._maker(bundle, parts)
-        if maker == self._group.rank:
-            super()._add_up(bundle, step, parts, landings)
-            return
-        for part in parts:
-            self._add_remote(bundle, step, part, maker)
+        # Parts of one machine come one after the other over one link, so only one of each can be under way.
+        together = len(parts) if len(bundle.layers) == 1 else 1
+        for first in range(0, len(parts), together):
+            few = slice(first, first + together)
+            self._add_together(bundle, step, parts[few], landings[few])
 
-    def _add_remote(self, bundle: Bundle, step: int, part: int, maker: int) -> None:
-        """Add a part that another machine made, chunk by chunk as it arrives."""
+    def _add_together(
+        self, bundle: Bundle, step: int, parts: range, landings: Sequence[HostBuffer | None]
+    ) -> None:
+        """Add parts of different machines chunk by chunk, each chunk in the order of parts.
+
+        All machines send at once. If one whole part after the other was added, all owners would wait for the same
+        machine while the network of the others is idle. The order of additions to one element is the same.
+        """
         gradient = bundle.gradient
         assert gradient is not None, f"bundle {bundle.index} has no gradient buffer"
+        sources = [
+            self._landed_chunks(buffer) if buffer is not None else self._arriving_chunks(bundle, step, part)
+            for part, buffer in zip(parts, landings, strict=True)
+        ]
+        for chunks in zip(*sources, strict=True):
+            # Every next chunk is on its way while this one is added.
+            for part, (start, values) in zip(parts, chunks, strict=True):
+                target = gradient[start : start + values.numel()]
+                self._observer.touched(reads=[values], writes=[target])
+                if part == 0:
+                    target.copy_(values)  # what the buffer held before is the previous step's
+                else:
+                    target.add_(values)
+        for part, buffer in zip(parts, landings, strict=True):
+            if buffer is not None:
+                # The buffer is back before the device that waits for it is woken, which may take this very one.
+                self._landings.give(buffer, busy=[])
+                self._ordering.part_consumed(bundle.index, step, part)
+
+    def _landed_chunks(self, buffer: HostBuffer) -> Iterator[tuple[int, Tensor]]:
+        """Yield a part that landed here in the chunks in which others arrive."""
+        landed = buffer.memory.view(self._store.gradient_dtype)
+        length = chunk_numel(landed.dtype)
+        return ((start, landed[start : start + length]) for start in range(0, landed.numel(), length))
+
+    def _arriving_chunks(self, bundle: Bundle, step: int, part: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield a part that another machine made, chunk by chunk as it arrives."""
+        maker = self._maker(bundle, part)
         what = _words(self._store, bundle, step, part)
         chunks = self._receivers[maker].chunks(bundle.numel, self._store.gradient_dtype, what)
         while True:
@@ -89,17 +128,11 @@ class SharedGradients(LandedGradients):
             self.waited_s += time.perf_counter() - begin_s
             if chunk is None:
                 return
-            start, values = chunk
-            target = gradient[start : start + values.numel()]
-            self._observer.touched(reads=(), writes=[target])
-            if part == 0:
-                target.copy_(values)  # what the buffer held before is the previous step's
-            else:
-                target.add_(values)
+            yield chunk
 
-    def _maker(self, bundle: Bundle, parts: range) -> int:
-        """Return the machine that makes these parts."""
-        return parts.start // len(bundle.layers) % self._group.size
+    def _maker(self, bundle: Bundle, part: int) -> int:
+        """Return the machine that makes this part."""
+        return part // len(bundle.layers) % self._group.size
 
 
 class GradientSender:

@@ -1,0 +1,114 @@
+"""The data of a run on several machines that talk to each other through real connections."""
+
+import json
+import shutil
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.batch_contents import content
+from tests.support.machines import run_machines, run_processes
+from tests.support.small_run import STEPS, SmallRuns
+from torchround.config import DataTable, SourceTable, TokenizerTable
+from torchround.data import DataError, Loader, build_loader, build_tokenizer, joined_positions
+from torchround.data.step_batches import StepBatch
+from torchround.machines.errors import LaunchError
+from torchround.machines.group import MachineGroup
+from torchround.machines.launch import require_same
+from torchround.run.several_machines import RunMachines
+
+SHARED = (
+    "--model.flavor=debug",
+    "--engine.plan=none",
+    "--engine.measure_steps=0",
+    "--machines.share_host=true",
+    "--data.streams=2",
+    "--training.global_batch_size=8",
+    "--checkpoint.interval_steps=2",
+)
+
+
+def loader_of(folder: Path, letter: str = "a", bad: int | None = None, **keys: Any) -> Loader:
+    """Make a loader of 60 records of about a sequence each. Record `bad` lacks its text."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "records.jsonl"
+    if not path.exists():
+        fields = ["body" if number == bad else "text" for number in range(60)]
+        records = [{field: f"{number} {letter * 62}"} for number, field in enumerate(fields)]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokenizer = build_tokenizer(TokenizerTable(name="bytes"))
+    return build_loader(DataTable(sources=(SourceTable(path=str(path)),), **keys), tokenizer, 64, 4, 0)
+
+
+def steps_on(group: MachineGroup | None, loader: Loader, count: int) -> list[StepBatch]:
+    batches = RunMachines(group).step_batches(loader, 1, 1, nullcontext)
+    return [step for step in islice(iter(lambda: batches.next()[0], None), count) if step is not None]
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_the_steps_and_the_joined_position_are_those_of_one_machine(tmp_path: Path, streams: int) -> None:
+    def work(group: MachineGroup | None) -> tuple[list[list[Any]], Any]:
+        loader = loader_of(tmp_path, streams=streams)
+        found = [content(step.micro_batches) for step in steps_on(group, loader, 5)]
+        position = loader.state_dict()
+        if group is not None:
+            position = joined_positions(group.channel("saves").gather(position, "the position in the data"))
+        return found, position
+
+    loader_of(tmp_path)
+    whole, position = work(None)
+    machines = run_machines(2, work)
+    assert [[*one, *other] for one, other in zip(*(found for found, _ in machines), strict=True)] == whole
+    assert [json.loads(json.dumps(found)) for _, found in machines] == [json.loads(json.dumps(position))] * 2
+
+
+def test_an_error_in_the_data_of_one_machine_names_it_on_all(tmp_path: Path) -> None:
+    folders = [tmp_path / "good", tmp_path / "bad"]
+    loader_of(folders[0]), loader_of(folders[1], bad=31)  # of stream 1, which machine 1 reads
+
+    def work(group: MachineGroup) -> str:
+        loader = loader_of(folders[group.rank], streams=2, shuffle=False)
+        with pytest.raises(DataError) as caught:
+            steps_on(group, loader, 100)
+        return str(caught.value)
+
+    (text, same) = run_machines(2, work)
+    assert text == same
+    assert text.startswith("machine 1 (node1): ")
+    assert "records.jsonl, line 32: no field 'text'" in text
+
+
+def test_other_records_on_a_machine_refuse_the_launch_by_the_name_of_their_source(tmp_path: Path) -> None:
+    def work(group: MachineGroup) -> str:
+        loader = loader_of(tmp_path / str(group.rank), letter="ab"[group.rank])
+        with pytest.raises(LaunchError) as caught:
+            require_same(group, loader.fingerprints())
+        return str(caught.value)
+
+    text, same = run_machines(2, work)
+    assert text == same
+    assert "data.sources[0]: 60 documents in " in text
+    assert "on machine 0 (node0); " in text and text.count("first documents") == 2
+
+
+@pytest.mark.slow
+def test_a_run_of_two_machines_and_streams_is_that_of_one_and_continues_on_one(tmp_path: Path) -> None:
+    runs = SmallRuns(tmp_path)
+
+    def run(num_machines: int, name: str, *more: str) -> None:
+        arguments = ["--config", "small.toml", f"--run.name={name}", "--model.family=llama3", *SHARED, *more]
+        machines = run_processes(num_machines, "train:main", arguments, folder=tmp_path)
+        assert [machine.wait() for machine in machines] == [0] * num_machines, machines[0].text()
+
+    run(1, "one", "--engine.rounds=2")
+    run(2, "two")
+    assert runs.losses("two") == runs.losses("one")
+    assert runs.saved_state("two")["data"] == runs.saved_state("one")["data"]
+    shutil.rmtree(runs.path("two") / "checkpoints" / f"step-{STEPS}")
+    run(1, "two", "--engine.rounds=2")
+    assert runs.saved("two") == runs.saved("one")
+    assert runs.saved_state("two")["data"] == runs.saved_state("one")["data"]
+    runs.assert_same("two", "one")

@@ -1,0 +1,271 @@
+"""Runs of several machines: their folder, what they save and resume with, and which machine does what."""
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.machines import run_machines
+from tests.support.toy import toy_model, toy_store
+from torchround.checkpoint import Checkpointer, MachineTeam, NoSpaceError, load_checkpoint
+from torchround.config import Config, RunTable
+from torchround.engine.exchange.start import share_weights
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, UpdatePolicy
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.ownership import Ownership
+from torchround.engine.store.prediction import Prediction
+from torchround.layer import LayeredModel
+from torchround.machines.group import MachineGroup
+from torchround.models import FAMILIES
+from torchround.models.common.lora import LoraShape, add_adapters
+from torchround.run import run_folder
+from torchround.run.checkpoints import RunCheckpoints, RunPosition
+from torchround.run.last_save import RETRY_S, save_with_patience
+from torchround.run.run_folder import RunError, RunFolder
+from torchround.run.validation import joint_losses
+
+STEP = 7
+
+
+def adapted_model() -> LayeredModel:
+    """Return a model with a frozen base and trained adapters."""
+    llama3 = FAMILIES["llama3"]
+    config = llama3.config_from_flavor("debug", vocab_size=64, num_layers=3)
+    model = llama3.build(config)
+    add_adapters(model, llama3.hf_names(config), LoraShape(2, 4.0, 0.0, ("q_proj", "v_proj")))
+    return model
+
+
+def trained_store(
+    model: LayeredModel, dtype: torch.dtype, policy: UpdatePolicy, rank: int = 0, size: int = 1
+) -> HostStore:
+    """Return a machine's part of a store as some steps could have left it: every value is drawn by its name."""
+    store = toy_store(model, dtype, policy=policy, ownership=Ownership(rank, size))
+    store.step = STEP
+    views = {**store.named_views(), **{f"weights/{name}": view for name, view in store.weights().items()}}
+    for name, view in views.items():
+        view.copy_(torch.rand(view.shape, generator=torch.Generator().manual_seed(crc32(name.encode()))))
+    store.prediction = Prediction(1e-3, (0.9, 0.95), 1e-8) if policy.predicts else None
+    store.resume(STEP, STEP, prediction=store.prediction and store.prediction.state())
+    return store
+
+
+def restored(
+    build: Callable[[], LayeredModel],
+    dtype: torch.dtype,
+    policy: UpdatePolicy,
+    load: Callable[..., Any],
+    size: int,
+) -> Any:
+    """Return the function with which a machine restores a store, and gets the device weights of all."""
+
+    def restore(group: MachineGroup) -> HostStore:
+        store = HostStore(build(), dtype, policy=policy, ownership=Ownership(group.rank, size))
+        loaded = load(store.loadable_views(), team=MachineTeam.of(group))
+        state = loaded.state
+        store.resume(loaded.step, state["applied_updates"], prediction=state.get("prediction"))
+        share_weights(store, group)
+        return store
+
+    return restore
+
+
+@pytest.mark.parametrize(
+    ("build", "dtype", "policy"),
+    [
+        (toy_model, torch.bfloat16, SYNC),
+        (partial(toy_model, True), torch.float32, ASYNC),
+        (toy_model, torch.bfloat16, ASYNC_PREDICT),
+        (adapted_model, torch.bfloat16, ASYNC),
+    ],
+    ids=["sync", "async, tied", "async, predicting", "adapters"],
+)
+def test_four_machines_save_and_one_two_three_and_four_hold_the_same_bits_again(
+    tmp_path: Path, build: Callable[[], LayeredModel], dtype: torch.dtype, policy: UpdatePolicy
+) -> None:
+    whole = trained_store(build(), dtype, policy)
+
+    def save(group: MachineGroup) -> None:
+        store = trained_store(build(), dtype, policy, group.rank, group.size)
+        state = store.resume_state()
+        Checkpointer(tmp_path, team=MachineTeam.of(group)).save(STEP, store.named_views(), state)
+
+    run_machines(4, save)
+    alone = HostStore(build(), dtype, policy=policy)
+    loaded = load_checkpoint(tmp_path / f"step-{STEP}", alone.loadable_views())
+    alone.resume(STEP, loaded.state["applied_updates"], prediction=loaded.state.get("prediction"))
+    load = partial(load_checkpoint, tmp_path / f"step-{STEP}")
+    every = {size: run_machines(size, restored(build, dtype, policy, load, size)) for size in (2, 3, 4)}
+    for stores in ([alone], *every.values()):
+        together: dict[str, Tensor] = {}
+        for store in stores:
+            together |= store.named_views()
+            for ours, expected in zip(store.bundles, whole.bundles, strict=True):
+                assert all(map(torch.equal, ours.device_weights, expected.device_weights))
+        assert together.keys() == whole.named_views().keys()
+        assert all(torch.equal(view, together[name]) for name, view in whole.named_views().items())
+
+
+# The folder.
+
+
+def entered(folder: Path, shared: bool, hold: Callable[[RunFolder], Any]) -> Callable[[MachineGroup], Any]:
+    def enter(group: MachineGroup) -> Any:
+        own = folder if shared else folder / f"disk{group.rank}"
+        with RunFolder(RunTable(name="run", folder=str(own)), team=MachineTeam.of(group, shared)) as entered:
+            result = hold(entered)
+            group.channel("saves").gather(None, "the end of the test")
+            return result
+
+    return enter
+
+
+def is_locked(folder: Path) -> bool:
+    with open(folder / ".lock") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def refusals(function: Callable[[MachineGroup], Any]) -> list[str]:
+    def refused(group: MachineGroup) -> str:
+        with pytest.raises(RunError) as caught:
+            function(group)
+        return str(caught.value)
+
+    return run_machines(2, refused)
+
+
+def test_machines_lock_a_shared_folder_once_and_own_ones_each(tmp_path: Path) -> None:
+    assert run_machines(2, entered(tmp_path, True, lambda folder: is_locked(folder.path))) == [True, True]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock"], "no mark is left"
+    assert run_machines(2, entered(tmp_path, False, lambda folder: is_locked(folder.path))) == [True, True]
+    assert not is_locked(tmp_path / "disk1" / "run")
+
+
+def test_a_folder_in_use_is_refused_on_all_machines_with_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "LEASE_S", 1)
+    monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: None)
+    with RunFolder(RunTable(name="run", folder=str(tmp_path))):
+        messages = refusals(entered(tmp_path, True, pytest.fail))
+    holder = f"is in use by process {os.getpid()}"
+    assert len(set(messages)) == 1 and messages[0].startswith("machine 0 (node0): ") and holder in messages[0]
+
+
+def test_a_folder_that_is_not_shared_as_the_config_says_is_refused_on_all(tmp_path: Path) -> None:
+    def apart(group: MachineGroup) -> None:
+        RunFolder(
+            RunTable(name="run", folder=str(tmp_path / f"disk{group.rank}")), team=MachineTeam.of(group)
+        ).__enter__()
+
+    messages = refusals(apart)
+    assert all("on machine 0 (node0) is not the folder of machine 1 (node1)" in text for text in messages)
+    assert not list(tmp_path.glob("disk*/run")), "nothing is left behind"
+
+    def together(group: MachineGroup) -> None:
+        table = RunTable(name="run", folder=str(tmp_path))
+        RunFolder(table, team=MachineTeam.of(group, shares_folder=False)).__enter__()
+
+    messages = refusals(together)
+    assert all("is one folder on machine 0 (node0) and machine 1 (node1)" in text for text in messages)
+
+
+# The checkpoints of a run.
+
+
+def checkpoints_of(folder: Path, group: MachineGroup, **table: Any) -> RunCheckpoints:
+    config = Config.model_validate(
+        {
+            "run": {"name": "run", "folder": str(folder)},
+            "model": {"family": "llama3", "flavor": "debug"},
+            "tokenizer": {"name": "bytes"},
+            "data": {"sources": [{"path": "text.jsonl"}]},
+            "training": {"steps": 9, "seq_len": 16, "global_batch_size": 2, "micro_batch_size": 1},
+            "optimizer": {"lr": 1e-3},
+            "checkpoint": table,
+        }
+    )
+    return RunCheckpoints(config, RunFolder(config.run, team=MachineTeam.of(group)))
+
+
+class FullAtFirst(Checkpointer):
+    """Checkpoints on a disk that is full for the first `full_tries` saves."""
+
+    full_tries = 0
+
+    def clear_leftovers(self) -> None:
+        self.full_tries -= 1
+        if self.full_tries >= 0:
+            raise OSError(errno.ENOSPC, "planted")
+        super().clear_leftovers()
+
+
+@pytest.mark.parametrize("signal_after_s", [None, RETRY_S + 5])
+def test_all_machines_wait_for_space_on_one_disk_and_give_up_together(
+    tmp_path: Path, signal_after_s: int | None
+) -> None:
+    def save(group: MachineGroup) -> tuple[bool, int]:
+        team = MachineTeam.of(group, shares_folder=False)
+        checkpointer = FullAtFirst(tmp_path / f"disk{group.rank}", team=team)
+        checkpointer.full_tries = 2 * group.rank  # machine 1's disk
+        slept: list[float] = []
+
+        def signalled() -> bool:
+            return group.rank == 0 and signal_after_s is not None and len(slept) >= signal_after_s
+
+        try:
+            save_with_patience(
+                lambda: checkpointer.save(1, {f"weights/{group.rank}": torch.ones(3)}, {}),
+                lambda: team.any(signalled(), "whether to wait for space"),
+                slept.append,
+            )
+        except NoSpaceError as error:
+            assert "machine 1 (node1): planted" in str(error)
+            return False, len(slept)
+        return True, len(slept)
+
+    expected = (True, 2 * RETRY_S) if signal_after_s is None else (False, signal_after_s)
+    assert run_machines(2, save) == [expected, expected]
+
+
+def test_the_best_checkpoint_is_known_to_a_machine_whose_disk_is_new(tmp_path: Path) -> None:
+    def losses(group: MachineGroup) -> dict[int, float]:
+        team = MachineTeam.of(group, shares_folder=False)
+        own = Checkpointer(tmp_path / f"disk{group.rank}", team=team)
+        for step, loss in ((1, 0.5), (2, 0.75)):
+            progress = {"loss": loss, "best_loss": 0.5, "best_step": 1, "since_best": step - 1}
+            own.save(step, {f"weights/{group.rank}": torch.ones(3)}, {"validation": progress})
+        group.channel("saves").gather(None, "the end of the saves")
+        seen = Checkpointer(tmp_path / ("new" if group.rank == 0 else "disk1"), team=team)
+        return joint_losses(seen)
+
+    assert run_machines(2, losses) == [{1: 0.5, 2: 0.75}] * 2
+
+
+def test_a_fault_of_several_machines_saves_nothing_and_names_the_newest_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault(group: MachineGroup) -> None:
+        checkpoints = checkpoints_of(tmp_path, group)
+        store = trained_store(toy_model(), torch.float32, SYNC, group.rank, group.size)
+        checkpoints.positions.append(RunPosition(STEP, 0, {}))
+        checkpoints.rescue(store, RuntimeError("planted"))
+
+    with caplog.at_level(logging.WARNING):
+        run_machines(2, fault)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert caplog.text.count("the state is spread over 2 machines") == 1, "machine 0 tells it"
+    assert "there is no checkpoint" in caplog.text

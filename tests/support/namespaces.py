@@ -1,0 +1,84 @@
+"""Two network namespaces joined by a link with a limited rate: two hosts, as far as the network is concerned.
+
+It takes the rights to make namespaces, and the programs `ip` and `tc` of iproute2.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+ADDRESSES = ("10.231.77.1", "10.231.77.2")
+
+
+class Networks:
+    """Two namespaces, `names[0]` and `names[1]`, with one address of `ADDRESSES` each."""
+
+    def __init__(self, mbit_per_s: int) -> None:
+        self.names = tuple(f"torchround-{os.getpid()}-{side}" for side in "ab")
+        ends = [f"tr{os.getpid()}{side}" for side in "ab"]  # at most 15 characters
+        self._ends = ends
+        for name in self.names:
+            run("ip", "netns", "add", name)
+        run(
+            "ip",
+            "-n",
+            self.names[0],
+            "link",
+            "add",
+            ends[0],
+            "type",
+            "veth",
+            "peer",
+            ends[1],
+            "netns",
+            self.names[1],
+        )
+        for name, end, address in zip(self.names, ends, ADDRESSES, strict=True):
+            run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
+            for device in ("lo", end):
+                run("ip", "-n", name, "link", "set", device, "up")
+            limit = ("rate", f"{mbit_per_s}mbit", "burst", "64kb", "latency", "200ms")
+            run("tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", *limit)
+
+    def cut(self) -> None:
+        """Cut the link. Addresses stay, and no connection is told: packets are lost, as behind a broken switch."""
+        run("ip", "-n", self.names[0], "link", "set", self._ends[0], "down")
+
+    def remove(self) -> None:
+        for name in self.names:
+            with suppress(subprocess.CalledProcessError):
+                run("ip", "netns", "del", name)
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@contextmanager
+def networks_of(mbit_per_s: int) -> Iterator[Networks]:
+    """Make the namespaces; skip the test if this computer does not allow them."""
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("network namespaces need root, and the programs ip and tc")
+    try:
+        networks = Networks(mbit_per_s)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(
+            f"this computer allows no network namespaces: {' '.join(error.cmd)}: {error.stderr.strip()}"
+        )
+    try:
+        yield networks
+    finally:
+        networks.remove()
+
+
+def enter(name: str) -> None:
+    """Move this thread, and threads that it starts, into a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as namespace:
+        if libc.setns(namespace.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {name}")
