@@ -23,6 +23,7 @@ from torchround.commands.plan_run import configured_question, hardware, known_vo
 from torchround.commands.plan_run import main as plan_run
 from torchround.commands.plan_run import parser as plan_parser
 from torchround.config import parse_command_line
+from torchround.pipeline import machine_report
 from torchround.pipeline.baselines import (
     SCHEDULES,
     ScheduleReport,
@@ -303,6 +304,27 @@ def planned(file: str, update: str, device_gib: int | None) -> Plan:
     return make_plan(published_costs(file), DEVICES, MICRO_BATCHES, update, 1, limits)
 
 
+def machines_table() -> str:
+    """Show thousands of tokens/s of 1 to 16 machines over each network. Each machine has the batch of the config."""
+    rows = []
+    for update in ("sync", "async"):
+        questions = [replace(counted(model, "rtx4090"), update=update) for model in range(len(MODELS))]
+        plans = [plan_for(question) for question in questions]
+        for count in machine_report.MACHINE_COUNTS:
+            cells = [machines_cell(*pair, count) for pair in zip(questions, plans, strict=True)]
+            rows.append([f"`{update}`, {count}", *cells])
+    return markdown(["mode, machines", *MODELS], rows)
+
+
+def machines_cell(question: RunQuestion, plan: Plan, count: int) -> str:
+    """Return a cell of `machines_table`; one figure if there is nothing to exchange."""
+    grown = replace(question, global_batch_size=count * question.global_batch_size).on_machines(count)
+    rates = [machine_report.usable_bytes_per_s(gbit) for gbit in machine_report.GBIT_PER_S]
+    costs, tokens = grown.costs(), grown.global_batch_size * grown.seq_len
+    steps = [machine_report.machine_step_seconds(grown, plan, costs, rate) for rate in rates]
+    return " / ".join(f"{tokens / step_s / 1000:.1f}" for step_s in (steps if count > 1 else steps[:1]))
+
+
 def percent(share: float) -> str:
     """Format a share; a tiny negative one is rounding."""
     return f"{100 * max(share, 0.0):.2f}"
@@ -367,6 +389,7 @@ TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "bounded": bounded_table,
         "throughput": throughput_table,
         "longest": longest_table,
+        "machines": machines_table,
     }
 )
 

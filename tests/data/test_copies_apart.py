@@ -132,6 +132,20 @@ def test_too_few_documents_for_a_step_are_said_once(
     assert "eight.jsonl" in warning and "a smaller training.global_batch_size or more data" in warning
 
 
+def test_copies_in_several_streams_are_said_once_and_kept_apart_if_an_epoch_fills_eight_batches(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    enough = write_documents(tmp_path / "enough.jsonl", [8] * 4 * 64)  # 64 sequences
+    loader = build_loader(whole(enough, streams=4, epochs=6), tokenizer, 32, 8, 0)
+    assert share_of_copies(loader) == 0
+    assert not warnings_of(caplog)
+    few = write_documents(tmp_path / "few.jsonl", [8] * 8)
+    list(islice(build_loader(whole(few, streams=2), tokenizer, 32, 4, 0), 20))
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("a data stream's part of a batch, 2 sequences, has ")
+    assert "a smaller training.global_batch_size, fewer data.streams or more data" in warning
+
+
 def test_equal_documents_of_one_epoch_are_no_copies(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from tests.support.machines import run_machines
-from tests.support.toy import PARTITIONS, toy_engine, toy_model, toy_store
+from tests.support.toy import PARTITIONS, linked, toy_engine, toy_model, toy_store, watched
 from torchround.engine.engine import Engine
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.engine.update_report import UpdateReport
+from torchround.engine.watch.race_checker import AccessLog
 from torchround.layer import LayeredModel, MicroBatch
 from torchround.machines.group import MachineGroup
 from torchround.optim import SpikeBounds
@@ -36,6 +37,7 @@ class Case:
     """A run of a small model. `model` makes it; `rounds` are those of each machine.
 
     `store` are options of the host store, `spikes` the arguments of its `SpikeBounds`; `before` may change its weights.
+    If it `evaluates`, each machine evaluates some of a batch beside the second step.
     """
 
     batches: Sequence[Sequence[MicroBatch]]
@@ -48,10 +50,11 @@ class Case:
     spikes: tuple[Any, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     before: Callable[[HostStore], None] = lambda store: None
+    evaluates: bool = False
     lr: float = 1e-2
 
-    def run(self, group: MachineGroup | None = None, observer: Any = None) -> Outcome:
-        """Train on this machine of a group, or alone."""
+    def run(self, group: MachineGroup | None = None, log: AccessLog | None = None) -> Outcome:
+        """Train on this machine of a group, or alone. `log` records the run for the race checker."""
         rank, size = (group.rank, group.size) if group is not None else (0, 1)
         model = self.model()
         # Filled as one machine fills it: what others own is dropped.
@@ -62,13 +65,14 @@ class Case:
         copy_state(whole, store)
         engine = toy_engine(
             *(model, store, self.partition, self.num_devices),
-            observer=observer,
+            observer=log,
+            wrap=lambda device: device if log is None else watched(linked(device), log),
             machines=group,
             rounds=self.rounds,
             **self.settings,
         )
         with engine:
-            results = train_shared(engine, self.batches, rank, size, self.lr)
+            results = train_shared(engine, self.batches, rank, size, self.evaluates, self.lr)
             losses, updates = [result.loss() for result in results], [result.update() for result in results]
         weights = [[v.clone() for v in bundle.device_weights] for bundle in store.bundles]
         return Outcome(losses, updates, dict(store.named_views()), weights, store.resume_state())
@@ -85,11 +89,18 @@ def copy_state(source: HostStore, target: HostStore) -> None:
 
 
 def train_shared(
-    engine: Engine, batches: Sequence[Sequence[MicroBatch]], rank: int, size: int, lr: float = 1e-2
+    engine: Engine,
+    batches: Sequence[Sequence[MicroBatch]],
+    rank: int,
+    size: int,
+    evaluates: bool = False,
+    lr: float = 1e-2,
 ) -> list[Any]:
     """Train on this machine's share of each batch."""
-    results = []
-    for batch in batches:
+    results: list[Any] = []
+    for step, batch in enumerate(batches):
+        if evaluates and step == 1:
+            engine.evaluate(batch[:1])  # not awaited, so that it runs beside the step
         share = step_share(len(batch), engine.settings.rounds, rank, size)
         num_labels = sum(micro_batch.num_labels() for micro_batch in batch)
         own = [batch[index] for index in share.micro_batches]

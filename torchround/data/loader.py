@@ -111,7 +111,7 @@ class Loader(Iterator[MicroBatch]):
         self._told_counts: dict[int, tuple[int, int]] = {}
 
     def _make_streams(self) -> list[SequenceStream]:
-        copies = CopyWatch([source.name for source in self._sources])
+        copies = CopyWatch([source.name for source in self._sources], self.num_streams)
         part = self.global_batch_size // self.num_streams
         settings = StreamSettings(self._data, self._tokenizer, self._seq_len, part, self._packs_whole)
         return [

@@ -116,7 +116,7 @@ class Lifecycle:
             self._stopped = True
         self._board.stop()  # every thread unwinds at its next wait
         if self._exchange is not None:
-            self._exchange.stop()
+            self._exchange.stop(self.failure)
         moves = self._optimizer.moves if self._optimizer else 0
         deadline_s = time.monotonic() + JOIN_S
         ours = [thread for thread in self._threads if thread is not threading.current_thread()]

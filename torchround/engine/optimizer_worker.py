@@ -97,7 +97,8 @@ class OptimizerWorker:
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001  (any fault must reach the caller)
-            self._on_failure(self._failure(error, self._store.is_consistent))
+            failure = self._exchange.located(error)
+            self._on_failure(failure or self._failure(error, self._store.is_consistent))
 
     def _run_step(self, step: int) -> None:
         """Take a step's gradient as it lands, and apply it once it is whole."""

@@ -91,6 +91,7 @@ class Ordering:
         # By version and bundle: uploads that rule 1 has to wait for. The controller adds and removes, the
         # optimizer takes; hence the lock.
         self._uses: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._finished: set[tuple[int, int]] = set()
         self._uses_lock = threading.Lock()
         self._num_parts: dict[tuple[int, int], int] = {}
         self._saves: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -126,6 +127,9 @@ class Ordering:
         overwritten = version - self._versions
         with self._uses_lock:
             uses = self._uses.pop((overwritten, bundle), [])
+            if (overwritten, bundle) in self._finished:
+                self._finished.remove((overwritten, bundle))
+                self._board.observer.waited(("uploads finished", overwritten, bundle))
         for use in uses:
             key = UPLOADED(overwritten, bundle, use)
             self._board.synchronize(self._board.wait(key), key)
@@ -148,6 +152,10 @@ class Ordering:
                 if use not in uses:
                     continue  # an update has taken it over already
                 uses.remove(use)
+                # The caller has the pass's losses, and the uploads came before those. An update of a step in which
+                # this machine's devices had no part learns of their end from here alone.
+                self._finished.add((version, bundle))
+                self._board.observer.posted(("uploads finished", version, bundle))
             wait(key)
             self._board.forget(key)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchround.pipeline.costs import ParameterCounts
-from torchround.pipeline.host_buffers import whole_pages
+from torchround.pipeline.host_buffers import PAGE_BYTES, whole_pages
 from torchround.pipeline.machine_shares import assign_owners
 from torchround.pipeline.memory import MIB, OPTIMIZER_BYTES, HostMemory
 
@@ -20,6 +20,9 @@ SUM_BYTES = 4
 # A part of another machine's gradient is read from staging memory of four chunks of 8 MiB, or of the whole part. Each
 # of the others has its own.
 STAGED_BYTES = 4 * 8 * MIB
+# The changes of weights are found by at most so many threads, each with a copy of one bundle's former weights. They wait
+# to be sent in at most this share of the bytes of the weights.
+MOST_ENCODERS, WORTH_SENDING = 4, 0.5
 
 
 def owned_parameters(parameters: ParameterCounts, num_machines: int) -> int:
@@ -49,26 +52,36 @@ def landing_window_bytes(part_bytes: Sequence[int]) -> int:
 
 
 def landing_bytes(parameters: ParameterCounts, gradient_bytes: int) -> int:
-    """Count the buffers that parts of gradients land in on one of several machines, in whole pages."""
+    """Count the buffers that parts of gradients land in on one of several machines, in whole pages.
+
+    Each use of parameters that several layers share has a buffer of its own beside the window.
+    """
     bundles = parameters.bundles or ((parameters.trained, 1),)
-    parts = [whole_pages(numel * gradient_bytes) for numel, uses in bundles if uses == 1]
-    # Parts of a shared bundle wait for each other at the owner, so they land outside the window.
-    shared = [whole_pages(numel * gradient_bytes) for numel, uses in bundles for _ in range(uses) if uses > 1]
-    return landing_window_bytes(parts) + sum(shared)
+    pages = [(whole_pages(numel * gradient_bytes), uses) for numel, uses in bundles]
+    window = landing_window_bytes([nbytes for nbytes, uses in pages if uses == 1])
+    in_pool = sum(nbytes * uses for nbytes, uses in pages if uses > 1)
+    return window // PAGE_BYTES * PAGE_BYTES + in_pool
 
 
 def state_of_machine(
-    state: HostMemory, parameters: ParameterCounts, gradient_bytes: int, num_machines: int
+    state: HostMemory,
+    parameters: ParameterCounts,
+    num_machines: int,
+    element_bytes: int,
+    gradient_bytes: int,
+    sends_changed: bool = False,
 ) -> HostMemory:
     """Turn the state of a run on one machine into that of the fullest one of several.
 
-    Each machine keeps all weights. It adds up gradients in fp32, whatever the number of rounds.
+    Each machine keeps all weights. It adds up gradients in fp32, whatever the number of rounds. `sends_changed` as in
+    `PlannedMachines`.
     """
     owned = owned_parameters(parameters, num_machines)
-    largest_bytes = gradient_bytes * max(bundle_sizes(parameters))
+    largest = max(bundle_sizes(parameters))
+    encoding_bytes = element_bytes * (MOST_ENCODERS * largest + WORTH_SENDING * owned) if sends_changed else 0
     return replace(
         state,
         gradient_bytes=SUM_BYTES * owned + landing_bytes(parameters, gradient_bytes),
         optimizer_bytes=OPTIMIZER_BYTES * owned,
-        exchange_bytes=min(STAGED_BYTES, largest_bytes) * (num_machines - 1),
+        exchange_bytes=min(STAGED_BYTES, gradient_bytes * largest) * (num_machines - 1) + int(encoding_bytes),
     )

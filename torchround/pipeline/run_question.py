@@ -125,10 +125,10 @@ class RunQuestion:
 
     def state_of(self, rounds: int) -> HostMemory:
         """Count the host memory that any plan of so many rounds needs."""
-        sizes = self.parameters, self.update, rounds, self.element_bytes, self.gradient_bytes
-        state = host_state(*sizes)
-        if self.machines.count > 1:
-            state = state_of_machine(state, self.parameters, self.gradient_bytes, self.machines.count)
+        sizes = self.element_bytes, self.gradient_bytes
+        state = host_state(self.parameters, self.update, rounds, *sizes)
+        if (count := self.machines.count) > 1:
+            state = state_of_machine(state, self.parameters, count, *sizes, self.machines.sends_changed)
         loader_bytes = self.loader_bytes_for(self.seq_len, self.global_batch_size)
         return replace(state, reader_bytes=self.reader_bytes, loader_bytes=loader_bytes)
 

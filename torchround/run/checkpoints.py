@@ -270,8 +270,11 @@ class RunCheckpoints:
     ) -> str:
         """Write a checkpoint. Returns the line that reports it."""
         start_s = time.monotonic()
+        # Each machine has the place in the data that it reads.
+        places = self._team.gather(position.data, f"the place in the data after step {position.step}")
         state = {
             **position.state(),
+            "data": joined_positions(places),
             **resume_state,
             "skipped_steps": position.step - resume_state["applied_updates"],
             "wandb_run_id": self.wandb_run_id,

@@ -14,6 +14,7 @@ from torchround.engine.store.ownership import Ownership
 from torchround.layer import FileTensor, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import SpikeBounds
+from torchround.pipeline.machine_shares import step_share
 from torchround.pipeline.partition import split_evenly
 from torchround.pipeline.plan import Plan
 from torchround.run.hardware import Hardware
@@ -91,10 +92,16 @@ def build_engine(
 
 
 def reserve_buffers(engine: Engine, training: TrainingTable, validates: bool) -> None:
-    """Take the host buffers and the device space of the whole run before its first step. Raises `HostMemoryError`."""
+    """Take the host buffers and the device space of the whole run before its first step. Raises `HostMemoryError`.
+
+    Each of several machines takes what its own share of a step needs. One without any waits for a longer step.
+    """
     count = -(-training.global_batch_size // training.micro_batch_size)
     parts = split_evenly(training.global_batch_size, count)
-    engine.reserve([(len(part), training.seq_len) for part in parts], validates)
+    ownership = engine.store.ownership
+    share = step_share(count, engine.settings.rounds, ownership.machine, ownership.num_machines)
+    if share.micro_batches:
+        engine.reserve([(len(parts[index]), training.seq_len) for index in share.micro_batches], validates)
 
 
 def compiles_update(table: EngineTable, store: HostStore) -> bool:

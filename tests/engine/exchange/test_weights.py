@@ -12,13 +12,14 @@ from tests.support.shared_steps import Case, assert_equal_to_one_machine, train_
 from tests.support.toy import PARTITIONS, toy_batches, toy_engine, toy_model, toy_store
 from torchround.engine.exchange.start import received_bytes, share_weights
 from torchround.engine.exchange.weight_encoding import WeightEncoder
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC, UpdatePolicy
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.engine.store.prediction import Prediction
 from torchround.layer import LayeredModel
 from torchround.machines.changed_weights import EncodedWeights
 from torchround.machines.group import MachineGroup
+from torchround.machines.links import Purpose
 
 BATCHES = toy_batches(4, micro_batches=8)
 HELD_OUT = toy_batches(1, micro_batches=2, seed=5)[0]
@@ -165,3 +166,39 @@ def test_a_validation_of_the_true_weights_gives_the_losses_of_one_machine() -> N
     expected = validated(None, toy_model, rounds=2)
     for found in run_machines(2, lambda group: validated(group, toy_model, rounds=1)):
         assert found == expected
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=["sync", "async"])
+def test_a_validation_sends_nothing_if_the_device_weights_are_the_true_ones(policy: UpdatePolicy) -> None:
+    def run(group: MachineGroup) -> list[int]:
+        model = toy_model()
+        store = toy_store(model, policy=policy, ownership=Ownership(group.rank, group.size))
+        share_weights(store, group)
+        with toy_engine(model, store, PARTITIONS["forward coarser"], 2, machines=group) as engine:
+            train_shared(engine, BATCHES[:1], group.rank, group.size)
+            link, sent = group.links.sender(1 - group.rank, Purpose.WEIGHTS), []
+            for _ in range(2):
+                sent.append(link.bytes_sent)
+                with engine.true_device_weights():
+                    engine.evaluate(HELD_OUT).loss()
+            sent.append(link.bytes_sent)
+        return sent
+
+    for sent in run_machines(2, run):
+        assert len(set(sent)) == 1 and sent[0] > 0
+
+
+def test_an_exception_in_a_validation_does_not_wait_for_the_other_machines() -> None:
+    def run(group: MachineGroup) -> None:
+        model = toy_model()
+        store = toy_store(model, policy=ASYNC_PREDICT, ownership=Ownership(group.rank, group.size))
+        share_weights(store, group)
+        with toy_engine(model, store, PARTITIONS["forward coarser"], 2, machines=group) as engine:
+            train_shared(engine, BATCHES[:1], group.rank, group.size)
+            with engine.true_device_weights():
+                if group.rank == 0:
+                    raise ValueError("machine 0 ends here")
+                group.channel("validation").gather(None, "what machine 0 never gives")
+
+    with pytest.raises(ValueError, match="machine 0 ends here"):
+        run_machines(2, run)

@@ -64,11 +64,12 @@ class Batches(BaseNode[MicroBatch | DataError]):
 class CopyWatch:
     """Looks for documents of different epochs that are the same, until it has found some and warned once.
 
-    `names` has the name of each source.
+    `names` has the name of each source. With several streams, each batch is one stream's part of a whole one.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], num_streams: int = 1) -> None:
         self._names = names
+        self._num_streams = num_streams
         self._has_warned = False
 
     def look(self, rows: Sequence[PackedSequence]) -> None:
@@ -82,10 +83,14 @@ class CopyWatch:
         repeated = [source for (source, _), found in epochs.items() if len(found) > 1]
         if repeated:
             self._has_warned = True
+            batch, fewer = f"a batch of {len(rows)} sequences", "a smaller training.global_batch_size"
+            if self._num_streams > 1:
+                batch = f"a data stream's part of a batch, {len(rows)} sequences,"
+                fewer += ", fewer data.streams"
             text = (
-                f"a batch of {len(rows)} sequences has {len(repeated)} documents more than once, from different "
+                f"{batch} has {len(repeated)} documents more than once, from different "
                 f"epochs of source {self._names[repeated[0]]!r}: an epoch of it has too few documents for a batch; "
-                "a smaller training.global_batch_size or more data keeps the copies apart (shown once)"
+                f"{fewer} or more data keeps the copies apart (shown once)"
             )
             logger.warning("%s", terminal_safe(text))
 

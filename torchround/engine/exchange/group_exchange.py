@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from torchround.engine.board import Board, WaitForHandOver
-from torchround.engine.errors import FaultLocation, PipelineError
+from torchround.engine.errors import EngineUsageError, FaultLocation, PipelineError
 from torchround.engine.exchange.gradients import GradientSender, SharedGradients
 from torchround.engine.exchange.landings import RingLandings
 from torchround.engine.exchange.step_exchange import (
@@ -18,7 +18,7 @@ from torchround.engine.exchange.step_exchange import (
 from torchround.engine.exchange.weights import WeightExchange
 from torchround.engine.ordering import GRADIENT_CONSUMED, WEIGHTS, Ordering
 from torchround.engine.passes import Pass
-from torchround.engine.store.bundles import Bundle
+from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.machines.errors import MachineError
@@ -44,7 +44,7 @@ class GroupExchange(StepExchange):
         self._group = group
         self._on_failure = on_failure
         self._channel = group.channel("steps")
-        self._talks = Talks(board, lambda: group.fail("it stopped in the middle of a step"))
+        self._talks = Talks(board)
         self.landings = RingLandings(store, pool, ordering)
         self.landed = SharedGradients(store, board, ordering, self.landings, group, self._talks)
         self.peers = [machine.rank for machine in group.machines if machine.rank != group.rank]
@@ -127,25 +127,34 @@ class GroupExchange(StepExchange):
         self._counted_bytes = totals
         return sent, saved
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """End the engine because of an error on one of the exchange's threads, or of another machine."""
-        where = FaultLocation("this machine")
-        if isinstance(error, MachineError) and error.machine is not None:
-            where = FaultLocation(str(self._group.machines[error.machine]))
-        text = str(error).removeprefix(f"{where} ")
-        failure = PipelineError(
-            where, text if isinstance(error, MachineError) else f"{type(error).__name__}: {error}"
-        )
-        failure.__cause__ = error
+        failure = self.located(error)
+        if failure is None:
+            failure = PipelineError(FaultLocation("exchange"), f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
         self._on_failure(failure)
 
-    def fail(self, failure: PipelineError) -> None:
-        # Every machine learns of another one's fault by itself.
-        if not isinstance(failure.__cause__, MachineError):
-            self._group.fail(str(failure))
+    def located(self, error: BaseException) -> PipelineError | None:
+        if not isinstance(error, MachineError):
+            return None
+        machine = "several machines" if error.machine is None else str(self._group.machines[error.machine])
+        failure = PipelineError(FaultLocation(machine), str(error).removeprefix(f"{machine} "))
+        failure.__cause__ = error
+        return failure
 
-    def stop(self) -> None:
-        self._talks.stop()
+    def fail(self, failure: PipelineError) -> None:
+        # Every machine learns of another one's fault by itself. What each thread waits for stays here.
+        if not isinstance(failure.__cause__, MachineError):
+            self._group.fail(str(failure).splitlines()[0])
+
+    def stop(self, failure: PipelineError | None) -> None:
+        # Only an abort wakes a thread inside gloo. Between steps there is none, and the group lives on.
+        if not self._talks.are_under_way:
+            return
+        if failure is None:
+            self._group.fail("it stopped in the middle of a step")
+        self._group.abort()
 
 
 def make_exchange(
@@ -163,4 +172,13 @@ def make_exchange(
     """
     if group is None:
         return StepExchange(store, board, ordering, pool)
+    if store.policy is BOUNDED:
+        raise EngineUsageError(
+            'bounded updates run on one machine: use "sync" or "async" on several, with clip = "layer" if you like'
+        )
+    if (store.ownership.machine, store.ownership.num_machines) != (group.rank, group.size):
+        raise EngineUsageError(
+            f"the host store is of machine {store.ownership.machine} of {store.ownership.num_machines}, "
+            f"this is machine {group.rank} of {group.size}"
+        )
     return GroupExchange(store, board, ordering, pool, group, on_failure, compresses)

@@ -4,7 +4,7 @@
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -90,16 +90,19 @@ class StepExchange:
     def fail(self, failure: PipelineError) -> None:
         """Tell the other machines of a fault of this one."""
 
-    def stop(self) -> None:
-        """Wake the threads that wait for other machines. The engine's board has stopped before."""
+    def located(self, error: BaseException) -> PipelineError | None:
+        """Return the fault of another machine as the engine's, None for any other error."""
+        return None
+
+    def stop(self, failure: PipelineError | None) -> None:
+        """Wake the threads that wait for other machines. The engine's board has stopped, because of `failure` if any."""
 
 
 class Talks:
     """The waits for other machines that are under way on this engine's threads."""
 
-    def __init__(self, board: Board, abandon: Callable[[], None]) -> None:
+    def __init__(self, board: Board) -> None:
         self._board = board
-        self._abandon = abandon
         self._lock = threading.Lock()
         self._under_way = 0
 
@@ -118,12 +121,11 @@ class Talks:
                 self._under_way -= 1
             self._board.note_progress()
 
-    def stop(self) -> None:
-        """Abandon the group if a thread talks to it: nothing else would wake that thread."""
+    @property
+    def are_under_way(self) -> bool:
+        """Whether a thread waits for another machine. After a stop of the board none begins to."""
         with self._lock:
-            under_way = self._under_way
-        if under_way:
-            self._abandon()
+            return self._under_way > 0
 
 
 def check_share(

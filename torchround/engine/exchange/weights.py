@@ -165,8 +165,8 @@ class WeightExchange:
 
     def _receive(self, peer: Machine, bundle: Bundle, job: WeightJob) -> None:
         if not job.rewritten:
-            # Rule 5: the optimizer's thread may still copy the version before, of a step that it skipped.
-            self._ordering.before_update(bundle.index, job.version - 1)
+            # Rule 5 needs no wait: the version before came on this thread, or is a copy that the optimizer's thread made
+            # of a skipped step, before it let this exchange begin.
             self._ordering.before_device_weight_write(bundle.index, job.version)
         weights, what = bundle.version(job.version), self._words(bundle, job)
         link, is_encoded = self._group.links.receiver(peer.rank, Purpose.WEIGHTS), torch.tensor([False])

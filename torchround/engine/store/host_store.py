@@ -218,7 +218,8 @@ class HostStore:
             spare.copy_(device_weights)
         try:
             self._derive(untrue, None, observer)
-            share()
+            if self.prediction is not None:
+                share()
             yield
         finally:
             for device_weights, spare in set_aside:
@@ -226,7 +227,9 @@ class HostStore:
                 device_weights.copy_(spare)
             if self.prediction is not None:
                 self._derive(untrue, self.prediction, observer)
-                share()
+        # Not after an exception: the other machines may never come to the end of the block.
+        if self.prediction is not None:
+            share()
 
     def write_newest_device_weights(self) -> None:
         """Write the newest device weights of bundles that lag, after a step that was dropped before its update.
