@@ -1,34 +1,83 @@
 """Whole runs on several machines, each a process of its own that joins the others as under torchrun."""
 
-from collections.abc import Iterator
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.machines import MachineProcess, MachineStarter
+from tests.support.machines import MachineStarter
+from tests.support.small_machines import STEPS, SmallMachines, ended, small_machines, starter
 
-DEBUG = ["--config", "debug.toml", "--engine.num_devices=1", "--engine.measure_steps=0"]
+__all__ = ["small_machines", "starter"]
+
+BF16 = "--training.dtype=bfloat16"
+ASYNC = "--engine.update=async"
+LORA = ("--lora.rank=2", "--training.dtype=bfloat16")
+VALIDATED = ("--validation.interval_steps=2", '--validation.sources=[{ path = "text.jsonl" }]')
+TIED = ("--model.flavor=tied", "--training.dtype=bfloat16", ASYNC)
 
 
-@pytest.fixture(scope="module")
-def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MachineStarter]:
-    """Yield the process that forks the machines of all tests in this file."""
-    starter = MachineStarter(tmp_path_factory.mktemp("printed"))
-    yield starter
-    starter.close()
+@pytest.mark.parametrize("num_machines", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_machines_train_as_one_machine_with_all_rounds(
+    small_machines: SmallMachines, num_machines: int
+) -> None:
+    small_machines("one", 1, *VALIDATED, "--checkpoint.interval_steps=2")
+    first, *others = small_machines(
+        "several", num_machines, *VALIDATED, "--checkpoint.interval_steps=2", "--checkpoint.export=weights"
+    )
+    small_machines.assert_same("several", "one")
+    small_machines.assert_same("several", "one", step=4)
+    assert "the run is complete" in first and not any(others)
+    assert (small_machines.path("several") / "export" / f"step-{STEPS}").is_dir()
+    assert [len(line["machines"]["name"]) for line in small_machines.steps("several")] == [
+        num_machines
+    ] * STEPS
 
 
-def ended(machines: list[MachineProcess], code: int) -> list[str]:
-    """Wait for the end of all machines, each with this exit code. Returns what each has printed."""
-    codes = [machine.wait() for machine in machines]
-    texts = [machine.text() for machine in machines]
-    assert codes == [code] * len(machines), "\n---\n".join(texts)
-    return texts
+@pytest.mark.slow
+@pytest.mark.parametrize("num_machines", [2, 3, 4])
+@pytest.mark.parametrize(
+    "settings", [(BF16,), (ASYNC,), TIED, LORA], ids=["bfloat16", "async", "tied-async-bfloat16", "lora"]
+)
+def test_machines_train_as_one_machine_in_every_mode(
+    small_machines: SmallMachines, num_machines: int, settings: tuple[str, ...]
+) -> None:
+    small_machines("one", 1, *settings)
+    small_machines("several", num_machines, *settings)
+    small_machines.assert_same("several", "one")
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_other_numbers_of_machines(small_machines: SmallMachines) -> None:
+    small_machines("one", 1, "--training.steps=8", "--lr_schedule.decay=none")
+    for steps, num_machines in ((2, 4), (4, 2), (6, 1), (8, 3)):
+        texts = small_machines("moved", num_machines, f"--training.steps={steps}", "--lr_schedule.decay=none")
+        assert steps == 2 or f"resuming after step {steps - 2}" in texts[0]
+    small_machines.assert_same("moved", "one", step=8)
+
+
+def test_a_signal_on_one_machine_stops_all_after_the_same_step_with_a_checkpoint(
+    small_machines: SmallMachines,
+) -> None:
+    machines = small_machines.start("stopped", 2, "--training.steps=100000", "--lr_schedule.decay=none")
+    machines[0].wait_until_printed("step      2/")
+    machines[1].send(signal.SIGTERM)
+    first, second = ended(machines, 128 + signal.SIGTERM)
+    [saved] = small_machines.saved("stopped")
+    assert len(small_machines.losses("stopped")) == saved
+    assert (
+        "machine 1 (" in first.splitlines()[-1] and "SIGTERM; run the same command" in first.splitlines()[-1]
+    )
+    assert "Traceback" not in first + second
+    small_machines("stopped", 2, f"--training.steps={saved + 1}", "--lr_schedule.decay=none")
+    small_machines("whole", 1, f"--training.steps={saved + 1}", "--lr_schedule.decay=none")
+    small_machines.assert_same("stopped", "whole", step=saved + 1)
 
 
 def test_several_processes_on_a_host_are_refused_with_how_to_launch(
     starter: MachineStarter, tmp_path: Path
 ) -> None:
-    first, second = ended(starter.start(2, "train:main", DEBUG, folder=tmp_path), 2)
+    machines = starter.start(2, "train:main", ["--config", "debug.toml"], folder=tmp_path)
+    first, second = ended(machines, 2)
     assert first == second and "--nproc-per-node 1" in first and "machine 0" in first and "machine 1" in first
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,113 @@
+"""Small runs on several machines: the real command on a tiny model, each machine a process that joins the others."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure  # once for all machines that are forked: a run draws its loss at its end
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from tests.support.machines import MachineProcess, MachineStarter
+from tests.support.small_run import SMALL, small_family, write_text
+from torchround.commands import configured_model, export_hf
+
+STEPS = 5
+# 13 micro-batches in 12 rounds: uneven rounds, and machines with unlike shares.
+SHARED = [
+    *(
+        "--machines.share_host=true",
+        "--engine.plan=none",
+        "--engine.num_devices=1",
+        "--engine.measure_steps=0",
+    ),
+    *("--training.global_batch_size=13", "--training.micro_batch_size=1"),
+]
+ALL_ROUNDS = 12
+
+
+def small_main(arguments: list[str]) -> int:
+    """Be `train.py` with the model family `small`."""
+    families = {**configured_model.FAMILIES, "small": small_family()}
+    configured_model.FAMILIES = export_hf.FAMILIES = families
+    assert matplotlib.figure, "the picture's library is loaded"
+    torch.set_num_threads(1)
+    return train.main(arguments)
+
+
+class SmallMachines:
+    """A folder in which runs on any number of machines are made by name. All machines share the runs' folders."""
+
+    def __init__(self, starter: MachineStarter, folder: Path) -> None:
+        self.starter, self.folder = starter, folder
+        write_text(folder / "text.jsonl", lines=400)
+        (folder / "small.toml").write_text(SMALL)
+
+    def start(self, name: str, num_machines: int, *overrides: str) -> list[MachineProcess]:
+        """Start a run of `ALL_ROUNDS` rounds together. One machine needs no others."""
+        rounds = ALL_ROUNDS // num_machines
+        arguments = ["--config", "small.toml", f"--run.name={name}", *SHARED, f"--engine.rounds={rounds}"]
+        function = "tests.support.small_machines:small_main"
+        return self.starter.start(num_machines, function, [*arguments, *overrides], folder=self.folder)
+
+    def __call__(self, name: str, num_machines: int, *overrides: str, code: int = 0) -> list[str]:
+        """Run to the end; every machine ends with `code`. Returns what each has printed."""
+        return ended(self.start(name, num_machines, *overrides), code)
+
+    def path(self, name: str) -> Path:
+        return self.folder / "outputs" / name
+
+    def steps(self, name: str) -> list[dict[str, Any]]:
+        """Read the objects of `metrics.jsonl`."""
+        return [json.loads(line) for line in (self.path(name) / "metrics.jsonl").read_text().splitlines()]
+
+    def losses(self, name: str) -> list[tuple[Any, ...]]:
+        """Return what a run's metrics say that does not depend on machines and times."""
+        keys = ("step", "loss", "grad_norm", "lr", "tokens", "skipped_steps", "validation_loss")
+        return [tuple(line.get(key) for key in keys) for line in self.steps(name)]
+
+    def saved(self, name: str) -> list[int]:
+        """Return the steps of the checkpoints, rising."""
+        found = (self.path(name) / "checkpoints").glob("step-*")
+        numbers = (path.name.removeprefix("step-") for path in found)
+        return sorted(int(number) for number in numbers if number.isdecimal())
+
+    def state(self, name: str, step: int = STEPS) -> dict[str, torch.Tensor]:
+        """Read every tensor of a checkpoint."""
+        tensors: dict[str, torch.Tensor] = {}
+        for path in sorted((self.path(name) / "checkpoints" / f"step-{step}").glob("*.safetensors")):
+            tensors.update(load_file(path))
+        return tensors
+
+    def assert_same(self, name: str, reference: str, step: int = STEPS) -> None:
+        """Require bitwise equal runs: every line of the metrics, and the state saved after `step`."""
+        assert self.losses(name) == self.losses(reference)
+        ours, theirs = self.state(name, step), self.state(reference, step)
+        assert ours.keys() == theirs.keys() and len(ours) > 0
+        different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
+        assert not different, f"{len(different)} of {len(ours)} tensors differ: {different[:5]}"
+
+
+def ended(machines: list[MachineProcess], code: int) -> list[str]:
+    """Wait for the end of all machines, each with this exit code. Returns what each has printed."""
+    codes = [machine.wait() for machine in machines]
+    texts = [machine.text() for machine in machines]
+    assert codes == [code] * len(machines), f"{codes}\n" + "\n---\n".join(texts)
+    return texts
+
+
+@pytest.fixture(scope="session")
+def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MachineStarter]:
+    """Yield the process that forks the machines of all tests."""
+    starter = MachineStarter(tmp_path_factory.mktemp("printed"))
+    yield starter
+    starter.close()
+
+
+@pytest.fixture
+def small_machines(starter: MachineStarter, tmp_path: Path) -> SmallMachines:
+    """Return runs in `tmp_path`."""
+    return SmallMachines(starter, tmp_path)
