@@ -1,6 +1,7 @@
 """The race checker finds nothing in the exchange of compressed and rewritten weights, and a race for each removed wait."""
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -105,13 +106,21 @@ def space_taken_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def evaluated_before_the_weights_came(patch: pytest.MonkeyPatch) -> None:
-    """The controller does not wait for rewritten weights."""
+    """The controller learns that rewritten weights are there, but not by their hand-over.
+
+    It polls, which orders nothing: an engine that ended before they came would end the other machine's too.
+    """
     share = WeightExchange.share_rewritten
-    patch.setattr(
-        WeightExchange,
-        "share_rewritten",
-        lambda exchange, version, wait: share(exchange, version, lambda key: None),
-    )
+
+    def hasty(exchange: WeightExchange, version: int, wait: Any) -> None:
+        def poll(key: HandOverKey[Any]) -> None:
+            while not exchange._board.ready(key):
+                exchange._board.raise_if_stopped()
+                time.sleep(0.001)
+
+        share(exchange, version, poll)
+
+    patch.setattr(WeightExchange, "share_rewritten", hasty)
 
 
 def _is(kind: Any) -> Callable[[HandOverKey[Any]], bool]:
