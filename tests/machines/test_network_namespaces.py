@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from tests.support.machines import MachineStarter
 from tests.support.namespaces import ADDRESSES, enter, networks_of
 from torchround.config import Config
@@ -62,6 +63,61 @@ def exchange_for_ever(networks: list[str]) -> int:
     finally:
         group.close()
     return 0
+
+
+CONFIG = """
+[model]
+family = "llama3"
+flavor = "debug"
+
+[tokenizer]
+name = "bytes"
+
+[data]
+sources = [{ path = "python-stdlib" }]
+
+[training]
+steps = 100000
+seq_len = 32
+global_batch_size = 2
+
+[engine]
+devices = "cpu"
+num_devices = 1
+measure_steps = 0
+
+[checkpoint]
+interval_steps = 5
+
+[machines]
+share_host = true
+timeout_s = 3
+"""
+
+
+def train_in(networks: list[str]) -> int:
+    """Train `run.toml` as a machine in its own namespace."""
+    enter(networks[int(os.environ["RANK"])])
+    os.environ["MASTER_ADDR"] = ADDRESSES[0]
+    return train.main(["--config", "run.toml"])
+
+
+def test_a_run_that_is_cut_in_two_ends_with_messages_and_a_checkpoint(
+    starter: MachineStarter, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    with networks_of(MBIT_PER_S) as networks:
+        function = "tests.machines.test_network_namespaces:train_in"
+        machines = starter.start(2, function, networks.names, first_holds_store=True, folder=tmp_path)
+        machines[0].wait_until_printed("saved outputs/run/checkpoints/step-5 ")
+        networks.cut()
+        codes = [machine.wait() for machine in machines]
+    first, second = (machine.text() for machine in machines)
+    assert codes == [1, 1], first + second
+    assert "no sign of life for 3 s" in first and " waited for " in first
+    assert "cannot be reached, and keeps the store" in second and " waited for " in second
+    checkpoints = sorted((tmp_path / "outputs" / "run" / "checkpoints").iterdir())
+    assert any((checkpoint / "manifest.json").exists() for checkpoint in checkpoints), checkpoints
 
 
 def test_a_partition_of_the_network_ends_both_machines_with_the_name_of_the_other(

@@ -81,10 +81,11 @@ class StepFolders:
 
     def take_back(self, step: int) -> None:
         """Undo `publish`: delete the step's checkpoint, and put the one before it back."""
-        replaced = self.named(step, ".replaced")
-        self.delete([self.named(step)])
-        if _is_there(replaced) and not _is_there(self.named(step)):
-            replaced.rename(self.named(step))
+        path, replaced = self.named(step), self.named(step, ".replaced")
+        if _is_there(path):
+            self.delete([path])
+        if _is_there(replaced) and not _is_there(path):
+            replaced.rename(path)
 
     def delete(self, paths: Iterable[Path]) -> None:
         """Delete folders. One that cannot be deleted costs space, not the run: it stays, with a warning."""

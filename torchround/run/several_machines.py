@@ -176,8 +176,11 @@ class RunMachines:
         try:
             yield
             self.agree("start", None, "the end of the run on all machines")
+        except LaunchError:
+            self.group.close()  # all raise it: the last one must have read it before a connection ends
+            raise
         except BaseException as error:
-            if not isinstance(error, LaunchError | MachineError):  # those are known to all
+            if not isinstance(error, MachineError):  # the others know of that
                 self.group.fail(_cause_text(error))
             self.group.abort()
             raise

@@ -1,0 +1,206 @@
+"""Joint saves in which one machine, or all, die at a chosen moment, and a check of what the disks then hold.
+
+The machines are threads that exchange values through a barrier. A death raises `Killed` in the machine's thread, which
+nothing catches; the others then fail in their next exchange, as they do once a real machine is lost.
+
+Usage as a program: `joint_kills.py FOLDER shared|own`. It kills before every file-system operation, and prints how many
+kills there were. The hook that finds these operations cannot be removed, so it has a process of its own.
+"""
+
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchround.checkpoint import Checkpointer, MachineTeam
+
+MACHINES = 2
+ALL = MACHINES  # in the place of a rank: every machine dies
+FILE_SYSTEM_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
+
+
+class Killed(BaseException):
+    """The death of a machine."""
+
+
+@dataclass
+class Death:
+    """Machine `rank` dies instead of its `number`-th operation. `ALL`: all die as soon as any machine has come to it."""
+
+    rank: int
+    number: int
+    counts: dict[int, int] = field(default_factory=dict)
+    has_come: bool = False
+
+    def pass_by(self, rank: int) -> None:
+        """Count an operation of machine `rank`. Raises `Killed` if it is the one, or if all are dead."""
+        if self.has_come and self.rank == ALL:
+            raise Killed
+        self.counts[rank] = self.counts.get(rank, 0) + 1
+        if self.rank in (rank, ALL) and self.counts[rank] == self.number:
+            self.has_come = True
+            raise Killed
+
+
+def together(work: Callable[[MachineTeam], Any], shared: bool, death: Death | None = None) -> list[Any]:
+    """Return what `work(team)` returns on each machine. `death` counts exchanges; a dead machine's result is None."""
+    barrier = threading.Barrier(MACHINES)
+    values: dict[int, str] = {}
+    files: dict[tuple[int, int, int], Tensor] = {}
+    results: list[Any] = [None] * MACHINES
+    errors: list[BaseException] = []
+    changed = threading.Condition()
+
+    def team_of(rank: int) -> MachineTeam:
+        sent, received = itertools.count(), itertools.count()
+
+        def gather(value: Any, what: str) -> list[Any]:
+            if death is not None:
+                death.pass_by(rank)
+            values[rank] = json.dumps(value)
+            barrier.wait()
+            found = [json.loads(values[other]) for other in range(MACHINES)]
+            barrier.wait()
+            return found
+
+        # Two machines have one peer each, so a message's number is its place among all of them.
+        def send(peer: int, data: Tensor, what: str) -> None:
+            with changed:
+                files[rank, peer, next(sent)] = data.clone()
+                changed.notify_all()
+
+        def receive(peer: int, into: Tensor, what: str) -> None:
+            key = peer, rank, next(received)
+            with changed:
+                changed.wait_for(lambda: key in files)
+                into.copy_(files.pop(key))
+
+        names = [f"machine {number}" for number in range(MACHINES)]
+        return MachineTeam(rank, names, shared, gather, send, receive)
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(team_of(rank))
+        except (Killed, threading.BrokenBarrierError):
+            barrier.abort()
+        except BaseException as error:  # noqa: BLE001  (raised on the main thread)
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(MACHINES)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def tensors_of(rank: int, step: int) -> dict[str, Tensor]:
+    return {f"{kind}/block.{rank}.w": torch.full((300,), float(step)) for kind in ("weights", "exp_avg")}
+
+
+def folder_of(root: Path, rank: int, shared: bool) -> Path:
+    return root / ("run" if shared else f"disk{rank}")
+
+
+class DyingCheckpointer(Checkpointer):
+    """Checkpoints of a machine that may also die before the folders of a step change."""
+
+    death: Death | None = None
+
+    def publish(self, step: int) -> None:
+        self._pass_by()
+        super().publish(step)
+
+    def delete(self, paths: Iterable[Path]) -> None:
+        self._pass_by()
+        super().delete(paths)
+
+    def _pass_by(self) -> None:
+        if self.death is not None:
+            self.death.pass_by(self.team.rank)
+
+
+def save(root: Path, shared: bool, step: int, mark: int, death: Death | None = None) -> bool:
+    """Save `step` with tensors of the value `mark`. Returns whether all machines finished."""
+
+    def work(team: MachineTeam) -> bool:
+        checkpointer = DyingCheckpointer(folder_of(root, team.rank, shared), keep_latest_k=1, team=team)
+        checkpointer.death = death
+        checkpointer.save(step, tensors_of(team.rank, mark), {"mark": mark})
+        return True
+
+    return together(work, shared, death) == [True] * MACHINES
+
+
+def check(root: Path, shared: bool, former: tuple[int, int], new: tuple[int, int]) -> None:
+    """Check that all machines load the former (step, mark) or the new one, whole, and that the next save leaves only itself."""
+
+    def load(team: MachineTeam) -> tuple[int, int]:
+        tensors = tensors_of(team.rank, -1)
+        loaded = Checkpointer(folder_of(root, team.rank, shared), team=team).load_latest(tensors)
+        assert loaded is not None, "there is no checkpoint"
+        mark = loaded.state["mark"]
+        assert all((tensor == mark).all() for tensor in tensors.values()), "a mixture of two saves"
+        return loaded.step, mark
+
+    found = together(load, shared)
+    assert found[0] == found[1] and found[0] in (former, new), f"{found}, expected {former} or {new}"
+    # The next save clears what the first death left. A death in it must not take what was loaded.
+    step, mark = new
+    assert not save(root, shared, step + 1, mark + 1, Death(ALL, 4))
+    assert together(load, shared) == found
+    assert save(root, shared, step + 1, mark + 1)
+    for rank in range(MACHINES):
+        left = {path.name for path in folder_of(root, rank, shared).iterdir()}
+        assert left == {f"step-{step + 1}"}, left
+
+
+def kill_everywhere(root: Path, shared: bool, is_hooked: bool = False) -> int:
+    """Kill each machine, and all at once, before its 1st, 2nd, .. operation of a save, until a save has no such operation.
+
+    The save is of a new step, or of the newest one again. Operations are exchanges and changes of a step's folders, or
+    those of the file system if the hook is installed. Returns the number of kills.
+    """
+    step, mark, kills = 1, 1, 0
+    assert save(root, shared, step, mark)
+    for rank, is_again in itertools.product(range(MACHINES + 1), (False, True)):
+        for number in itertools.count(1):
+            new = (step if is_again else step + 1), mark + 1
+            death = Death(rank, number)
+            if is_hooked:
+                _HOOKED.append(death)
+                save(root, shared, *new)
+                _HOOKED.clear()
+            else:
+                save(root, shared, *new, death)
+            check(root, shared, (step, mark), new)
+            step, mark = new[0] + 1, new[1] + 1
+            if not death.has_come:
+                break
+            kills += 1
+    return kills
+
+
+_HOOKED: list[Death] = []
+
+
+def hook(event: str, _: object) -> None:
+    name = threading.current_thread().name
+    if _HOOKED and event in FILE_SYSTEM_EVENTS and name.isdecimal():
+        _HOOKED[0].pass_by(int(name))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.addaudithook(hook)
+    print(kill_everywhere(Path(sys.argv[1]), sys.argv[2] == "shared", is_hooked=True))
