@@ -1,6 +1,5 @@
 """Runs that lose a machine: the others end with a message that names it, and the run continues from what was saved."""
 
-import os
 import random
 import re
 import signal
@@ -8,6 +7,7 @@ import socket
 import time
 from contextlib import suppress
 
+import psutil
 import pytest
 
 from tests.support.small_machines import ALL_ROUNDS, SmallMachines, small_machines, starter
@@ -85,24 +85,33 @@ def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(
     small_machines.assert_same("run", "whole", step=last)
 
 
+def wait_until_listening(port: int) -> None:
+    """Wait until a process listens at a port of the loopback."""
+    while True:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_torchrun_continues_with_the_machines_that_are_left(small_machines: SmallMachines) -> None:
     """Two agents of torchrun on the loopback: one is killed with its process, and the other one trains on alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    agents = [
-        small_machines.start_agent("run", port, "1:2", *ENDLESS, "--training.steps=40") for _ in range(2)
-    ]
+    elastic = [*ENDLESS, "--training.steps=40"]
+    agents = [small_machines.start_agent("run", port, "1:2", *elastic)]
+    wait_until_listening(port)
+    agents.append(small_machines.start_agent("run", port, "1:2", *elastic))
     try:
         small_machines.wait_until_saved("run", 3)
-        # The first agent holds the rendezvous, so the second one is lost. Its process group has its workers too.
-        os.killpg(agents[1].pid, signal.SIGKILL)
+        # The first agent holds the rendezvous, so the second one is lost, and its process with it.
+        for process in (*psutil.Process(agents[1].pid).children(recursive=True), agents[1]):
+            process.kill()
         printed, errors = agents[0].communicate(timeout=300)
     finally:
         for agent in agents:
-            with suppress(ProcessLookupError):
-                os.killpg(agent.pid, signal.SIGKILL)
+            agent.kill()
     assert agents[0].returncode == 0, errors
     resumed = re.search(r"resuming after step (\d+)", printed)
     assert resumed is not None and "the run is complete" in printed, printed

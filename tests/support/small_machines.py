@@ -60,7 +60,7 @@ class SmallMachines:
     def start_agent(
         self, name: str, port: int, num_machines: str, *overrides: str
     ) -> "subprocess.Popen[str]":
-        """Start an agent of torchrun with one process of a run of two machines, in a process group of its own."""
+        """Start an agent of torchrun with one process of a run of two machines."""
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1", f"--nnodes={num_machines}"]
         launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={name}"]
         launcher += ["--max-restarts=3", "--monitor-interval=0.1", "--no-python", sys.executable, "-c"]
@@ -80,7 +80,6 @@ class SmallMachines:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
         )
 
     def wait_until_saved(self, name: str, step: int) -> None:
