@@ -153,7 +153,7 @@ class HalfArrived:
 
 def test_a_value_of_which_a_part_has_arrived_is_awaited_until_the_group_has_ended() -> None:
     looks: list[bool] = []
-    explain = lambda error, peer, what: MachineError(f"{error} {what}")  # noqa: E731  (it is an argument)
+    explain = lambda error, peer, what: MachineError(f"{error} {what}")
     group = HalfArrived(looks)
     channel = Channel(group, explain, timedelta(days=1), lambda: len(looks) == 3)  # type: ignore[arg-type]
     with pytest.raises(MachineError, match="timed out! the losses"):

@@ -27,8 +27,8 @@ def line(monkeypatch: pytest.MonkeyPatch, shown: StepRecord, columns: int = 300)
 
 
 def test_a_machine_tells_the_busiest_device_and_the_mean_wait_for_weights() -> None:
-    own = record(3, **ENGINE, peers_wait_s=0.25, sent_gib=1.5).machine_times("machine 1 (b)")
-    assert own == MachineTimes("machine 1 (b)", 0.5, 0.01, 0.5, 0.02, 0.01, 0.25, 1.5, 1.5)
+    own = record(3, **ENGINE, peers_wait_s=0.25, sent_gib=1.5, saved_gib=0.5).machine_times("machine 1 (b)")
+    assert own == MachineTimes("machine 1 (b)", 0.5, 0.01, 0.5, 0.02, 0.01, 0.25, 1.5, 1.5, 0.5)
     assert MachineTimes.from_dict(json.loads(json.dumps(own.as_dict()))) == own
 
 

@@ -107,7 +107,7 @@ class StepBatches:
                 "counts": self._loader.counts,
             }
             found = self._agree(found_here)
-            self._require_the_same(found, error)
+            self._require_the_same(found)
             self._loader.hear_counts(counts for each in found for counts in each["counts"])
         agreed_flags = [each["flags"] for each in found]
         if all(each["has_ended"] for each in found):
@@ -157,9 +157,9 @@ class StepBatches:
             return None
         return [len(batch.tokens), zlib.crc32(batch.tokens.numpy().data)]
 
-    def _require_the_same(self, found: Sequence[dict[str, JSON]], own_error: DataError | None) -> None:
+    def _require_the_same(self, found: Sequence[dict[str, JSON]]) -> None:
         """Raise the same `DataError` on all machines if one has an error, or if they read different data."""
-        raise_agreed([each["error"] for each in found], self._names, own_error)
+        raise_agreed([each["error"] for each in found], self._names)
         for rank, each in enumerate(found):
             if each["digest"] != found[0]["digest"]:
                 raise DataError(
@@ -168,13 +168,13 @@ class StepBatches:
                 )
 
 
-def raise_agreed(texts: Sequence[str | None], names: Sequence[str], own_error: DataError | None) -> None:
+def raise_agreed(texts: Sequence[str | None], names: Sequence[str]) -> None:
     """Raise the same `DataError` on all machines if one has an error; `texts` has each machine's, None without one."""
     failed = [rank for rank, text in enumerate(texts) if text is not None]
     if failed:
         text = texts[failed[0]]
         # A record that every machine reads is bad on all of them; otherwise the message needs the machine.
-        raise DataError(text if len(set(texts)) == 1 else f"{names[failed[0]]}: {text}") from own_error
+        raise DataError(text if len(set(texts)) == 1 else f"{names[failed[0]]}: {text}")
 
 
 def _most(documents: Sequence[int | None]) -> int | None:

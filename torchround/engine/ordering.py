@@ -1,8 +1,7 @@
 """The eight ordering rules: which thread may read or write what, and when.
 
 Rules 1 to 5 are those of the RoundPipe paper (section 4.3), kept per bundle of parameters; rule 6 is for
-saves beside training, rules 7
-and 8 are for several machines. Each rule is one method of `Ordering`, and each has a test that breaks it.
+saves beside training, rules 7 and 8 are for several machines. Each rule is one method of `Ordering`, and each has a test that breaks it.
 
 | rule | who waits | until |
 |---|---|---|
@@ -17,7 +16,8 @@ and 8 are for several machines. Each rule is one method of `Ordering`, and each 
 
 All hand-overs between threads, rules included, go through one `Board`. These are their kinds. (C is the
 controller, which is the caller's thread; D a device worker; O the optimizer worker; R a device's reader of
-files; S the saver; G a sender of gradients; W a sender or receiver of weights.)
+files; S the saver; G a sender of gradients; W a sender or receiver of weights; E an encoder of
+weights that changed.)
 
 | kind | defined in | key | carries | from | to |
 |---|---|---|---|---|---|
@@ -50,6 +50,9 @@ files; S the saver; G a sender of gradients; W a sender or receiver of weights.)
 | `SUMS` | `exchange/step_exchange.py` | step | losses and norms of all machines | O | C |
 | `WEIGHT_JOB` | `exchange/weights.py` | exchange, thread | the version to send and receive | O, C | W |
 | `REWRITTEN` | `exchange/weights.py` | exchange, thread | nothing | W | C |
+| `OLD_WEIGHTS` | `exchange/weight_encoding.py` | use, encoder | bundle and version that follows its old weights | O | E |
+| `SPACE_FREE` | `exchange/weight_encoding.py` | use, encoder | nothing | E | O |
+| `ENCODED` | `exchange/weight_encoding.py` | version, bundle, machine | the changed weights, or None | E | W |
 """
 
 import threading

@@ -3,6 +3,7 @@
 The machine of rank 0 prints, logs and writes what describes the run. The others are quiet unless they fail.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from torchround.config import MachinesTable
 from torchround.data.loader import Loader
 from torchround.data.step_batches import StepBatches
-from torchround.engine.exchange.start import share_weights
+from torchround.engine.exchange.start import received_bytes, share_weights
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.ownership import Ownership
 from torchround.machines.errors import LaunchError, MachineError
@@ -25,8 +26,10 @@ from torchround.machines.group import HostShare, MachineGroup
 from torchround.machines.launch import require_same
 from torchround.machines.link_rate import measure_rate
 from torchround.observe.record import MachineTimes, StepRecord
+from torchround.pipeline.memory import size_text
 from torchround.pipeline.run_question import ONE_MACHINE, PlannedMachines
 from torchround.run.early_end import StopRequest
+from torchround.untrusted.progress import Progress
 
 T = TypeVar("T")
 
@@ -146,7 +149,8 @@ class RunMachines:
     def share_weights(self, store: HostStore) -> None:
         """Give every machine the device weights of all owners, once those are initialised or restored."""
         if self.group is not None:
-            share_weights(store, self.group)
+            progress = Progress("receiving weights of other machines", received_bytes(store), size_text)
+            share_weights(store, self.group, progress.advance)
 
     def all_flops_per_s(self, peak_flops_per_s: float | None, num_devices: int) -> float | None:
         """Return the peak of all devices of the run. None if the peak of one machine's devices is not known."""
@@ -264,8 +268,9 @@ class EndGuard:
                 return
         if not self._ended.wait(self._end_s):
             print(
-                f"{self._group.fault}\nthe process still computes and is ended", file=sys.stderr, flush=True
+                f"{self._group.fault}\nthis process does not end; its threads:", file=sys.stderr, flush=True
             )
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
             os._exit(1)
 
 

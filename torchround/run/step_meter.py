@@ -87,6 +87,7 @@ class StepMeter:
         self._optimizer_s += update.seconds
         self._peers_wait_s += update.peers_wait_s
         self._sent_bytes += update.sent_bytes
+        self._saved_bytes += update.saved_bytes
         self._weight_drift = max(self._weight_drift, result.weight_drift())
         for name, figure in _FIGURES.items():
             more = result.by_device(figure, len(self._devices))
@@ -137,6 +138,7 @@ class StepMeter:
             weight_drift=self._weight_drift,
             peers_wait_s=self._peers_wait_s / self._num_steps,
             sent_gib=self._sent_bytes / GIB / self._num_steps,
+            saved_gib=self._saved_bytes / GIB / self._num_steps,
             machines=(),
         )
         self._device_allocations, self._host_allocations = device_allocations, host_allocations
@@ -165,7 +167,7 @@ class StepMeter:
         """Begin an interval."""
         self._start_s = self._clock() if now_s is None else now_s
         self._excluded_s = self._data_s = self._optimizer_s = self._peers_wait_s = 0.0
-        self._num_steps = self._num_tokens = self._sent_bytes = 0
+        self._num_steps = self._num_tokens = self._sent_bytes = self._saved_bytes = 0
         self._weight_drift = 0
         self._averaged: list[
             tuple[float, int]

@@ -182,7 +182,7 @@ class RunValidation:
             "losses": [[loss.num_labels, sorted(loss.sums.items())] for loss in own],
         }
         found = agree(value)
-        raise_agreed([each["error"] for each in found], self._names, error)
+        raise_agreed([each["error"] for each in found], self._names)
         for name, each in zip(self._names, found, strict=True):
             if [labels for labels, _ in each["losses"]] != [labels for labels, _ in found[0]["losses"]]:
                 raise DataError(

@@ -170,15 +170,17 @@ def make_exchange(
 
     If it `compresses`, only the weights that an update changed are sent; all machines must say the same.
     """
+    ownership = store.ownership
+    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    if (ownership.machine, ownership.num_machines) != (rank, size):
+        raise EngineUsageError(
+            f"the host store is of machine {ownership.machine} of {ownership.num_machines}, "
+            f"this is machine {rank} of {size}"
+        )
     if group is None:
         return StepExchange(store, board, ordering, pool)
     if store.policy is BOUNDED:
         raise EngineUsageError(
             'bounded updates run on one machine: use "sync" or "async" on several, with clip = "layer" if you like'
-        )
-    if (store.ownership.machine, store.ownership.num_machines) != (group.rank, group.size):
-        raise EngineUsageError(
-            f"the host store is of machine {store.ownership.machine} of {store.ownership.num_machines}, "
-            f"this is machine {group.rank} of {group.size}"
         )
     return GroupExchange(store, board, ordering, pool, group, on_failure, compresses)

@@ -23,11 +23,12 @@ Advance = Callable[[int], object]
 def share_weights(store: HostStore, group: MachineGroup, advance: Advance = lambda num_bytes: None) -> None:
     """Give every machine all versions of all device weights, bit for bit. All machines call this alike, between steps.
 
-    `advance` receives the bytes of each tensor that this machine has received; it may be called on several threads.
+    `advance` receives the bytes of each tensor that this machine has received, from one thread at a time.
     Raises `MachineError`.
     """
     unlike = _unlike_frozen(store, group)
     failures: list[Exception] = []
+    advancing = threading.Lock()
 
     def run(talk: Callable[[int], None], peer: int) -> None:
         try:
@@ -44,7 +45,8 @@ def share_weights(store: HostStore, group: MachineGroup, advance: Advance = lamb
         link = group.links.receiver(peer, Purpose.WEIGHTS)
         for what, weights in _messages(store, peer, unlike[group.rank]):
             link.receive(weights, what)
-            advance(weights.nbytes)
+            with advancing:
+                advance(weights.nbytes)
 
     peers = [machine.rank for machine in group.machines if machine.rank != group.rank]
     threads = [
