@@ -1,11 +1,16 @@
 """Runs that lose a machine: the others end with a message that names it, and the run continues from what was saved."""
 
+import random
 import re
 import signal
+import socket
+import time
+from contextlib import suppress
 
+import psutil
 import pytest
 
-from tests.support.small_machines import SmallMachines, small_machines, starter
+from tests.support.small_machines import ALL_ROUNDS, SmallMachines, small_machines, starter
 
 __all__ = ["small_machines", "starter"]
 
@@ -51,3 +56,66 @@ def test_a_checkpoint_that_machine_0_cannot_write_ends_all_with_the_same_message
     first, second = small_machines("run", 2, code=1)
     assert first.splitlines()[-1] == second.splitlines()[-1]
     assert second.startswith("CheckpointError: ") and "machine 0 (" in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_machines", [2, 3])
+def test_kills_at_random_moments_leave_a_run_that_continues_to_the_same_bits(
+    small_machines: SmallMachines, num_machines: int
+) -> None:
+    """15 kills on each number of machines. Every step is saved, so most kills meet an exchange or a save."""
+    generator = random.Random(num_machines)
+    for _ in range(15):
+        done = max(small_machines.saved("run"), default=0)
+        machines = small_machines.start("run", num_machines, *ENDLESS)
+        lost = machines[generator.randrange(num_machines)]
+        machines[0].wait_until_printed(
+            f"saved outputs/run/checkpoints/step-{done + generator.randint(1, 3)} "
+        )
+        time.sleep(generator.random() * 0.2)  # the moment is random; nothing depends on it
+        lost.send(signal.SIGKILL)
+        codes = [machine.wait() for machine in machines]
+        assert codes == [-signal.SIGKILL if machine is lost else 1 for machine in machines], "\n---\n".join(
+            machine.text() for machine in machines
+        )
+    last = max(small_machines.saved("run")) + 2
+    total = [*ENDLESS, f"--training.steps={last}"]
+    small_machines("run", num_machines, *total)
+    small_machines("whole", 1, *total)
+    small_machines.assert_same("run", "whole", step=last)
+
+
+def wait_until_listening(port: int) -> None:
+    """Wait until a process listens at a port of the loopback."""
+    while True:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_torchrun_continues_with_the_machines_that_are_left(small_machines: SmallMachines) -> None:
+    """Two agents of torchrun on the loopback: one is killed with its process, and the other one trains on alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    elastic = [*ENDLESS, "--training.steps=40"]
+    agents = [small_machines.start_agent("run", port, "1:2", *elastic)]
+    wait_until_listening(port)
+    agents.append(small_machines.start_agent("run", port, "1:2", *elastic))
+    try:
+        small_machines.wait_until_saved("run", 3)
+        # The first agent holds the rendezvous, so the second one is lost, and its process with it.
+        for process in (*psutil.Process(agents[1].pid).children(recursive=True), agents[1]):
+            process.kill()
+        printed, errors = agents[0].communicate(timeout=300)
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert agents[0].returncode == 0, errors
+    resumed = re.search(r"resuming after step (\d+)", printed)
+    assert resumed is not None and "the run is complete" in printed, printed
+    # The same history by hand: two machines up to that step, then one, each with as many rounds.
+    small_machines("hand", 2, *ENDLESS, f"--training.steps={resumed[1]}")
+    small_machines("hand", 1, *ENDLESS, "--training.steps=40", f"--engine.rounds={ALL_ROUNDS // 2}")
+    small_machines.assert_same("run", "hand", step=40)

@@ -2,13 +2,14 @@
 
 import math
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 
 from tests.support.machines import run_machines
-from torchround.machines.channels import CHANNELS, SHORT_BYTES
+from torchround.machines.channels import CHANNELS, SHORT_BYTES, Channel
 from torchround.machines.errors import LaunchError, MachineError
 from torchround.machines.group import MachineGroup
 
@@ -127,6 +128,37 @@ def test_abort_wakes_every_thread_that_waits_in_any_group() -> None:
         return len(woken)
 
     assert run_machines(3, wait, timeout_s=2.0) == [len(CHANNELS) + 4] * 3
+
+
+class HalfArrived:
+    """A gloo group in which a message has arrived by half: no wait for it ever ends by itself."""
+
+    def __init__(self, looks: list[bool]) -> None:
+        self.looks = looks
+
+    def size(self) -> int:
+        return 2
+
+    def allgather(self, *arguments: object) -> "HalfArrived":
+        return self
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta) -> None:
+        assert timeout < timedelta(minutes=1), "a wait that nothing ends"
+        self.looks.append(True)
+        raise RuntimeError("Operation timed out!")
+
+
+def test_a_value_of_which_a_part_has_arrived_is_awaited_until_the_group_has_ended() -> None:
+    looks: list[bool] = []
+    explain = lambda error, peer, what: MachineError(f"{error} {what}")
+    group = HalfArrived(looks)
+    channel = Channel(group, explain, timedelta(days=1), lambda: len(looks) == 3)  # type: ignore[arg-type]
+    with pytest.raises(MachineError, match="timed out! the losses"):
+        channel.gather(0, "the losses")
+    assert len(looks) == 3, "it waits on while the group lives"
 
 
 def test_machines_that_do_not_come_are_counted_and_named() -> None:

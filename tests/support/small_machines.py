@@ -1,6 +1,10 @@
 """Small runs on several machines: the real command on a tiny model, each machine a process that joins the others."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from tests.support.machines import MachineProcess, MachineStarter
+from tests.support.machines import JOIN_S, ROOT, MachineProcess, MachineStarter
 from tests.support.small_run import SMALL, small_family, write_text
 from torchround.commands import configured_model, export_hf
 
@@ -52,6 +56,38 @@ class SmallMachines:
         arguments = ["--config", "small.toml", f"--run.name={name}", *SHARED, f"--engine.rounds={rounds}"]
         function = "tests.support.small_machines:small_main"
         return self.starter.start(num_machines, function, [*arguments, *overrides], folder=self.folder)
+
+    def start_agent(
+        self, name: str, port: int, num_machines: str, *overrides: str
+    ) -> "subprocess.Popen[str]":
+        """Start an agent of torchrun with one process of a run of two machines."""
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1", f"--nnodes={num_machines}"]
+        launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={name}"]
+        launcher += ["--max-restarts=3", "--monitor-interval=0.1", "--no-python", sys.executable, "-c"]
+        program = "import sys; from tests.support.small_machines import small_main; sys.exit(small_main(sys.argv[1:]))"
+        arguments = ["--config", "small.toml", f"--run.name={name}", *SHARED]
+        return subprocess.Popen(
+            [
+                sys.executable,
+                *launcher,
+                program,
+                *arguments,
+                f"--engine.rounds={ALL_ROUNDS // 2}",
+                *overrides,
+            ],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_until_saved(self, name: str, step: int) -> None:
+        """Wait until a run has a checkpoint of `step` or of a later one. Fails after `JOIN_S`."""
+        end_s = time.monotonic() + JOIN_S
+        while max(self.saved(name), default=0) < step:
+            assert time.monotonic() < end_s, f"{name} never saved step {step}"
+            time.sleep(0.05)
 
     def __call__(self, name: str, num_machines: int, *overrides: str, code: int = 0) -> list[str]:
         """Run to the end; every machine ends with `code`. Returns what each has printed."""

@@ -37,7 +37,7 @@ def machine_parts(report: PlanReport) -> Iterator["str | Table"]:
         return
     yield (
         f"{question.machines.count} machines share each step of {question.step_micro_batches} micro-batches, at most "
-        f"{question.num_micro_batches} on each; the plan is that of one machine, host memory that of the fullest one"
+        f"{question.num_micro_batches} on each; the plan and the host memory are for the machine with most to do"
     )
     if report.plan is not None:
         yield from _exchange_lines(question, report_exchange(question, report.plan, question.costs()))

@@ -210,7 +210,7 @@ class MachinesTable(Table):
     at most."""
 
     compress: Literal["none", "changed"] = "none"
-    """What travels back after an update. `none`: all 16-bit weights. `changed`: only the ones whose bits changed, with a bitmap.
+    """Weights that travel back after an update. `none`: all 16-bit weights. `changed`: only the ones whose bits changed, with a bitmap.
     It costs processor time, and pays off on slow networks and at the small learning rates of fine-tuning. Losses do not
     depend on it."""
 

@@ -23,6 +23,8 @@ CHANNELS = ("start", "batches", "steps", "validation", "saves", "metrics")
 # the connection. The second can have a time-out, because all machines have come to it.
 SHORT_BYTES = 1024
 LENGTH_BYTES = 8
+# A wait looks so often whether the group has ended, because gloo may never wake it (above).
+LOOK_EVERY = timedelta(seconds=1)
 
 Explain = Callable[[Exception, int | None, str], MachineError]
 
@@ -30,8 +32,11 @@ Explain = Callable[[Exception, int | None, str], MachineError]
 class Channel:
     """One thread's way to learn a value of each machine. All machines must gather the same number of times."""
 
-    def __init__(self, group: ProcessGroup, explain: Explain, rest_timeout: timedelta) -> None:
-        self._group, self._explain = group, explain
+    def __init__(
+        self, group: ProcessGroup, explain: Explain, rest_timeout: timedelta, is_ended: Callable[[], bool]
+    ) -> None:
+        """Use `group` alone. `explain` names errors; `is_ended` tells whether the group was ended by a fault."""
+        self._group, self._explain, self._is_ended = group, explain, is_ended
         self._first_options, self._rest_options = AllgatherOptions(), AllgatherOptions()
         self._first_options.timeout = timedelta(days=1)
         self._rest_options.timeout = rest_timeout
@@ -62,5 +67,12 @@ class Channel:
         """Return the bytes of all machines, each padded to `num_bytes`."""
         own = torch.frombuffer(bytearray(part.ljust(num_bytes, b"\0")), dtype=torch.uint8)
         all_values = [torch.empty_like(own) for _ in range(self._group.size())]
-        self._group.allgather([all_values], [own], options).wait()
+        work = self._group.allgather([all_values], [own], options)
+        while True:
+            try:
+                work.wait(LOOK_EVERY)
+                break
+            except RuntimeError:  # gloo's error, or only the end of this wait
+                if work.is_completed() or self._is_ended():
+                    raise
         return [values.numpy().tobytes() for values in all_values]

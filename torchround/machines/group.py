@@ -8,6 +8,7 @@ closes all connections of that group. Every thread that waits in it, here and on
 which `explain` turns into the fault that caused it.
 """
 
+import ctypes
 import json
 import socket
 import threading
@@ -94,7 +95,10 @@ class MachineGroup:
         names = [*CHANNELS, *(f"data/{index}" for index in range(connections))]
         self._groups = _connect(store, rank, size, address, names, start_timeout_s, self.machines)
         part_timeout = timedelta(seconds=timeout_s)
-        self._channels = {name: Channel(self._groups[name], self.explain, part_timeout) for name in CHANNELS}
+        self._channels = {
+            name: Channel(self._groups[name], self.explain, part_timeout, lambda: self._is_aborted)
+            for name in CHANNELS
+        }
         data_groups = [group for name, group in self._groups.items() if name not in CHANNELS]
         self.links = PeerLinks(rank, size, data_groups, self.explain, bytes_per_s, part_timeout)
         self._liveness.start()
@@ -142,6 +146,9 @@ class MachineGroup:
             if self._is_aborted:
                 return
             self._is_aborted = True
+            # A thread of gloo that holds a part of a message is never woken, and the end of its group would wait for it.
+            for group in self._groups.values():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         others = [rank for rank in range(self.size) if rank != self.rank]
         for group in self._groups.values():
             # The first peer whose connection still stands makes the receive time out, which closes all of them.
@@ -155,7 +162,8 @@ class MachineGroup:
             with suppress(MachineError):  # the run is complete here; the others report their own faults
                 self.channel("start").gather(None, "the end of all machines")
         self._liveness.end()
-        self.abort()
+        if self.fault is not None:
+            self.abort()
 
     def _lose(self, found: MachineFault) -> None:
         """Take a fault from the watching thread: wake all others, then tell the run."""

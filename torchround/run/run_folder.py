@@ -166,7 +166,8 @@ class RunFolder:
                         f"run.folder: {path} is a link to {path.readlink()}; a run writes to nothing outside its "
                         "folder. Remove it, or put what it points to in its place (the whole folder may be a link)"
                     )
-                if not (path.is_file() or path.is_dir()):
+                # Another machine of the run may have removed its own mark meanwhile.
+                if not (path.is_file() or path.is_dir()) and path.exists():
                     raise RunError(f"run.folder: {path} is not an ordinary file; remove it")
 
     def _take_lock(self) -> None:

@@ -3,6 +3,7 @@
 The machine of rank 0 prints, logs and writes what describes the run. The others are quiet unless they fail.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -267,8 +268,9 @@ class EndGuard:
                 return
         if not self._ended.wait(self._end_s):
             print(
-                f"{self._group.fault}\nthe process still computes and is ended", file=sys.stderr, flush=True
+                f"{self._group.fault}\nthis process does not end; its threads:", file=sys.stderr, flush=True
             )
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
             os._exit(1)
 
 
