@@ -30,6 +30,7 @@ from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.run import run_folder
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
 from torchround.run.last_save import RETRY_S, save_with_patience
+from torchround.run.early_end import BadStepsError
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.run.validation import joint_losses
 
@@ -269,3 +270,17 @@ def test_a_fault_of_several_machines_saves_nothing_and_names_the_newest_checkpoi
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert caplog.text.count("the state is spread over 2 machines") == 1, "machine 0 tells it"
     assert "there is no checkpoint" in caplog.text
+
+
+def test_bad_steps_that_end_a_saved_run_are_no_fault_of_several_machines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def end(group: MachineGroup) -> None:
+        checkpoints = checkpoints_of(tmp_path, group)
+        store = trained_store(toy_model(), torch.float32, SYNC, group.rank, group.size)
+        checkpoints.positions.append(RunPosition(STEP, 0, {}))
+        checkpoints.rescue(store, BadStepsError("planted"))
+
+    with caplog.at_level(logging.WARNING):
+        run_machines(2, end)
+    assert "not saved" not in caplog.text and not (tmp_path / "run" / "checkpoints").exists()

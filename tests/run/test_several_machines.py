@@ -28,6 +28,7 @@ def test_machines_train_as_one_machine_with_all_rounds(
     small_machines.assert_same("several", "one")
     small_machines.assert_same("several", "one", step=4)
     assert "the run is complete" in first and not any(others)
+    assert "Gb/s each way (measured); " in first
     assert (small_machines.path("several") / "export" / f"step-{STEPS}").is_dir()
     assert [len(line["machines"]["name"]) for line in small_machines.steps("several")] == [
         num_machines
@@ -56,6 +57,7 @@ def test_a_run_continues_on_other_numbers_of_machines(small_machines: SmallMachi
     small_machines.assert_same("moved", "one", step=8)
 
 
+@pytest.mark.slow
 def test_a_signal_on_one_machine_stops_all_after_the_same_step_with_a_checkpoint(
     small_machines: SmallMachines,
 ) -> None:

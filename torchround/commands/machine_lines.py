@@ -17,6 +17,7 @@ from torchround.pipeline.machine_report import (
     usable_bytes_per_s,
 )
 from torchround.pipeline.memory import size_text
+from torchround.pipeline.plan import Plan
 from torchround.pipeline.plan_report import PlanReport, fits
 from torchround.pipeline.run_question import PlannedMachines, RunQuestion
 
@@ -43,6 +44,20 @@ def machine_parts(report: PlanReport) -> Iterator["str | Table"]:
         yield from _exchange_lines(question, report_exchange(question, report.plan, question.costs()))
     if question.device is not None:
         yield _table(question, machine_rows(question, report.plan))
+
+
+def network_text(question: RunQuestion, plan: Plan) -> str:
+    """Describe the measured network of a run of several machines, and what its exchange takes of a step."""
+    rate = question.machines.bytes_per_s
+    assert rate is not None, "several machines measure their network"
+    exchange = report_exchange(question, plan, question.costs())
+    text = (
+        f"{rate * 8 / 1e9:.3g} Gb/s each way (measured); "
+        f"{size_text(round(exchange.gradient_bytes))} of gradients and {size_text(round(exchange.weight_bytes))} of weights "
+        f"per step take {(exchange.gradient_bytes + exchange.weight_bytes) / rate:.3g} s"
+    )
+    # The devices' speed says how much of this is hidden.
+    return text if question.device is None else f"{text}, {exchange.exposed_s:.3g} s not hidden by compute"
 
 
 def fewest_machines(question: RunQuestion) -> int | None:

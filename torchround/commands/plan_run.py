@@ -337,7 +337,8 @@ def _length_line(report: PlanReport) -> str:
     if not report.longest_tokens:
         return "no sequence length fits, not even 1024 tokens in micro-batches of one sequence"
     question = report.question
+    num_sequences = question.num_devices * question.machines.count
     return (
-        f"longest sequence that fits with a batch of {question.num_devices * question.machines.count} sequences, one per micro-batch, one round, "
+        f"longest sequence that fits with a batch of {num_sequences} sequences, one per micro-batch, one round, "
         f'recompute = "{question.recompute}": {report.longest_tokens:,} tokens (predicted)'
     )

@@ -29,6 +29,7 @@ from torchround.commands.configured_model import (
     model_config,
 )
 from torchround.commands.export_hf import Export, export
+from torchround.commands.machine_lines import network_text
 from torchround.commands.plan_run import configured_question, question_of, show_advice, show_plan
 from torchround.config import Config, ConfigError, Options, parse_command_line, to_toml
 from torchround.data import (
@@ -273,6 +274,7 @@ def description(parts: RunParts) -> str:
     ]
     if machines.group is not None:
         lines.insert(2, f"machines {machines.size}: {', '.join(machines.names)}")
+        lines.insert(3, f"network  {network_text(parts.question, parts.plan)}")
     if "TORCHELASTIC_RUN_ID" in os.environ and need.checkpoint_bytes >= SLOW_SAVE_BYTES:
         lines.append(
             "torchrun kills a run 30 s after a signal, also while it saves: start it with python train.py, or with "

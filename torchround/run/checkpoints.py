@@ -25,6 +25,7 @@ from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import OLDER_WEIGHTS, HostStore
 from torchround.machines.errors import MachineError
 from torchround.pipeline.memory import size_text
+from torchround.run.early_end import BadStepsError
 from torchround.run.last_save import save_with_patience
 from torchround.run.resume import StartingWeights, find_checkpoint, require_complete_as_asked
 from torchround.run.run_folder import RunError, RunFolder
@@ -231,6 +232,8 @@ class RunCheckpoints:
         machines save together after an `error` in the data, which all of them raise after the same step. After any
         other they save nothing: a part of the state is on machines that may be gone, or at another step.
         """
+        if isinstance(error, BadStepsError):
+            return  # it is raised once the run has been saved
         if not self._team.is_alone and not isinstance(error, DataError):
             if self._team.rank == 0:
                 logger.warning(
@@ -280,10 +283,6 @@ class RunCheckpoints:
             "wandb_run_id": self.wandb_run_id,
             "config": self._config.model_dump(mode="json"),
         }
-        if self._config.data.streams > 1:
-            # Each machine knows the streams that it reads.
-            positions = self._team.gather(position.data, "the positions in the streams of data")
-            state["data"] = joined_positions(positions)
         losses = {step: loss for step, loss in self._validation_losses.items() if step != position.step}
         if self._config.validation.keep_best and (loss := loss_in(state)) is not None:
             losses[position.step] = loss

@@ -276,4 +276,5 @@ class EndGuard:
 
 def _cause_text(error: BaseException) -> str:
     """Return what the other machines are told of this one's error."""
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    # The first line: a message of several lines names its subject there. The whole of it is on this machine's console.
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
