@@ -193,7 +193,9 @@ def test_a_message_that_was_not_expected_is_named_as_such_on_all_machines() -> N
             texts[group.rank] = str(error)
 
     run_machines(2, exchange)
-    problem = "machine 1 (node1) has failed: message 0 of 12 bytes came instead of message 0 of 8 bytes, from "
+    problem = (
+        "machine 1 (node1) has failed: message 0 of 12 bytes came instead of message 0 of 8 bytes, from "
+    )
     assert all(text.startswith(f"{problem}machine 0 (node0); ") for text in texts.values()), texts
     assert len(texts) == 2
 

@@ -161,7 +161,9 @@ def test_a_store_that_cannot_be_reached_is_named() -> None:
 
 
 def test_several_machines_without_a_store_are_refused() -> None:
-    with pytest.raises(LaunchError, match="no MASTER_ADDR and no MASTER_PORT: start every machine with torchrun"):
+    with pytest.raises(
+        LaunchError, match="no MASTER_ADDR and no MASTER_PORT: start every machine with torchrun"
+    ):
         join({"RANK": "1", "WORLD_SIZE": "2"}, config_with())
 
 

@@ -161,7 +161,6 @@ class GroupExchange(StepExchange):
             self._group.fail("it stopped in the middle of a step")
         self._group.abort()
 
-
     def _is_in_a_step(self) -> bool:
         """Whether this machine has weights of the last step to receive or to send."""
         if self._last_step is None:
