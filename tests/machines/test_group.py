@@ -12,6 +12,7 @@ from tests.support.machines import run_machines
 from torchround.machines.channels import CHANNELS, SHORT_BYTES, Channel
 from torchround.machines.errors import LaunchError, MachineError
 from torchround.machines.group import MachineGroup
+from torchround.machines.links import Purpose
 
 VALUES = [0.1 + 0.2, math.inf, 5e-324, None, "a name", [1, {"key": True}]]
 
@@ -159,6 +160,44 @@ def test_a_value_of_which_a_part_has_arrived_is_awaited_until_the_group_has_ende
     with pytest.raises(MachineError, match="timed out! the losses"):
         channel.gather(0, "the losses")
     assert len(looks) == 3, "it waits on while the group lives"
+
+
+class ArrivesLate(HalfArrived):
+    """A gloo group whose values arrive just after a wait for them has ended."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            super().wait(timeout)
+
+
+def test_a_value_that_arrives_between_two_waits_is_no_fault() -> None:
+    explain = lambda error, peer, what: MachineError(f"{error} {what}")
+    channel = Channel(ArrivesLate([]), explain, timedelta(days=1), lambda: False)  # type: ignore[arg-type]
+    channel._exchange(b"a", 1, channel._first_options)
+
+
+def test_a_message_that_was_not_expected_is_named_as_such_on_all_machines() -> None:
+    texts: dict[int, str] = {}
+
+    def exchange(group: MachineGroup) -> None:
+        try:
+            if group.rank == 0:
+                group.links.sender(1, Purpose.FILES).send(torch.ones(3), "three numbers")
+            else:
+                group.links.receiver(0, Purpose.FILES).receive(torch.ones(2), "two numbers")
+            group.channel("steps").gather(0, "the losses")
+        except MachineError as error:
+            texts[group.rank] = str(error)
+
+    run_machines(2, exchange)
+    problem = (
+        "machine 1 (node1) has failed: message 0 of 12 bytes came instead of message 0 of 8 bytes, from "
+    )
+    assert all(text.startswith(f"{problem}machine 0 (node0); ") for text in texts.values()), texts
+    assert len(texts) == 2
 
 
 def test_machines_that_do_not_come_are_counted_and_named() -> None:

@@ -160,6 +160,13 @@ def test_a_store_that_cannot_be_reached_is_named() -> None:
         join(environment, config_with(), start_timeout_s=0.5)
 
 
+def test_several_machines_without_a_store_are_refused() -> None:
+    with pytest.raises(
+        LaunchError, match="no MASTER_ADDR and no MASTER_PORT: start every machine with torchrun"
+    ):
+        join({"RANK": "1", "WORLD_SIZE": "2"}, config_with())
+
+
 def outcomes_of_identities(identities: list[dict[str, Any]], mistakes: list[str | None]) -> list[str]:
     """Return each machine's message from `require_same`; empty if it raised none."""
 

@@ -29,8 +29,8 @@ from torchround.models import FAMILIES
 from torchround.models.common.lora import LoraShape, add_adapters
 from torchround.run import run_folder
 from torchround.run.checkpoints import RunCheckpoints, RunPosition
-from torchround.run.last_save import RETRY_S, save_with_patience
 from torchround.run.early_end import BadStepsError
+from torchround.run.last_save import RETRY_S, save_with_patience
 from torchround.run.run_folder import RunError, RunFolder
 from torchround.run.validation import joint_losses
 

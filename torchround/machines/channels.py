@@ -73,6 +73,9 @@ class Channel:
                 work.wait(LOOK_EVERY)
                 break
             except RuntimeError:  # gloo's error, or only the end of this wait
-                if work.is_completed() or self._is_ended():
+                if self._is_ended():
                     raise
+                if work.is_completed():  # perhaps since that wait ended, and then without an error
+                    work.wait()
+                    break
         return [values.numpy().tobytes() for values in all_values]

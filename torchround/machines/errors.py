@@ -13,5 +13,9 @@ class MachineError(RuntimeError):
         self.machine, self.waited_for = machine, waited_for
 
 
+class MessageError(RuntimeError):
+    """A message that this machine did not expect, or cannot tell from the rest of another one."""
+
+
 class LaunchError(Exception):
     """A launch that cannot become a run: the same message on every machine, and exit code 2."""

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchround.machines.channels import CHANNELS, Channel
-from torchround.machines.errors import LaunchError, MachineError
+from torchround.machines.errors import LaunchError, MachineError, MessageError
 from torchround.machines.links import PeerLinks
 from torchround.machines.liveness import Liveness, MachineFault
 
@@ -127,6 +127,10 @@ class MachineGroup:
         """
         if isinstance(error, MachineError):
             return error
+        if isinstance(error, MessageError):  # the connection stands: nothing of the peer is lost
+            source = "" if peer is None else f", from {self.machines[peer]}"
+            found = MachineFault(self.rank, f"has failed: {error}{source}")
+            return self._set_fault(self._liveness.report(found), waited_for)
         with self._lock:
             self._waited_for = self._waited_for or waited_for
         self._has_told.set()

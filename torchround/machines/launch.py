@@ -199,6 +199,12 @@ class _Meeting:
 
 def _reach_store(environment: Mapping[str, str], rank: int, timeout_s: float) -> Store:
     """Connect to the launch's store. Without torchrun's own one, machine 0 holds it in its process."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing:
+        raise LaunchError(
+            f"the environment has RANK and WORLD_SIZE of several machines, but no {' and no '.join(missing)}: start "
+            "every machine with torchrun, or unset RANK and WORLD_SIZE to train on this machine alone"
+        )
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     is_master = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchround.machines.errors import MessageError
+
 CHUNK_BYTES = 8 << 20
 CHUNKS_UNDER_WAY = 8  # of one message: two for each of four connections keep a connection busy between chunks
 STAGED_CHUNKS = 4
@@ -232,13 +234,13 @@ class Receiver:
         """Wait for the header of the next message and compare it with what this machine expects."""
         if self._stopped_in is not None:
             # The next bytes would be the rest of that message.
-            raise RuntimeError(f"the reader of {self._stopped_in} stopped before its end")
+            raise MessageError(f"the reader of {self._stopped_in} stopped before its end")
         header = torch.empty(2, dtype=torch.int64)
         self._stopped_in = what
         self._groups[0].recv([header.view(torch.uint8)], self._peer, self._tag).wait()
         number, sent_bytes = header.tolist()
         if (number, sent_bytes) != (self._messages, nbytes):
-            raise RuntimeError(
+            raise MessageError(
                 f"message {number} of {sent_bytes} bytes came instead of message {self._messages} of {nbytes} bytes"
             )
         self._messages += 1

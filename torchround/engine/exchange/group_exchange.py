@@ -16,7 +16,7 @@ from torchround.engine.exchange.step_exchange import (
     check_share,
 )
 from torchround.engine.exchange.weights import WeightExchange
-from torchround.engine.ordering import GRADIENT_CONSUMED, WEIGHTS, Ordering
+from torchround.engine.ordering import GRADIENT_CONSUMED, SENT, WEIGHTS, Ordering
 from torchround.engine.passes import Pass
 from torchround.engine.store.bundles import BOUNDED, Bundle
 from torchround.engine.store.host_memory import HostPool
@@ -68,12 +68,15 @@ class GroupExchange(StepExchange):
             for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)
         ]
         self._counted_bytes = sum(sender.bytes_sent for sender in self._links), 0
+        self._last_step: int | None = None
+        self._last_applies = True
         group.on_fault(self.failed)
 
     def share(self, given: StepShare | None, num_micro_batches: int, rounds: int) -> StepShare:
         return check_share(given, num_micro_batches, self._group.rank, self._group.size)
 
     def begin(self, step: int, share: StepShare) -> None:
+        self._last_step = step
         for peer in self._owners:
             self._board.post(SHARE(step, peer), share)
 
@@ -96,6 +99,7 @@ class GroupExchange(StepExchange):
         return sums
 
     def decided(self, step: int, applies: bool) -> None:
+        self._last_applies = applies
         self._weights.decided(step, applies)
 
     def before_change(self, bundle: Bundle, step: int) -> None:
@@ -149,12 +153,23 @@ class GroupExchange(StepExchange):
             self._group.fail(str(failure).splitlines()[0])
 
     def stop(self, failure: PipelineError | None) -> None:
-        # Only an abort wakes a thread inside gloo. Between steps there is none, and the group lives on.
-        if not self._talks.are_under_way:
+        # Only an abort wakes a thread inside gloo. Between steps there is none, and the group lives on. In the middle of
+        # a step the others wait for this machine, even if none of its own threads is inside gloo.
+        if not self._talks.are_under_way and not self._is_in_a_step():
             return
         if failure is None:
             self._group.fail("it stopped in the middle of a step")
         self._group.abort()
+
+    def _is_in_a_step(self) -> bool:
+        """Whether this machine has weights of the last step to receive or to send."""
+        if self._last_step is None:
+            return False
+        version = self._last_step + 1
+        if not all(self._board.ready(WEIGHTS(version, bundle.index)) for bundle in self._store.trained):
+            return True
+        sendings = (SENT(version, b.index, peer) for b in self._store.owned for peer in self.peers)
+        return self._last_applies and not all(map(self._board.ready, sendings))
 
 
 def make_exchange(
