@@ -128,3 +128,22 @@ def test_a_pipe_that_breaks_inside_a_command_is_not_taken_for_a_reader_that_leav
 
     with pytest.raises(BrokenPipeError, match="a worker's pipe"):
         commands.run_command(breaks)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_failed_command_ends_with_its_code_although_a_thread_is_left_inside_a_library(code: int) -> None:
+    """Python's own end would wake the thread, whose C++ frames abort the process. It runs if the command has succeeded."""
+    start = (
+        "import atexit, sys, threading\n"
+        "from torchround.commands import run_command\n"
+        "class Left:\n"
+        "    def __del__(self, say=sys.__stdout__.write):\n"
+        "        say('python has ended')\n"
+        "left = Left()\n"
+        "atexit.register(print, 'handlers have run')\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        f"run_command(lambda arguments: print('figures') or {code})\n"
+    )
+    done = python("-c", start)
+    said = "figures\nhandlers have run\n" + "python has ended" * (code == 0)
+    assert (done.returncode, done.stdout) == (code, said)

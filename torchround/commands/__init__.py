@@ -3,11 +3,14 @@
 `torchround COMMAND ..` is installed with the package; `train.py` and `scripts/` in a clone start the same commands.
 """
 
+import atexit
 import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
@@ -73,7 +76,22 @@ def run_command(command: Callable[[list[str]], int]) -> NoReturn:
             if not isinstance(error, BrokenPipeError):
                 print(f"standard output cannot be written: {error}", file=sys.stderr)
                 code = code or 1
+    if isinstance(code, int) and code and any(thread.daemon for thread in threading.enumerate()):
+        _end_at_once(code)
     sys.exit(code)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End the process with threads that a fault left inside a library, in C++.
+
+    Python would end them as they come back to it. That unwinds the library's own frames, which aborts the process in
+    place of its exit code.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, AttributeError):  # closed, or full
+            stream.flush()
+    os._exit(code)
 
 
 def _has_no_reader(descriptor: int) -> bool:
