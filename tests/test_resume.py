@@ -9,7 +9,6 @@ import torch
 
 import torchround.engine.optimizer_worker
 import torchround.pipeline.plan_report
-import torchround.trainer
 from tests.support.small_run import (
     ASYNC,
     BOUNDED,
@@ -27,6 +26,7 @@ from tests.support.small_run import (
 )
 from torchround.checkpoint import Checkpointer
 from torchround.engine.store.host_store import HostStore
+from torchround.run import run_parts
 
 __all__ = ["small_runs"]
 
@@ -302,13 +302,13 @@ def test_a_resumed_run_rejoins_its_page_in_wandb_and_a_branch_does_not(
     small_runs: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined: list[str | None] = []
-    open_metrics = torchround.trainer.open_metrics
+    open_metrics = run_parts.open_metrics
 
     def with_a_page(*arguments, wandb_run_id, **options):
         joined.append(wandb_run_id)
         return open_metrics(*arguments, wandb_run_id=wandb_run_id or f"page-{len(joined)}", **options)
 
-    monkeypatch.setattr(torchround.trainer, "open_metrics", with_a_page)
+    monkeypatch.setattr(run_parts, "open_metrics", with_a_page)
     assert small_runs("run") == 0
     load = f"--checkpoint.load_path={small_runs.path('run')}/checkpoints/step-5"
     assert small_runs("run", "--training.steps=6") == 0

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -336,10 +337,10 @@ def test_held_out_documents_are_validated_and_never_trained_on(
     evaluate, forward_backward = Engine.evaluate, Engine.forward_backward
 
     def watched(run: Callable[..., StepResult], seen: set[str]) -> Callable[..., StepResult]:
-        def call(engine: Engine, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        def call(engine: Engine, micro_batches: Sequence[MicroBatch], *share: Any) -> StepResult:
             for batch in micro_batches:
                 seen.update(hashes_of_documents(batch))
-            return run(engine, micro_batches)
+            return run(engine, micro_batches, *share)
 
         return call
 

@@ -27,7 +27,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def facts(printed: str) -> dict[str, str]:
     lines = [line for line in printed.splitlines() if line and not line.startswith((" ", "configs"))]
-    return {line[:22].strip(): line[22:] for line in lines}
+    return {line[: doctor.NAME_WIDTH].strip(): line[doctor.NAME_WIDTH :] for line in lines}
 
 
 def test_it_says_what_the_machine_has_and_whether_each_shipped_config_fits(
@@ -199,6 +199,6 @@ def test_long_facts_are_wrapped_beside_their_names(
     doctor.show(("name", "word " * 40))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 2 and max(map(len, lines)) <= 80
-    assert lines[0].startswith("name" + " " * 18) and all(
-        line.startswith(" " * 22 + "word") for line in lines[1:]
+    assert lines[0].startswith("name" + " " * (doctor.NAME_WIDTH - 4)) and all(
+        line.startswith(" " * doctor.NAME_WIDTH + "word") for line in lines[1:]
     )

@@ -44,9 +44,9 @@ def seen(switch, monkeypatch):
     """The state of the switch at each step."""
     states, forward_backward = [], Engine.forward_backward
 
-    def noting(self, micro_batches):
+    def noting(self, micro_batches, *share):
         states.append(switch.fp16_accumulation())
-        return forward_backward(self, micro_batches)
+        return forward_backward(self, micro_batches, *share)
 
     monkeypatch.setattr(Engine, "forward_backward", noting)
     return states

@@ -38,7 +38,12 @@ class FinishedStep:
 
     def update(self) -> SimpleNamespace:
         return SimpleNamespace(
-            grad_norm=0.5, skipped=self.skipped, seconds=0.25, peers_wait_s=0.5, sent_bytes=2**29
+            grad_norm=0.5,
+            skipped=self.skipped,
+            seconds=0.25,
+            peers_wait_s=0.5,
+            sent_bytes=2**29,
+            saved_bytes=2**28,
         )
 
     def weight_drift(self) -> int:

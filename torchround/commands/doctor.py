@@ -32,7 +32,7 @@ from torchround.run.machine import Fact, device_facts, disk_text, system_facts
 from torchround.run.start_checks import checkpoint_bytes
 from torchround.untrusted.terminal import say, terminal_safe
 
-NAME_WIDTH, WIDTH = 22, 100  # in characters; the width if the output is not a terminal
+NAME_WIDTH, WIDTH = 27, 100  # in characters; the width if the output is not a terminal
 # A card that cannot be used makes PyTorch raise RuntimeError.
 UNPLANNABLE = (
     *(ConfigError, ModelConfigError, EngineError, TokenizerError, HFError, PlanError),
