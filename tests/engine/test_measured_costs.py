@@ -90,7 +90,8 @@ def test_each_part_gets_its_own_time_whatever_is_kept(monkeypatch, kept):
         engine.step(1e-2)
         costs = costs_from_reports(counted, result.reports())
     up, down, other = costs.layers[2].keepable
-    assert up.seconds < down.seconds <= costs.layers[2].forward_s and down.seconds >= 0.03
+    # The medians of a part and of its layer are of different runs of it, so either may be the longer one.
+    assert up.seconds < down.seconds and min(down.seconds, costs.layers[2].forward_s) >= 0.03
     assert other.seconds == pytest.approx(0.1 * costs.layers[2].forward_s)  # no such part: the counted share
 
 
