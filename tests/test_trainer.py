@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -337,7 +336,7 @@ def test_held_out_documents_are_validated_and_never_trained_on(
     evaluate, forward_backward = Engine.evaluate, Engine.forward_backward
 
     def watched(run: Callable[..., StepResult], seen: set[str]) -> Callable[..., StepResult]:
-        def call(engine: Engine, micro_batches: Sequence[MicroBatch], *share: Any) -> StepResult:
+        def call(engine: Engine, micro_batches: Sequence[MicroBatch], *share: object) -> StepResult:
             for batch in micro_batches:
                 seen.update(hashes_of_documents(batch))
             return run(engine, micro_batches, *share)
