@@ -85,6 +85,10 @@ class PretrainedWeights:
         # Set from `read_adapters` if the run starts with saved adapters.
         self.adapters: PretrainedWeights | None = None
 
+    def restrict(self, parameters: Collection[str]) -> None:
+        """Let `load` read these parameters alone; the others come from elsewhere."""
+        self._names = {name: self._names[name] for name in parameters}
+
     @property
     def total_bytes(self) -> int:
         """Bytes that `load` reads from the files of the folder itself."""
@@ -163,7 +167,7 @@ class PretrainedWeights:
         if len(stored) == 2:
             _read_mxfp4(files, stored[0], stored[1], view)
         else:
-            _read_plain(files, stored[0], view)
+            read_plain(files, stored[0], view)
 
     def _check(self, wanted: Mapping[str, tuple[int, ...]], redundant: set[str]) -> None:
         problems: dict[str, list[str]] = defaultdict(list)
@@ -196,7 +200,8 @@ class PretrainedWeights:
                 )
 
 
-def _read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor) -> None:
+def read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor) -> None:
+    """Read a tensor into `view`, converted to its type. Shape and type were checked. Raises `HFError`."""
     dtype = tensor.dtype
     assert dtype is not None, f"{tensor.name} was checked to have a type that is read"
     flat = view.view(-1)
