@@ -87,7 +87,7 @@ class PretrainedWeights:
 
     def restrict(self, parameters: Collection[str]) -> None:
         """Let `load` read these parameters alone; the others come from elsewhere."""
-        self._names = {name: self._names[name] for name in parameters}
+        self.names = {name: self.names[name] for name in parameters}
 
     @property
     def total_bytes(self) -> int:
