@@ -1,0 +1,102 @@
+"""The optimizer of a pipeline: our AdamW on the flat store, or any optimizer of `torch.optim` on the host weights."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchround.config import OptimizerTable
+from torchround.library.module_layer import WrappedNet
+from torchround.library.refusals import PipelineUsageError
+from torchround.optim.host_optimizer import HostOptimizer
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+@dataclass
+class OptimizerChoice:
+    """The optimizer that a pipeline was asked for. `made` is the object of `torch.optim`, once the engine has made it."""
+
+    ours: OptimizerTable | None
+    make: Callable[[NamedParameters], torch.optim.Optimizer] | None = None
+    made: list[torch.optim.Optimizer] = field(default_factory=list)
+    _host: HostOptimizer | None = None
+
+    def store_options(self) -> dict[str, Any]:
+        """Return the options of the host store: our AdamW keeps its moments there."""
+        return {"keeps_moments": self.ours is not None}
+
+    def for_engine(self) -> OptimizerTable | HostOptimizer:
+        """Return what the engine takes: the same object for each engine, so that the optimizer's state stays."""
+        if self.ours is not None:
+            return self.ours
+        if self._host is None:
+            self._host = HostOptimizer(self._make)
+        return self._host
+
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
+        """Return the object of `torch.optim`, or None."""
+        return self.made[0] if self.made else None
+
+    def set_lr(self, lr: float) -> None:
+        """Give all groups of the `torch.optim` object this rate. Our AdamW gets its rate with each step."""
+        for optimizer in self.made:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def _make(self, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        assert self.make is not None, "our AdamW is made by the engine"
+        self.made = [self.make(named)]
+        return self.made[0]
+
+
+def choose_optimizer(
+    asked: str | Callable[..., torch.optim.Optimizer],
+    wrapped: WrappedNet,
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> OptimizerChoice:
+    """Return the optimizer that is asked for. Raises `PipelineUsageError` if there is no such one.
+
+    A class gets the named parameters, `lr` and, if it has them, `weight_decay`, `betas` and `eps`. Undecayed parameters
+    are a group of their own. Any other callable gets the named parameters alone and sees to weight decay itself.
+    """
+    plain: dict[str, str] = {}
+    for name, stored in wrapped.stored.items():
+        plain.setdefault(stored, name)
+    if isinstance(asked, str):
+        if asked != "adamw":
+            raise PipelineUsageError(
+                f'optimizer = {asked!r}; legal: "adamw", a class of torch.optim, or a callable of named parameters'
+            )
+        return OptimizerChoice(OptimizerTable(betas=betas, eps=eps, weight_decay=weight_decay))
+    if not callable(asked):
+        raise PipelineUsageError(f"optimizer = {asked!r} is neither a class of torch.optim nor a callable")
+
+    def renamed(named: NamedParameters) -> list[tuple[str, nn.Parameter]]:
+        return [(plain[stored], parameter) for stored, parameter in named]
+
+    if not inspect.isclass(asked):
+        return OptimizerChoice(None, lambda named: asked(renamed(named)))
+    known = inspect.signature(asked).parameters
+    options = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+    if weight_decay and "weight_decay" not in known:
+        raise PipelineUsageError(f"{asked.__name__} has no weight_decay; leave it out")
+    given = {name: value for name, value in options.items() if name in known}
+    decayed = wrapped.model.decayed or frozenset()
+
+    def make(named: NamedParameters) -> torch.optim.Optimizer:
+        with_decay = renamed([(name, value) for name, value in named if name in decayed])
+        without = renamed([(name, value) for name, value in named if name not in decayed])
+        groups: list[dict[str, Any]] = [{"params": with_decay}] if with_decay else []
+        if without:
+            groups.append({"params": without, **({"weight_decay": 0.0} if "weight_decay" in known else {})})
+        return asked(groups, **given)
+
+    return OptimizerChoice(None, make)
