@@ -13,12 +13,42 @@ from torch import Tensor, nn
 
 from torchround.library.sample_batch import SampleBatch, cut
 from torchround.library.seeds import drawing, layer_seed
+from torchround.optim.adamw import adamw_update_
 
 Optimizer = torch.optim.Optimizer
 
 
+class OurAdamW(torch.optim.Optimizer):
+    """The engine's own AdamW as an optimizer of named parameters, without the engine."""
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], lr: float, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(named, {"lr": lr, "weight_decay": weight_decay})
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state |= {name: torch.zeros(parameter.numel()) for name in ("exp_avg", "exp_avg_sq")}
+                state["step"] = state.get("step", 0) + 1
+                flat = parameter.detach().view(-1)
+                adamw_update_(
+                    *(flat, state["exp_avg"], state["exp_avg_sq"], parameter.grad.reshape(-1), flat),
+                    lr=group["lr"],
+                    betas=(0.9, 0.999),
+                    eps=1e-8,
+                    weight_decay=group["weight_decay"],
+                    bias_correction_step=state["step"],
+                )
+
+
 class PlainNet:
-    """A copy of an `nn.Sequential` that trains in a loop. `make` makes its optimizer from named parameters."""
+    """A copy of an `nn.Sequential` that trains in a loop. `make` makes its optimizer from named float32 weights.
+
+    Weights of other dtypes are copies of those, as in the engine.
+    """
 
     def __init__(
         self, net: nn.Sequential, make: Callable[..., Optimizer] | None = None, seed: int = 0
@@ -26,10 +56,20 @@ class PlainNet:
         self.net = copy.deepcopy(net)
         self.seed = seed
         self.calls = 0
-        self.optimizer = make(list(self.net.named_parameters())) if make is not None else None
+        self._weights = {
+            name: (
+                parameter,
+                parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.float()),
+            )
+            for name, parameter in self.net.named_parameters()
+            if parameter.requires_grad
+        }
+        named = [(name, weight) for name, (_, weight) in self._weights.items()]
+        self.optimizer = make(named) if make is not None else None
+        self._gradients: dict[int, Tensor] = {}
 
     def forward_backward(self, inputs: Any, labels: Any, loss_fn: Any, num_micro_batches: int = 3) -> float:
-        """Add a call's gradients to `.grad` and return the sum of its losses."""
+        """Add a call's gradients to those of the step and return the sum of its losses."""
         layers, uses = self._layers_of_their_own()
         losses = []
         batches = cut(
@@ -39,22 +79,24 @@ class PlainNet:
             loss = self._loss(layers, batch)
             loss.backward()
             losses.append(loss.item())
-        for parameter, leaves in uses:
+        for key, leaves in uses.items():
             for leaf in reversed(leaves):
-                if leaf.grad is not None:
-                    before = parameter.grad
-                    parameter.grad = leaf.grad if before is None else before + leaf.grad
+                found = torch.zeros(leaf.shape) if leaf.grad is None else leaf.grad
+                self._gradients[key] = found + self._gradients[key] if key in self._gradients else found
         self.calls += 1
         return sum(losses)
 
     def step(self) -> None:
-        """Update the weights, and forget the gradients. A parameter without a gradient has zeros, as in the engine."""
+        """Update the weights, and forget the gradients."""
         assert self.optimizer is not None, "an optimizer is needed to step"
-        for parameter in self.net.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        for parameter, weight in self._weights.values():
+            weight.grad = self._gradients[id(parameter)]
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._gradients = {}
+        with torch.no_grad():
+            for parameter, weight in self._weights.values():
+                parameter.copy_(weight)
 
     def _loss(self, layers: Sequence[nn.Module], batch: SampleBatch) -> Tensor:
         hidden, labels = batch.inputs_and_labels()
@@ -65,19 +107,20 @@ class PlainNet:
             assert batch.loss_fn is not None, "a training batch has a loss"
             return batch.loss_fn(hidden, labels)
 
-    def _layers_of_their_own(self) -> tuple[list[nn.Module], list[tuple[nn.Parameter, list[Tensor]]]]:
+    def _layers_of_their_own(self) -> tuple[list[nn.Module], dict[int, list[Tensor]]]:
         """Return copies of the layers that share nothing, and for each parameter its leaves in the layers' order."""
         layers: list[nn.Module] = []
-        uses: dict[int, tuple[nn.Parameter, list[Tensor]]] = {}
-        for layer in self.net:
+        uses: dict[int, list[Tensor]] = {}
+        for layer in self.net._modules.values():
+            assert layer is not None, "every member is a module"
             memo: dict[int, Any] = {}
             layers.append(copy.deepcopy(layer, memo))
             for parameter in layer.parameters():
                 if parameter.requires_grad:
                     leaf = memo[id(parameter)]
-                    leaf.grad = None  # copies of parameters take the gradient along
-                    uses.setdefault(id(parameter), (parameter, []))[1].append(leaf)
-        return layers, list(uses.values())
+                    leaf.grad_dtype = torch.float32  # devices add gradients up in float32
+                    uses.setdefault(id(parameter), []).append(leaf)
+        return layers, uses
 
 
 def assert_same_state(found: dict[str, Tensor], net: nn.Module) -> None:

@@ -45,7 +45,7 @@ class ModuleLayer(nn.Module):
         for path, first in self._same:
             owner, name = owner_of(self, path)
             setattr(owner, name, self.get_parameter(first))
-        self._use_modes(batch.is_training)
+        self.use_modes(batch.is_training)
         value = batch.inputs_and_labels()[0] if self.is_first else hidden
         with self._drawing(batch, 0) if self.draws else nullcontext():
             output = self.module(value)
@@ -58,7 +58,7 @@ class ModuleLayer(nn.Module):
         device = batch.parts[0].device
         return drawing(batch.layer_seed(offset), device)
 
-    def _use_modes(self, is_training: bool) -> None:
+    def use_modes(self, is_training: bool) -> None:
         """Give each part the mode that the net had, or evaluation mode, if the last call was of the other kind."""
         if is_training != self._in_training:
             for path, mode in self._modes.items():

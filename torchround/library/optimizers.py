@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,41 +16,18 @@ from torchround.optim.host_optimizer import HostOptimizer
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerChoice:
-    """The optimizer that a pipeline was asked for. `made` is the object of `torch.optim`, once the engine has made it."""
+    """The optimizer that a pipeline was asked for: our AdamW with these settings, or one of `torch.optim`."""
 
     ours: OptimizerTable | None
-    make: Callable[[NamedParameters], torch.optim.Optimizer] | None = None
-    made: list[torch.optim.Optimizer] = field(default_factory=list)
-    _host: HostOptimizer | None = None
-
-    def store_options(self) -> dict[str, Any]:
-        """Return the options of the host store: our AdamW keeps its moments there."""
-        return {"keeps_moments": self.ours is not None}
+    host: HostOptimizer | None = None
 
     def for_engine(self) -> OptimizerTable | HostOptimizer:
-        """Return what the engine takes: the same object for each engine, so that the optimizer's state stays."""
-        if self.ours is not None:
-            return self.ours
-        if self._host is None:
-            self._host = HostOptimizer(self._make)
-        return self._host
-
-    def torch_optimizer(self) -> torch.optim.Optimizer | None:
-        """Return the object of `torch.optim`, or None."""
-        return self.made[0] if self.made else None
-
-    def set_lr(self, lr: float) -> None:
-        """Give all groups of the `torch.optim` object this rate. Our AdamW gets its rate with each step."""
-        for optimizer in self.made:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-
-    def _make(self, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        assert self.make is not None, "our AdamW is made by the engine"
-        self.made = [self.make(named)]
-        return self.made[0]
+        """Return what an engine takes. Each engine gets the same object, so that the optimizer's state stays."""
+        chosen = self.ours or self.host
+        assert chosen is not None, "one of the two was chosen"
+        return chosen
 
 
 def choose_optimizer(
@@ -83,7 +60,7 @@ def choose_optimizer(
         return [(plain[stored], parameter) for stored, parameter in named]
 
     if not inspect.isclass(asked):
-        return OptimizerChoice(None, lambda named: asked(renamed(named)))
+        return OptimizerChoice(None, HostOptimizer(lambda named: asked(renamed(named))))
     known = inspect.signature(asked).parameters
     options = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
     if weight_decay and "weight_decay" not in known:
@@ -99,4 +76,4 @@ def choose_optimizer(
             groups.append({"params": without, **({"weight_decay": 0.0} if "weight_decay" in known else {})})
         return asked(groups, **given)
 
-    return OptimizerChoice(None, make)
+    return OptimizerChoice(None, HostOptimizer(make))

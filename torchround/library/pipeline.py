@@ -117,7 +117,7 @@ class Pipeline:
             store_dtype(self._wrapped.dtypes.values()),
             policy=SYNC if update == "sync" else late,
             pinned=kind_of(self._hardware.kind).locks_pages,
-            **self._choice.store_options(),
+            keeps_moments=self._choice.ours is not None,
         )
         fill_store(self.store, self._wrapped, {name: parameter.detach() for name, parameter in names.items()})
         if takes_over:
@@ -159,15 +159,15 @@ class Pipeline:
     def step(self, lr: float | None = None) -> None:
         """Update the weights with the gradients of all calls since the last step, which are then zero. Does not wait.
 
-        `lr` also becomes the rate of later steps.
+        `lr` is the rate of this step. Without it `adamw` takes `Pipeline.lr`, and an optimizer of `torch.optim` the rates of
+        its own groups, which a scheduler may have changed.
         """
         if self._engine is None or not self._open:
             raise EngineUsageError("step() needs a forward_backward() before it")
-        if lr is not None:
-            self.lr = lr
-            self._choice.set_lr(lr)
+        if lr is None and self._choice.ours is not None:
+            lr = self.lr
         with self._guarded():
-            self._engine.step(self.lr)
+            self._engine.step(lr)
             self._open = False
 
     def grad_norm(self) -> float:
@@ -240,9 +240,12 @@ class Pipeline:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The `torch.optim` object, for its state and its groups between steps; None for our own AdamW."""
+        """The `torch.optim` object, for its state and its groups between steps; None for our own AdamW.
+
+        It is made with the first batch.
+        """
         self._drain()
-        return self._choice.torch_optimizer()
+        return None if self._choice.host is None else self._choice.host.optimizer
 
     @property
     def partition(self) -> Partition | None:

@@ -59,7 +59,7 @@ class _Watch(TorchDispatchMode):
         self.draws |= is_random(func, args, kwargs)
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 self.largest_bytes = max(self.largest_bytes, leaf.nbytes)
         return result
 
@@ -91,6 +91,8 @@ class _LayerProbe:
         shell = wrapped.model.layers[index]
         assert isinstance(shell, ModuleLayer), "a wrapped net consists of module layers"
         self._layer = copy.deepcopy(shell)
+        self._layer.use_modes(batch.is_training)
+        self._layer.draws = True  # a probe of another kind of call may have found no draw
         self._batch = batch
         self._what = layer_text(name, shell.module)
         weights = store.weights()
@@ -139,6 +141,10 @@ class _LayerProbe:
             raise
         except UnseededDrawError as error:
             raise PipelineUsageError(f"{self._what}: {error}") from error
+        except Exception as error:
+            raise PipelineUsageError(
+                f"{self._what} failed with the first micro-batch: {type(error).__name__}: {error}"
+            ) from error
 
     def _checked(self, hidden: Any, watch: _Watch) -> Any:
         """Run the layer for the first time, and refuse what changes anything but its output."""
