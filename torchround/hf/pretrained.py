@@ -32,7 +32,7 @@ from torchround.hf.tensor_folder import (
     read_folder,
     view_of,
 )
-from torchround.layer import FileTensor, HFTensors
+from torchround.layer import FileTensor, HFTensors, names_in, part_shape
 from torchround.pipeline.memory import size_text
 from torchround.untrusted.progress import Progress as LogLines
 
@@ -60,7 +60,8 @@ class PretrainedWeights:
     """The weights in `folder` for a model whose parameters have `shapes` by name.
 
     `names`: the tensor, or the tensors to stack, that hold a parameter; parameters without an entry are not read.
-    `redundant`: tensors that the folder may have although no parameter needs them. Raises `HFError` with a list of
+    `redundant`: tensors that the folder may have although no parameter needs them. `tensors`: the folder's headers, if they
+    are read already. Raises `HFError` with a list of
     the tensors that are missing, unknown, of another shape, or of a type that is not read.
     """
 
@@ -71,25 +72,30 @@ class PretrainedWeights:
         shapes: Mapping[str, Sequence[int]],
         redundant: Collection[str] = (),
         single_file: str = SINGLE_FILE,
+        tensors: Mapping[str, StoredTensor] | None = None,
     ) -> None:
         self.folder = Path(os.path.expanduser(folder))
-        self._names = names
-        self._tensors = read_folder(self.folder, single_file)
+        self.names = names
+        self._tensors = read_folder(self.folder, single_file) if tensors is None else tensors
         wanted: dict[str, tuple[int, ...]] = {}
-        for name, tensors in names.items():
-            wanted.update(_tensor_shapes(tensors, tuple(shapes[name])))
+        for name, held in names.items():
+            wanted.update(dict.fromkeys(names_in(held), part_shape(held, shapes[name])))
         self._check(wanted, set(redundant))
         self._mapped: frozenset[str] = frozenset()
         # Set from `read_adapters` if the run starts with saved adapters.
         self.adapters: PretrainedWeights | None = None
+
+    def restrict(self, parameters: Collection[str]) -> None:
+        """Let `load` read these parameters alone; the others come from elsewhere."""
+        self.names = {name: self.names[name] for name in parameters}
 
     @property
     def total_bytes(self) -> int:
         """Bytes that `load` reads from the files of the folder itself."""
         return sum(
             self._tensors[part].nbytes
-            for name, tensors in self._names.items()
-            for tensor in _names_in(tensors)
+            for name, tensors in self.names.items()
+            for tensor in names_in(tensors)
             for part in self._stored(tensor)
             if name not in self._mapped
         )
@@ -112,7 +118,7 @@ class PretrainedWeights:
         Shows a progress bar on a terminal.
         """
         with _progress(self.folder, self.total_bytes) as advance, TensorFiles() as files:
-            for name, tensors in self._names.items():
+            for name, tensors in self.names.items():
                 if name in self._mapped:
                     continue
                 for tensor, view in _parts(tensors, views[name]):
@@ -130,8 +136,8 @@ class PretrainedWeights:
         """
         map_once, mapped = functools.cache(map_file), {}
         for name in parameters:
-            stored = [self._tensors[part] for part in _names_in(self._names[name]) if part in self._tensors]
-            if len(stored) == len(_names_in(self._names[name])) and all(can_map(t, dtype) for t in stored):
+            stored = [self._tensors[part] for part in names_in(self.names[name]) if part in self._tensors]
+            if len(stored) == len(names_in(self.names[name])) and all(can_map(t, dtype) for t in stored):
                 mapped[name] = tuple(view_of(map_once(tensor.path), tensor) for tensor in stored)
         self._mapped = frozenset(mapped)
         return mapped
@@ -143,8 +149,8 @@ class PretrainedWeights:
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the type of each tensor in the folder; bfloat16 for MXFP4."""
         found = {}
-        for tensors in self._names.values():
-            for name in _names_in(tensors):
+        for tensors in self.names.values():
+            for name in names_in(tensors):
                 stored = self._tensors.get(name)
                 found[name] = (stored.dtype if stored else None) or torch.bfloat16
         return found
@@ -161,7 +167,7 @@ class PretrainedWeights:
         if len(stored) == 2:
             _read_mxfp4(files, stored[0], stored[1], view)
         else:
-            _read_plain(files, stored[0], view)
+            read_plain(files, stored[0], view)
 
     def _check(self, wanted: Mapping[str, tuple[int, ...]], redundant: set[str]) -> None:
         problems: dict[str, list[str]] = defaultdict(list)
@@ -194,7 +200,8 @@ class PretrainedWeights:
                 )
 
 
-def _read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor) -> None:
+def read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor) -> None:
+    """Read a tensor into `view`, converted to its type. Shape and type were checked. Raises `HFError`."""
     dtype = tensor.dtype
     assert dtype is not None, f"{tensor.name} was checked to have a type that is read"
     flat = view.view(-1)
@@ -214,22 +221,13 @@ def _read_mxfp4(files: TensorFiles, blocks: StoredTensor, scales: StoredTensor, 
         matrix.copy_(dequantise(packed, shared).T)
 
 
-def _names_in(tensors: HFTensors) -> tuple[str, ...]:
-    return (tensors,) if isinstance(tensors, str) else tensors
-
-
 def _parts(tensors: HFTensors, view: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor with the part of the view that it fills."""
     if isinstance(tensors, str):
         yield tensors, view
     else:
-        yield from zip(tensors, view, strict=True)
-
-
-def _tensor_shapes(tensors: HFTensors, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    if isinstance(tensors, str):
-        return {tensors: shape}
-    assert len(tensors) == shape[0], f"{len(tensors)} tensors are to be stacked to {shape}"
-    return dict.fromkeys(tensors, shape[1:])
+        parts = view.view(-1, *part_shape(tensors, view.shape))
+        yield from zip(names_in(tensors), parts, strict=True)
 
 
 def _quantised_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -1,9 +1,9 @@
 """The interface of a model family to the rest of the program, and the reading of a Hugging Face `config.json`."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torchround.layer import HFNames, LayeredModel
 from torchround.models.common.config import SIZES, ModelConfigError, TransformerConfig, unknown_name
@@ -15,6 +15,84 @@ Config = TypeVar("Config", bound=TransformerConfig)
 SHAPE_KEYS = (*SIZES, "max_positions", "rope_theta", "norm_eps", "tied_embeddings")
 EXPERT_KEYS = ("num_experts", "num_chosen", "balance_coefficient")
 NEEDED_SIZES = ("num_layers", "hidden_size", "num_heads", "ffn_size")
+
+
+@dataclass(frozen=True)
+class FolderNames:
+    """The tensors of one folder: those that hold each stored parameter, and those that no parameter needs."""
+
+    names: HFNames
+    redundant: frozenset[str]
+
+
+class KnownShape(Protocol):
+    """The facts of any family's config that the program asks for."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        ...
+
+    @property
+    def known_positions(self) -> int:
+        """Longest document, in tokens, that the model was trained for, or that its scaled RoPE is made for."""
+        ...
+
+
+class ModelFamily(Protocol):
+    """The methods that the program needs from a family, be it one of our own or the decoders of `transformers`.
+
+    `Family` says what each returns. The methods raise `ModelConfigError`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The value of `model.family`."""
+        ...
+
+    @property
+    def flavors(self) -> Mapping[str, Any]:
+        """Named sizes; none in a family whose models come from folders alone."""
+        ...
+
+    @property
+    def hf_model_types(self) -> tuple[str, ...]:
+        """The `model_type` of every `config.json` that the family reads; none in one that finds out by trying."""
+        ...
+
+    def build(self, config: Any) -> LayeredModel:
+        """Build the layers on `meta`."""
+        ...
+
+    def hf_names(self, config: Any) -> HFNames:
+        """Map each stored parameter to the tensors that an export writes."""
+        ...
+
+    def module_names(self, config: Any) -> HFNames:
+        """Map each stored parameter to its name in the modules of `transformers`, which PEFT adapts."""
+        ...
+
+    def names_in_folder(self, config: Any, tensors: Collection[str]) -> FolderNames:
+        """Map each stored parameter to its tensors in a folder that holds `tensors`."""
+        ...
+
+    def config_from_hf(self, content: Mapping[str, Any]) -> Any:
+        """Read the content of a `config.json`."""
+        ...
+
+    def config_to_hf(self, config: Any) -> dict[str, Any]:
+        """Return the content of a `config.json` that gives the same config back."""
+        ...
+
+    def config_from_flavor(self, name: str, vocab_size: int | None = None, **overrides: Any) -> Any:
+        """Return the config of a named size."""
+        ...
+
+    def config_from_shape(
+        self, shape: Mapping[str, Any], flavor: str | None = None, vocab_size: int | None = None
+    ) -> Any:
+        """Return the config of a shape of one's own."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +122,14 @@ class Family(Generic[Config]):
     def hf_names(self, config: Config) -> HFNames:
         """Map each stored parameter to the tensors of Hugging Face files (MXFP4 files: once dequantised)."""
         return decoder_names(config, self.blocks(config))
+
+    def module_names(self, config: Config) -> HFNames:
+        """Map each stored parameter to its name in the modules of `transformers`, which PEFT adapts; here the files' name."""
+        return self.hf_names(config)
+
+    def names_in_folder(self, config: Config, tensors: Collection[str]) -> FolderNames:
+        """Map each stored parameter to its tensors in a folder that holds `tensors`; here all folders have one form."""
+        return FolderNames(self.hf_names(config), self.hf_redundant(config))
 
     def config_from_flavor(self, name: str, vocab_size: int | None = None, **overrides: Any) -> Config:
         """Return a flavor's config with the tokenizer's vocabulary size and any other fields replaced."""
