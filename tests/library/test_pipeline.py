@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.plain_nets import PlainNet, assert_same_state
+from tests.support.plain_nets import OurAdamW, PlainNet, assert_same_state
 from torchround import CpuDevice, Partition, Pipeline
 from torchround.library.refusals import PipelineUsageError
 
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = partial(OurAdamW, lr=0.1)
 
 
 def mlp() -> nn.Sequential:
@@ -33,8 +33,8 @@ def batches(count: int = 4, samples: int = 7) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_losses_and_weights_are_those_of_a_plain_loop(devices) -> None:
     net = mlp()
-    loop = PlainNet(net, SGD)
-    with Pipeline(net, devices, optimizer=SGD) as pipeline:
+    loop = PlainNet(net, ADAMW)
+    with Pipeline(net, devices, lr=0.1) as pipeline:
         for inputs, labels in batches():
             loss = pipeline.forward_backward(inputs, labels, functional.cross_entropy)
             assert loss == loop.forward_backward(inputs, labels, functional.cross_entropy)
@@ -62,8 +62,8 @@ def test_losses_depend_neither_on_cuts_nor_on_devices() -> None:
 
 def test_gradients_of_several_calls_add_up_until_the_step() -> None:
     net = mlp()
-    loop = PlainNet(net, SGD)
-    with Pipeline(net, 2, optimizer=SGD) as pipeline:
+    loop = PlainNet(net, ADAMW)
+    with Pipeline(net, 2, lr=0.1) as pipeline:
         for start in (0, 2):
             for inputs, labels in batches()[start : start + 2]:
                 found = pipeline.forward_backward(inputs, labels, functional.cross_entropy, 2, lazy=True)
@@ -148,8 +148,8 @@ TOKENS = torch.randint(11, (5, 4), generator=torch.Generator().manual_seed(2))
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_tied_weights_and_buffers_are_those_of_the_plain_net(devices) -> None:
     net = tied()
-    loop = PlainNet(net, SGD)
-    with Pipeline(net, devices, optimizer=SGD) as pipeline:
+    loop = PlainNet(net, ADAMW)
+    with Pipeline(net, devices, lr=0.1) as pipeline:
         for _ in range(3):
             loss = pipeline.forward_backward(TOKENS, TOKENS, token_loss)
             assert loss == loop.forward_backward(TOKENS, TOKENS, token_loss)
@@ -163,7 +163,7 @@ def test_tied_weights_and_buffers_are_those_of_the_plain_net(devices) -> None:
 
 def test_a_loaded_state_is_trained_on_and_buffers_reach_the_devices() -> None:
     net = tied()
-    with Pipeline(net, 2, optimizer=SGD) as pipeline:
+    with Pipeline(net, 2, lr=0.1) as pipeline:
         pipeline.forward_backward(TOKENS, TOKENS, token_loss)
         pipeline.step()
         state = pipeline.state_dict()
@@ -240,8 +240,8 @@ def test_frozen_layers_stay_and_nets_without_trained_weights_give_outputs() -> N
     net = mlp()
     for parameter in (*net[0].parameters(), *net[5].parameters()):
         parameter.requires_grad_(False)
-    loop = PlainNet(net, lambda named: SGD([value for _, value in named if value.requires_grad]))
-    with Pipeline(net, 2, optimizer=SGD) as pipeline:
+    loop = PlainNet(net, ADAMW)
+    with Pipeline(net, 2, lr=0.1) as pipeline:
         for inputs, labels in batches(2):
             loss = pipeline.forward_backward(inputs, labels, functional.cross_entropy)
             assert loss == loop.forward_backward(inputs, labels, functional.cross_entropy)

@@ -102,15 +102,24 @@ REFUSED = {
     "weight": (changes_weight, "changes parameter weight in its forward"),
     "input": (lambda layer, hidden: hidden.relu_(), r"changes its input in place.*inplace=False"),
     "view of the input": (changes_view, "changes its input in place"),
-    "Python's random": (lambda layer, hidden: hidden * random.random(), "gives other values when it runs again"),
-    "a plain value": (lambda layer, hidden: (hidden, random.random()), "gives other values when it runs again"),
+    "Python's random": (
+        lambda layer, hidden: hidden * random.random(),
+        "gives other values when it runs again",
+    ),
+    "a plain value": (
+        lambda layer, hidden: (hidden, random.random()),
+        "gives other values when it runs again",
+    ),
     "gradients": (
         lambda layer, hidden: hidden * (2 if torch.is_grad_enabled() else 1),
         "gives other values when it runs again",
     ),
     "weight outside": (lambda layer, hidden: hidden * OUTSIDE, r"uses a trained tensor of shape \(4,\)"),
     "object": (lambda layer, hidden: Opaque(hidden), "returns a Opaque, whose tensors cannot be found"),
-    "sparse": (lambda layer, hidden: hidden.to_sparse(), "returns a Tensor of layout torch.sparse_coo; only plain dense tensors"),
+    "sparse": (
+        lambda layer, hidden: hidden.to_sparse(),
+        "returns a Tensor of layout torch.sparse_coo; only plain dense tensors",
+    ),
     "generator": (
         lambda layer, hidden: torch.rand(6, 4, generator=torch.Generator().manual_seed(0)),
         "draws from a generator of its own",
@@ -128,7 +137,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_layer_that_cannot_be_run_anywhere_is_refused_by_name(case) -> None:
     function, message = REFUSED[case]
-    with pytest.raises(PipelineUsageError, match=rf"^layer 1 \(Calls\) {message}|^layer 1 \(Calls\): .*{message}"):
+    with pytest.raises(
+        PipelineUsageError, match=rf"^layer 1 \(Calls\) {message}|^layer 1 \(Calls\): .*{message}"
+    ):
         measured(nn.Sequential(nn.Linear(4, 4), Calls(function), nn.Identity()), lambda *_: torch.tensor(0.0))
 
 
@@ -184,7 +195,10 @@ def test_bytes_are_counted_and_only_what_is_trained_receives_gradients() -> None
     found = measured(nn.Sequential(frozen, Pairs(), Adds()), inputs=torch.randint(5, (6, 100)))
     assert [measure.receives for measure in found] == [(), (False,), (False, True)]
     boundary = 6 * 100 * 4 * 4
-    assert [measure.boundary_bytes for measure in found[:2]] == [-(-boundary // 256) * 256, 2 * -(-boundary // 256) * 256]
+    assert [measure.boundary_bytes for measure in found[:2]] == [
+        -(-boundary // 256) * 256,
+        2 * -(-boundary // 256) * 256,
+    ]
     assert found[2].activation_bytes >= boundary, "tanh keeps its result"
     assert all(measure.workspace_bytes >= boundary for measure in found)
     assert all(measure.forward_s > 0 for measure in found)

@@ -100,6 +100,15 @@ class WrappedNet:
     stored: dict[str, str]
     dtypes: dict[str, torch.dtype]
 
+    def layers(self) -> list[ModuleLayer]:
+        """Return the layers in their order."""
+        return [layer for layer in self.model.layers if isinstance(layer, ModuleLayer)]
+
+    def members(self) -> dict[str, nn.Module]:
+        """Return the copies of the user's modules by their names in the net."""
+        pairs = zip(self.model.names, self.layers(), strict=True)
+        return {name: layer.module for name, layer in pairs}
+
 
 def wrap(net: nn.Sequential, is_decayed: Callable[[str], bool]) -> WrappedNet:
     """Copy the structure of a net, not its weights. `is_decayed` says which of the net's parameters have weight decay.
@@ -125,7 +134,8 @@ def wrap(net: nn.Sequential, is_decayed: Callable[[str], bool]) -> WrappedNet:
                 "plain values, or give the class a __deepcopy__"
             ) from error
         layers.append(ModuleLayer(shell, index == 0, index == len(names) - 1))
-    stored, first = {}, {}
+    stored: dict[str, str] = {}
+    first: dict[int, str] = {}
     for name, layer in zip(names, layers, strict=True):
         for path, parameter in layer.named_parameters(remove_duplicate=False):
             stored_name = first.setdefault(id(parameter), f"{name}.{path}")

@@ -24,7 +24,7 @@ from torchround.engine.engine import Engine
 from torchround.engine.errors import EngineUsageError, PipelineError
 from torchround.engine.results import StepResult
 from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, SYNC
+from torchround.engine.store.bundles import ASYNC_PREDICT, SYNC
 from torchround.engine.store.host_store import HostStore
 from torchround.library.measured_plan import cut_model
 from torchround.library.model_state import (
@@ -109,15 +109,13 @@ class Pipeline:
         self._wrapped = wrap(net, lambda name: id(names[name]) not in undecayed)
         self._shapes = {name: value.shape for name, value in net.state_dict().items()}
         self._choice: OptimizerChoice = choose_optimizer(
-            optimizer, self._wrapped, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps
+            optimizer, weight_decay=weight_decay, betas=betas, eps=eps
         )
-        late = ASYNC if self._choice.ours is None else ASYNC_PREDICT
         self.store = HostStore(
             self._wrapped.model,
             store_dtype(self._wrapped.dtypes.values()),
-            policy=SYNC if update == "sync" else late,
+            policy=SYNC if update == "sync" else ASYNC_PREDICT,
             pinned=kind_of(self._hardware.kind).locks_pages,
-            keeps_moments=self._choice.ours is not None,
         )
         fill_store(self.store, self._wrapped, {name: parameter.detach() for name, parameter in names.items()})
         if takes_over:
@@ -146,8 +144,8 @@ class Pipeline:
         number, or at once as a `PendingLoss` if `lazy`.
         """
         check_loss(loss_fn)
-        facts = {"is_training": True, "seed": self._seed, "call": self._calls}
-        batches = cut(inputs, labels, num_micro_batches, loss_fn, **facts)
+        numbers = {"seed": self._seed, "call": self._calls}
+        batches = cut(inputs, labels, num_micro_batches, loss_fn, is_training=True, **numbers)
         with self._guarded():
             engine = self._engine_for(batches)
             self._last = engine.forward_backward(batches, num_labels=1)
@@ -164,10 +162,8 @@ class Pipeline:
         """
         if self._engine is None or not self._open:
             raise EngineUsageError("step() needs a forward_backward() before it")
-        if lr is None and self._choice.ours is not None:
-            lr = self.lr
         with self._guarded():
-            self._engine.step(lr)
+            self._engine.step(self.lr if lr is None else lr)
             self._open = False
 
     def grad_norm(self) -> float:
@@ -185,8 +181,8 @@ class Pipeline:
         Micro-batches are joined in order along dimension 0, leaf by leaf. A tensor whose dimension 0 is not the number of
         samples comes as a list, one for each micro-batch.
         """
-        facts = {"is_training": False, "seed": self._seed, "call": INFERENCE + self._forwards}
-        batches = cut(inputs, None, num_micro_batches, None, **facts)
+        numbers = {"seed": self._seed, "call": INFERENCE + self._forwards}
+        batches = cut(inputs, None, num_micro_batches, None, is_training=False, **numbers)
         with self._guarded():
             engine = self._engine_for(batches)
             newest = engine.true_device_weights() if self._update == "async" else nullcontext()
@@ -239,15 +235,6 @@ class Pipeline:
             yield parameter
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The `torch.optim` object, for its state and its groups between steps; None for our own AdamW.
-
-        It is made with the first batch.
-        """
-        self._drain()
-        return None if self._choice.host is None else self._choice.host.optimizer
-
-    @property
     def partition(self) -> Partition | None:
         """The stages; None before the first batch if none were given."""
         return self._partition
@@ -277,21 +264,20 @@ class Pipeline:
         self._end_engine()
         model = self._wrapped.model
         if trains:
-            check_training(
-                {name: layer.module for name, layer in zip(model.names, model.layers, strict=True)}
-            )
+            check_training(self._wrapped.members())
         # Copies, because a layer that changes its input must not change the caller's.
         copies = tuple(part.clone() for part in batches[0].parts)
         measures = probe(self._wrapped, self.store, replace(batches[0], parts=copies))
-        if self._given is None:
-            self._partition = cut_model(model, self.store, measures, batches, self._hardware, self._update)
+        partition = self._given or cut_model(
+            *(model, self.store, measures, batches), self._hardware, self._update
+        )
         settings = EngineSettings(max_norm=self._max_norm, accumulates=True)
         self._engine = Engine(
-            *(model, self.store, self._devices, self._partition),
+            *(model, self.store, self._devices, partition),
             optimizer=self._choice.for_engine(),
             settings=settings,
         )
-        self._is_for_training = trains
+        self._partition, self._is_for_training = partition, trains
         return self._engine
 
     @contextmanager

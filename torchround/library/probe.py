@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
 from torchround.layer import ALIGNMENT_BYTES
-from torchround.library.module_layer import MEMBER, ModuleLayer, WrappedNet
+from torchround.library.module_layer import MEMBER, WrappedNet
 from torchround.library.refusals import PipelineUsageError, layer_text
 from torchround.library.sample_batch import SampleBatch
 from torchround.library.seeds import UnseededDrawError, is_random
@@ -75,9 +75,7 @@ def probe(wrapped: WrappedNet, store: HostStore, batch: SampleBatch) -> list[Lay
     for index, name in enumerate(wrapped.model.names):
         run = _LayerProbe(wrapped, store, index, name, batch.for_layer(index))
         hidden, measure, wanted = run.measure(hidden, wanted)
-        shell = wrapped.model.layers[index]
-        assert isinstance(shell, ModuleLayer), "a wrapped net consists of module layers"
-        shell.draws = measure.draws
+        wrapped.layers()[index].draws = measure.draws
         measures.append(measure)
     return measures
 
@@ -88,8 +86,7 @@ class _LayerProbe:
     def __init__(
         self, wrapped: WrappedNet, store: HostStore, index: int, name: str, batch: SampleBatch
     ) -> None:
-        shell = wrapped.model.layers[index]
-        assert isinstance(shell, ModuleLayer), "a wrapped net consists of module layers"
+        shell = wrapped.layers()[index]
         self._layer = copy.deepcopy(shell)
         self._layer.use_modes(batch.is_training)
         self._layer.draws = True  # a probe of another kind of call may have found no draw
@@ -117,8 +114,13 @@ class _LayerProbe:
         forward_s = time.perf_counter() - start
         boundary = sum(_aligned(leaf.nbytes) for leaf in _tensors(plain))
         if not self._batch.is_training:
-            figures = (forward_s, 2 * forward_s, 0, boundary, watch.largest_bytes, watch.draws, ())
-            return plain, LayerMeasure(*figures), ()
+            # A pass without gradients keeps nothing. The planner still cuts backward stages, by the usual proportion.
+            guess_s = 2 * forward_s
+            return (
+                plain,
+                LayerMeasure(*(forward_s, guess_s, 0, boundary, watch.largest_bytes, watch.draws, ())),
+                (),
+            )
         kept: dict[int, int] = {}
         leaf, output = self._with_graph(hidden, wanted, kept)
         self._require_equal(plain, output)
@@ -131,8 +133,22 @@ class _LayerProbe:
         start = time.perf_counter()
         self._differentiate(leaf, output)
         backward_s = time.perf_counter() - start
-        figures = (forward_s, backward_s, sum(kept.values()), boundary, watch.largest_bytes)
-        return plain, LayerMeasure(*figures, watch.draws, tuple(wanted)), needs
+        activations = sum(kept.values())
+        return (
+            plain,
+            LayerMeasure(
+                *(
+                    forward_s,
+                    backward_s,
+                    activations,
+                    boundary,
+                    watch.largest_bytes,
+                    watch.draws,
+                    tuple(wanted),
+                )
+            ),
+            needs,
+        )
 
     def _call(self, hidden: Any) -> Any:
         try:

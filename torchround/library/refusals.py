@@ -1,11 +1,11 @@
 """What cannot work in `torchround.Pipeline`, found before a layer runs: each message names the layer and the remedy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchround.engine.errors import EngineUsageError
 
@@ -80,7 +80,7 @@ def _check_layer(name: str, layer: Any) -> None:
 def tensor_problem(tensor: Tensor) -> str | None:
     """Return why a parameter or buffer cannot be kept in the host store, or None."""
     is_parameter = isinstance(tensor, nn.Parameter)
-    if isinstance(tensor, UninitializedTensorMixin):
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         return "has no shape yet; run the net once on one sample, so that its lazy layers take their shapes"
     if tensor.is_meta:
         return "is on meta and has no values; fill it first (net.to_empty, then your initialisation)"
@@ -150,7 +150,7 @@ def hidden_in(value: Any, depth: int = 3) -> Any:
     return None
 
 
-def check_training(net_layers: dict[str, nn.Module]) -> None:
+def check_training(net_layers: Mapping[str, nn.Module]) -> None:
     """Raise `PipelineUsageError` for layers, by name, that change their own state while they train."""
     for name, layer in net_layers.items():
         for path, module in layer.named_modules():

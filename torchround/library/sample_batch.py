@@ -129,8 +129,11 @@ def cut(
                 parts.append(value[span.start : span.stop] if value.dim() else value)
             else:
                 leaves.append(value)
-        facts = {"is_training": is_training, "seed": seed, "call": call, "micro_batch": number}
-        batches.append(SampleBatch(tuple(parts), structure, tuple(leaves), len(span), loss_fn, **facts))
+        batches.append(
+            SampleBatch(
+                *(tuple(parts), structure, tuple(leaves), len(span), loss_fn, is_training, seed, call, number)
+            )
+        )
     return batches
 
 
