@@ -1,7 +1,7 @@
 """The family of all decoders of `transformers`: a config.json, and the layers that a model of it is cut into."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,10 +16,12 @@ from torchround.models.borrowed.borrowed_layers import (
     BorrowedLayer,
 )
 from torchround.models.borrowed.construction import Anatomy, build_on_meta, find_parts, read_config
+from torchround.models.borrowed.file_names import names_in_folder, saved_names
 from torchround.models.borrowed.fitting import Fit, fit_of
 from torchround.models.borrowed.shell import MetBlock, Shell, beginning, with_modules
 from torchround.models.borrowed.stand_in_body import StandInBody
 from torchround.models.common.config import ModelConfigError
+from torchround.models.common.family import FolderNames
 
 NAME = "transformers"
 
@@ -119,8 +121,14 @@ class BorrowedFamily:
         return dict(self.cut(config).module_names)
 
     def hf_names(self, config: BorrowedConfig) -> HFNames:
-        """Map each stored parameter to the tensors of Hugging Face files."""
-        return self.module_names(config)
+        """Map each stored parameter to the tensors that `save_pretrained` of transformers writes."""
+        cut = self.cut(config)
+        return saved_names(cut.whole, cut.module_names)
+
+    def names_in_folder(self, config: BorrowedConfig, tensors: Collection[str]) -> FolderNames:
+        """Map each stored parameter to those `tensors` of a folder that hold it. Raises `ModelConfigError`."""
+        cut = self.cut(config)
+        return names_in_folder(cut.whole, cut.module_names, tensors)
 
     def hf_redundant(self, config: BorrowedConfig) -> frozenset[str]:
         """Name tensors that some files hold although no parameter needs them."""

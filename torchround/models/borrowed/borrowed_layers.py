@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens, D model width, V vocabulary, N tokens of a micro-
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from torchround.accelerators import PLANNED_KIND
 from torchround.layer import LayerWork, MicroBatch
 from torchround.models.borrowed.chunked_head import any_loss_sum
 from torchround.models.borrowed.construction import post_order
-from torchround.models.borrowed.counted_work import count_layer
-from torchround.models.borrowed.shell import BlockCall, MetBlock, Shell, with_modules
+from torchround.models.borrowed.counted_work import count_layer, count_logits
+from torchround.models.borrowed.shell import BlockCall, MetBlock, Shell, kind_of, with_modules
 from torchround.models.common.lora import Adaptable
-from torchround.models.common.loss import token_loss_sum
+from torchround.models.common.loss import chunk_tokens, loss_workspace_bytes, token_loss_sum
 
 
 class BorrowedLayer(nn.Module):
@@ -32,6 +33,8 @@ class BorrowedLayer(nn.Module):
     # Compiled code cannot look into the calls that transformers chooses while it runs.
     fused_on_accelerators = True
     core: nn.Module
+    # The width of the hidden state that the layer gets; None for the first layer.
+    width: int | None = None
 
     def __init__(self, core: nn.Module, shell: Shell, initialiser: Any) -> None:
         super().__init__()
@@ -60,8 +63,11 @@ class BorrowedLayer(nn.Module):
                 module.init_adapters(generator)
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
-        """Count the cost of the layer by running it without memory."""
-        return count_layer(self, batch, tokens, element_bytes, device)
+        """Count the cost of the layer by running it without memory, once for each shape and kind of layer."""
+        key = (kind_of(self.core), batch, tokens, element_bytes)
+        if key not in self.shell.counted:
+            self.shell.counted[key] = count_layer(self, batch, tokens, element_bytes, self.width)
+        return self.shell.counted[key]
 
 
 class BorrowedEmbedding(BorrowedLayer):
@@ -91,6 +97,7 @@ class BorrowedBlock(BorrowedLayer):
         self, block: nn.Module, shell: Shell, initialiser: Any, index: int, gives_tuple: bool, alone: bool
     ) -> None:
         super().__init__(block, shell, initialiser)
+        self.width = shell.width
         self.index, self.gives_tuple, self.alone = index, gives_tuple, alone
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -123,7 +130,7 @@ class BorrowedHead(BorrowedLayer):
         projection: str | None,
     ) -> None:
         super().__init__(outer, shell, initialiser)
-        self.tail, self.projection = tuple(tail), projection
+        self.tail, self.projection, self.width = tuple(tail), projection, shell.width
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         if getattr(micro_batch, "wants", "loss") == "logits":
@@ -133,8 +140,34 @@ class BorrowedHead(BorrowedLayer):
         if self.projection is not None:
             weight = self.core.get_submodule(self.projection).weight
             return token_loss_sum(flat, weight, labels, micro_batch.loss_factor)  # type: ignore[arg-type]
-        weights = [weight for name, weight in self.core.named_parameters() if name.split(".")[0] not in self.tail]
-        return any_loss_sum(self.project, flat, labels, weights)
+        return any_loss_sum(self.project, flat, labels, self._weights())
+
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
+        """Count the modules after the blocks, and the loss from its formula: it never has all logits at once."""
+        tail = Tail([self.core.get_submodule(name) for name in self.tail])
+        num_tokens, width = batch * tokens, self.width
+        assert width is not None, "a head has an input"
+        flops, vocab, states = count_logits(self, num_tokens, element_bytes)
+        trained = any(weight.requires_grad for weight in self._weights())
+        scratch = loss_workspace_bytes(num_tokens, vocab, states, element_bytes, trained, device)
+        if self.projection is None:
+            # Autograd keeps each step from the products to the loss.
+            scratch += 4 * 4 * vocab * min(num_tokens, chunk_tokens(vocab))
+        loss = LayerWork(
+            forward_flops=flops,
+            # The gradient that the loss computes in its forward and keeps for its input.
+            activation_bytes=num_tokens * states * element_bytes,
+            boundary_bytes=4,
+            workspace_bytes=scratch,
+            frozen_flops=0.0 if trained else flops,
+        )
+        counted = count_layer(tail, batch, tokens, element_bytes, width)
+        return replace(counted, boundary_bytes=0) + loss
+
+    def _weights(self) -> list[nn.Parameter]:
+        """Return the parameters that make the logits from the body's output."""
+        own = self.core.named_parameters()
+        return [weight for name, weight in own if name.split(".")[0] not in self.tail]
 
     def after_blocks(self, hidden: Tensor) -> Tensor:
         """Return what the body returns, from the last block's output."""
@@ -150,6 +183,19 @@ class BorrowedHead(BorrowedLayer):
         """Return the logits `[B, T, V]` of the body's output `[B, T, D]`, in its dtype."""
         found: Tensor = self.core(inputs_embeds=states, use_cache=False).logits
         return found
+
+
+class Tail(nn.Module):
+    """What the body does after its last block, alone."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, hidden: Tensor, _: MicroBatch) -> Tensor:
+        for module in self.parts:
+            hidden = module(hidden)
+        return hidden
 
 
 class _DrawFrom(TorchDispatchMode):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchround.models.borrowed.construction import Anatomy
-from torchround.models.borrowed.shell import BlockCall, MetBlock, Shell, refuse, same_arguments, with_modules
+from torchround.models.borrowed.shell import BlockCall, MetBlock, Shell, kind_of, refuse, same_arguments, with_modules
 from torchround.models.borrowed.stand_in_body import StandInBody
 from torchround.models.borrowed.without_memory import call_with, fake_parameters, no_memory
 
@@ -124,19 +124,12 @@ def _check_results(blocks: Sequence[nn.Module], found: Sequence[MetBlock], gives
     """Run one block of each kind without memory: what it returns, and whether it draws random numbers."""
     seen = set()
     for index, (block, met) in enumerate(zip(blocks, found, strict=True)):
-        signature = kind_of_block(block)
+        signature = kind_of(block)
         if signature in seen:
             continue
         seen.add(signature)
         if _gives_tuple(block, met, kind, index) != gives[index]:
             raise refuse(kind, f"block {index} returns another structure than the others")
-
-
-def kind_of_block(block: nn.Module) -> tuple[Any, ...]:
-    """Return what blocks of the same kind have in common: classes, shapes, and plain settings."""
-    classes = tuple(f"{path}:{type(module).__name__}" for path, module in block.named_modules())
-    shapes = tuple((name, tuple(one.shape), one.requires_grad) for name, one in block.named_parameters())
-    return classes, shapes, str(getattr(block, "attention_type", None))
 
 
 def _gives_tuple(block: nn.Module, met: MetBlock, kind: str, index: int) -> bool:

@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens, D model width.
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchround.layer import MicroBatch
+from torchround.layer import LayerWork, MicroBatch
 from torchround.models.common.config import ModelConfigError
 
 Plain = (str, int, float, bool, tuple, type(None))
@@ -88,6 +89,17 @@ class StandIn(nn.Module):
         return found
 
 
+# A sequence, its first token of a document, the token after its last, and the arguments of each block.
+DocumentCalls = tuple[int, int, int, list[BlockCall]]
+
+
+class _Shared:
+    """What layers of one micro-batch have in common, as long as it is needed."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+
 class Shell(nn.Module):
     """A body without its layers. `blocks` is the name of its list of blocks.
 
@@ -105,26 +117,30 @@ class Shell(nn.Module):
                 places[name] = StandIn(name, child, self._others)
         self.body = with_modules(body, places)
         self.num_blocks = len(recorders)
+        self.width: int = body.config.hidden_size  # type: ignore[assignment,union-attr]
+        # Costs by kind of layer and shape.
+        self.counted: dict[Any, LayerWork] = {}
+        self._latest: weakref.ref[_Shared] | None = None
 
     def calls(self, hidden: Tensor, positions: Tensor) -> list[BlockCall]:
         """Return the arguments of each block for `hidden [B, T, D]`, whose values do not matter, and `positions [B, T]`."""
         return [met.call for met in self.record(hidden, positions)]
 
     def calls_of(self, hidden: Tensor, micro_batch: MicroBatch) -> list[BlockCall]:
-        """Return the arguments of each block, computed once for each micro-batch and dtype."""
+        """Return the arguments of each block, computed once while layers of the same micro-batch follow each other."""
         hidden = hidden.detach()
-        key = ("borrowed", hidden.dtype)
-        found: Any = micro_batch.once(key, lambda: self.calls(hidden, micro_batch.positions))  # type: ignore[arg-type,return-value]
-        return found  # type: ignore[no-any-return]
+        return self._shared(
+            ("borrowed", hidden.dtype), micro_batch, lambda: self.calls(hidden, micro_batch.positions)
+        )
 
-    def calls_by_document(self, hidden: Tensor, micro_batch: MicroBatch) -> list[tuple[int, int, int, list[BlockCall]]]:
-        """Return for each document its sequence, its first token, the token after its last, and the blocks' arguments.
+    def calls_by_document(self, hidden: Tensor, micro_batch: MicroBatch) -> list[DocumentCalls]:
+        """Return the arguments of each block for each document by itself, as `calls_of` does.
 
-        Waits for the device once for each micro-batch, to read where documents begin.
+        Waits for the device, to read where documents begin.
         """
         hidden, positions = hidden.detach(), micro_batch.positions
 
-        def make() -> Any:
+        def make() -> list[DocumentCalls]:
             found = []
             for row, numbers in enumerate(positions.tolist()):
                 starts = [place for place, number in enumerate(numbers) if number == 0 or place == 0]
@@ -133,8 +149,18 @@ class Shell(nn.Module):
                     found.append((row, begin, end, self.calls(*part)))
             return found
 
-        found: Any = micro_batch.once(("borrowed documents", hidden.dtype), make)
-        return found  # type: ignore[no-any-return]
+        return self._shared(("borrowed documents", hidden.dtype), micro_batch, make)
+
+    def _shared(self, key: tuple[Any, ...], micro_batch: MicroBatch, make: Callable[[], Any]) -> Any:
+        shared: Any = micro_batch.once(key, _Shared)  # type: ignore[arg-type]
+        if shared.value is None:
+            # Masks are large: a device has those of one micro-batch, not of all that it got this round.
+            latest = None if self._latest is None else self._latest()
+            if latest is not None:
+                latest.value = None
+            shared.value = make()
+            self._latest = weakref.ref(shared)
+        return shared.value
 
     def record(self, hidden: Tensor, positions: Tensor) -> list[MetBlock]:
         """Run the body and return each block's hidden state and arguments."""
@@ -209,6 +235,20 @@ def with_modules(module: nn.Module, places: Mapping[str, nn.Module]) -> Any:
         setattr(twin, kind, dict(getattr(module, kind)))
     twin._modules.update(places)
     return twin
+
+
+def shared_tensors(micro_batch: MicroBatch) -> list[Tensor]:
+    """List the tensors that a shell keeps with a micro-batch."""
+    kept = [shared.value for shared in micro_batch._derived.values() if isinstance(shared, _Shared)]
+    calls = [leaf for leaf in torch.utils._pytree.tree_leaves(kept) if isinstance(leaf, BlockCall)]
+    return [tensor for call in calls for tensor in call.tensors()]
+
+
+def kind_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return what layers of the same kind have in common: classes, shapes, and what is trained."""
+    classes = tuple(f"{path}:{type(part).__name__}" for path, part in module.named_modules() if "shell" not in path)
+    shapes = tuple((name, tuple(one.shape), one.requires_grad) for name, one in module.named_parameters())
+    return classes, shapes, str(getattr(module, "attention_type", None))
 
 
 def same_arguments(first: BlockCall, second: BlockCall) -> bool:

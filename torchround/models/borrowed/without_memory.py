@@ -30,6 +30,7 @@ class Meter(TorchDispatchMode):
         self.peak_bytes = 0
         self.drawn: list[str] = []
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._bound = 0  # no less than what is alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,15 +56,21 @@ class Meter(TorchDispatchMode):
         for key, (storage, _) in list(self._alive.items()):
             if storage.expired():
                 del self._alive[key]
-        return sum(size for _, size in self._alive.values())
+        self._bound = sum(size for _, size in self._alive.values())
+        return self._bound
 
     def _count(self, result: Any) -> None:
         for leaf in torch.utils._pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 reference = StorageWeakRef(storage)
-                self._alive.setdefault(reference.cdata, (reference, storage.nbytes()))
-        self.peak_bytes = max(self.peak_bytes, self.alive_bytes())
+                known = self._alive.get(reference.cdata)
+                if known is None or known[0].expired():
+                    self._alive[reference.cdata] = (reference, storage.nbytes())
+                    self._bound += storage.nbytes()
+        # Looking for tensors that are gone takes time: only if it could matter.
+        if self._bound > self.peak_bytes:
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes())
 
 
 @contextmanager
