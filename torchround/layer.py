@@ -305,7 +305,7 @@ class LayeredModel:
         for name, layer in zip(self.names, self.layers, strict=True):
             buffers = [key for key, _ in layer.named_buffers()]
             if buffers:
-                pass  # raise ValueError(f"layer {name} holds buffers {buffers}; a layer may only hold parameters")
+                raise ValueError(f"layer {name} holds buffers {buffers}; a layer may only hold parameters")
 
     def stored_shapes(self) -> dict[str, torch.Size]:
         """Return the shape of each stored parameter, `<layer>.<path>`; a tied one under its first layer only."""
