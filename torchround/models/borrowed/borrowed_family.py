@@ -1,6 +1,5 @@
 """The family of all decoders of `transformers`: a config.json, and the layers that a model of it is cut into."""
 
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -78,7 +77,9 @@ class BorrowedFamily:
         """Return the `config.json` that the model came with."""
         return dict(config.content)
 
-    def config_from_flavor(self, name: str, vocab_size: int | None = None, **overrides: Any) -> BorrowedConfig:
+    def config_from_flavor(
+        self, name: str, vocab_size: int | None = None, **overrides: Any
+    ) -> BorrowedConfig:
         """Refuse: a borrowed model has no flavors."""
         raise ModelConfigError(f"{NAME} has no flavors; give model.hf_path, a folder with a config.json")
 
@@ -130,10 +131,6 @@ class BorrowedFamily:
         cut = self.cut(config)
         return names_in_folder(cut.whole, cut.module_names, tensors)
 
-    def hf_redundant(self, config: BorrowedConfig) -> frozenset[str]:
-        """Name tensors that some files hold although no parameter needs them."""
-        return frozenset({"lm_head.weight"} if config.tied_embeddings else ())
-
 
 def _cut(parts: Anatomy, fit: Fit, initialiser: Any) -> LayeredModel:
     shell = Shell(parts.body, parts.blocks, fit.gives_tuple)
@@ -141,9 +138,13 @@ def _cut(parts: Anatomy, fit: Fit, initialiser: Any) -> LayeredModel:
     start = beginning(parts.body, parts.blocks, fit.before, calls, fit.gives_tuple)
     layers: list[BorrowedLayer] = [BorrowedEmbedding(start, shell, initialiser, calls)]
     for index, block in enumerate(parts.block_list):
-        layers.append(BorrowedBlock(block, shell, initialiser, index, fit.gives_tuple[index], fit.alone[index]))
+        layers.append(
+            BorrowedBlock(block, shell, initialiser, index, fit.gives_tuple[index], fit.alone[index])
+        )
     tail = {name: parts.body.get_submodule(name) for name in fit.after}
-    assert not tail.keys() & dict(parts.model.named_children()).keys(), "names of the tail are free in the model"
+    assert not tail.keys() & dict(parts.model.named_children()).keys(), (
+        "names of the tail are free in the model"
+    )
     outer = with_modules(parts.model, {parts.body_name: StandInBody(fit.output_class), **tail})
     layers.append(BorrowedHead(outer, shell, initialiser, fit.after, fit.projection))
     names = ("embedding", *(f"block.{index}" for index in range(len(layers) - 2)), "head")

@@ -73,9 +73,7 @@ class BorrowedLayer(nn.Module):
 class BorrowedEmbedding(BorrowedLayer):
     """First layer: the body up to its first block; tokens to `[B, T, D]`."""
 
-    def __init__(
-        self, body: nn.Module, shell: Shell, initialiser: Any, calls: list[MetBlock]
-    ) -> None:
+    def __init__(self, body: nn.Module, shell: Shell, initialiser: Any, calls: list[MetBlock]) -> None:
         super().__init__(body, shell, initialiser)
         self.recorded = calls
 

@@ -15,7 +15,7 @@ from torchround.models.borrowed.shell import refuse
 from torchround.models.common.config import ModelConfigError
 
 MISSING = (
-    "model.family = \"transformers\" needs the package of that name, which is not installed: "
+    'model.family = "transformers" needs the package of that name, which is not installed: '
     "pip install 'torchround[transformers]'"
 )
 OLDEST = (5, 0)
@@ -85,7 +85,7 @@ class Anatomy:
         return list(self.body.get_submodule(self.blocks).children())
 
 
-def find_parts(model: nn.Module, config: Any) -> Anatomy:
+def find_parts(model: Any, config: Any) -> Anatomy:
     """Find the body and its one list of blocks. Raises `ModelConfigError` for models that have none, or several."""
     kind = config.model_type
     name = model.base_model_prefix
@@ -94,7 +94,9 @@ def find_parts(model: nn.Module, config: Any) -> Anatomy:
         raise refuse(kind, f"it has no body under the name {name!r}")
     lists = [path for path, child in body.named_children() if isinstance(child, nn.ModuleList)]
     if len(lists) != 1:
-        raise refuse(kind, f"its body has {len(lists)} lists of blocks ({', '.join(lists) or 'none'}), not one")
+        raise refuse(
+            kind, f"its body has {len(lists)} lists of blocks ({', '.join(lists) or 'none'}), not one"
+        )
     if any(True for _ in body.parameters(recurse=False)):
         raise refuse(kind, "its body has parameters of its own beside its modules")
     return Anatomy(model, body, name, lists[0])
@@ -112,7 +114,8 @@ def _refuse_config(config: Any, model_type: str, auto: Any) -> None:
     for table in tables:
         if "dynamic" in str(table.get("rope_type", "")):
             raise refuse(
-                model_type, f"rope_type {table['rope_type']!r} changes its rotations with the longest batch so far"
+                model_type,
+                f"rope_type {table['rope_type']!r} changes its rotations with the longest batch so far",
             )
 
 

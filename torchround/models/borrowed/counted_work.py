@@ -33,12 +33,20 @@ def count_layer(
         tokens_ = torch.zeros((batch, tokens), dtype=torch.int64)
         micro_batch = MicroBatch(tokens_, tokens_, positions, tokens_, max_documents=2)
         parameters = fake_parameters(layer, dtype)
-        hidden = torch.empty((batch, tokens, width or 0), dtype=dtype).requires_grad_() if width is not None else None
+        hidden = (
+            torch.empty((batch, tokens, width or 0), dtype=dtype).requires_grad_()
+            if width is not None
+            else None
+        )
         return _count(layer, parameters, hidden, micro_batch, meter)
 
 
 def _count(
-    layer: nn.Module, parameters: dict[str, Tensor], hidden: Tensor | None, micro_batch: MicroBatch, meter: Meter
+    layer: nn.Module,
+    parameters: dict[str, Tensor],
+    hidden: Tensor | None,
+    micro_batch: MicroBatch,
+    meter: Meter,
 ) -> LayerWork:
     before = meter.alive_bytes()
     with torch.no_grad():

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from torchround.models.borrowed.construction import Anatomy
-from torchround.models.borrowed.shell import BlockCall, MetBlock, Shell, kind_of, refuse, same_arguments, with_modules
+from torchround.models.borrowed.shell import (
+    BlockCall,
+    MetBlock,
+    Shell,
+    kind_of,
+    refuse,
+    same_arguments,
+    with_modules,
+)
 from torchround.models.borrowed.stand_in_body import StandInBody
 from torchround.models.borrowed.without_memory import call_with, fake_parameters, no_memory
 
@@ -68,7 +76,9 @@ def fit_of(parts: Anatomy, config: Any) -> Fit:
     children = [name for name, child in parts.body.named_children() if any(True for _ in child.parameters())]
     before = tuple(name for name in children if name != parts.blocks and name not in after)
     _check_positions(others[: len(others) - len(after)], positions, kind)
-    alone = tuple(not keeps_documents_apart(block, met.call) for block, met in zip(blocks, found, strict=True))
+    alone = tuple(
+        not keeps_documents_apart(block, met.call) for block, met in zip(blocks, found, strict=True)
+    )
     return Fit(before, after, gives_tuple, type(output), _projection(parts, type(output), hidden), alone)
 
 
@@ -83,9 +93,13 @@ def _check_arguments(found: Sequence[MetBlock], again: Sequence[MetBlock], kind:
             if not isinstance(leaf, Tensor | str | int | float | bool | type(None)):
                 raise refuse(kind, f"block {index} gets a {type(leaf).__name__}, which outlives its call")
         if {} in (*first.call.args, *first.call.kwargs.values()):
-            raise refuse(kind, f"block {index} gets an empty table, by which blocks hand on what they computed")
+            raise refuse(
+                kind, f"block {index} gets an empty table, by which blocks hand on what they computed"
+            )
         if not same_arguments(first.call, second.call):
-            raise refuse(kind, f"the arguments of block {index} depend on hidden states, not on positions alone")
+            raise refuse(
+                kind, f"the arguments of block {index} depend on hidden states, not on positions alone"
+            )
         if index and first.hidden is not found[index - 1].result:
             raise refuse(kind, f"block {index} does not get what block {index - 1} returns as it is")
 
@@ -98,7 +112,9 @@ def keeps_documents_apart(block: nn.Module, call: BlockCall) -> bool:
     mixes = any(isinstance(module, nn.Conv1d) for module in block.modules()) or any(
         name.rpartition(".")[2] in RECURRENT for name, _ in block.named_parameters()
     )
-    square = [tensor for tensor in call.tensors() if tensor.ndim == 4 and tensor.shape[-1] == tensor.shape[-2]]
+    square = [
+        tensor for tensor in call.tensors() if tensor.ndim == 4 and tensor.shape[-1] == tensor.shape[-2]
+    ]
     return not mixes and bool(square) and all(map(_allows_own_document_alone, square))
 
 
@@ -120,7 +136,9 @@ def _check_positions(others: Sequence[Any], positions: Tensor, kind: str) -> Non
             raise refuse(kind, f"its {path} does not begin anew with each document")
 
 
-def _check_results(blocks: Sequence[nn.Module], found: Sequence[MetBlock], gives: Sequence[bool], kind: str) -> None:
+def _check_results(
+    blocks: Sequence[nn.Module], found: Sequence[MetBlock], gives: Sequence[bool], kind: str
+) -> None:
     """Run one block of each kind without memory: what it returns, and whether it draws random numbers."""
     seen = set()
     for index, (block, met) in enumerate(zip(blocks, found, strict=True)):
@@ -186,7 +204,11 @@ def _projection(parts: Anatomy, output_class: type, hidden: Tensor) -> str | Non
 
         return hook
 
-    linears = [(name, child) for name, child in outer.named_children() if type(child) is nn.Linear and child.bias is None]
+    linears = [
+        (name, child)
+        for name, child in outer.named_children()
+        if type(child) is nn.Linear and child.bias is None
+    ]
     handles = [child.register_forward_hook(note(name)) for name, child in linears]
     try:
         with no_memory(), torch.no_grad():

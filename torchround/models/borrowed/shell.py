@@ -36,7 +36,9 @@ class BlockCall:
 
     def tensors(self) -> list[Tensor]:
         """List the tensors among the arguments."""
-        return [leaf for leaf in torch.utils._pytree.tree_leaves((self.args, self.kwargs)) if _is_tensor(leaf)]
+        return [
+            leaf for leaf in torch.utils._pytree.tree_leaves((self.args, self.kwargs)) if _is_tensor(leaf)
+        ]
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class StandIn(nn.Module):
         self.makes: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
-        found = first if self.width is None else first.new_zeros((*first.shape, self.width), dtype=torch.float32)
+        found = (
+            first if self.width is None else first.new_zeros((*first.shape, self.width), dtype=torch.float32)
+        )
         if self.makes is not None:
             found = self.makes(found)
         if self.calls is not None:
@@ -246,7 +250,9 @@ def shared_tensors(micro_batch: MicroBatch) -> list[Tensor]:
 
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
     """Return what layers of the same kind have in common: classes, shapes, and what is trained."""
-    classes = tuple(f"{path}:{type(part).__name__}" for path, part in module.named_modules() if "shell" not in path)
+    classes = tuple(
+        f"{path}:{type(part).__name__}" for path, part in module.named_modules() if "shell" not in path
+    )
     shapes = tuple((name, tuple(one.shape), one.requires_grad) for name, one in module.named_parameters())
     return classes, shapes, str(getattr(module, "attention_type", None))
 
@@ -260,7 +266,9 @@ def same_arguments(first: BlockCall, second: BlockCall) -> bool:
 
 def refuse(model_type: str, reason: str) -> ModelConfigError:
     """Make the error for a model of `transformers` that cannot be cut into layers."""
-    return ModelConfigError(f"model_type {model_type!r} of transformers does not fit torchround's layers: {reason}")
+    return ModelConfigError(
+        f"model_type {model_type!r} of transformers does not fit torchround's layers: {reason}"
+    )
 
 
 def _equal(one: Any, other: Any) -> bool:

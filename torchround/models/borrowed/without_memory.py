@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 
 class Meter(TorchDispatchMode):
@@ -25,7 +24,11 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
+        # It imports Triton, if that is installed: only when something is counted.
+        from torch.utils.flop_counter import flop_registry
+
         super().__init__()
+        self._formulas = flop_registry
         self.flops = 0.0
         self.peak_bytes = 0
         self.drawn: list[str] = []
@@ -42,8 +45,8 @@ class Meter(TorchDispatchMode):
             self.flops += flops
         else:
             result = func(*args, **kwargs)
-            if packet in flop_registry:
-                self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+            if packet in self._formulas:
+                self.flops += self._formulas[packet](*args, **kwargs, out_val=result)
             elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
                 self.flops += _attention_flops(*args[:3])
             elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
