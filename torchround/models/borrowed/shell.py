@@ -156,7 +156,7 @@ class Shell(nn.Module):
         return self._shared(("borrowed documents", hidden.dtype), micro_batch, make)
 
     def _shared(self, key: tuple[Any, ...], micro_batch: MicroBatch, make: Callable[[], Any]) -> Any:
-        shared: Any = micro_batch.once(key, _Shared)  # type: ignore[arg-type]
+        shared: Any = micro_batch.once(key, _Shared)
         if shared.value is None:
             # Masks are large: a device has those of one micro-batch, not of all that it got this round.
             latest = None if self._latest is None else self._latest()
