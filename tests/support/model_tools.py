@@ -1,0 +1,140 @@
+"""Real weights for a model built on meta, random micro-batches, one pass, and the tensors of a model of `transformers`."""
+
+import copy
+import tempfile
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from torchround.layer import (
+    IGNORED_LABEL,
+    HFNames,
+    HFTensors,
+    Hidden,
+    LayeredModel,
+    MicroBatch,
+    most_documents,
+)
+
+
+def materialise(
+    model: LayeredModel, dtype: torch.dtype = torch.float32, seed: int = 0, reverse: bool = False
+) -> LayeredModel:
+    """Give the model CPU memory in place, keeping ties, and initialise it layer by layer."""
+    real: dict[int, nn.Parameter] = {}
+    for layer in model.layers:
+        for module in layer.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None:
+                    continue
+                if id(parameter) not in real:
+                    real[id(parameter)] = nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=dtype))
+                module._parameters[name] = real[id(parameter)]
+    order = list(enumerate(model.layers))
+    for index, layer in reversed(order) if reverse else order:
+        layer.init_weights(torch.Generator().manual_seed(seed * 1000 + index))
+    return model
+
+
+def stored_parameters(model: LayeredModel) -> dict[str, nn.Parameter]:
+    """Map `<layer>.<parameter>` to the parameter; a tied one appears under its first layer only."""
+    found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for layer_name, layer in zip(model.names, model.layers, strict=True):
+        for name, parameter in layer.named_parameters():
+            if id(parameter) not in seen:
+                found[f"{layer_name}.{name}"] = parameter
+                seen.add(id(parameter))
+    return found
+
+
+def micro_batch(documents: list[list[int]], vocab_size: int, seed: int = 0) -> MicroBatch:
+    """Make random tokens. `documents[b]` are the document lengths of sequence b; each row has the same sum."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for lengths in documents:
+        parts = []
+        for index, length in enumerate(lengths):
+            tokens = torch.randint(0, vocab_size, (length,), generator=generator)
+            labels = torch.cat((tokens[1:], torch.tensor([IGNORED_LABEL])))
+            parts.append((tokens, labels, torch.arange(length), torch.full((length,), index)))
+        rows.append([torch.cat(column) for column in zip(*parts, strict=True)])
+    columns = [torch.stack(column) for column in zip(*rows, strict=True)]
+    return MicroBatch(*columns, max_documents=most_documents(columns[3]))
+
+
+def load_hf_weights(model: LayeredModel, names: dict, theirs: nn.Module) -> None:
+    """Copy the weights of a transformers model by our name mapping, in the shapes in which it writes files."""
+    released = released_tensors(theirs)
+    with torch.no_grad():
+        for name, parameter in stored_parameters(model).items():
+            parameter.copy_(gather(names[name], released))
+
+
+def released_tensors(theirs: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that transformers writes for this model: experts one by one, without a tied head."""
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        return load_file(f"{folder}/model.safetensors")
+
+
+def gather(hf_names: HFTensors, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the Hugging Face tensor that holds a parameter, or the stack of several, each of one or more parts."""
+    if isinstance(hf_names, str):
+        return tensors[hf_names]
+    return torch.stack(
+        [
+            tensors[name] if isinstance(name, str) else torch.cat([tensors[part] for part in name])
+            for name in hf_names
+        ]
+    )
+
+
+def all_names(hf_names: HFNames) -> list[str]:
+    """Return the name of every tensor."""
+
+    def flat(names) -> list[str]:
+        return [names] if isinstance(names, str) else [name for part in names for name in flat(part)]
+
+    return flat(tuple(hf_names.values()))
+
+
+def released_gradients(theirs: nn.Module) -> dict[str, torch.Tensor]:
+    """Return gradients under the names of `released_tensors`, by writing a copy whose weights are the gradients."""
+    holder = copy.deepcopy(theirs)
+    gradients = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name, parameter in holder.named_parameters():
+            parameter.copy_(gradients[name].grad)
+    return released_tensors(holder)
+
+
+def hidden_before_head(model: LayeredModel, batch: MicroBatch) -> Hidden:
+    hidden = None
+    for layer in model.layers[:-1]:
+        hidden = layer(hidden, batch)
+    return hidden
+
+
+def all_logits(model: LayeredModel, batch: MicroBatch) -> torch.Tensor:
+    hidden = hidden_before_head(model, batch)
+    return model.layers[-1].logits(hidden if isinstance(hidden, torch.Tensor) else hidden[0])
+
+
+def loss_sum(model: LayeredModel, batch: MicroBatch) -> torch.Tensor:
+    return model.layers[-1](hidden_before_head(model, batch), batch)
+
+
+def measure_peak_bytes(run):
+    """Return the highest sum of live CPU tensor bytes during `run`, from the profiler's allocation events."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    assert peak > 0
+    return peak

@@ -1,0 +1,226 @@
+"""Toy sizes of the decoders of `transformers`: a few thousand parameters each, with weights that show every term.
+
+The default config of a type is shrunk key by key. Types whose sizes depend on each other have a line of their own.
+`transformers` draws matrices that are so small that attention is nearly uniform and biases are 0: a wrong mask or a
+lost bias would hardly change a logit. So `random_weights` draws larger ones.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCAB = 64
+# A toy config that is larger than this has kept a default size somewhere.
+MOST_PARAMETERS = 3_000_000
+
+# Keys that a config has in common with this table get its value.
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # windows shorter than a sequence
+    "sliding_window": 9,
+    "sliding_window_size": 9,
+    "local_attention": 9,
+    "attention_window_size": 9,
+    "attention_chunk_size": 16,
+    "max_window_layers": 2,
+    # experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "shared_experts_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "expert_ffn_hidden_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_expert_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "zero_expert_num": 2,
+    "intermediate_size_mlp": 48,
+    "dense_intermediate_size": 48,
+    # latent attention
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 8,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "index_topk": 4,
+    # linear attention, state spaces and convolutions
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "mamba_d_state": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "mamba_dt_rank": 4,
+    "chunk_size": 8,
+    "state_size": 8,
+    "ssm_state_size": 8,
+    "time_step_rank": 4,
+    "lru_width": 32,
+    "block_size": 8,
+    # several tables of embeddings
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 2,
+    "dim_model_base": 16,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "num_nextn_predict_layers": 0,
+    # decoders of encoders and decoders
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "dff": 48,
+    "dim_ff": 48,
+    "ffn_hidden_size": 48,
+}
+
+# Keys that turn dropout on; the toy models have none.
+DROPOUT = (
+    *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "residual_dropout", "activation_dropout"),
+    *("embedding_dropout", "resid_dropout", "embed_dropout", "decoder_layerdrop", "encoder_layerdrop"),
+    *("layerdrop", "router_jitter_noise", "input_jitter_noise", "emb_pdrop", "dropout_p"),
+)
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
+# Sizes that depend on each other, and lists that give four layers all kinds of layer that the type has.
+OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": LINEAR | {"num_key_value_heads": 4},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": WINDOWS | {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "dots3_note_text": {
+        "num_key_value_heads": 4,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+        "shared_experts_intermediate_size": 24,
+        "head_dim": 16,
+    },
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3_text": WINDOWS,
+    "gemma4_text": WINDOWS | {"global_head_dim": 8},
+    "gemma4_unified_text": WINDOWS | {"global_head_dim": 8},
+    "gemma3n_text": WINDOWS | {"laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0] * 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": LINEAR | {"num_key_value_heads": 4},
+    "kolibri1": WINDOWS,
+    "laguna": WINDOWS,
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": CONVOLUTIONS,
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "mellum": WINDOWS,
+    "ministral": WINDOWS,
+    "plbart": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    "qwen2": {"use_sliding_window": True},
+    "qwen2_moe": {"use_sliding_window": True},
+    "qwen3": {"use_sliding_window": True},
+    "reformer": {"is_decoder": True},
+    "xlnet": {"d_head": 8},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+}
+# Attention to latent vectors: keys and values of every head are made from one vector.
+for _latent in (
+    *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"),
+    *("glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"),
+):
+    OWN[_latent] = {"num_key_value_heads": 4}
+
+
+def toy_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+    """Return the toy config of a type; `overrides` replace keys. Raises whatever its class raises."""
+    kind = CONFIG_MAPPING[model_type]
+    usual = kind()
+    known = usual.to_dict().keys() | usual.attribute_map.keys()
+    small = {key: value for key, value in SMALL.items() if key in known}
+    small |= {key: 0.0 for key in DROPOUT if key in known}
+    if "text_config" in getattr(kind, "sub_configs", {}):  # a decoder beside encoders of pictures or sound
+        small["text_config"] = toy_config(usual.text_config.model_type).to_dict()
+    return kind(**{**small, **OWN.get(model_type, {}), **overrides})
+
+
+def toy_decoder(config: PreTrainedConfig, seed: int = 0) -> nn.Module:
+    """Build the decoder of a config in fp32, in evaluation mode, with random weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # missing kernels, of which PyTorch's own code takes the place
+        model = AutoModelForCausalLM.from_config(config).eval()
+    random_weights(model, seed)
+    return model
+
+
+def random_weights(model: nn.Module, seed: int = 0) -> None:
+    """Draw matrices of size 0.2, and move vectors away from the 0 and 1 at which they start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(0.2 * noise)
+            else:
+                parameter.add_(0.3 * noise)
+
+
+def causal_types() -> tuple[str, ...]:
+    """Return every `model_type` of the installed `transformers` that has a model for causal language modelling."""
+    return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
