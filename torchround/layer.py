@@ -1,13 +1,14 @@
 """The layer protocol: all that a model needs to know of torchround, and all that torchround knows of a model.
 
-A model is an ordered list of layers (embedding, blocks, head). Each layer is an `nn.Module` built on the `meta`
-device. It holds parameters but no buffers; the engine binds the parameters to memory that the engine owns.
+A model is an ordered list of layers (embedding, blocks, head). Each layer is an `nn.Module`. Its parameters are on the
+`meta` device; the engine binds them to memory that the engine owns. Its buffers, if any, are constants.
 
 Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -25,7 +26,9 @@ KEEPABLE = ("qkv", "attention", "output", "gate_up", "down")
 # Each of several tensors that travel in one buffer begins at a multiple of this.
 ALIGNMENT_BYTES = 256
 
-Hidden = Tensor | tuple[Tensor, ...]
+# The value between two layers: a tensor, or any nested structure of `torch.utils._pytree` whose leaves are tensors and
+# plain values (`engine/worker/structure.py`).
+Hidden = Any
 
 # The tensor of a Hugging Face file that holds a parameter, or several tensors that are stacked along a new first
 # dimension (one for each expert). In the nested form each entry of the stack is several tensors of one shape, joined along
@@ -65,6 +68,30 @@ def part_shape(tensors: HFTensors, shape: Sequence[int]) -> tuple[int, ...]:
     if len(joined) != 1 or shape[1] % (num_joined := joined.pop()):
         raise ValueError(f"tensors of one shape do not make {tuple(shape)}")
     return (shape[1] // num_joined, *shape[2:])
+class Batch(Protocol):
+    """The interface that the engine needs from a micro-batch. `MicroBatch` is one; a library may have its own."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The sizes that decide what buffers a pass needs: `[B, T]` of a `MicroBatch`."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that travel to each device."""
+
+    def rebuild(self) -> Callable[[Sequence[Tensor]], "Batch"]:
+        """Return what makes the same batch from the tensors on a device. It must not refer to this one's tensors."""
+
+    def for_layer(self, index: int) -> "Batch":
+        """Return the batch that layer `index` gets."""
+
+    def for_training(self, loss_factor: float) -> "Batch":
+        """Return the batch of a forward whose backward follows at once and multiplies the loss by `loss_factor`."""
+
+    def num_labels(self) -> int:
+        """Count the labels; summed over a step they are the loss divisor."""
+
+    def problem(self) -> str | None:
+        """Return what is wrong with the batch, or None."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +104,7 @@ class MicroBatch:
     `positions` restart at 0 with each document. `document_ids` are equal exactly when two tokens of a
     sequence belong to the same document; attention never crosses documents.
 
-    Three facts travel as plain numbers, so that no layer has to ask a device for them:
+    Five facts travel beside the tensors, so that no layer has to ask a device for them:
 
     - `dropout_seed` seeds the dropout masks. It is the same whenever the same layer sees the same micro-batch
       of a step again. None means no dropout.
@@ -87,6 +114,8 @@ class MicroBatch:
     - `loss_factor` promises the last layer that a backward follows and that its gradient of the loss is this number:
       the loss scale divided by the step's labels. The layer may then compute and add up gradients in its forward. None
       promises nothing. Compiled layers get None.
+    - `wants` is "loss", or "logits": the last layer then returns fp32 logits `[B, V]` of each sequence's last position.
+    - `cache` holds keys and values of earlier tokens, if any, and gives each layer its own by `for_layer(index)`.
 
     While a layer is being compiled, a seed and a bound above 1 are 0-dimensional tensors in host memory, so that
     one piece of code serves all values.
@@ -99,10 +128,17 @@ class MicroBatch:
     dropout_seed: int | Tensor | None = field(default=None, kw_only=True)
     max_documents: int | Tensor | None = field(default=None, kw_only=True)
     loss_factor: float | None = field(default=None, kw_only=True)
+    wants: str = field(default="loss", kw_only=True)
+    cache: Any = field(default=None, kw_only=True)
     # Shared by the copies that `for_layer` makes, and dropped with the last of them.
-    _derived: dict[Hashable, Tensor] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
+    _derived: dict[Hashable, Any] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
-    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    @property
+    def shape(self) -> torch.Size:
+        """`[B, T]`."""
+        return self.tokens.shape
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return what `make` gives, which the first layer that asks for `key` computes for all layers.
 
         For small tensors that follow from the integers and the model's settings. They live as long as the
@@ -117,29 +153,57 @@ class MicroBatch:
         return (self.tokens, self.labels, self.positions, self.document_ids)
 
     def facts(self) -> dict[str, Any]:
-        """Return the plain numbers that travel beside the tensors, by field name."""
+        """Return the facts that travel beside the tensors, by field name."""
         return {
             "dropout_seed": self.dropout_seed,
             "max_documents": self.max_documents,
             "loss_factor": self.loss_factor,
+            "wants": self.wants,
+            "cache": self.cache,
         }
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> "MicroBatch":
         """Return the same facts with other tensors, in field order: on another device, or fewer sequences."""
         return MicroBatch(*tensors, **self.facts())
 
+    def rebuild(self) -> Callable[[Sequence[Tensor]], "MicroBatch"]:
+        """Return what makes the same micro-batch from tensors in field order."""
+        return partial(_rebuilt, self.facts())
+
     def for_layer(self, index: int) -> "MicroBatch":
-        """Return the micro-batch that layer `index` gets: the same, with a 63-bit dropout seed of its own."""
-        if self.dropout_seed is None:
+        """Return the micro-batch that layer `index` gets: the same, with a 63-bit dropout seed and a cache of its own."""
+        if self.dropout_seed is None and self.cache is None:
             return self
-        assert isinstance(self.dropout_seed, int), "only a layer being compiled gets tensors for facts"
-        # Odd constants spread neighbouring seeds and layers over all 63 bits.
-        own = (self.dropout_seed * 0xD1342543DE82EF95 + index * 0xAF251AF3B0F025B5) % 2**63
-        return replace(self, dropout_seed=own)
+        own = self.dropout_seed
+        if own is not None:
+            assert isinstance(own, int), "only a layer being compiled gets tensors for facts"
+            # Odd constants spread neighbouring seeds and layers over all 63 bits.
+            own = (own * 0xD1342543DE82EF95 + index * 0xAF251AF3B0F025B5) % 2**63
+        cache = None if self.cache is None else self.cache.for_layer(index)
+        return replace(self, dropout_seed=own, cache=cache)
+
+    def for_training(self, loss_factor: float) -> "MicroBatch":
+        """Return the same micro-batch with this `loss_factor`."""
+        return replace(self, loss_factor=loss_factor)
 
     def num_labels(self) -> int:
         """Count the labels that enter the loss; summed over a step they are the loss divisor."""
         return int((self.labels != IGNORED_LABEL).sum())
+
+    def problem(self) -> str | None:
+        """Return what is wrong with the tensors, or None."""
+        names = ("tokens", "labels", "positions", "document_ids")
+        for name, tensor in zip(names, self.tensors(), strict=True):
+            if tensor.dtype != torch.int64 or tensor.dim() != 2 or tensor.shape != self.shape:
+                return (
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; "
+                    f"expected int64 [B, T] like tokens {tuple(self.shape)}"
+                )
+        return None
+
+
+def _rebuilt(facts: Mapping[str, Any], tensors: Sequence[Tensor]) -> MicroBatch:
+    return MicroBatch(*tensors, **facts)
 
 
 def most_documents(document_ids: Tensor) -> int | None:
@@ -288,14 +352,27 @@ def runs_fused(layer: nn.Module, device: str) -> bool:
 
 @dataclass(frozen=True)
 class LayeredModel:
-    """An ordered list of layers with a name for each, built on `meta`.
+    """An ordered list of layers with a name for each. Parameters are on `meta`, buffers are real and constant.
 
     A parameter that several layers share (the same `nn.Parameter` object) is tied: stored once, and each
-    layer's gradient is added to it. Raises `ValueError` for names that repeat and for layers that hold buffers.
+    layer's gradient is added to it. Each device has its own copy of the buffers, which no layer may change. Raises
+    `ValueError` for names that repeat and for buffers on `meta`.
+
+    - `own_dtypes`: by stored name, the dtype in which a parameter computes if that is not the store's.
+    - `boundary_bytes(index, shape)`: bytes of layer `index`'s output for a batch of this `shape`, each tensor rounded up
+      to `ALIGNMENT_BYTES`; None if it is not known. For layers without `work`. Sizes that nothing tells are measured
+      in the first pass of a shape.
+    - `receives_gradients`: by layer, which tensors of its input receive gradients, in the order of
+      `engine/worker/structure.py`. All floating-point ones do if it does not say.
+    - `decayed`: stored names with weight decay. None means all matrices (`decayed_names`).
     """
 
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
+    own_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, kw_only=True)
+    boundary_bytes: Callable[[int, torch.Size], int | None] | None = field(default=None, kw_only=True)
+    receives_gradients: Mapping[int, Sequence[bool]] = field(default_factory=dict, kw_only=True)
+    decayed: frozenset[str] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.layers):
@@ -303,9 +380,17 @@ class LayeredModel:
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"layer names repeat: {self.names}")
         for name, layer in zip(self.names, self.layers, strict=True):
-            buffers = [key for key, _ in layer.named_buffers()]
-            if buffers:
-                raise ValueError(f"layer {name} holds buffers {buffers}; a layer may only hold parameters")
+            lost = [key for key, buffer in layer.named_buffers() if buffer.is_meta]
+            if lost:
+                raise ValueError(f"layer {name} holds buffers without values {lost}; make them on the CPU")
+
+    def constants(self) -> list[Tensor]:
+        """Return the buffers of all layers, each once."""
+        return list({id(buffer): buffer for layer in self.layers for buffer in layer.buffers()}.values())
+
+    def constant_bytes(self) -> int:
+        """Count the bytes that the buffers take on each device."""
+        return sum(-(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for part in self.constants())
 
     def stored_shapes(self) -> dict[str, torch.Size]:
         """Return the shape of each stored parameter, `<layer>.<path>`; a tied one under its first layer only."""
@@ -324,8 +409,10 @@ def decayed_names(model: LayeredModel) -> frozenset[str]:
 
     These are the matrices: projections, embeddings, experts. Vectors only shift or scale, so shrinking them would not
     simplify the model; leaving them alone is the custom since GPT-2. A module's `undecayed` parameters count as
-    vectors.
+    vectors. A model that lists its `decayed` parameters decides for itself.
     """
+    if model.decayed is not None:
+        return model.decayed
     return frozenset(
         f"{name}.{path}"
         for name, layer in zip(model.names, model.layers, strict=True)
