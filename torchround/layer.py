@@ -68,6 +68,8 @@ def part_shape(tensors: HFTensors, shape: Sequence[int]) -> tuple[int, ...]:
     if len(joined) != 1 or shape[1] % (num_joined := joined.pop()):
         raise ValueError(f"tensors of one shape do not make {tuple(shape)}")
     return (shape[1] // num_joined, *shape[2:])
+
+
 class Batch(Protocol):
     """The interface that the engine needs from a micro-batch. `MicroBatch` is one; a library may have its own."""
 

@@ -48,6 +48,7 @@ from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, ma
 from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
+from torchround.pipeline.forward_stages import forward_stages
 from torchround.pipeline.machine_shares import StepShare
 from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks
 from torchround.pipeline.shared_links import LinkWindows
@@ -81,7 +82,10 @@ class Engine:
         self.settings.check(model, store, partition)
         store.set_stale_layers(self.settings.stale_layers)
         self.store = store
+        self.model = model
         self.partition = partition
+        # Each layer meets the same device in every `forward`, if there are enough layers for that.
+        self.forward_stages = forward_stages(partition, len(devices), store.stage_bytes)
         self.devices = list(devices)
         self._board = Board(observer)
         self._ordering = Ordering(self._board, store.policy.versions)
@@ -187,7 +191,9 @@ class Engine:
                 call = "forward" if gives_outputs else "evaluate"
                 raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
             self._limit_passes_under_way()
-            tasks = evaluation_tasks(self.partition, max(len(batches), 1), len(self.devices), self._next_slot)
+            stages = self.forward_stages if gives_outputs else None
+            where = (len(self.devices), self._next_slot)
+            tasks = evaluation_tasks(self.partition, max(len(batches), 1), *where, stages)
             pass_ = self._passes.make(batches, tasks, self._step, self._before(), gives_outputs=gives_outputs)
             self._dispatch(pass_, tasks)
             return self._track(pass_, tasks)

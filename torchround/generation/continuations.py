@@ -108,11 +108,9 @@ class _Group:
         """Return the micro-batch of the next pass."""
         texts = [sequence.tokens for sequence in self.sequences]
         if self.cache is not None and self._is_begun:
-            columns = [
-                torch.tensor([[text[-1]] for text in texts]),
-                torch.tensor([[len(text) - 1] for text in texts]),
-            ]
-            return _asks_for_logits(*columns, torch.zeros_like(columns[0]), self.cache)
+            last = torch.tensor([[text[-1]] for text in texts])
+            positions = torch.tensor([[len(text) - 1] for text in texts])
+            return _asks_for_logits(last, positions, torch.zeros_like(last), self.cache)
         self._is_begun = True
         width = _padded(max(map(len, texts)))
         tokens = torch.zeros(len(texts), width, dtype=torch.int64)
