@@ -143,3 +143,16 @@ def test_the_largest_run_of_an_even_cut_is_as_small_as_can_be(sizes, count, larg
 def test_an_empty_prompt_is_refused():
     with text_engine("llama3") as engine, pytest.raises(ValueError, match="prompt 1 has no tokens"):
         engine.generate([[1], []], max_tokens=1)
+
+
+def test_weights_that_fit_go_up_once():
+    with text_engine("llama3", num_devices=2) as engine:
+        devices = engine.engine.devices
+        uploaded = []
+        for max_tokens in (1, 1, 5):
+            before = sum(device.uploaded_bytes for device in devices)
+            engine.generate([[1, 2, 3]], max_tokens=max_tokens)
+            uploaded.append(sum(device.uploaded_bytes for device in devices) - before)
+        weight_bytes = sum(bundle.device_weights[0].nbytes for bundle in engine.engine.store.bundles)
+    assert uploaded[0] > weight_bytes
+    assert max(uploaded[1:]) < weight_bytes / 2
