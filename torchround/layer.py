@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from torchround.accelerators import PLANNED_KIND, is_accelerator
-from torchround.micro_batch import (  # noqa: F401  (a part of this protocol, which is imported from here)
-    IGNORED_LABEL,
-    Batch,
-    MicroBatch,
-    most_documents,
-    with_dropout_seeds,
-)
+
+# Parts of this protocol, which are imported from here.
+from torchround.micro_batch import IGNORED_LABEL as IGNORED_LABEL  # noqa: PLC0414
+from torchround.micro_batch import Batch as Batch  # noqa: PLC0414
+from torchround.micro_batch import MicroBatch as MicroBatch  # noqa: PLC0414
+from torchround.micro_batch import most_documents as most_documents  # noqa: PLC0414
+from torchround.micro_batch import with_dropout_seeds as with_dropout_seeds  # noqa: PLC0414
 
 # The parts of a layer whose results can be kept for its recomputation (`torchround/keeping.py`): query, key and value
 # before norm and rotation; the attention kernel; its output projection; gate and up, of an MLP or of experts; the last
