@@ -10,7 +10,7 @@ The engine stops at the first fault; the call in progress, and each later one, r
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from torchround.config import OptimizerTable
@@ -50,7 +50,7 @@ from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.pipeline.forward_stages import forward_stages
 from torchround.pipeline.machine_shares import StepShare
-from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks
+from torchround.pipeline.partition import Partition, Stage, StageTask, evaluation_tasks
 from torchround.pipeline.shared_links import LinkWindows
 
 T = TypeVar("T")
@@ -78,11 +78,8 @@ class Engine:
         self.settings = settings or EngineSettings()
         self.settings.check(model, store, partition)
         store.set_stale_layers(self.settings.stale_layers)
-        self.store = store
-        self.model = model
+        self.model, self.store = model, store
         self.partition = partition
-        # Each layer meets the same device in every `forward`, if there are enough layers for that.
-        self.forward_stages = forward_stages(partition, len(devices), store.stage_bytes)
         self.devices = list(devices)
         self._board = Board(observer)
         self._ordering = Ordering(self._board, store.policy.versions)
@@ -178,6 +175,11 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Dispatch a forward-only pass with the device weights as they are (`true_device_weights`). Does not wait."""
         return self._run_forward(micro_batches, gives_outputs=False)
+
+    @cached_property
+    def forward_stages(self) -> tuple[Stage, ...]:
+        """The stages of `forward`: each layer meets the same device in every pass, if there are enough layers."""
+        return forward_stages(self.partition, len(self.devices), self.store.stage_bytes)
 
     def forward(self, batches: Sequence[Batch]) -> StepResult:
         """Dispatch a pass as `evaluate` whose last layer may return any value: `StepResult.outputs`."""
