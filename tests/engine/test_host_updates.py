@@ -268,6 +268,20 @@ def test_it_continues_with_a_new_engine_and_from_its_saved_state():
     assert_same_state(other.named_views(), whole.named_views())
 
 
+def test_its_parameters_come_in_the_order_of_the_model():
+    """PyTorch numbers them in this order in a saved state. The store has matrices before vectors."""
+    model, seen = toy_model(tied=True), []
+    model.layers[2].requires_grad_(False)
+
+    def make(named):
+        seen.extend(name for name, _ in named)
+        return MAKERS["sgd"](named)
+
+    with host_engine(model, moment_free(model), HostOptimizer(make)):
+        pass
+    assert seen == [name for name in model.stored_shapes() if not name.startswith("block.1.")]
+
+
 # Memory.
 
 

@@ -5,6 +5,7 @@ After that the device weights are written bundle by bundle, as after an update o
 and a second try would apply a part of it twice. A fault inside it therefore leaves a store that is marked.
 """
 
+import itertools
 from typing import Any
 
 from torch import Tensor
@@ -27,13 +28,13 @@ class HostOptimizerWorker(OptimizerWorker):
     def optimize_with(self, optimizer: HostOptimizer) -> None:
         """Make the optimizer for the weights of the store. Raises `HostOptimizerError`."""
         self._optimizer = optimizer
-        optimizer.bind(
-            [
-                (parameter.name, parameter.view(bundle.authority))
-                for bundle in self._store.owned
-                for parameter in bundle.parameters
-            ]
-        )
+        # In the order of the model's own parameters, by which PyTorch numbers them in a saved state.
+        weights: dict[str, Tensor] = {}
+        for location in itertools.chain.from_iterable(self._store.locations):
+            bundle, parameter = self._store.bundles[location.bundle], location.parameter
+            if bundle.trainable:
+                weights.setdefault(parameter.name, parameter.view(bundle.authority))
+        optimizer.bind(list(weights.items()))
 
     def _update(self, step: int, lr: float) -> None:
         key = HYPERPARAMETERS(step)
