@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": BELOW_ENGINE | {"accelerators", "keeping", "optim", "observe", "machines"},
     "run": BELOW_RUN,
     "trainer": BELOW_RUN | {"run"},
+    "library": BELOW_RUN | {"run"},  # ordinary modules as layers, for programs without a config
 }
 # Who may know the model families: what a user starts, and the names that the package offers. Every other room knows
 # the layer protocol alone.
