@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.support.torch_loop import MAKERS, TorchLoop, host_engine, moment_free, train
-from tests.support.toy import assert_same_state, toy_batches, toy_model, toy_store
+from tests.support.toy import MAX_NORM, assert_same_state, toy_batches, toy_model, toy_store
 from torchround.engine.host_updates import HostOptimizerWorker
 from torchround.engine.store.bundles import ASYNC, SYNC
 from torchround.optim import HostOptimizer, SlowerOptimizerWarning
