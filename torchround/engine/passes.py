@@ -224,12 +224,14 @@ class BufferReservation:
         devices: Sequence[Device],
         kept: KeptLayers,
         for_gradients: Counter[int],
+        accumulates: bool = False,
     ) -> None:
         self._model = model
         self._store = store
         self._pool = pool
         self._kept = kept
         self._num_devices = len(devices)
+        self._accumulates = accumulates
         self._always = for_gradients.copy()
         # The rings through which weights in files go up to devices that need page-locked memory.
         if any(bundle.mapped for bundle in store.bundles):
@@ -253,7 +255,8 @@ class BufferReservation:
         # The second pass is made up here rather than met later, where it would page-lock
         # memory in the middle of a run.
         if before is None:
-            next_step = this.step + 1
+            # Another call of the same step does not even wait for an update, so it runs further ahead.
+            next_step = this.step + (not self._accumulates)
             before, this = (
                 this,
                 replace(this, step=next_step, version=self._store.oldest_version_read(next_step, True)),

@@ -20,7 +20,13 @@ from torchround.engine.ordering import Ordering
 from torchround.engine.pass_data import read_loss
 from torchround.engine.passes import STAGE_JOB, TRAINING_PASS, Pass
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.update_report import LEARNING_RATE, UPDATED, BundleUpdate, UpdateReport
+from torchround.engine.update_report import (
+    CALL_ADDED,
+    LEARNING_RATE,
+    UPDATED,
+    BundleUpdate,
+    UpdateReport,
+)
 from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
 from torchround.engine.worker.kept_transfers import KEPT
 from torchround.pipeline.costs import Costs
@@ -212,11 +218,14 @@ class StepResult:
         self.loss()
         self.reports()
 
-    def collect(self) -> None:
-        """Wait for everything, so that the engine may forget the hand-overs of this pass."""
+    def collect(self, is_open: bool = False) -> None:
+        """Wait for everything, so that the engine may forget the hand-overs of this pass.
+
+        If the step `is_open`, there is no update yet: the pass ends once its gradient is in the step's sum.
+        """
         self.wait()
         if self.pass_.training:
-            self.update()
+            self._wait(CALL_ADDED(self.pass_.index)) if is_open else self.update()
 
     def forget_before(self, board: Board, ordering: Ordering) -> None:
         """Forget hand-overs of passes before this one, which no thread will ask for again."""
@@ -230,6 +239,7 @@ class StepResult:
         for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
             board.retire(kind, pass_.index)
         board.retire(KEPT, pass_.index)
+        board.retire(CALL_ADDED, pass_.index)
         if self.tasks:  # a machine may have no part in a step
             board.retire(STAGE_JOB, self.tasks[0].slot)
             board.retire(STAGE_ENQUEUED, self.tasks[0].slot)

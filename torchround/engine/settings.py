@@ -24,7 +24,8 @@ class EngineSettings:
     (`optim/kernel.py`). `compiler` compiles the layers; engines of one model that follow each other may share it.
     `turns` are groups of devices, by index, whose weight uploads take turns (`engine/worker/link_turns.py`).
     `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`);
-    empty keeps nothing. `compress_weights` sends other machines only the weights that an update changed.
+    empty keeps nothing. `accumulates` lets a step have several calls of `forward_backward`, whose gradients add up
+    on the host in fp32. `compress_weights` sends other machines only the weights that an update changed.
     """
 
     rounds: int = 1
@@ -39,6 +40,7 @@ class EngineSettings:
     compiler: LayerCompiler | None = None
     turns: Sequence[Sequence[int]] = ()
     kept: KeptNames = ()
+    accumulates: bool = False
     compress_weights: bool = False
 
     def check(self, store: HostStore, partition: Partition) -> None:
@@ -64,8 +66,16 @@ class EngineSettings:
             )
         if self.stale_layers and self.rounds > 1:
             raise EngineUsageError(f"stale_layers above 0 needs 1 round, got {self.rounds}")
+        if self.accumulates and store.ownership.num_machines > 1:
+            raise EngineUsageError(
+                "accumulates is for one machine; on several, give one forward_backward() all micro-batches of a step"
+            )
         if store.policy is not BOUNDED:
             return
+        if self.accumulates:
+            raise EngineUsageError(
+                "bounded updates apply a gradient before step() is called; accumulates needs sync or async updates"
+            )
         if self.max_norm > 0 and self.clip == "global":
             raise EngineUsageError(
                 'bounded updates do not wait for the global norm; use clip = "layer", or max_norm 0'
