@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchround.checkpoint import Checkpointer, verify_checkpoint
+from torchround.checkpoint import Checkpointer, CheckpointError, verify_checkpoint
 from torchround.commands.configured_model import Mapped, build_model, find_weights, model_config
 from torchround.commands.export_hf import checkpoint_weights
 from torchround.commands.generation_files import read_object
@@ -82,7 +82,7 @@ class TriedModel:
 
 
 def model_of_run(folder: Path, step: int | None, overrides: Sequence[str]) -> TriedModel:
-    """Open the checkpoint of `step`, otherwise the newest complete one, of the run in `folder`.
+    """Open the checkpoint of `step`, otherwise the newest one, of the run in `folder`.
 
     `overrides` are keys as on the command line of a run. Every byte of the checkpoint is compared with its checksums.
     Raises `ConfigError`, `CheckpointError`, `TokenizerError`, `ModelConfigError` or `HFError`.
@@ -92,7 +92,10 @@ def model_of_run(folder: Path, step: int | None, overrides: Sequence[str]) -> Tr
         raise ConfigError([f"--run: there is no {file}; legal: the folder of a run, such as outputs/NAME"])
     options = parse_command_line(["--config", str(file), *overrides])
     path = _checkpoint(folder, step)
-    number = verify_checkpoint(path, Progress(f"verifying {path}", text=size_text).advance)
+    try:
+        number = verify_checkpoint(path, Progress(f"verifying {path}", text=size_text).advance)
+    except CheckpointError as error:
+        raise CheckpointError(error, "--step N tries another checkpoint of the run") from error
     tokenizer = _tokenizer(options)
     model = build_model(options, tokenizer.vocab_size, warns=False)
     family, shape = model_config(options, tokenizer.vocab_size)
@@ -138,8 +141,7 @@ def _checkpoint(folder: Path, step: int | None) -> Path:
     if not there:
         raise ConfigError([f"--run: there is no checkpoint in {found.folder}; the run has not saved yet"])
     if step is None:
-        # If none is complete, reading the newest says why.
-        step = max(found.complete_steps() or there)
+        step = max(there)  # also one that is damaged: an older one in its place would be a surprise
     if step not in there:
         steps = ", ".join(map(str, there))
         raise ConfigError(
