@@ -22,17 +22,14 @@ from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.lifecycle import Lifecycle
 from torchround.engine.optimizer_workers import make_optimizer_worker
 from torchround.engine.ordering import SETTLED, Ordering
-from torchround.engine.pass_data import check_micro_batches, host_micro_batches
+from torchround.engine.pass_maker import PassMaker
 from torchround.engine.passes import (
     FIRST_SIZES,
     STAGE_JOB,
     TRAINING_PASS,
     BufferReservation,
     Pass,
-    PassShape,
     StageJob,
-    backward_inputs,
-    forward_inputs,
     part_numbers,
     share_tasks,
     uploads,
@@ -49,7 +46,7 @@ from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, make_workers
 from torchround.engine.worker.link_turns import LinkTurns
-from torchround.layer import LayeredModel, MicroBatch
+from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.pipeline.machine_shares import StepShare
 from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks
@@ -77,12 +74,8 @@ class Engine:
         observer: Observer | None = None,
         machines: MachineGroup | None = None,
     ) -> None:
-        if partition.num_layers != len(model.layers):
-            raise EngineUsageError(
-                f"the partition covers {partition.num_layers} layers, the model has {len(model.layers)}"
-            )
         self.settings = settings or EngineSettings()
-        self.settings.check(store, partition)
+        self.settings.check(model, store, partition)
         store.set_stale_layers(self.settings.stale_layers)
         self.store = store
         self.partition = partition
@@ -91,7 +84,7 @@ class Engine:
         self._ordering = Ordering(self._board, store.policy.versions)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
         self._life = Lifecycle(self._board, self.pool, self.devices, self._settle)
-        self._next_slot = self._next_pass = self._next_save = 0
+        self._next_slot = self._next_save = 0
         self._windows = LinkWindows(len(self.devices))
         self._step = store.step
         self._calls = self._rounds = 0  # of the step that waits for its `step()`
@@ -109,6 +102,8 @@ class Engine:
         self._reservation = BufferReservation(
             model, store, self.pool, self.devices, kept, for_gradients, self.settings.accumulates
         )
+        of_passes = (self._board, self.pool, self._reservation, self._synchronize)
+        self._maker = PassMaker(store, partition, *of_passes)
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
         lagging = [bundle.index for bundle in store.trained if store.lags(bundle)]
         self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
@@ -134,7 +129,7 @@ class Engine:
 
     def forward_backward(
         self,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[Batch],
         share: StepShare | None = None,
         num_labels: int | None = None,
     ) -> StepResult:
@@ -153,7 +148,7 @@ class Engine:
             self._passes.make_room(self._step)
             share = self._exchange.share(share, len(micro_batches), self.settings.rounds).after(self._rounds)
             tasks = share_tasks(share, self.partition, len(self.devices), self._next_slot)
-            pass_ = self._begin_pass(micro_batches, tasks, share, num_labels)
+            pass_ = self._make_pass(micro_batches, tasks, share=share, num_labels=num_labels)
             self._dispatch(pass_, tasks)
             # After the jobs: devices are not to wait, and the optimizer has nothing to do
             # before the first part lands.
@@ -176,15 +171,23 @@ class Engine:
             self._step += 1
             self._calls = self._rounds = 0
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+    def evaluate(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Dispatch a forward-only pass with the device weights as they are (`true_device_weights`). Does not wait."""
+        return self._run_forward(micro_batches, gives_outputs=False)
+
+    def forward(self, batches: Sequence[Batch]) -> StepResult:
+        """Dispatch a pass as `evaluate` whose last layer may return any value: `StepResult.outputs`."""
+        return self._run_forward(batches, gives_outputs=True)
+
+    def _run_forward(self, batches: Sequence[Batch], gives_outputs: bool) -> StepResult:
         with self._life.call():
             if self._calls:
-                raise EngineUsageError("evaluate() was called between forward_backward() and step()")
+                call = "forward" if gives_outputs else "evaluate"
+                raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
             self._passes.make_room(self._step)
-            count = max(len(micro_batches), 1)
+            count = max(len(batches), 1)
             tasks = evaluation_tasks(self.partition, count, len(self.devices), self._next_slot)
-            pass_ = self._begin_pass(micro_batches, tasks)
+            pass_ = self._make_pass(batches, tasks, gives_outputs=gives_outputs)
             self._dispatch(pass_, tasks)
             return self._track(pass_, tasks)
 
@@ -270,47 +273,8 @@ class Engine:
 
     # Dispatch.
 
-    def _begin_pass(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        tasks: list[StageTask],
-        share: StepShare | None = None,
-        num_labels: int | None = None,
-    ) -> Pass:
-        """Reserve a pass's buffers and copy its integers to the host pool. A training step has a `share`."""
-        problem = check_micro_batches(micro_batches) if tasks else None
-        if problem is not None:
-            raise EngineUsageError(problem)
-        training = share is not None
-        if num_labels is None:
-            num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
-        version = self.store.policy.version_read(self._step) if training else self._step
-        oldest = self.store.oldest_version_read(self._step, training)
-        shape = PassShape.of(tasks, micro_batches, training, self._step, oldest)
-        sizes = self._reservation.reserve_for(shape, self._passes.last_shape)
-        loss_scale = self.store.loss_scaling.scale_of(self._step) if training else 1.0
-        restarts = backward_inputs(self.partition, self.store.stale_layers) if training else frozenset()
-        pass_ = Pass(
-            index=self._next_pass,
-            training=training,
-            step=self._step,
-            version=version,
-            loss_factor=loss_scale / max(num_labels, 1),
-            num_labels=num_labels,
-            micro_batches=host_micro_batches(
-                micro_batches, tasks, self.pool, self._board.observer, self._synchronize
-            ),
-            forward_inputs=forward_inputs(self.partition),
-            backward_inputs=restarts,
-            shape=shape,
-            sizes=sizes,
-            share=share,
-            stale_layers=self.store.stale_layers,
-        )
-        if tasks and not self._board.ready(FIRST_SIZES(0)):
-            self._board.post(FIRST_SIZES(0), (sizes,))
-        self._next_pass += 1
-        return pass_
+    def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
+        return self._maker.make(batches, tasks, self._step, self._passes.last_shape, **facts)
 
     def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
         # All uploads are announced before the first job: an update must not overwrite a

@@ -10,6 +10,7 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
+from torchround.layer import LayeredModel
 from torchround.pipeline.partition import KeptNames, Partition
 
 
@@ -43,8 +44,12 @@ class EngineSettings:
     accumulates: bool = False
     compress_weights: bool = False
 
-    def check(self, store: HostStore, partition: Partition) -> None:
-        """Raise `EngineUsageError` if the store or the partition cannot be used with these settings."""
+    def check(self, model: LayeredModel, store: HostStore, partition: Partition) -> None:
+        """Raise `EngineUsageError` if the store or the partition cannot be used with the model or these settings."""
+        if partition.num_layers != len(model.layers):
+            raise EngineUsageError(
+                f"the partition covers {partition.num_layers} layers, the model has {len(model.layers)}"
+            )
         if self.kept and len(self.kept) != partition.num_layers:
             raise EngineUsageError(
                 f"kept names parts of {len(self.kept)} layers; the partition covers {partition.num_layers}"
