@@ -13,6 +13,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -38,6 +40,7 @@ RELEASES = {
     "llama3": (LlamaForCausalLM, LlamaConfig, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
     "gpt_oss": (GptOssForCausalLM, GptOssConfig, EXPERTS),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),  # no family of our own reads it
 }
 BYTES = build_tokenizer(TokenizerTable(name="bytes"))
 TEXTS = ["a line of text, and more of it\n" * 7, "short", "", "of 35 letters, or so: exactly thirty"]
