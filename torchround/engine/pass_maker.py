@@ -78,7 +78,7 @@ class PassMaker:
             micro_batches=host_micro_batches(
                 batches, tasks, self._pool, self._board.observer, self._synchronize
             ),
-            forward_inputs=forward_inputs(self._partition),
+            forward_inputs=forward_inputs(shape.stages),
             backward_inputs=restarts,
             shape=shape,
             sizes=sizes,

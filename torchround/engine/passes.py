@@ -155,9 +155,9 @@ class PassShape:
         return not before.training or self.version <= before.step
 
 
-def forward_inputs(partition: Partition) -> frozenset[int]:
+def forward_inputs(stages: Sequence[Stage]) -> frozenset[int]:
     """Return the layers at which a forward or fused stage takes over from the previous stage."""
-    starts = (stage.start for stage in partition.stages() if stage.kind is not StageKind.BACKWARD)
+    starts = (stage.start for stage in stages if stage.kind is not StageKind.BACKWARD)
     return frozenset(start for start in starts if start > 0)
 
 
