@@ -234,13 +234,13 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _samples(given: Any) -> list[list[str]]:
-    """Return the prompts and texts of a record that are well formed."""
-    found = (
-        (sample.get("prompt"), sample.get("text")) if isinstance(sample, dict) else ()
-        for sample in _list(given)
-    )
-    texts = [pair for pair in found if pair and all(isinstance(text, str) for text in pair)]
-    return [[escape_unprintable(text)[:MOST_SAMPLE] for text in pair] for pair in texts[:MOST_SAMPLES]]
+    """Return prompt and text of each sample of a record that is well formed."""
+    texts: list[list[str]] = []
+    for sample in _list(given):
+        pair = [sample.get("prompt"), sample.get("text")] if isinstance(sample, dict) else []
+        if pair and all(isinstance(text, str) for text in pair):
+            texts.append([escape_unprintable(str(text))[:MOST_SAMPLE] for text in pair])
+    return texts[:MOST_SAMPLES]
 
 
 def _replace(output: Path, text: str) -> None:
