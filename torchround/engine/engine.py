@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOverKey, Observer
+from torchround.engine.boundary_sizes import BoundarySizes
+from torchround.engine.buffer_reservation import BufferReservation
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.group_exchange import make_exchange
@@ -31,7 +33,6 @@ from torchround.engine.passes import (
     FIRST_SIZES,
     STAGE_JOB,
     TRAINING_PASS,
-    BufferReservation,
     Pass,
     StageJob,
     part_numbers,
@@ -108,17 +109,16 @@ class Engine:
         kind = self.devices[0].torch_device.type
         compiles = self.settings.compiler is not None
         kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind, compiles)
-        for_gradients = self._exchange.landings.needed()
-        self._reservation = BufferReservation(
-            model, store, self.pool, self.devices, kept, for_gradients, self.settings.accumulates
-        )
+        for_gradients, sizes = self._exchange.landings.needed(), BoundarySizes(model, store.dtype.itemsize)
+        buffers = (sizes, len(model.layers), store, self.pool, self.devices, kept, for_gradients)
+        self._reservation = BufferReservation(*buffers, self.settings.accumulates)
         of_passes = (self._board, self.pool, self._reservation, self._synchronize)
         self._maker = PassMaker(store, partition, *of_passes)
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
         lagging = [bundle.index for bundle in store.trained if store.lags(bundle)]
         self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
         self._ordering.settled(self._step, store.resume_state())
-        workers = self._make_workers(model, kept)
+        workers = self._make_workers(model, sizes, kept)
         queues = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
         readers = [worker.reader.thread for worker in workers if worker.reader is not None]
         others = [saver_thread(store, self._board, self._ordering), optimizer_worker.thread, *readers]
@@ -291,7 +291,7 @@ class Engine:
     # Dispatch.
 
     def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
-        return self._maker.make(batches, tasks, self._step, self._passes.last_shape, **facts)
+        return self._maker.make(batches, tasks, self._step, self._passes, **facts)
 
     def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
         # All uploads are announced before the first job: an update must not overwrite a
@@ -317,14 +317,17 @@ class Engine:
 
     # Faults and threads.
 
-    def _make_workers(self, model: LayeredModel, kept: KeptLayers) -> list[DeviceWorker]:
+    def _make_workers(
+        self, model: LayeredModel, sizes: BoundarySizes, kept: KeptLayers
+    ) -> list[DeviceWorker]:
         setup = WorkerSetup(
             store=self.store,
             board=self._board,
             ordering=self._ordering,
             pool=self.pool,
             landings=self._exchange.landings,
-            layer_names=model.names,
+            model=model,
+            sizes=sizes,
             partition=self.partition,
             num_devices=len(self.devices),
             turns=LinkTurns(self.settings.turns),
@@ -332,7 +335,7 @@ class Engine:
             kept=kept,
             on_failure=self._life.fail,
         )
-        workers = make_workers(model.layers, self.devices, setup)
+        workers = make_workers(self.devices, setup)
         self._life.allocate(workers)
         return workers
 
