@@ -39,9 +39,9 @@ def made():
 
 
 # A window shorter than the texts; and experts whose rows have the 16 bytes that PyTorch's grouped product wants.
-SETTINGS = {"gemma2": {"sliding_window": 9}} | dict.fromkeys(
-    ("qwen3_moe", "qwen3_next"), {"moe_intermediate_size": 16}
-)
+SETTINGS = {"gemma2": {"sliding_window": 9}} | {
+    kind: {"moe_intermediate_size": 16} for kind in ("qwen3_moe", "qwen3_next")
+}
 
 
 def texts(count):

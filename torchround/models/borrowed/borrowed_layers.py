@@ -21,6 +21,7 @@ from torchround.models.borrowed.construction import post_order
 from torchround.models.borrowed.counted_work import count_layer, count_logits
 from torchround.models.borrowed.remembering import BlockMemory, memory_bytes, remembering_call, remembers
 from torchround.models.borrowed.shell import BlockCall, MetBlock, Shell, kind_of, with_modules
+from torchround.models.common.config import ModelConfigError
 from torchround.models.common.lora import Adaptable
 from torchround.models.common.loss import chunk_tokens, loss_workspace_bytes, token_loss_sum
 
@@ -64,7 +65,16 @@ class BorrowedLayer(nn.Module):
                 module.init_adapters(generator)
 
     def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
-        """Count the cost of the layer by running it without memory, once for each shape and kind of layer."""
+        """Count the cost of the layer by running it without memory, once for each shape and kind of layer.
+
+        Raises `ModelConfigError` for sequences that are longer than the model's rotations allow.
+        """
+        longest = self.shell.longest
+        if longest is not None and tokens > longest:
+            raise ModelConfigError(
+                f"sequences of {tokens} tokens: the rotations of this model (rope_type longrope) change for a whole "
+                f"batch with its first document of more than {longest} tokens; legal: training.seq_len up to {longest}"
+            )
         key = (kind_of(self.core), batch, tokens, element_bytes)
         if key not in self.shell.counted:
             self.shell.counted[key] = count_layer(self, batch, tokens, element_bytes, self.width)
@@ -93,11 +103,11 @@ class BorrowedBlock(BorrowedLayer):
     """
 
     def __init__(
-        self, block: nn.Module, shell: Shell, initialiser: Any, index: int, gives_tuple: bool, alone: bool
+        self, block: nn.Module, shell: Shell, initialiser: Any, index: int, entries: int, alone: bool
     ) -> None:
         super().__init__(block, shell, initialiser)
         self.width = shell.width
-        self.index, self.gives_tuple, self.alone = index, gives_tuple, alone
+        self.index, self.entries, self.alone = index, entries, alone
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         if micro_batch.cache is not None:
@@ -124,7 +134,7 @@ class BorrowedBlock(BorrowedLayer):
 
     def _run(self, call: BlockCall, hidden: Tensor) -> Tensor:
         found = call.of(self.core, hidden)
-        result: Tensor = found[0] if self.gives_tuple else found
+        result: Tensor = found[0] if self.entries else found
         return result
 
 
