@@ -10,11 +10,13 @@ The engine stops at the first fault; the call in progress, and each later one, r
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOverKey, Observer
+from torchround.engine.boundary_sizes import BoundarySizes
+from torchround.engine.buffer_reservation import BufferReservation
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.group_exchange import make_exchange
@@ -31,7 +33,6 @@ from torchround.engine.passes import (
     FIRST_SIZES,
     STAGE_JOB,
     TRAINING_PASS,
-    BufferReservation,
     Pass,
     StageJob,
     part_numbers,
@@ -53,8 +54,9 @@ from torchround.engine.worker.link_turns import LinkTurns
 from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.optim import HostOptimizer
+from torchround.pipeline.forward_stages import forward_stages
 from torchround.pipeline.machine_shares import StepShare
-from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks
+from torchround.pipeline.partition import Partition, Stage, StageTask, evaluation_tasks
 from torchround.pipeline.shared_links import LinkWindows
 
 T = TypeVar("T")
@@ -82,7 +84,7 @@ class Engine:
         self.settings = settings or EngineSettings()
         self.settings.check(model, store, partition)
         store.set_stale_layers(self.settings.stale_layers)
-        self.store = store
+        self.model, self.store = model, store
         self.partition = partition
         self.devices = list(devices)
         self._board = Board(observer)
@@ -107,17 +109,16 @@ class Engine:
         kind = self.devices[0].torch_device.type
         compiles = self.settings.compiler is not None
         kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind, compiles)
-        for_gradients = self._exchange.landings.needed()
-        self._reservation = BufferReservation(
-            model, store, self.pool, self.devices, kept, for_gradients, self.settings.accumulates
-        )
+        for_gradients, sizes = self._exchange.landings.needed(), BoundarySizes(model, store.dtype.itemsize)
+        buffers = (sizes, len(model.layers), store, self.pool, self.devices, kept, for_gradients)
+        self._reservation = BufferReservation(*buffers, self.settings.accumulates)
         of_passes = (self._board, self.pool, self._reservation, self._synchronize)
         self._maker = PassMaker(store, partition, *of_passes)
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
         lagging = [bundle.index for bundle in store.trained if store.lags(bundle)]
         self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
         self._ordering.settled(self._step, store.resume_state())
-        workers = self._make_workers(model, kept)
+        workers = self._make_workers(model, sizes, kept)
         queues = list(map(QueueWatch, self.devices, [worker.state for worker in workers]))
         readers = [worker.reader.thread for worker in workers if worker.reader is not None]
         others = [saver_thread(store, self._board, self._ordering), optimizer_worker.thread, *readers]
@@ -185,6 +186,11 @@ class Engine:
         """Dispatch a forward-only pass with the device weights as they are (`true_device_weights`). Does not wait."""
         return self._run_forward(micro_batches, gives_outputs=False)
 
+    @cached_property
+    def forward_stages(self) -> tuple[Stage, ...]:
+        """The stages of `forward`: each layer meets the same device in every pass, if there are enough layers."""
+        return forward_stages(self.partition, len(self.devices), self.store.stage_bytes)
+
     def forward(self, batches: Sequence[Batch]) -> StepResult:
         """Dispatch a pass as `evaluate` whose last layer may return any value: `StepResult.outputs`."""
         return self._run_forward(batches, gives_outputs=True)
@@ -195,8 +201,9 @@ class Engine:
                 call = "forward" if gives_outputs else "evaluate"
                 raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
             self._passes.make_room(self._step)
-            count = max(len(batches), 1)
-            tasks = evaluation_tasks(self.partition, count, len(self.devices), self._next_slot)
+            stages = self.forward_stages if gives_outputs else None
+            where = (len(self.devices), self._next_slot)
+            tasks = evaluation_tasks(self.partition, max(len(batches), 1), *where, stages)
             pass_ = self._make_pass(batches, tasks, gives_outputs=gives_outputs)
             self._dispatch(pass_, tasks)
             return self._track(pass_, tasks)
@@ -284,7 +291,7 @@ class Engine:
     # Dispatch.
 
     def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
-        return self._maker.make(batches, tasks, self._step, self._passes.last_shape, **facts)
+        return self._maker.make(batches, tasks, self._step, self._passes, **facts)
 
     def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
         # All uploads are announced before the first job: an update must not overwrite a
@@ -310,14 +317,17 @@ class Engine:
 
     # Faults and threads.
 
-    def _make_workers(self, model: LayeredModel, kept: KeptLayers) -> list[DeviceWorker]:
+    def _make_workers(
+        self, model: LayeredModel, sizes: BoundarySizes, kept: KeptLayers
+    ) -> list[DeviceWorker]:
         setup = WorkerSetup(
             store=self.store,
             board=self._board,
             ordering=self._ordering,
             pool=self.pool,
             landings=self._exchange.landings,
-            layer_names=model.names,
+            model=model,
+            sizes=sizes,
             partition=self.partition,
             num_devices=len(self.devices),
             turns=LinkTurns(self.settings.turns),
@@ -325,7 +335,7 @@ class Engine:
             kept=kept,
             on_failure=self._life.fail,
         )
-        workers = make_workers(model.layers, self.devices, setup)
+        workers = make_workers(self.devices, setup)
         self._life.allocate(workers)
         return workers
 

@@ -28,6 +28,7 @@ from torchround.engine.store.ownership import Ownership
 from torchround.engine.store.prediction import Prediction, derive_newest
 from torchround.layer import FileTensor, LayeredModel
 from torchround.optim import LossScaling, SpikeBounds
+from torchround.pipeline.partition import Stage
 
 # Checkpoints name versions of the device weights older than the newest `master_<age>_old/..`.
 # The word is from an early release: these are not the float32 weights. It stays, so that
@@ -341,6 +342,15 @@ class HostStore:
     def layer_bundles(self, layer: int) -> list[int]:
         """Return the bundles that a layer uses, in the order of a weight slot."""
         return list(dict.fromkeys(location.bundle for location in self.locations[layer]))
+
+    def stage_bytes(self, stage: Stage) -> int:
+        """Return the bytes of one upload of a stage's weights."""
+        numel = sum(
+            self.bundles[bundle].numel
+            for layer in range(stage.start, stage.stop)
+            for bundle in self.layer_bundles(layer)
+        )
+        return numel * self.dtype.itemsize
 
     def num_parameters(self) -> int:
         """Return the number of parameters, shared ones counted once."""
