@@ -19,6 +19,7 @@ from torchround.layer import LayerWork, MicroBatch
 from torchround.models.borrowed.chunked_head import any_loss_sum
 from torchround.models.borrowed.construction import post_order
 from torchround.models.borrowed.counted_work import count_layer, count_logits
+from torchround.models.borrowed.remembering import BlockMemory, memory_bytes, remembering_call, remembers
 from torchround.models.borrowed.shell import BlockCall, MetBlock, Shell, kind_of, with_modules
 from torchround.models.common.config import ModelConfigError
 from torchround.models.common.lora import Adaptable
@@ -109,12 +110,27 @@ class BorrowedBlock(BorrowedLayer):
         self.index, self.entries, self.alone = index, entries, alone
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        if micro_batch.cache is not None:
+            return self._run(remembering_call(self.shell, self.index, hidden, micro_batch), hidden)
         if not self.alone or micro_batch.max_documents == 1:
             return self._run(self.shell.calls_of(hidden, micro_batch)[self.index], hidden)
         rows: list[list[Tensor]] = [[] for _ in hidden]
         for row, begin, end, calls in self.shell.calls_by_document(hidden, micro_batch):
             rows[row].append(self._run(calls[self.index], hidden[row : row + 1, begin:end]))
         return torch.cat([torch.cat(parts, dim=1) for parts in rows])
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the block can keep what it needs of earlier tokens."""
+        return remembers(self.shell, self.index)
+
+    def new_cache(self, capacity: int) -> BlockMemory:
+        """Return room for what the block remembers of up to `capacity` tokens of each sequence."""
+        return BlockMemory(self.shell.body.config, self.index)
+
+    def cache_bytes(self, batch: int, tokens: int, element_bytes: int) -> int:
+        """Return the memory that `batch` sequences of `tokens` tokens take; windows count as unlimited."""
+        return batch * memory_bytes(self, tokens, element_bytes)
 
     def _run(self, call: BlockCall, hidden: Tensor) -> Tensor:
         found = call.of(self.core, hidden)
@@ -158,9 +174,14 @@ class BorrowedHead(BorrowedLayer):
         flops, vocab, states = count_logits(self, num_tokens, element_bytes)
         trained = any(weight.requires_grad for weight in self._weights())
         scratch = loss_workspace_bytes(num_tokens, vocab, states, element_bytes, trained, device)
+        # The gradient of the states, beside the one that is kept, while the backward multiplies it.
+        scratch += num_tokens * states * element_bytes
         if self.projection is None:
-            # Autograd keeps each step from the products to the loss.
+            # Autograd keeps each step from the products to the loss, and makes a chunk's whole gradient of the weight.
             scratch += 4 * 4 * vocab * min(num_tokens, chunk_tokens(vocab))
+            scratch += (
+                sum(weight.numel() for weight in self._weights() if weight.requires_grad) * element_bytes
+            )
         loss = LayerWork(
             forward_flops=flops,
             # The gradient that the loss computes in its forward and keeps for its input.

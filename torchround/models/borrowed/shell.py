@@ -133,18 +133,24 @@ class Shell(nn.Module):
         self.longest: int | None = None
         # Costs by kind of layer and shape.
         self.counted: dict[Any, LayerWork] = {}
+        # Which blocks take a cache, once that was asked for; bytes of a token and of a sequence, by block and element.
+        self.takes_cache: tuple[bool, ...] | None = None
+        self.remembered: dict[tuple[int, int], tuple[int, int]] = {}
         # In a trace, what blocks return beside their hidden state.
         self.other_entry = torch.zeros(())
         self._latest: weakref.ref[_Shared] | None = None
 
-    def calls(self, hidden: Tensor, positions: Tensor) -> list[BlockCall]:
-        """Return the arguments of each block for `hidden [B, T, D]`, whose values do not matter, and `positions [B, T]`."""
-        return [met.call for met in self.record(hidden, positions)]
+    def calls(self, hidden: Tensor, positions: Tensor, **more: Any) -> list[BlockCall]:
+        """Return the arguments of each block for `hidden [B, T, D]`, whose values do not matter, and `positions [B, T]`.
+
+        `more` are other arguments of the body.
+        """
+        return [met.call for met in self.record(hidden, positions, **more)]
 
     def calls_of(self, hidden: Tensor, micro_batch: MicroBatch) -> list[BlockCall]:
         """Return the arguments of each block, computed once while layers of the same micro-batch follow each other."""
         hidden = hidden.detach()
-        return self._shared(
+        return self.shared(
             ("borrowed", hidden.dtype), micro_batch, lambda: self.calls(hidden, micro_batch.positions)
         )
 
@@ -164,9 +170,10 @@ class Shell(nn.Module):
                     found.append((row, begin, end, self.calls(*part)))
             return found
 
-        return self._shared(("borrowed documents", hidden.dtype), micro_batch, make)
+        return self.shared(("borrowed documents", hidden.dtype), micro_batch, make)
 
-    def _shared(self, key: tuple[Any, ...], micro_batch: MicroBatch, make: Callable[[], Any]) -> Any:
+    def shared(self, key: tuple[Any, ...], micro_batch: MicroBatch, make: Callable[[], Any]) -> Any:
+        """Return what `make` gives, computed once while layers of the same micro-batch follow each other."""
         shared: Any = micro_batch.once(key, _Shared)
         if shared.value is None:
             # Masks are large: a device has those of one micro-batch, not of all that it got this round.
@@ -177,14 +184,15 @@ class Shell(nn.Module):
             self._latest = weakref.ref(shared)
         return shared.value
 
-    def record(self, hidden: Tensor, positions: Tensor) -> list[MetBlock]:
+    def record(self, hidden: Tensor, positions: Tensor, **more: Any) -> list[MetBlock]:
         """Run the body and return each block's hidden state and arguments."""
+        arguments = {"inputs_embeds": hidden, "position_ids": positions, "use_cache": False, **more}
         self._calls.clear()
         for stand_in in self._stand_ins:
             # Else the sum of both would have another dtype than the hidden state, and rotations with it.
             stand_in.dtype = hidden.dtype
         with torch.no_grad():
-            self.body(inputs_embeds=hidden, position_ids=positions, use_cache=False)
+            self.body(**arguments)
         found = list(self._calls)
         self._calls.clear()
         assert len(found) == self.num_blocks, f"{len(found)} of {self.num_blocks} blocks were called"
