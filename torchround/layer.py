@@ -9,7 +9,7 @@ Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,43 @@ ALIGNMENT_BYTES = 256
 Hidden = Tensor | tuple[Tensor, ...]
 
 # The tensor of a Hugging Face file that holds a parameter, or several tensors that are stacked along a new first
-# dimension (one for each expert).
-HFTensors = str | tuple[str, ...]
+# dimension (one for each expert). In the nested form each entry of the stack is several tensors of one shape, joined along
+# their first dimension (gate and up of an expert). Read one after the other, they are the parameter as it lies in memory.
+HFTensors = str | tuple[str, ...] | tuple[tuple[str, ...], ...]
 # From `"<layer>.<parameter>"`, as the host store names a parameter, to its tensors.
 HFNames = dict[str, HFTensors]
+
+
+def names_in(tensors: HFTensors) -> tuple[str, ...]:
+    """Return the tensors of one parameter, in the order in which its memory holds them."""
+    if isinstance(tensors, str):
+        return (tensors,)
+    return tuple(name for entry in tensors for name in ((entry,) if isinstance(entry, str) else entry))
+
+
+def renamed(tensors: HFTensors, change: Callable[[str], str]) -> HFTensors:
+    """Return the same form with each tensor's name changed."""
+    if isinstance(tensors, str):
+        return change(tensors)
+    changed = tuple(change(one) if isinstance(one, str) else tuple(map(change, one)) for one in tensors)
+    return cast(HFTensors, changed)
+
+
+def part_shape(tensors: HFTensors, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of each of the tensors that hold a parameter of this shape.
+
+    Raises `ValueError` if the parameter cannot be cut so.
+    """
+    if isinstance(tensors, str):
+        return tuple(shape)
+    if len(tensors) != shape[0]:
+        raise ValueError(f"{len(tensors)} tensors are to be stacked to {tuple(shape)}")
+    joined = {1 if isinstance(entry, str) else len(entry) for entry in tensors}
+    if joined == {1} and isinstance(tensors[0], str):
+        return tuple(shape[1:])
+    if len(joined) != 1 or shape[1] % (num_joined := joined.pop()):
+        raise ValueError(f"tensors of one shape do not make {tuple(shape)}")
+    return (shape[1] // num_joined, *shape[2:])
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ COMMANDS = {
     "plot_loss": "plot_loss",
     "page": "draw_page",
     "doctor": "doctor",
+    "try_model": "try_model",
 }
 
 

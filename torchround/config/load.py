@@ -55,7 +55,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RawConfig:
     if isinstance(run, dict):
         run.setdefault("name", _run_name(file))
     for key_path, value in parse_overrides(overrides):
-        _apply(raw, key_path, value)
+        apply_override(raw, key_path, value)
     return raw
 
 
@@ -139,7 +139,8 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise config_error(str(file), "", f"not valid TOML: {error}") from None
 
 
-def _apply(raw: RawConfig, key_path: tuple[str, ...], value: Any) -> None:
+def apply_override(raw: RawConfig, key_path: tuple[str, ...], value: Any) -> None:
+    """Put the value of a key path from the command line into the tables."""
     target = raw.tables
     for length, part in enumerate(key_path[:-1], start=1):
         # A value that is no table gives way to one: `--engine.plan.fused 2` replaces the path of a plan.

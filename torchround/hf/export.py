@@ -22,7 +22,7 @@ from torchround.hf.tensor_folder import (
     StoredTensor,
     TensorFiles,
 )
-from torchround.layer import HFTensors
+from torchround.layer import HFTensors, names_in, part_shape
 
 SHARD_BYTES = 5 * 10**9  # as transformers writes them
 
@@ -129,18 +129,17 @@ def unstack(
                 raise HFError(
                     f"{parameter} is not in the checkpoint, and there is no base folder to take it from"
                 )
-            for name in (tensors,) if isinstance(tensors, str) else tensors:
+            for name in names_in(tensors):
                 yield ExportedTensor(name, base[name], dtype_of(name))
             continue
         source = stored[parameter]
         if isinstance(tensors, str):
             yield ExportedTensor(tensors, source, dtype_of(tensors))
             continue
-        part_bytes = source.nbytes // len(tensors)
-        for index, name in enumerate(tensors):
-            part = replace(
-                source, shape=source.shape[1:], begin=source.begin + index * part_bytes, nbytes=part_bytes
-            )
+        parts, shape = names_in(tensors), part_shape(tensors, source.shape)
+        part_bytes = source.nbytes // len(parts)
+        for index, name in enumerate(parts):
+            part = replace(source, shape=shape, begin=source.begin + index * part_bytes, nbytes=part_bytes)
             yield ExportedTensor(name, part, dtype_of(name))
 
 

@@ -32,7 +32,7 @@ from torchround.hf.tensor_folder import (
     read_folder,
     view_of,
 )
-from torchround.layer import FileTensor, HFTensors
+from torchround.layer import FileTensor, HFTensors, names_in, part_shape
 from torchround.pipeline.memory import size_text
 from torchround.untrusted.progress import Progress as LogLines
 
@@ -77,11 +77,15 @@ class PretrainedWeights:
         self._tensors = read_folder(self.folder, single_file)
         wanted: dict[str, tuple[int, ...]] = {}
         for name, tensors in names.items():
-            wanted.update(_tensor_shapes(tensors, tuple(shapes[name])))
+            wanted.update(dict.fromkeys(names_in(tensors), part_shape(tensors, shapes[name])))
         self._check(wanted, set(redundant))
         self._mapped: frozenset[str] = frozenset()
         # Set from `read_adapters` if the run starts with saved adapters.
         self.adapters: PretrainedWeights | None = None
+
+    def restrict(self, parameters: Collection[str]) -> None:
+        """Let `load` read these parameters alone; the others come from elsewhere."""
+        self._names = {name: self._names[name] for name in parameters}
 
     @property
     def total_bytes(self) -> int:
@@ -89,7 +93,7 @@ class PretrainedWeights:
         return sum(
             self._tensors[part].nbytes
             for name, tensors in self._names.items()
-            for tensor in _names_in(tensors)
+            for tensor in names_in(tensors)
             for part in self._stored(tensor)
             if name not in self._mapped
         )
@@ -130,8 +134,8 @@ class PretrainedWeights:
         """
         map_once, mapped = functools.cache(map_file), {}
         for name in parameters:
-            stored = [self._tensors[part] for part in _names_in(self._names[name]) if part in self._tensors]
-            if len(stored) == len(_names_in(self._names[name])) and all(can_map(t, dtype) for t in stored):
+            stored = [self._tensors[part] for part in names_in(self._names[name]) if part in self._tensors]
+            if len(stored) == len(names_in(self._names[name])) and all(can_map(t, dtype) for t in stored):
                 mapped[name] = tuple(view_of(map_once(tensor.path), tensor) for tensor in stored)
         self._mapped = frozenset(mapped)
         return mapped
@@ -144,7 +148,7 @@ class PretrainedWeights:
         """Return the type of each tensor in the folder; bfloat16 for MXFP4."""
         found = {}
         for tensors in self._names.values():
-            for name in _names_in(tensors):
+            for name in names_in(tensors):
                 stored = self._tensors.get(name)
                 found[name] = (stored.dtype if stored else None) or torch.bfloat16
         return found
@@ -161,7 +165,7 @@ class PretrainedWeights:
         if len(stored) == 2:
             _read_mxfp4(files, stored[0], stored[1], view)
         else:
-            _read_plain(files, stored[0], view)
+            read_plain(files, stored[0], view)
 
     def _check(self, wanted: Mapping[str, tuple[int, ...]], redundant: set[str]) -> None:
         problems: dict[str, list[str]] = defaultdict(list)
@@ -194,7 +198,8 @@ class PretrainedWeights:
                 )
 
 
-def _read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor) -> None:
+def read_plain(files: TensorFiles, tensor: StoredTensor, view: Tensor) -> None:
+    """Read a tensor into `view`, converted to its type. Shape and type were checked. Raises `HFError`."""
     dtype = tensor.dtype
     assert dtype is not None, f"{tensor.name} was checked to have a type that is read"
     flat = view.view(-1)
@@ -214,22 +219,13 @@ def _read_mxfp4(files: TensorFiles, blocks: StoredTensor, scales: StoredTensor, 
         matrix.copy_(dequantise(packed, shared).T)
 
 
-def _names_in(tensors: HFTensors) -> tuple[str, ...]:
-    return (tensors,) if isinstance(tensors, str) else tensors
-
-
 def _parts(tensors: HFTensors, view: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor with the part of the view that it fills."""
     if isinstance(tensors, str):
         yield tensors, view
     else:
-        yield from zip(tensors, view, strict=True)
-
-
-def _tensor_shapes(tensors: HFTensors, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    if isinstance(tensors, str):
-        return {tensors: shape}
-    assert len(tensors) == shape[0], f"{len(tensors)} tensors are to be stacked to {shape}"
-    return dict.fromkeys(tensors, shape[1:])
+        parts = view.view(-1, *part_shape(tensors, view.shape))
+        yield from zip(names_in(tensors), parts, strict=True)
 
 
 def _quantised_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:

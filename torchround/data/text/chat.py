@@ -59,11 +59,7 @@ class ChatTemplate:
     def __call__(self, conversation: Conversation) -> tuple[TextSpan, ...]:
         """Render a conversation, with special tokens apart from text. Raises `DataError`."""
         learnt = learnt_messages(conversation.messages, self._learns_all)
-        template = self._with_tools if conversation.tools else self._plain
-        if template is None:
-            raise DataError(
-                "it offers no tools, and the only chat template is for conversations that do (tool_use)"
-            )
+        template = self._template_of(conversation)
         guarded = _guarded(template, conversation)
         text = _written(template, guarded, conversation)
         parts = template.parts(text)
@@ -82,6 +78,22 @@ class ChatTemplate:
             wanted = _wanted_sections(template, guarded, text, learnt, len(sections))
         spans = self._spans(template, parts, sections, wanted)
         return tuple(spans if guarded.guard is None else _unguarded(template, spans, guarded.guard))
+
+    def prompt(self, conversation: Conversation) -> tuple[TextSpan, ...]:
+        """Render a conversation up to where the assistant's next turn begins. Raises `DataError`."""
+        template = self._template_of(conversation)
+        guarded = _guarded(template, conversation)
+        parts = template.parts(_written(template, guarded, conversation, asks=True))
+        spans = _marked(parts, False)
+        return tuple(spans if guarded.guard is None else _unguarded(template, spans, guarded.guard))
+
+    def _template_of(self, conversation: Conversation) -> TurnTemplate:
+        template = self._with_tools if conversation.tools else self._plain
+        if template is None:
+            raise DataError(
+                "it offers no tools, and the only chat template is for conversations that do (tool_use)"
+            )
+        return template
 
     def _spans(
         self,
@@ -190,14 +202,16 @@ def _guarded(template: TurnTemplate, conversation: Conversation) -> GuardedConve
     return GuardedConversation(inside[0], inside[1], inside[2], guard, spare)
 
 
-def _written(template: TurnTemplate, guarded: GuardedConversation, conversation: Conversation) -> str:
-    """Write the conversation with its guards. Raises `DataError`."""
-    text = template.render(guarded.messages, guarded.tools, settings=guarded.settings)
+def _written(
+    template: TurnTemplate, guarded: GuardedConversation, conversation: Conversation, asks: bool = False
+) -> str:
+    """Write the conversation with its guards; if it `asks`, with the header that asks for an answer. Raises `DataError`."""
+    text = template.render(guarded.messages, guarded.tools, asks, settings=guarded.settings)
     if guarded.guard is None:
         return text
     # The guards would hide such text from a template's own checks, so the template also sees it as it is.
     messages = with_reasoning(conversation.messages)
-    plain = template.render(messages, list(conversation.tools) or None, settings=conversation.settings)
+    plain = template.render(messages, list(conversation.tools) or None, asks, settings=conversation.settings)
     if text.replace(guarded.guard, "") != plain:
         raise DataError(
             "a message holds text that looks like a special token, and the chat template does not write it unchanged; "

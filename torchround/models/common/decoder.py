@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchround.accelerators import PLANNED_KIND
-from torchround.layer import IGNORED_LABEL, HFNames, HFTensors, Hidden, LayeredModel, LayerWork, MicroBatch
+from torchround.layer import (
+    IGNORED_LABEL,
+    HFNames,
+    HFTensors,
+    Hidden,
+    LayeredModel,
+    LayerWork,
+    MicroBatch,
+    renamed,
+)
 from torchround.models.common.attention import Attention
 from torchround.models.common.config import ModelConfigError, TransformerConfig
 from torchround.models.common.feed_forward import GatedMLP, MoE, balance_penalty
@@ -273,7 +282,5 @@ def decoder_names(config: TransformerConfig, blocks: Sequence[BlockSettings]) ->
     for index, settings in enumerate(blocks):
         prefix = f"model.layers.{index}."
         for ours, theirs in settings.hf_names.items():
-            names[f"block.{index}.{ours}"] = (
-                prefix + theirs if isinstance(theirs, str) else tuple(prefix + name for name in theirs)
-            )
+            names[f"block.{index}.{ours}"] = renamed(theirs, prefix.__add__)
     return names

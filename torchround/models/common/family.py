@@ -1,7 +1,7 @@
 """The interface of a model family to the rest of the program, and the reading of a Hugging Face `config.json`."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,14 @@ Config = TypeVar("Config", bound=TransformerConfig)
 SHAPE_KEYS = (*SIZES, "max_positions", "rope_theta", "norm_eps", "tied_embeddings")
 EXPERT_KEYS = ("num_experts", "num_chosen", "balance_coefficient")
 NEEDED_SIZES = ("num_layers", "hidden_size", "num_heads", "ffn_size")
+
+
+@dataclass(frozen=True)
+class FolderNames:
+    """The tensors of one folder: those that hold each stored parameter, and those that no parameter needs."""
+
+    names: HFNames
+    redundant: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,14 @@ class Family(Generic[Config]):
     def hf_names(self, config: Config) -> HFNames:
         """Map each stored parameter to the tensors of Hugging Face files (MXFP4 files: once dequantised)."""
         return decoder_names(config, self.blocks(config))
+
+    def module_names(self, config: Config) -> HFNames:
+        """Map each stored parameter to its name in the modules of `transformers`, which PEFT adapts; here the files' name."""
+        return self.hf_names(config)
+
+    def names_in_folder(self, config: Config, tensors: Collection[str]) -> FolderNames:
+        """Map each stored parameter to its tensors in a folder that holds `tensors`; here all folders have one form."""
+        return FolderNames(self.hf_names(config), self.hf_redundant(config))
 
     def config_from_flavor(self, name: str, vocab_size: int | None = None, **overrides: Any) -> Config:
         """Return a flavor's config with the tokenizer's vocabulary size and any other fields replaced."""

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchround.keeping import joined, passing
-from torchround.layer import HFNames, HFTensors, KeptWork, LayeredModel, LayerWork, MicroBatch
+from torchround.layer import (
+    HFNames,
+    HFTensors,
+    KeptWork,
+    LayeredModel,
+    LayerWork,
+    MicroBatch,
+    names_in,
+    renamed,
+)
 from torchround.models.common.config import ModelConfigError
 from torchround.models.kernels.projections import project
 
@@ -198,7 +207,7 @@ def adapted_modules(
         for path, module in layer.named_modules():
             for part in _adaptable_parts(module):
                 tensors = names[f"{layer_name}.{path}.{part}"]
-                target = _module_name(tensors if isinstance(tensors, str) else tensors[0]).rpartition(".")[2]
+                target = _module_name(names_in(tensors)[0]).rpartition(".")[2]
                 known.add(target)
                 if target in lora.targets:
                     found.setdefault((index, path), []).append(part)
@@ -298,7 +307,7 @@ def _renamed(tensors: HFTensors, kind: str) -> HFTensors:
         module = tensor.rpartition(".")[0]  # a linear layer's `.weight`, or the name of a stacked parameter
         return f"{PEFT_PREFIX}{module}.{kind}{_WEIGHT}"
 
-    return one(tensors) if isinstance(tensors, str) else tuple(map(one, tensors))
+    return renamed(tensors, one)
 
 
 def _hand_out_seed(layer: nn.Module, arguments: tuple[Any, ...]) -> None:

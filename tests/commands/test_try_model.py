@@ -1,0 +1,96 @@
+"""The command `try_model`: perplexity and continuations, of runs and of folders, against `transformers`."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from torchround.commands.generation_files import byte_tokenizer_files
+from torchround.commands.try_model import main
+from torchround.config import TokenizerTable
+from torchround.data import build_tokenizer
+
+SHAPE = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}
+RELEASES = {
+    "llama3": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, EXPERTS),
+}
+BYTES = build_tokenizer(TokenizerTable(name="bytes"))
+TEXTS = ["a line of text, and more of it\n" * 7, "short", "", "of 35 letters, or so: exactly thirty"]
+ON_TWO_DEVICES = ("--engine.devices=cpu", "--engine.num_devices=2")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write a random model of each family with the tokenizer `bytes`, in float32."""
+    root = tmp_path_factory.mktemp("released")
+    for name, (model_class, config_class, settings) in RELEASES.items():
+        torch.manual_seed(1)
+        ids = {"bos_token_id": BYTES.bos_id, "eos_token_id": BYTES.eos_id, "pad_token_id": BYTES.pad_id}
+        model_class(config_class(**SHAPE | settings | ids)).save_pretrained(root / name)
+        for file, content in byte_tokenizer_files(BYTES).items():
+            (root / name / file).write_text(json.dumps(content))
+    return {name: root / name for name in RELEASES}
+
+
+@pytest.fixture(autouse=True)
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+
+
+def results(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    """Run the command with `--json`, and read what it prints."""
+    assert main([*arguments, "--json", *ON_TWO_DEVICES]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def their_loss(folder: Path, seq_len: int) -> tuple[float, int]:
+    """Return the mean loss of all texts in windows that do not overlap, by `transformers`, and its tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    losses: list[torch.Tensor] = []
+    for text in filter(None, TEXTS):
+        ids = torch.tensor([BYTES.bos_id, *BYTES.encode(text), BYTES.eos_id])
+        for start in range(0, len(ids) - 1, seq_len):
+            window = ids[start : start + seq_len + 1]
+            with torch.no_grad():
+                logits = model(window[None, :-1]).logits[0]
+            losses.append(torch.nn.functional.cross_entropy(logits, window[1:], reduction="none"))
+    every = torch.cat(losses).double()
+    return float(every.mean()), len(every)
+
+
+@pytest.mark.parametrize("kind", RELEASES)
+def test_the_perplexity_of_a_file_is_that_of_transformers(kind, folders, capsys):
+    (found,) = results(
+        capsys, "--model", str(folders[kind]), "--perplexity", "texts.jsonl", "--seq-len=37", "--batch-size=3"
+    )
+    expected, num_tokens = their_loss(folders[kind], 37)
+    assert found["tokens"] == num_tokens and found["documents"] == 3
+    # Both add up thousands of products in fp32, in another order.
+    assert found["nats_per_token"] == pytest.approx(expected, abs=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(found["nats_per_token"]))

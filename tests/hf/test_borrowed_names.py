@@ -1,0 +1,184 @@
+"""The names and joins of files by the tables of `transformers`, compared with the files that it writes and loads."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.borrowed_toys import meta_model, write_toy
+from torchround.hf import HFError, PretrainedWeights
+from torchround.hf.export import unstack, write_tensors
+from torchround.hf.tensor_folder import read_folder
+from torchround.layer import names_in
+from torchround.models import ModelConfigError
+from torchround.models.borrowed.file_names import names_in_folder, saved_names
+
+KINDS = ["qwen2", "qwen2 tied", "gemma2", "phi3", "gpt_neox", "qwen3_moe", "mixtral", "qwen3_next"]
+SINGLE = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory):
+    """Map each kind to its folder, the model in it, and a model on `meta`; written once."""
+    made = {}
+
+    def get(kind: str) -> SimpleNamespace:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("toy")
+            theirs, meta = write_toy(kind, folder), meta_model(kind)
+            own = {f"ours {name}": name for name, _ in meta.named_parameters()}
+            made[kind] = SimpleNamespace(folder=folder, theirs=theirs, meta=meta, own=own)
+        return made[kind]
+
+    return get
+
+
+def shapes(toy) -> dict[str, torch.Size]:
+    return {stored: toy.meta.get_parameter(name).shape for stored, name in toy.own.items()}
+
+
+def read(toy, folder: Path | None = None) -> PretrainedWeights:
+    folder = folder or toy.folder
+    found = names_in_folder(toy.meta, toy.own, read_folder(folder))
+    return PretrainedWeights(folder, found.names, shapes(toy), found.redundant)
+
+
+def filled(toy, weights: PretrainedWeights) -> dict[str, torch.Tensor]:
+    views = {name: torch.full(shape, float("nan")) for name, shape in shapes(toy).items()}
+    weights.load(views)
+    return views
+
+
+def assert_is_the_model(toy, views: dict[str, torch.Tensor]) -> None:
+    for stored, name in toy.own.items():
+        assert torch.equal(views[stored], toy.theirs.get_parameter(name)), name
+
+
+def rewritten(toy, folder: Path, change) -> Path:
+    """Write the toy's tensors to `folder` under other names, or without some."""
+    tensors = {change(name): tensor for name, tensor in load_file(toy.folder / SINGLE).items()}
+    tensors.pop(None, None)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_is_read_from_the_tensors_that_transformers_writes_for_it(kind, toys):
+    toy = toys(kind)
+    assert_is_the_model(toy, filled(toy, read(toy)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_names_are_those_of_save_pretrained(kind, toys):
+    toy = toys(kind)
+    names = saved_names(toy.meta, toy.own)
+    assert sorted(name for entry in names.values() for name in names_in(entry)) == sorted(
+        read_folder(toy.folder)
+    )
+    assert names == names_in_folder(toy.meta, toy.own, read_folder(toy.folder)).names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_exported_is_the_same_files_and_loads_into_the_same_model(kind, toys, tmp_path):
+    toy = toys(kind)
+    names = saved_names(toy.meta, toy.own)
+    views = filled(toy, read(toy))
+    save_file({name: view.contiguous() for name, view in views.items()}, tmp_path / "checkpoint.safetensors")
+    stored = read_folder(tmp_path, "checkpoint.safetensors")
+    (tmp_path / "export").mkdir()
+    write_tensors(tmp_path / "export", unstack(names, stored, lambda name: torch.float32))
+    theirs = load_file(toy.folder / SINGLE)
+    ours = load_file(tmp_path / "export" / SINGLE)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    toy.theirs.config.save_pretrained(tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    for name, parameter in toy.theirs.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+def test_gates_and_ups_of_experts_are_mapped_from_the_file_in_the_order_of_memory(toys):
+    toy = toys("qwen3_moe")
+    weights = read(toy)
+    mapped = weights.map_tensors(toy.own, torch.float32)
+    assert mapped.keys() == toy.own.keys()
+    for stored, name in toy.own.items():
+        memory = torch.cat([tensor.memory for tensor in mapped[stored]])
+        assert torch.equal(memory, toy.theirs.get_parameter(name).flatten()), name
+
+
+def test_files_without_the_prefix_of_the_body_are_read(toys, tmp_path):
+    toy = toys("qwen2 tied")
+    folder = rewritten(toy, tmp_path, lambda name: name.removeprefix("model."))
+    assert_is_the_model(toy, filled(toy, read(toy, folder)))
+
+
+def test_files_with_the_modules_own_names_are_read(toys, tmp_path):
+    toy = toys("mixtral")
+    tensors = {name: parameter.detach().clone() for name, parameter in toy.theirs.named_parameters()}
+    save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
+    assert_is_the_model(toy, filled(toy, read(toy, tmp_path)))
+
+
+def test_rotation_tables_and_a_copied_head_in_old_files_are_redundant(toys, tmp_path):
+    toy = toys("qwen2 tied")
+    tensors = load_file(toy.folder / SINGLE)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+    save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
+    assert_is_the_model(toy, filled(toy, read(toy, tmp_path)))
+
+
+def test_heads_for_several_tokens_that_transformers_leaves_out_are_redundant(toys, tmp_path):
+    toy = toys("qwen3_next")
+    tensors = load_file(toy.folder / SINGLE)
+    save_file({**tensors, "mtp.norm.weight": torch.ones(24)}, tmp_path / SINGLE, metadata={"format": "pt"})
+    assert_is_the_model(toy, filled(toy, read(toy, tmp_path)))
+
+
+def test_an_expert_that_is_missing_is_named(toys, tmp_path):
+    toy = toys("qwen3_moe")
+    lost = "model.layers.1.mlp.experts.2.up_proj.weight"
+    folder = rewritten(toy, tmp_path, lambda name: None if name == lost else name)
+    with pytest.raises(HFError, match=f"missing: {lost}$"):
+        read(toy, folder)
+
+
+def test_an_expert_of_another_shape_is_named(toys, tmp_path):
+    toy = toys("qwen3_moe")
+    tensors = load_file(toy.folder / SINGLE)
+    wrong = "model.layers.1.mlp.experts.2.up_proj.weight"
+    save_file({**tensors, wrong: torch.ones(10, 23)}, tmp_path / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(HFError, match=rf"of another shape: {wrong} \[10, 23\] instead of \[10, 24\]$"):
+        read(toy, tmp_path)
+
+
+def test_a_tensor_that_belongs_nowhere_is_named(toys, tmp_path):
+    toy = toys("qwen2")
+    tensors = load_file(toy.folder / SINGLE)
+    save_file({**tensors, "vision.weight": torch.ones(1)}, tmp_path / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(HFError, match="not part of the model: vision.weight$"):
+        read(toy, tmp_path)
+
+
+def test_a_join_that_is_not_read_in_place_is_refused_with_the_parameter_and_the_way_out(toys):
+    toy = toys("olmo_hybrid")
+    with pytest.raises(
+        ModelConfigError, match=r"conv1d\.weight as .*k_conv1d\.weight.*Concatenate.*save_pretrained"
+    ):
+        read(toy)
+
+
+def test_the_way_out_of_a_refused_join_is_read(toys, tmp_path):
+    toy = toys("olmo_hybrid")
+    AutoModelForCausalLM.from_pretrained(toy.folder).save_pretrained(tmp_path, save_original_format=False)
+    assert_is_the_model(toy, filled(toy, read(toy, tmp_path)))
+
+
+def test_a_buffer_that_files_fill_is_not_taken_for_redundant(toys):
+    toy = toys("deepseek_v3")
+    with pytest.raises(HFError, match=r"not part of the model: \S+e_score_correction_bias$"):
+        read(toy)

@@ -1,0 +1,1 @@
+"""Models whose modules are built by `transformers`, in layer form."""

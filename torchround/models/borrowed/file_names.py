@@ -1,0 +1,178 @@
+"""The tensors in files that hold a borrowed model's parameters, from the conversion tables of `transformers`.
+
+Files name and cut tensors as they did when a family was first released: experts one by one, gate and up apart. The modules
+of `transformers` have moved on since. Its loader renames and joins tensors by a table of each family. This file reads the
+same tables, so files old and new are read in place, and an export has the names that `save_pretrained` writes.
+
+Two kinds of joins can be read in place: experts that are stacked (`MergeModulelist`), and stacked pairs that are joined
+along their rows (`Concatenate`). A family that needs another kind is refused by name.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchround.layer import HFNames, HFTensors
+from torchround.models.common.config import ModelConfigError
+from torchround.models.common.family import FolderNames
+
+# The joins that are read in place: operation and dimension, in the order in which the loader applies them.
+STACK = (("MergeModulelist", 0),)
+STACK_OF_JOINS = (("MergeModulelist", 0), ("Concatenate", 1))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor of a file: its name, and the converter and the pattern that it matched, if it needs one."""
+
+    name: str
+    converter: Any = None
+    pattern: str | None = None
+
+
+def saved_names(model: Any, own: Mapping[str, str]) -> HFNames:
+    """Map each stored parameter to the tensors that `save_pretrained` of `transformers` writes for it.
+
+    `model` is a causal language model of `transformers` on `meta`. `own` maps stored names to the model's own. A parameter
+    whose conversion has no form here keeps its own name, which the loader of `transformers` accepts too.
+    """
+    from transformers import conversion_mapping, core_model_loading
+
+    transforms = [
+        transform.reverse_transform()
+        # A prefix is removed while loading. It is not put back, because not every file has it.
+        for transform in reversed(conversion_mapping.get_model_conversion_mapping(model, add_legacy=False))
+        if not isinstance(transform, core_model_loading.PrefixChange)
+    ]
+    converters = [one for one in transforms if isinstance(one, core_model_loading.WeightConverter)]
+    renamings = [one for one in transforms if isinstance(one, core_model_loading.WeightRenaming)]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names: HFNames = {}
+    for stored, name in own.items():
+        converter = next((one for one in converters if one.rename_source_key(name)[1] is not None), None)
+        if converter is None:
+            names[stored] = core_model_loading.apply_renamings(name, renamings)
+            continue
+        # The reverse of a stack of joins cuts the joins first.
+        kind = tuple(reversed([_kind(operation) for operation in converter.operations]))
+        parts = _taken_apart(converter, name, parameters[name], model) if kind in SAVED else []
+        written = [core_model_loading.apply_renamings(part, renamings) for part in parts]
+        names[stored] = _joined(written, parameters[name].shape[0]) or name
+    return names
+
+
+def names_in_folder(model: Any, own: Mapping[str, str], tensors: Collection[str]) -> FolderNames:
+    """Map each stored parameter to the `tensors` of a folder that hold it, as the loader of `transformers` would.
+
+    A parameter that the folder lacks gets the names of `saved_names`. `redundant` are the tensors that the loader leaves
+    out in silence, and copies of a tied parameter. Raises `ModelConfigError` for a join that is not read in place.
+    """
+    found, left = _sources(model, tensors)
+    usual = saved_names(model, own)
+    names = {
+        stored: _names_of(name, found.get(name, []), model) or usual[stored] for stored, name in own.items()
+    }
+    tied = set(getattr(model, "all_tied_weights_keys", {})) - set(own.values())
+    copies = {source.name for name in tied for source in found.get(name, [])}
+    return FolderNames(names, frozenset(copies | _ignored(model, left)))
+
+
+def _sources(model: Any, tensors: Collection[str]) -> tuple[dict[str, list[_Source]], set[str]]:
+    """Sort tensors by the parameter that each belongs to. The others are returned too."""
+    from transformers import conversion_mapping, core_model_loading
+
+    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    converters = [one for one in transforms if isinstance(one, core_model_loading.WeightConverter)]
+    renamings = [one for one in transforms if isinstance(one, core_model_loading.WeightRenaming)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    known = model.state_dict()
+    prefix = model.base_model_prefix
+    found: dict[str, list[_Source]] = defaultdict(list)
+    left = set()
+    # Experts must come in the order of their numbers.
+    for tensor in sorted(tensors, key=core_model_loading.dot_natural_key):
+        name, pattern = core_model_loading.rename_source_key(tensor, renamings, converters, prefix, known)
+        if name not in known and tensor in known:
+            # A file of a newer release holds the model's own name, which a rule for older ones has changed.
+            name, pattern = core_model_loading.rename_source_key(tensor, [], [], prefix, known)
+        if name in known:
+            converter = None if pattern is None else by_pattern[pattern]
+            found[name].append(_Source(tensor, converter, pattern))
+        else:
+            left.add(tensor)
+    return found, left
+
+
+def _names_of(name: str, sources: Sequence[_Source], model: Any) -> HFTensors | None:
+    """Return the tensors of one parameter in the form in which they are joined; None if some are missing."""
+    if not sources:
+        return None
+    converter = sources[0].converter
+    if converter is None:
+        return sources[0].name
+    kind = tuple(_kind(operation) for operation in converter.operations)
+    if kind not in (STACK, STACK_OF_JOINS):
+        operations = ", ".join(type(operation).__name__ for operation in converter.operations)
+        raise ModelConfigError(
+            f"the files hold {name} as {_some(sources)}, to be joined by {operations}, which torchround does not do "
+            "while it reads; legal: what transformers makes of the folder with "
+            "AutoModelForCausalLM.from_pretrained(..).save_pretrained(NEW_FOLDER, save_original_format=False)"
+        )
+    by_pattern = {
+        pattern: [source.name for source in sources if source.pattern == pattern]
+        for pattern in converter.source_patterns
+    }
+    in_order = [tensor for some in by_pattern.values() for tensor in some]
+    num_experts = model.get_parameter(name).shape[0]
+    if any(len(some) != num_experts for some in by_pattern.values()):
+        return None
+    return _joined(in_order, num_experts)
+
+
+def _joined(names: Sequence[str], num_experts: int) -> HFTensors | None:
+    """Return the names of all gates, then of all ups, as one entry for each expert; one kind gives a flat tuple."""
+    if not names or len(names) % num_experts:
+        return None
+    if len(names) == num_experts:
+        return tuple(names)
+    return tuple(tuple(names[expert::num_experts]) for expert in range(num_experts))
+
+
+def _taken_apart(converter: Any, name: str, parameter: torch.Tensor, model: Any) -> list[str]:
+    """Return the names that a reversed converter gives to the parts of one parameter, in its order."""
+    renamed, pattern = converter.rename_source_key(name)
+    # Conversion uses up what was collected, so each parameter leaves the converter as it was.
+    converter.add_tensor(renamed, name, pattern, torch.empty_like(parameter, device="meta"))
+    parts = converter.convert(renamed, model=model, config=model.config)
+    converter.layer_targets.clear()
+    return list(parts)
+
+
+def _kind(operation: Any) -> tuple[str, Any]:
+    if getattr(operation, "num_shards_attribute", None) is not None:
+        return type(operation).__name__, None
+    return type(operation).__name__, getattr(operation, "dim", None)
+
+
+def _ignored(model: Any, tensors: Collection[str]) -> set[str]:
+    """Return the tensors that belong to no parameter and that the loader of `transformers` drops without a word."""
+    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")  # one for each block in old files
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return {tensor for tensor in tensors if any(re.search(pattern, tensor) for pattern in patterns)}
+
+
+def _some(sources: Sequence[_Source]) -> str:
+    shown = ", ".join(source.name for source in sources[:3])
+    return shown if len(sources) <= 3 else f"{shown} and {len(sources) - 3} more"
+
+
+# The reverse operations of `STACK` and `STACK_OF_JOINS`, read from the last to the first.
+SAVED = ((("SplitModulelist", 0),), (("SplitModulelist", 0), ("Chunk", 1)))
