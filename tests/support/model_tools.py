@@ -1,6 +1,5 @@
 """Real weights for a model built on meta, random micro-batches, one pass, and the tensors of a model of `transformers`."""
 
-import copy
 import tempfile
 
 import torch
@@ -29,7 +28,8 @@ def materialise(
                 if parameter is None:
                     continue
                 if id(parameter) not in real:
-                    real[id(parameter)] = nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=dtype))
+                    values = torch.full(parameter.shape, torch.nan, dtype=dtype)
+                    real[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
                 module._parameters[name] = real[id(parameter)]
     order = list(enumerate(model.layers))
     for index, layer in reversed(order) if reverse else order:
@@ -101,12 +101,16 @@ def all_names(hf_names: HFNames) -> list[str]:
 
 
 def released_gradients(theirs: nn.Module) -> dict[str, torch.Tensor]:
-    """Return gradients under the names of `released_tensors`, by writing a copy whose weights are the gradients."""
-    holder = copy.deepcopy(theirs)
+    """Return gradients under the names of `released_tensors`, by writing a copy whose weights are the gradients.
+
+    A weight without a gradient has zeros.
+    """
+    holder = type(theirs)(theirs.config)
     gradients = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, parameter in holder.named_parameters():
-            parameter.copy_(gradients[name].grad)
+            gradient = gradients[name].grad
+            parameter.zero_() if gradient is None else parameter.copy_(gradient)
     return released_tensors(holder)
 
 
