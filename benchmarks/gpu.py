@@ -34,7 +34,7 @@ from torchround.engine.results import StepResult, costs_from_reports, one_layer_
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.link_turns import find_link_use
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.models import FAMILIES
+from torchround.models import FAMILIES, OWN_FAMILIES
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.memory import GIB
 from torchround.pipeline.plan import Plan
@@ -311,7 +311,7 @@ def sum_times(result: StepResult) -> dict[str, float]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the model, the steps and the limits."""
     parser.add_argument("--devices", default="cuda", help="kind of device, as in engine.devices")
-    parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen3", help="model family")
+    parser.add_argument("--family", choices=sorted(OWN_FAMILIES), default="qwen3", help="model family")
     parser.add_argument("--flavor", default="1.7B", help="the family's flavor")
     parser.add_argument(
         "--dtype", choices=sorted(DTYPES), default="bfloat16", help="number format of weights and computation"

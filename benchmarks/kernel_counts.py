@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from torchround.accelerators import AcceleratorKind, as_if_on
 from torchround.engine.store.bundles import collect_bundles
 from torchround.engine.worker.compute import ForwardWithGraph, FusedStage, bind
-from torchround.engine.worker.slots import DeviceSlot, StageLayout, as_hidden, as_tuple
+from torchround.engine.worker.slots import DeviceSlot, StageLayout
+from torchround.engine.worker.structure import as_hidden, as_tuple
 from torchround.layer import Hidden, LayeredModel, MicroBatch
 
 # They make a tensor and write nothing.

@@ -13,7 +13,7 @@ from torchround.config import EngineTable, OptimizerTable, TrainingTable
 from torchround.engine.compiled import LayerCompiler
 from torchround.engine.engine import Engine
 from torchround.layer import LayeredModel, MicroBatch
-from torchround.models import FAMILIES
+from torchround.models import FAMILIES, OWN_FAMILIES
 from torchround.pipeline.plan_report import plan_for
 from torchround.run.engine_parts import build_engine, build_store
 from torchround.run.hardware import find_hardware
@@ -31,7 +31,7 @@ class _Step(NamedTuple):
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model and of its steps."""
-    parser.add_argument("--family", default="llama3", choices=sorted(FAMILIES), help="model family")
+    parser.add_argument("--family", default="llama3", choices=sorted(OWN_FAMILIES), help="model family")
     parser.add_argument("--flavor", default="debug_25m", help="size of the model")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens per sequence")

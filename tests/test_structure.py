@@ -36,7 +36,8 @@ BELOW_RUN = BELOW_ENGINE | {
 MAY_IMPORT: dict[str, set[str]] = {
     "untrusted": set(),  # defence against hostile input, which every room may use
     "accelerators": set(),  # what differs by kind of device, which layers and the engine ask
-    "layer": {"accelerators", "untrusted"},
+    "micro_batch": set(),  # which `layer` hands on as its own
+    "layer": {"accelerators", "micro_batch", "untrusted"},
     "kept_operations": set(),  # which of PyTorch's operations are worth keeping
     "keeping": {"kept_operations"},  # kept activations, between the layers' code and the engine
     "models": {"accelerators", "keeping", "layer", "untrusted"},

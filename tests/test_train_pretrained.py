@@ -59,7 +59,8 @@ FAULTS = {
         lambda folder: change_config(folder, model_type="mamba"),
         'small.toml: model.hf_path: release/config.json has model_type "mamba", which no family of torchround '
         + 'reads; legal: "llama" with model.family = "llama3"; "qwen3" or "qwen3_moe" with model.family = "qwen3"; '
-        + '"gpt_oss" with model.family = "gpt_oss"',
+        + '"gpt_oss" with model.family = "gpt_oss"; most decoders of other types that transformers defines, with '
+        + 'model.family = "transformers"',
     ),
     "a model without a type": (
         lambda folder: change_config(folder, model_type=None),

@@ -1,13 +1,15 @@
 """The layer protocol: all that a model needs to know of torchround, and all that torchround knows of a model.
 
-A model is an ordered list of layers (embedding, blocks, head). Each layer is an `nn.Module` built on the `meta`
-device. It holds parameters but no buffers; the engine binds the parameters to memory that the engine owns.
+A model is an ordered list of layers (embedding, blocks, head). Each layer is an `nn.Module`. Its parameters are on the
+`meta` device; the engine binds them to memory that the engine owns. Its buffers, if any, are constants.
+
+Micro-batches, which are a part of this protocol, are in `micro_batch.py`.
 
 Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -16,7 +18,12 @@ from torch import Tensor, nn
 
 from torchround.accelerators import PLANNED_KIND, is_accelerator
 
-IGNORED_LABEL = -100
+# Parts of this protocol, which are imported from here.
+from torchround.micro_batch import IGNORED_LABEL as IGNORED_LABEL  # noqa: PLC0414
+from torchround.micro_batch import Batch as Batch  # noqa: PLC0414
+from torchround.micro_batch import MicroBatch as MicroBatch  # noqa: PLC0414
+from torchround.micro_batch import most_documents as most_documents  # noqa: PLC0414
+from torchround.micro_batch import with_dropout_seeds as with_dropout_seeds  # noqa: PLC0414
 
 # The parts of a layer whose results can be kept for its recomputation (`torchround/keeping.py`): query, key and value
 # before norm and rotation; the attention kernel; its output projection; gate and up, of an MLP or of experts; the last
@@ -25,7 +32,9 @@ KEEPABLE = ("qkv", "attention", "output", "gate_up", "down")
 # Each of several tensors that travel in one buffer begins at a multiple of this.
 ALIGNMENT_BYTES = 256
 
-Hidden = Tensor | tuple[Tensor, ...]
+# The value between two layers: a tensor, or any nested structure of `torch.utils._pytree` whose leaves are tensors and
+# plain values (`engine/worker/structure.py`).
+Hidden = Any
 
 # The tensor of a Hugging Face file that holds a parameter, or several tensors that are stacked along a new first
 # dimension (one for each expert). In the nested form each entry of the stack is several tensors of one shape, joined along
@@ -65,105 +74,6 @@ def part_shape(tensors: HFTensors, shape: Sequence[int]) -> tuple[int, ...]:
     if len(joined) != 1 or shape[1] % (num_joined := joined.pop()):
         raise ValueError(f"tensors of one shape do not make {tuple(shape)}")
     return (shape[1] // num_joined, *shape[2:])
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The integers of a batch, or of one micro-batch cut from it. All tensors are `[B, T]` int64.
-
-    A micro-batch goes up to each device that needs it once per round.
-
-    `labels[b, t]` is the token that position `t` must predict (already shifted), or `IGNORED_LABEL`.
-    `positions` restart at 0 with each document. `document_ids` are equal exactly when two tokens of a
-    sequence belong to the same document; attention never crosses documents.
-
-    Three facts travel as plain numbers, so that no layer has to ask a device for them:
-
-    - `dropout_seed` seeds the dropout masks. It is the same whenever the same layer sees the same micro-batch
-      of a step again. None means no dropout.
-    - `max_documents` bounds the number of documents in a sequence, each of them contiguous. It is a fact of the
-      whole batch (see `most_documents`), so a choice made from it does not depend on how the batch was cut. None
-      means that the documents were not counted.
-    - `loss_factor` promises the last layer that a backward follows and that its gradient of the loss is this number:
-      the loss scale divided by the step's labels. The layer may then compute and add up gradients in its forward. None
-      promises nothing. Compiled layers get None.
-
-    While a layer is being compiled, a seed and a bound above 1 are 0-dimensional tensors in host memory, so that
-    one piece of code serves all values.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    positions: Tensor
-    document_ids: Tensor
-    dropout_seed: int | Tensor | None = field(default=None, kw_only=True)
-    max_documents: int | Tensor | None = field(default=None, kw_only=True)
-    loss_factor: float | None = field(default=None, kw_only=True)
-    # Shared by the copies that `for_layer` makes, and dropped with the last of them.
-    _derived: dict[Hashable, Tensor] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
-
-    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """Return what `make` gives, which the first layer that asks for `key` computes for all layers.
-
-        For small tensors that follow from the integers and the model's settings. They live as long as the
-        micro-batch, which on a device is until the next round. Not for a layer that is being compiled.
-        """
-        if key not in self._derived:
-            self._derived[key] = make()
-        return self._derived[key]
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors in field order, as the engine packs and uploads them."""
-        return (self.tokens, self.labels, self.positions, self.document_ids)
-
-    def facts(self) -> dict[str, Any]:
-        """Return the plain numbers that travel beside the tensors, by field name."""
-        return {
-            "dropout_seed": self.dropout_seed,
-            "max_documents": self.max_documents,
-            "loss_factor": self.loss_factor,
-        }
-
-    def with_tensors(self, tensors: Iterable[Tensor]) -> "MicroBatch":
-        """Return the same facts with other tensors, in field order: on another device, or fewer sequences."""
-        return MicroBatch(*tensors, **self.facts())
-
-    def for_layer(self, index: int) -> "MicroBatch":
-        """Return the micro-batch that layer `index` gets: the same, with a 63-bit dropout seed of its own."""
-        if self.dropout_seed is None:
-            return self
-        assert isinstance(self.dropout_seed, int), "only a layer being compiled gets tensors for facts"
-        # Odd constants spread neighbouring seeds and layers over all 63 bits.
-        own = (self.dropout_seed * 0xD1342543DE82EF95 + index * 0xAF251AF3B0F025B5) % 2**63
-        return replace(self, dropout_seed=own)
-
-    def num_labels(self) -> int:
-        """Count the labels that enter the loss; summed over a step they are the loss divisor."""
-        return int((self.labels != IGNORED_LABEL).sum())
-
-
-def most_documents(document_ids: Tensor) -> int | None:
-    """Count the documents of each sequence of `[B, T]` and return the largest count, for `max_documents`.
-
-    Return None if a document appears in two pieces. Reads the tensor, so it is for host memory.
-    """
-    changes = document_ids[:, 1:] - document_ids[:, :-1]
-    # Ids grow along a sequence; a smaller id after a larger one is a document that comes back.
-    return None if (changes < 0).any() else 1 + int((changes != 0).sum(dim=1).max())
-
-
-def with_dropout_seeds(
-    micro_batches: Sequence[MicroBatch], seed: int, step: int, numbers: Sequence[int] | None = None
-) -> list[MicroBatch]:
-    """Give each micro-batch of a training step the number that its dropout masks are made from.
-
-    `numbers` are the micro-batches' numbers in the step, if they are not all of the step's.
-    """
-    first = (seed * 2**40 + step) * 2**20  # room for 2^20 micro-batches: no two steps of a run share a number
-    if numbers is None:
-        numbers = range(len(micro_batches))
-    pairs = zip(micro_batches, numbers, strict=True)
-    return [replace(part, dropout_seed=first + number) for part, number in pairs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,14 +198,27 @@ def runs_fused(layer: nn.Module, device: str) -> bool:
 
 @dataclass(frozen=True)
 class LayeredModel:
-    """An ordered list of layers with a name for each, built on `meta`.
+    """An ordered list of layers with a name for each. Parameters are on `meta`, buffers are real and constant.
 
     A parameter that several layers share (the same `nn.Parameter` object) is tied: stored once, and each
-    layer's gradient is added to it. Raises `ValueError` for names that repeat and for layers that hold buffers.
+    layer's gradient is added to it. Each device has its own copy of the buffers, which no layer may change. Raises
+    `ValueError` for names that repeat and for buffers on `meta`.
+
+    - `own_dtypes`: by stored name, the dtype in which a parameter computes if that is not the store's.
+    - `boundary_bytes(index, shape)`: bytes of layer `index`'s output for a batch of this `shape`, each tensor rounded up
+      to `ALIGNMENT_BYTES`; None if it is not known. For layers without `work`. Sizes that nothing tells are measured
+      in the first pass of a shape.
+    - `receives_gradients`: by layer, which tensors of its input receive gradients, in the order of
+      `engine/worker/structure.py`. All floating-point ones do if it does not say.
+    - `decayed`: stored names with weight decay. None means all matrices (`decayed_names`).
     """
 
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
+    own_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, kw_only=True)
+    boundary_bytes: Callable[[int, torch.Size], int | None] | None = field(default=None, kw_only=True)
+    receives_gradients: Mapping[int, Sequence[bool]] = field(default_factory=dict, kw_only=True)
+    decayed: frozenset[str] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.layers):
@@ -303,9 +226,17 @@ class LayeredModel:
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"layer names repeat: {self.names}")
         for name, layer in zip(self.names, self.layers, strict=True):
-            buffers = [key for key, _ in layer.named_buffers()]
-            if buffers:
-                raise ValueError(f"layer {name} holds buffers {buffers}; a layer may only hold parameters")
+            lost = [key for key, buffer in layer.named_buffers() if buffer.is_meta]
+            if lost:
+                raise ValueError(f"layer {name} holds buffers without values {lost}; make them on the CPU")
+
+    def constants(self) -> list[Tensor]:
+        """Return the buffers of all layers, each once."""
+        return list({id(buffer): buffer for layer in self.layers for buffer in layer.buffers()}.values())
+
+    def constant_bytes(self) -> int:
+        """Count the bytes that the buffers take on each device."""
+        return sum(-(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for part in self.constants())
 
     def stored_shapes(self) -> dict[str, torch.Size]:
         """Return the shape of each stored parameter, `<layer>.<path>`; a tied one under its first layer only."""
@@ -324,8 +255,10 @@ def decayed_names(model: LayeredModel) -> frozenset[str]:
 
     These are the matrices: projections, embeddings, experts. Vectors only shift or scale, so shrinking them would not
     simplify the model; leaving them alone is the custom since GPT-2. A module's `undecayed` parameters count as
-    vectors.
+    vectors. A model that lists its `decayed` parameters decides for itself.
     """
+    if model.decayed is not None:
+        return model.decayed
     return frozenset(
         f"{name}.{path}"
         for name, layer in zip(model.names, model.layers, strict=True)

@@ -18,7 +18,8 @@ from tests.support.toy import (
 )
 from torchround.config import EngineTable
 from torchround.engine.errors import PipelineError
-from torchround.engine.optimizer_worker import OptimizerWorker, update_threads
+from torchround.engine.optimizer_worker import OptimizerWorker
+from torchround.engine.optimizer_workers import update_threads
 from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
 from torchround.optim.kernel import AdamWKernel, KernelError
 from torchround.run import engine_parts

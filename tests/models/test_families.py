@@ -10,17 +10,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.rounding import assert_close_in_sums
 from torchround.layer import IGNORED_LABEL, MicroBatch
-from torchround.models import FAMILIES, ModelConfigError
+from torchround.models import FAMILIES, OWN_FAMILIES, ModelConfigError
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=OWN_FAMILIES)
 def family(request):
     return FAMILIES[request.param]
 
 
 SMALL = [
     (name, flavor)
-    for name in FAMILIES
+    for name in OWN_FAMILIES
     for flavor in ("debug", "debug_moe")
     if flavor in FAMILIES[name].flavors
 ]

@@ -18,7 +18,8 @@ from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.activation_transfers import ActivationTransfers, HostTensors
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
 from torchround.engine.worker.device_worker import DeviceWorker
-from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, as_tuple
+from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing
+from torchround.engine.worker.structure import as_tuple
 
 # Ordering rules.
 

@@ -1,23 +1,22 @@
 """The model that a config asks for, and its pretrained weights: every command builds them here."""
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from torchround.config import MODEL_FOLDER, Config, LoraTable, Options, show
-from torchround.hf import PretrainedWeights, quantised_advice, quantised_kind, read_adapters
+from torchround.commands.released_folder import advise_faster_family, open_weights, released_config
+from torchround.config import Config, LoraTable, Options, show
+from torchround.hf import PretrainedWeights, read_adapters
 from torchround.layer import FileTensor, LayeredModel
 from torchround.models import (
     FAMILIES,
-    Family,
+    KnownShape,
     LoraShape,
     ModelConfigError,
-    TransformerConfig,
+    ModelFamily,
     adapter_names,
     add_adapters,
 )
@@ -39,9 +38,10 @@ def build_model(options: Options, vocab_size: int | None = None, *, warns: bool 
     family, config = model_config(options, vocab_size)
     if warns:
         warn_of_positions(options, config)
+        advise_faster_family(options)
     model, lora = family.build(config), options.config.lora
     if lora.rank:
-        add_adapters(model, family.hf_names(config), lora_shape(lora))
+        add_adapters(model, family.module_names(config), lora_shape(lora))
     return model
 
 
@@ -55,12 +55,13 @@ def lora_shape(table: LoraTable) -> LoraShape:
     return LoraShape(table.rank, table.alpha, table.dropout, tuple(table.targets))
 
 
-def model_config(options: Options, vocab_size: int | None) -> tuple[Family[Any], TransformerConfig]:
+def model_config(options: Options, vocab_size: int | None) -> tuple[ModelFamily, KnownShape]:
     """Return the family and its config: from a flavor, a shape, or the config.json of a Hugging Face folder."""
     table = options.config.model
     if table.family not in FAMILIES:
         raise options.unknown_name("model.family", table.family, FAMILIES)
     family = FAMILIES[table.family]
+    _refuse_sizes(options, family)
     if table.flavor is not None and table.flavor not in family.flavors:
         raise options.unknown_name("model.flavor", table.flavor, family.flavors)
     if table.shape is not None:
@@ -73,10 +74,7 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[Family[Any],
             raise options.error("model.shape", str(error)) from error
     if table.flavor is not None:
         return family, family.config_from_flavor(table.flavor, vocab_size=_flavor_vocab(options, vocab_size))
-    path, content = _read_config_json(options)
-    _refuse_another_family(options, path, content.get("model_type"))
-    _refuse_quantised(options, path, content)
-    config = family.config_from_hf(content)
+    path, config = released_config(options, family)
     if vocab_size is not None and config.vocab_size < vocab_size:
         raise options.error(
             "tokenizer",
@@ -84,6 +82,20 @@ def model_config(options: Options, vocab_size: int | None) -> tuple[Family[Any],
             "legal: a tokenizer with at most as many",
         )
     return family, config
+
+
+def _refuse_sizes(options: Options, family: ModelFamily) -> None:
+    """Raise `ConfigError` for a flavor or a shape in a family that takes all sizes from a folder."""
+    table = options.config.model
+    if family.flavors or table.hf_path is not None:
+        return
+    key = "model.shape" if table.flavor is None else "model.flavor"
+    given = "a table" if table.flavor is None else show(table.flavor)
+    raise options.error(
+        key,
+        f"given {given}, but model.family = {show(family.name)} has no sizes of its own; "
+        "legal: model.hf_path, a folder with config.json and weights",
+    )
 
 
 def _flavor_vocab(options: Options, vocab_size: int | None) -> int | None:
@@ -99,58 +111,6 @@ def _flavor_vocab(options: Options, vocab_size: int | None) -> int | None:
     return max(vocab_size, FAMILIES[table.family].config_from_flavor(table.flavor).vocab_size)
 
 
-def _read_config_json(options: Options) -> tuple[Path, dict[str, Any]]:
-    """Read the config.json of `model.hf_path`. Raises `ConfigError` if it is missing or not a JSON object."""
-    folder = options.config.model.hf_path
-    assert folder is not None, "the config checks want a flavor, a shape or hf_path"
-    path = Path(os.path.expanduser(folder)) / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        lacks = f"no {path}" if path.parent.is_dir() else "no such folder"
-        raise options.error(
-            "model.hf_path", f"given {show(folder)}, but there is {lacks}; {MODEL_FOLDER}"
-        ) from error
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # JSON that is nested too deeply ends in a RecursionError
-        raise options.error("model.hf_path", f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise options.error("model.hf_path", f"{path} does not hold a JSON object")
-    return path, content
-
-
-def _refuse_another_family(options: Options, path: Path, model_type: Any) -> None:
-    """Raise `ConfigError` if another family reads this type, or none. The message lists what is supported."""
-    given = options.config.model.family
-    fitting = [family.name for family in FAMILIES.values() if model_type in family.hf_model_types]
-    if given in fitting:
-        return
-    if fitting:
-        raise options.error(
-            "model.family",
-            f"given {show(given)}, but {path} has model_type {show(model_type)}; "
-            f"legal for it: {' or '.join(show(name) for name in fitting)}",
-        )
-    named = f"model_type {show(model_type)}" if isinstance(model_type, str) else "no model_type"
-    supported = "; ".join(
-        f"{' or '.join(show(kind) for kind in family.hf_model_types)} with model.family = {show(family.name)}"
-        for family in FAMILIES.values()
-    )
-    raise options.error(
-        "model.hf_path", f"{path} has {named}, which no family of torchround reads; legal: {supported}"
-    )
-
-
-def _refuse_quantised(options: Options, path: Path, content: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if `config.json` says that the weights are quantised in a form that is not read."""
-    kind = quantised_kind(content)
-    if kind is not None:
-        raise options.error("model.hf_path", f"{path.parent}: {quantised_advice(kind)}")
-
-
 def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeights | None, Mapped]:
     """Open the weights in the Hugging Face folder, and map the ones that stay in its files. A flavor or shape has none.
 
@@ -161,10 +121,11 @@ def find_weights(options: Options, model: LayeredModel) -> tuple[PretrainedWeigh
         return None, {}
     family, shape = model_config(options, None)  # the tokenizer was compared when the model was built
     folder = Path(os.path.expanduser(config.model.hf_path))
-    names, shapes = family.hf_names(shape), model.stored_shapes()
-    weights = PretrainedWeights(folder, names, shapes, family.hf_redundant(shape))
+    shapes = model.stored_shapes()
+    weights = open_weights(folder, family, shape, shapes)
     if config.lora.path is not None:
-        weights.adapters = read_adapters(config.lora, adapter_names(model, names), shapes)
+        names = adapter_names(model, family.module_names(shape))
+        weights.adapters = read_adapters(config.lora, names, shapes)
     return weights, map_base(weights, model, config)
 
 
@@ -200,7 +161,7 @@ def mapped_text(mapped: Mapped, model: LayeredModel, dtype: torch.dtype) -> str:
     return f"{size_text(mapped_bytes)} of {size_text(all_bytes)} of frozen weights stay in their files{rest}"
 
 
-def warn_of_positions(options: Options, config: TransformerConfig) -> None:
+def warn_of_positions(options: Options, config: KnownShape) -> None:
     """Warn if documents may be longer than the model knows positions. RoPE has no limit of its own, so it is legal."""
     seq_len, known = options.config.training.seq_len, config.known_positions
     if seq_len <= known:

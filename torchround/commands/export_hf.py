@@ -27,6 +27,7 @@ from torchround.checkpoint import CheckpointError, verify_checkpoint
 from torchround.checkpoint.fsync import make_folder, sync_entry
 from torchround.checkpoint.manifest import read_manifest, read_state
 from torchround.commands.generation_files import write_generation, write_json
+from torchround.commands.released_folder import open_weights
 from torchround.data import TokenizerError
 from torchround.data.text.template_files import export_tokenizer
 from torchround.hf import HFError, PretrainedWeights
@@ -37,9 +38,9 @@ from torchround.hf.tensor_folder import StoredTensor, read_header
 from torchround.layer import HFNames
 from torchround.models import (
     FAMILIES,
-    Family,
     LoraShape,
     ModelConfigError,
+    ModelFamily,
     adapter_names,
     adapter_pairs,
     add_adapters,
@@ -143,20 +144,24 @@ class Trained:
         self.content = config_content(family, run["model"], self.base, self.stored)
         config = family.config_from_hf(self.content)
         self.names = family.hf_names(config)
+        self.module_names = family.module_names(config)
         model = family.build(config)
-        shapes, redundant = model.stored_shapes(), family.hf_redundant(config)
+        shapes = model.stored_shapes()
         self.adapters: HFNames = {}
         if self.lora["rank"]:
             rank, alpha, dropout = (self.lora[key] for key in ("rank", "alpha", "dropout"))
-            add_adapters(model, self.names, LoraShape(rank, alpha, dropout, tuple(self.lora["targets"])))
-            self.adapters = adapter_names(model, self.names)
+            add_adapters(
+                model, self.module_names, LoraShape(rank, alpha, dropout, tuple(self.lora["targets"]))
+            )
+            self.adapters = adapter_names(model, self.module_names)
         self._dtype = request.dtype or run["training"]["dtype"]
         self.facts = card_facts(request, state, self.base, self.content)
         self._released: PretrainedWeights | None = None
         # The base is opened for the types of its tensors, or for weights that the checkpoint lacks.
         asks_base = request.dtype is None or not self.names.keys() <= self.stored.keys()
         if self.base is not None and asks_base and not request.adapters:
-            self._released = PretrainedWeights(self.base, self.names, shapes, redundant)
+            self._released = open_weights(self.base, family, config, shapes)
+            self.names = dict(self._released.names)
         self._dtypes = self._released.dtypes() if self._released and request.dtype is None else {}
 
     def tensors(self) -> Iterator[ExportedTensor]:
@@ -208,7 +213,8 @@ def write_adapters(request: Export, trained: Trained, state: dict[str, Any]) -> 
         # PEFT reads one file, so there are no shards.
         write_tensors(folder, trained.adapter_tensors(), sys.maxsize, ADAPTER_TENSOR_FILE)
         write_json(
-            folder / ADAPTER_CONFIG_FILE, peft_config(trained.lora, trained.adapters, trained.names, base)
+            folder / ADAPTER_CONFIG_FILE,
+            peft_config(trained.lora, trained.adapters, trained.module_names, base),
         )
         (folder / CARD_FILE).write_text(model_card(trained.facts), encoding="utf-8")
     return f"{output}: {', '.join([ADAPTER_CONFIG_FILE, ADAPTER_TENSOR_FILE, *copied, CARD_FILE])}"
@@ -243,7 +249,7 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
 
 
 def config_content(
-    family: Family[Any], table: dict[str, Any], base: Path | None, stored: dict[str, StoredTensor]
+    family: ModelFamily, table: dict[str, Any], base: Path | None, stored: dict[str, StoredTensor]
 ) -> dict[str, Any]:
     """Make the content of `config.json`: the base's without its quantisation, or the trained shape's."""
     if base is None:

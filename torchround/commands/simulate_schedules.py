@@ -191,13 +191,13 @@ def title(setting: SimulationSetup, options: argparse.Namespace) -> str:
 
 def model_costs(name: str, card: DeviceSpec, batch: int, tokens: int, dtype: str) -> Costs:
     """Count the costs of a model from its shapes, with every parameter trained."""
-    from torchround.models import FAMILIES, ModelConfigError
+    from torchround.models import OWN_FAMILIES, ModelConfigError
 
     family, _, flavor = name.partition("/")
-    if family not in FAMILIES:
-        raise CommandError(f"--model: {family!r} is not one of {', '.join(FAMILIES)}")
+    if family not in OWN_FAMILIES:
+        raise CommandError(f"--model: {family!r} is not one of {', '.join(OWN_FAMILIES)}")
     try:
-        model = FAMILIES[family].build(FAMILIES[family].config_from_flavor(flavor))
+        model = OWN_FAMILIES[family].build(OWN_FAMILIES[family].config_from_flavor(flavor))
     except ModelConfigError as error:
         raise CommandError(f"--model: {error}") from None
     # Building takes no memory for weights: parameters are on `meta`.

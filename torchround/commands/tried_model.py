@@ -17,6 +17,7 @@ from torchround.checkpoint import Checkpointer, verify_checkpoint
 from torchround.commands.configured_model import Mapped, build_model, find_weights, model_config
 from torchround.commands.export_hf import checkpoint_weights
 from torchround.commands.generation_files import GENERATION_FILE, turn_end_id
+from torchround.commands.released_folder import open_weights
 from torchround.config import ConfigError, Options, parse_command_line, show
 from torchround.config.load import apply_override, parse_overrides
 from torchround.config.validate import RawConfig, validate
@@ -26,7 +27,7 @@ from torchround.hf import HFError, PretrainedWeights
 from torchround.hf.pretrained import ADAPTER_CONFIG_FILE, read_plain
 from torchround.hf.tensor_folder import StoredTensor, TensorFiles
 from torchround.layer import LayeredModel
-from torchround.models import FAMILIES, TransformerConfig, adapter_names
+from torchround.models import FAMILIES, KnownShape, adapter_names
 from torchround.pipeline.memory import size_text
 from torchround.run.numbers import DTYPES
 from torchround.run.run_folder import CONFIG_FILE
@@ -70,7 +71,7 @@ class TriedModel:
     name: str
     options: Options
     model: LayeredModel
-    shape: TransformerConfig
+    shape: KnownShape
     tokenizer: Tokenizer
     weights: CheckpointWeights | PretrainedWeights
     mapped: Mapped = field(default_factory=dict)
@@ -102,11 +103,10 @@ def model_of_run(folder: Path, step: int | None, overrides: Sequence[str]) -> Tr
         raise HFError(f"{path}: {', '.join(unknown[:5])} is not part of the model that {file} describes")
     mapped: Mapped = {}
     if missing := sorted(shapes.keys() - weights.stored.keys()):
-        names, redundant = family.hf_names(shape), family.hf_redundant(shape)
         base = options.config.model.hf_path
-        if base is None or not set(missing) <= names.keys():
+        if base is None or not set(missing) <= family.module_names(shape).keys():
             raise HFError(f"{path}: {', '.join(missing[:5])} of the model that {file} describes is not in it")
-        weights.base = PretrainedWeights(base, names, shapes, redundant)
+        weights.base = open_weights(Path(base).expanduser(), family, shape, shapes)
         weights.base.restrict(missing)
         mapped = weights.base.map_tensors(missing, DTYPES[options.config.training.dtype])
     name = f"{options.config.model.family}, {folder} after step {number}"
@@ -125,7 +125,7 @@ def model_of_folder(folder: Path, overrides: Sequence[str]) -> TriedModel:
     family, shape = model_config(options, tokenizer.vocab_size)
     weights, _ = find_weights(options, model)
     assert weights is not None, "a folder has weights"
-    in_base = model.stored_shapes().keys() - adapter_names(model, family.hf_names(shape)).keys()
+    in_base = model.stored_shapes().keys() - adapter_names(model, family.module_names(shape)).keys()
     mapped = weights.map_tensors(sorted(in_base), DTYPES[options.config.training.dtype])
     name = f"{options.config.model.family}, {folder}"
     _freeze(model)

@@ -11,22 +11,14 @@ whose layers are of two versions.
 
 import math
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from torchround.config import OptimizerTable
-from torchround.engine.board import Board
 from torchround.engine.errors import PipelineError
-from torchround.engine.exchange.step_exchange import StepExchange
-from torchround.engine.optimizer_worker import OptimizerWorker, update_threads
-from torchround.engine.ordering import Ordering
+from torchround.engine.optimizer_worker import OptimizerWorker
 from torchround.engine.passes import TRAINING_PASS, Pass
-from torchround.engine.settings import EngineSettings
-from torchround.engine.store.bundles import BOUNDED, Bundle
-from torchround.engine.store.host_memory import HostPool
-from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.bundles import Bundle
 from torchround.engine.update_report import LEARNING_RATE
 from torchround.optim.kernel import UpdateDtypes
 
@@ -39,13 +31,15 @@ class BoundedOptimizerWorker(OptimizerWorker):
     def _run_step(self, step: int) -> None:
         """Take and apply a step's gradient, bundle by bundle as it lands."""
         pass_ = self._board.wait(TRAINING_PASS(step))
+        share = pass_.share
+        assert share is not None, f"step {step} was dispatched without a share"
         self._write_lagging(step)
-        self._squares.clear()
+        self._begin_sums()
         overcome: PipelineError | None = None
         lr, fault = 0.0, "not decided"
         left_out: list[Bundle] = []
-        for bundle, parts in self._landed.landing_order(step):
-            is_whole = self._landed.are_last(bundle, step, parts)
+        for bundle, parts in self._landed.landing_order(share):
+            is_whole = self._landed.are_last(bundle, share, parts)
             if is_whole and not self._squares:
                 lr, fault = self._decide(pass_)
             self._add_landed(bundle, step, parts, is_whole)
@@ -59,7 +53,7 @@ class BoundedOptimizerWorker(OptimizerWorker):
                 overcome = overcome or failure
         norm, skipped = math.sqrt(math.fsum(self._squares.values())), bool(fault)
         if not skipped and not left_out:
-            self._store.spikes.record(self._mean_loss(), norm)
+            self._store.spikes.record(self._loss, norm)
         self._store.loss_scaling.record(step, overflowed=False)  # which does not scale, but counts the steps
         names = () if skipped else tuple(", ".join(self._location_of(bundle).layers) for bundle in left_out)
         if names:
@@ -95,8 +89,8 @@ class BoundedOptimizerWorker(OptimizerWorker):
     def _decide(self, pass_: Pass) -> tuple[float, str]:
         """Return the step's learning rate, and why the step is skipped as a whole, or ""."""
         # Every loss is sent before the last round's first gradient is complete.
-        self._read_losses(pass_)
-        loss, lr = self._mean_loss(), self._board.wait(LEARNING_RATE(pass_.step))
+        self._add_losses(self._read_losses(pass_), pass_)
+        loss, lr = self._loss, self._board.wait(LEARNING_RATE(pass_.step))
         # The gradient's norm is not known yet: only the loss can be a spike.
         spike = self._store.spikes.spike(loss, -math.inf)
         fault = str(spike or "") if math.isfinite(loss) else "the loss is not finite"
@@ -147,31 +141,3 @@ class BoundedOptimizerWorker(OptimizerWorker):
         self._ordering.gradient_consumed(bundle.index, step)
         if not self._store.lags(bundle):
             self._ordering.updated(bundle.index, step)
-
-
-def make_optimizer_worker(
-    store: HostStore,
-    board: Board,
-    ordering: Ordering,
-    pool: HostPool,
-    on_failure: Callable[[PipelineError], None],
-    optimizer: OptimizerTable,
-    settings: EngineSettings,
-    num_devices: int,
-    exchange: StepExchange,
-) -> OptimizerWorker:
-    """Return the optimizer worker of the store's policy, for an engine with these settings."""
-    worker_class = BoundedOptimizerWorker if store.policy is BOUNDED else OptimizerWorker
-    return worker_class(
-        store,
-        board,
-        ordering,
-        pool,
-        optimizer,
-        settings.max_norm,
-        settings.clip,
-        on_failure,
-        num_threads=update_threads(num_devices),
-        compiles=settings.compile_update,
-        exchange=exchange,
-    )

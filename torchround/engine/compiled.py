@@ -29,8 +29,8 @@ from torchround.accelerators import kind_of
 from torchround.engine.board import Board
 from torchround.engine.compiled_shape import CompiledShape
 from torchround.engine.worker.compute import LayerCall
-from torchround.engine.worker.slots import as_hidden, as_tuple
-from torchround.layer import Hidden, LayeredModel, MicroBatch, runs_fused
+from torchround.engine.worker.structure import FLAT, SINGLE, as_hidden, as_tuple, flatten
+from torchround.layer import Batch, Hidden, LayeredModel, MicroBatch, runs_fused
 from torchround.optim.kernel import cxx_compiler
 
 logger = logging.getLogger(__name__)
@@ -74,11 +74,15 @@ class LayerCompiler:
         device = parameters[0].device.type if parameters else None
         if device is not None and (runs_fused(layer, device) or not self._compiles_for(device, board)):
             return layer
+        if next(layer.buffers(), None) is not None:
+            return layer  # compiled code takes parameters, which differ from layer to layer, and nothing else
 
-        def call(hidden: Hidden | None, micro_batch: MicroBatch) -> Hidden:
-            output = kind.run(parameters, hidden, micro_batch, board)
-            if output is not None:
-                return output
+        def call(hidden: Hidden | None, micro_batch: Batch) -> Hidden:
+            if _is_compilable(hidden, micro_batch):
+                assert isinstance(micro_batch, MicroBatch), "checked in the line above"
+                output = kind.run(parameters, hidden, micro_batch, board)
+                if output is not None:
+                    return output
             # A layer that cannot be compiled keeps nothing, and what a compiled run of it kept is of no use.
             keeping.whole_replay()
             with keeping.suspended():
@@ -225,6 +229,13 @@ class LayerKind:
             reason[:300],
             COST,
         )
+
+
+def _is_compilable(hidden: Hidden | None, batch: Batch) -> bool:
+    """Tell whether compiled code takes this call: a training or scoring one of a model of ours."""
+    if not isinstance(batch, MicroBatch) or batch.wants != "loss" or batch.cache is not None:
+        return False
+    return hidden is None or flatten(hidden)[1] in (SINGLE, FLAT)
 
 
 def _setting(is_required: bool) -> str:

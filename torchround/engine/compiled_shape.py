@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchround import keeping
-from torchround.engine.worker.slots import as_hidden, as_tuple
+from torchround.engine.worker.structure import as_hidden, as_tuple
 from torchround.layer import KEEPABLE, Hidden, MicroBatch
 
 

@@ -15,49 +15,44 @@ from typing import Any, TypeVar
 
 from torchround.config import OptimizerTable
 from torchround.engine.board import Board, HandOverKey, Observer
-from torchround.engine.bounded_updates import make_optimizer_worker
 from torchround.engine.device import Device, Event
 from torchround.engine.errors import EngineError, EngineUsageError, FaultLocation, PipelineError, Stopped
 from torchround.engine.exchange.group_exchange import make_exchange
 from torchround.engine.kept_layers import KeptLayers
 from torchround.engine.lifecycle import Lifecycle
+from torchround.engine.optimizer_workers import make_optimizer_worker
 from torchround.engine.ordering import SETTLED, Ordering
-from torchround.engine.pass_data import check_micro_batches, host_micro_batches
+from torchround.engine.pass_maker import PassMaker
 from torchround.engine.passes import (
     FIRST_SIZES,
     STAGE_JOB,
     TRAINING_PASS,
     BufferReservation,
     Pass,
-    PassShape,
     StageJob,
-    backward_inputs,
-    forward_inputs,
     part_numbers,
     share_tasks,
     uploads,
 )
+from torchround.engine.passes_under_way import PassesUnderWay
 from torchround.engine.results import StepResult
 from torchround.engine.saver import SAVE, PendingSave, SaveSource, saver_thread
 from torchround.engine.settings import EngineSettings
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.update_report import LEARNING_RATE, UPDATED
+from torchround.engine.update_report import LEARNING_RATE, NEXT_CALL, UPDATED
 from torchround.engine.watch.watchdog import QueueWatch, Watchdog
 from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.device_worker import DeviceWorker, WorkerSetup, make_workers
 from torchround.engine.worker.link_turns import LinkTurns
-from torchround.layer import LayeredModel, MicroBatch
+from torchround.layer import Batch, LayeredModel
 from torchround.machines.group import MachineGroup
 from torchround.pipeline.machine_shares import StepShare
 from torchround.pipeline.partition import Partition, StageTask, evaluation_tasks
 from torchround.pipeline.shared_links import LinkWindows
 
 T = TypeVar("T")
-
-# The next step is dispatched while one runs; more would only hold more boundary activations.
-MOST_PASSES_UNDER_WAY = 2
 
 
 class Engine:
@@ -79,12 +74,8 @@ class Engine:
         observer: Observer | None = None,
         machines: MachineGroup | None = None,
     ) -> None:
-        if partition.num_layers != len(model.layers):
-            raise EngineUsageError(
-                f"the partition covers {partition.num_layers} layers, the model has {len(model.layers)}"
-            )
         self.settings = settings or EngineSettings()
-        self.settings.check(store, partition)
+        self.settings.check(model, store, partition)
         store.set_stale_layers(self.settings.stale_layers)
         self.store = store
         self.partition = partition
@@ -93,22 +84,26 @@ class Engine:
         self._ordering = Ordering(self._board, store.policy.versions)
         self.pool = HostPool(any(device.pins_host_memory for device in devices), self._board.observer)
         self._life = Lifecycle(self._board, self.pool, self.devices, self._settle)
-        self._next_slot = self._next_pass = self._next_save = 0
+        self._next_slot = self._next_save = 0
         self._windows = LinkWindows(len(self.devices))
         self._step = store.step
-        self._awaiting_step = False
-        self._results: list[StepResult] = []
+        self._calls = self._rounds = 0  # of the step that waits for its `step()`
         self._saves: list[PendingSave[Any]] = []
         # The rounds decide which gradients add up on the host, and so which pool buffers they need.
-        store.allocate_gradients(self.settings.rounds)
+        store.allocate_gradients(self.settings.rounds, self.settings.accumulates)
         parts = (store, self._board, self._ordering, self.pool, self._life.fail)
         self._exchange = make_exchange(*parts, machines, self.settings.compress_weights)
+        under_way = (store, self._board, self._ordering, self._exchange)
+        self._passes = PassesUnderWay(*under_way, self._wait, self._wait_for_event)
         kind = self.devices[0].torch_device.type
         compiles = self.settings.compiler is not None
         kept = KeptLayers(model, self.settings.kept, store.dtype.itemsize, kind, compiles)
+        for_gradients = self._exchange.landings.needed()
         self._reservation = BufferReservation(
-            model, store, self.pool, self.devices, kept, self._exchange.landings.needed()
+            model, store, self.pool, self.devices, kept, for_gradients, self.settings.accumulates
         )
+        of_passes = (self._board, self.pool, self._reservation, self._synchronize)
+        self._maker = PassMaker(store, partition, *of_passes)
         # Before any thread starts, so that the first wait for each rule finds the store as it is.
         lagging = [bundle.index for bundle in store.trained if store.lags(bundle)]
         self._ordering.begin([bundle.index for bundle in store.trained], self._step, lagging)
@@ -134,55 +129,65 @@ class Engine:
 
     def forward_backward(
         self,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[Batch],
         share: StepShare | None = None,
         num_labels: int | None = None,
     ) -> StepResult:
         """Dispatch one training step: loss and gradients of all micro-batches.
 
-        The loss is divided by the number of non-ignored labels of the whole step. Returns once the tasks are
-        handed out; at most two steps are under way at a time. `step` must follow before the next one.
+        The loss is divided by `num_labels`, by default the number of non-ignored labels of the whole step. Returns
+        once the tasks are handed out; at most two passes are under way at a time. `step` must follow before the next
+        one, unless the engine `accumulates`: then each call until `step` adds its gradient to that of the step.
 
         On several machines, all call this with their own `share` of the step (`step_share`), the micro-batches that
         it names, which may be none, and `num_labels` of the whole step.
         """
         with self._life.call():
-            if self._awaiting_step:
+            if self._calls and not self.settings.accumulates:
                 raise EngineUsageError("forward_backward() was called twice without step() between")
-            self._limit_passes_under_way()
-            share = self._exchange.share(share, len(micro_batches), self.settings.rounds)
+            self._passes.make_room(self._step)
+            share = self._exchange.share(share, len(micro_batches), self.settings.rounds).after(self._rounds)
             tasks = share_tasks(share, self.partition, len(self.devices), self._next_slot)
-            pass_ = self._begin_pass(micro_batches, tasks, share, num_labels)
-            # Before dispatch: the optimizer must know how many parts to expect when the first one lands.
-            for bundle in self.store.trained:
-                parts = share.total_rounds * len(bundle.layers)
-                self._ordering.expect_gradient(bundle.index, self._step, parts)
+            pass_ = self._make_pass(micro_batches, tasks, share=share, num_labels=num_labels)
             self._dispatch(pass_, tasks)
             # After the jobs: devices are not to wait, and the optimizer has nothing to do
             # before the first part lands.
-            self._board.post(TRAINING_PASS(self._step), pass_)
+            if self._calls:
+                self._board.post(NEXT_CALL(self._step, self._calls), pass_)
+            else:
+                self._board.post(TRAINING_PASS(self._step), pass_)
             self._exchange.begin(self._step, share)
-            self._awaiting_step = True
+            self._calls, self._rounds = self._calls + 1, share.total_rounds
             return self._track(pass_, tasks)
 
     def step(self, lr: float) -> None:
         """Hand the update with the last `forward_backward`'s gradients to the optimizer worker. Does not wait."""
         with self._life.call():
-            if not self._awaiting_step:
+            if not self._calls:
                 raise EngineUsageError("step() needs a forward_backward() before it")
             self._board.post(LEARNING_RATE(self._step), lr)
+            if self.settings.accumulates:
+                self._board.post(NEXT_CALL(self._step, self._calls), None)
             self._step += 1
-            self._awaiting_step = False
+            self._calls = self._rounds = 0
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+    def evaluate(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Dispatch a forward-only pass with the device weights as they are (`true_device_weights`). Does not wait."""
+        return self._run_forward(micro_batches, gives_outputs=False)
+
+    def forward(self, batches: Sequence[Batch]) -> StepResult:
+        """Dispatch a pass as `evaluate` whose last layer may return any value: `StepResult.outputs`."""
+        return self._run_forward(batches, gives_outputs=True)
+
+    def _run_forward(self, batches: Sequence[Batch], gives_outputs: bool) -> StepResult:
         with self._life.call():
-            if self._awaiting_step:
-                raise EngineUsageError("evaluate() was called between forward_backward() and step()")
-            self._limit_passes_under_way()
-            count = max(len(micro_batches), 1)
+            if self._calls:
+                call = "forward" if gives_outputs else "evaluate"
+                raise EngineUsageError(f"{call}() was called between forward_backward() and step()")
+            self._passes.make_room(self._step)
+            count = max(len(batches), 1)
             tasks = evaluation_tasks(self.partition, count, len(self.devices), self._next_slot)
-            pass_ = self._begin_pass(micro_batches, tasks)
+            pass_ = self._make_pass(batches, tasks, gives_outputs=gives_outputs)
             self._dispatch(pass_, tasks)
             return self._track(pass_, tasks)
 
@@ -194,7 +199,7 @@ class Engine:
         must call that before the engine ends.
         """
         with self._life.call():
-            if self._awaiting_step:
+            if self._calls:
                 raise EngineUsageError("save() was called between forward_backward() and step()")
             index, self._next_save = self._next_save, self._next_save + 1
             self._ordering.expect_save([bundle.index for bundle in self.store.owned], self._step, index)
@@ -207,11 +212,10 @@ class Engine:
     def drain(self) -> None:
         """Wait until every dispatched step is done and its update is in the host store."""
         with self._life.call():
-            for result in self._results:
-                result.wait()
+            self._passes.wait()
             # If the store is at the last step already, `UPDATED` may be forgotten, or may never have been
             # posted. A step without its `step()` may have begun to write device weights that lag (`bounded`).
-            if self.store.step < self._step or not (self.store.is_consistent or self._awaiting_step):
+            if self.store.step < self._step or not (self.store.is_consistent or self._calls):
                 self._watchdog.wait(UPDATED(self._step - 1))
             self._exchange.drain(self._step, self._watchdog.wait)
 
@@ -223,7 +227,7 @@ class Engine:
         """
         self.drain()
         with self._life.call():
-            if self._awaiting_step:
+            if self._calls:
                 raise EngineUsageError(
                     "true_device_weights() was called between forward_backward() and step()"
                 )
@@ -269,47 +273,8 @@ class Engine:
 
     # Dispatch.
 
-    def _begin_pass(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        tasks: list[StageTask],
-        share: StepShare | None = None,
-        num_labels: int | None = None,
-    ) -> Pass:
-        """Reserve a pass's buffers and copy its integers to the host pool. A training step has a `share`."""
-        problem = check_micro_batches(micro_batches) if tasks else None
-        if problem is not None:
-            raise EngineUsageError(problem)
-        training = share is not None
-        if num_labels is None:
-            num_labels = sum(micro_batch.num_labels() for micro_batch in micro_batches)
-        version = self.store.policy.version_read(self._step) if training else self._step
-        oldest = self.store.oldest_version_read(self._step, training)
-        shape = PassShape.of(tasks, micro_batches, training, self._step, oldest)
-        sizes = self._reservation.reserve_for(shape, self._results[-1].pass_.shape if self._results else None)
-        loss_scale = self.store.loss_scaling.scale_of(self._step) if training else 1.0
-        restarts = backward_inputs(self.partition, self.store.stale_layers) if training else frozenset()
-        pass_ = Pass(
-            index=self._next_pass,
-            training=training,
-            step=self._step,
-            version=version,
-            loss_factor=loss_scale / max(num_labels, 1),
-            num_labels=num_labels,
-            micro_batches=host_micro_batches(
-                micro_batches, tasks, self.pool, self._board.observer, self._synchronize
-            ),
-            forward_inputs=forward_inputs(self.partition),
-            backward_inputs=restarts,
-            shape=shape,
-            sizes=sizes,
-            share=share,
-            stale_layers=self.store.stale_layers,
-        )
-        if tasks and not self._board.ready(FIRST_SIZES(0)):
-            self._board.post(FIRST_SIZES(0), (sizes,))
-        self._next_pass += 1
-        return pass_
+    def _make_pass(self, batches: Sequence[Batch], tasks: list[StageTask], **facts: Any) -> Pass:
+        return self._maker.make(batches, tasks, self._step, self._passes.last_shape, **facts)
 
     def _dispatch(self, pass_: Pass, tasks: list[StageTask]) -> None:
         # All uploads are announced before the first job: an update must not overwrite a
@@ -324,26 +289,11 @@ class Engine:
 
     def _track(self, pass_: Pass, tasks: list[StageTask]) -> StepResult:
         result = StepResult(pass_, tasks, self.pool, self._wait_in_call)
-        self._results.append(result)
+        self._passes.add(result)
         return result
 
-    def _limit_passes_under_way(self) -> None:
-        """Wait for the pass before the last, and forget hand-overs that no thread will ask for again."""
-        while len(self._results) >= MOST_PASSES_UNDER_WAY:
-            self._collect(self._results.pop(0))
-        if self._results:
-            # All passes before this one are collected, updates included.
-            self._results[0].forget_before(self._board, self._ordering)
-
-    def _collect(self, result: StepResult) -> None:
-        """Wait for a pass, so that the engine may forget it."""
-        result.collect()
-        self._exchange.collected(result.pass_, self._watchdog.wait)
-        # Rule 1 would remember an evaluation's uploads until the next update, and there may be none for long.
-        if not result.pass_.training:
-            self._ordering.finish_uploads(
-                uploads(self.store, result.pass_, result.tasks), self._wait_for_event
-            )
+    def _wait(self, key: HandOverKey[T]) -> T:
+        return self._watchdog.wait(key)
 
     def _wait_for_event(self, key: HandOverKey[Event]) -> None:
         self._synchronize(self._watchdog.wait(key))
@@ -371,10 +321,9 @@ class Engine:
 
     def _settle(self) -> None:
         """Leave behind what outlives the threads, which have ended: results, and a whole store."""
-        for result in self._results:
-            result.keep()
+        self._passes.keep()
         # A step that never got its `step()` may have written some stale layers. With a fault, more may be mixed.
-        if self._awaiting_step and self.store.step == self._step and self._life.failure is None:
+        if self._calls and self.store.step == self._step and self._life.failure is None:
             self.store.write_newest_device_weights()
 
     def _wait_in_call(self, key: HandOverKey[T]) -> T:

@@ -10,6 +10,7 @@ from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostBuffer
 from torchround.engine.store.host_store import HostStore
 from torchround.optim import clip_scale, layer_max_norm, sum_of_squares
+from torchround.pipeline.machine_shares import StepShare
 
 
 class LandedGradients:
@@ -29,23 +30,21 @@ class LandedGradients:
         """Wait until these parts have landed. Returns the buffers that hold them, None for the bundle's own gradient."""
         return [self._ordering.before_gradient_read(bundle.index, step, part) for part in parts]
 
-    def are_last(self, bundle: Bundle, step: int, parts: range) -> bool:
-        """Tell whether the gradient is whole with these parts."""
-        return parts.stop == self._ordering.num_parts(bundle.index, step)
+    def are_last(self, bundle: Bundle, share: StepShare, parts: range) -> bool:
+        """Tell whether these parts are the last of all that are dispatched."""
+        return parts.stop == share.total_rounds * len(bundle.layers)
 
     def add(self, bundle: Bundle, step: int, parts: range, landings: list[HostBuffer | None]) -> None:
         """Add landed parts to the bundle's gradient, unless it has landed there as a whole."""
         if bundle.adds_up:
             self._add_up(bundle, step, parts, landings)
 
-    def landing_order(self, step: int) -> Iterator[tuple[Bundle, range]]:
+    def landing_order(self, share: StepShare) -> Iterator[tuple[Bundle, range]]:
         """Yield bundles with the parts of their gradient that one round makes, in the order in which they land.
 
         Rounds land one after the other, and the deepest layers of each round first.
         """
-        first = self._store.trained[0]
-        rounds = self._ordering.num_parts(first.index, step) // len(first.layers)
-        for round_index in range(rounds):
+        for round_index in share.rounds:
             for bundle in reversed(self._store.trained):
                 uses = len(bundle.layers)
                 yield bundle, range(round_index * uses, (round_index + 1) * uses)

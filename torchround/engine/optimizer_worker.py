@@ -7,12 +7,10 @@ reported, so that the host store holds a whole number of updates.
 
 import itertools
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from torchround.config import OptimizerTable
@@ -28,7 +26,13 @@ from torchround.engine.store.bundles import Bundle
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.store.host_store import HostStore
 from torchround.engine.store.prediction import Prediction
-from torchround.engine.update_report import LEARNING_RATE, UPDATED, BundleUpdate, UpdateReport
+from torchround.engine.update_report import (
+    LEARNING_RATE,
+    UPDATED,
+    BundleUpdate,
+    UpdateReport,
+    further_calls,
+)
 from torchround.engine.worker.activation_transfers import LOSS
 from torchround.optim import UpdateProgress, adamw_update_
 from torchround.optim.adamw import UpdateKernel
@@ -38,7 +42,7 @@ from torchround.optim.kernel import UpdateDtypes, get_kernels
 class OptimizerWorker:
     """The thread that updates the host store, step by step: gradients of `TRAINING_PASS`, then `LEARNING_RATE`.
 
-    `moves` grows with each bundle that an update comes to. A stop leaves a consistent store as it is.
+    If it `accumulates`, the passes of `NEXT_CALL` belong to the step too. `moves` grows with each bundle that an update comes to. A stop leaves a consistent store as it is.
     """
 
     _why_mixed = "a second try failed too"
@@ -55,6 +59,7 @@ class OptimizerWorker:
         on_failure: Callable[[PipelineError], None],
         num_threads: int,
         compiles: bool,
+        accumulates: bool,
         exchange: StepExchange,
     ) -> None:
         self._store = store
@@ -69,11 +74,12 @@ class OptimizerWorker:
         self._num_threads = num_threads
         self.moves = 0
         self._compiles = compiles
+        self._accumulates = accumulates
         self._first_step = store.step
         self._kernels: Mapping[UpdateDtypes, UpdateKernel] = {}
         self._squares: dict[int, float] = {}
         self._losses: list[float] = []
-        self._num_labels = 0
+        self._loss = 0.0
         self._busy_s = 0.0
         self._waited_for_save_s = 0.0
         self._bundle_updates: list[BundleUpdate] = []
@@ -102,7 +108,13 @@ class OptimizerWorker:
 
     def _run_step(self, step: int) -> None:
         """Take a step's gradient as it lands, and apply it once it is whole."""
-        self._collect(self._board.wait(TRAINING_PASS(step)))
+        pass_ = self._board.wait(TRAINING_PASS(step))
+        self._begin_sums()
+        self._collect(pass_)
+        if self._accumulates:
+            for further in further_calls(self._board, pass_):
+                self._collect(further)
+            self._measure()
         self._update(step, self._board.wait(LEARNING_RATE(step)))
 
     def _dtypes(self) -> set[UpdateDtypes]:
@@ -119,11 +131,15 @@ class OptimizerWorker:
 
     # Gradients.
 
-    def _collect(self, pass_: Pass) -> None:
-        """Add up a step's gradient and its norm as parts land, then read the losses."""
-        step = pass_.step
+    def _begin_sums(self) -> None:
         self._squares = {}  # other machines' figures of the step before are among them
-        for bundle, parts in self._landed.landing_order(step):
+        self._losses, self._loss = [], 0.0
+
+    def _collect(self, pass_: Pass) -> None:
+        """Add up a call's gradient as parts land, and the norm unless more calls may follow, then read the losses."""
+        step, share = pass_.step, pass_.share
+        assert share is not None, f"step {step} was dispatched without a share"
+        for bundle, parts in self._landed.landing_order(share):
             # Otherwise a stop would be noticed only after all gradients that had landed before it.
             self._board.raise_if_stopped()
             self._location = self._location_of(bundle)
@@ -131,20 +147,34 @@ class OptimizerWorker:
             start, waited_s = time.perf_counter(), self._landed.waited_s
             self._landed.add(bundle, step, parts, landings)
             # The norm needs the whole sum, so it comes with the last round.
-            if self._landed.are_last(bundle, step, parts):
+            if not self._accumulates and self._landed.are_last(bundle, share, parts):
                 self._squares[bundle.index] = self._landed.norm_squared(bundle)
             self._busy_s += time.perf_counter() - start - (self._landed.waited_s - waited_s)
         # Losses last: devices that wait until a part of a gradient is consumed cannot send the later ones.
-        self._read_losses(pass_)
-        sums = self._exchange.agree(pass_, StepSums(self._losses, self._squares))
-        self._losses, self._squares = list(sums.losses), dict(sums.squares)
+        losses = self._read_losses(pass_)
+        sums = self._exchange.agree(pass_, StepSums(losses, self._squares))
+        self._squares = dict(sums.squares)
+        self._add_losses(sums.losses, pass_)
 
-    def _read_losses(self, pass_: Pass) -> None:
-        self._losses = [
+    def _measure(self) -> None:
+        """Compute the norm of the sum of several calls."""
+        start_s = time.perf_counter()
+        for bundle in reversed(self._store.owned):
+            self._board.raise_if_stopped()
+            self._location = self._location_of(bundle)
+            self._squares[bundle.index] = self._landed.norm_squared(bundle)
+        self._busy_s += time.perf_counter() - start_s
+
+    def _read_losses(self, pass_: Pass) -> list[float]:
+        return [
             read_loss(self._board.wait(LOSS(pass_.index, m)), self._pool)
             for m in range(len(pass_.micro_batches))
         ]
-        self._num_labels = pass_.num_labels
+
+    def _add_losses(self, losses: Sequence[float], pass_: Pass) -> None:
+        """Add a call's loss to the step's: the gradient is that of the sum of all calls' losses."""
+        self._losses += losses
+        self._loss += sum(losses) / max(pass_.num_labels, 1)
 
     # Updates.
 
@@ -153,7 +183,7 @@ class OptimizerWorker:
         start = time.perf_counter()
         loss_scale = self._store.loss_scaling.scale_of(step)
         norm = math.sqrt(math.fsum(self._squares.values())) / loss_scale
-        loss = self._mean_loss()
+        loss = self._loss
         fault, overflowed = self._fault(loss, norm, loss_scale), not math.isfinite(norm)
         skipped = overflowed or bool(fault)
         self._begin_update()
@@ -166,9 +196,6 @@ class OptimizerWorker:
         self._store.loss_scaling.record(step, overflowed)
         self._busy_s += time.perf_counter() - start - self._waited_for_save_s
         self._finish_step(step, overcome, norm, skipped, fault, loss_scale)
-
-    def _mean_loss(self) -> float:
-        return sum(self._losses) / max(self._num_labels, 1)
 
     def _finish_step(
         self,
@@ -199,7 +226,7 @@ class OptimizerWorker:
             not_finite,
             self._waited_for_save_s,
             left_out,
-            self._mean_loss(),
+            self._loss,
             self._landed.waited_s,
             *self._exchange.take_bytes(),
         )
@@ -365,14 +392,3 @@ class OptimizerWorker:
         failure = PipelineError(self._location, problem, leaves_whole)
         failure.__cause__ = error
         return failure
-
-
-def update_threads(num_devices: int) -> int:
-    """Return the number of threads for the optimizer's operations.
-
-    Leaves a core for each device's thread, but keeps at least half of the cores, and never takes more threads
-    than PyTorch has (`engine.cpu_threads`). Kernel launches that wait for a core cost a device far more than
-    the update loses by one core, because memory bandwidth bounds the update.
-    """
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(torch.get_num_threads(), max(available - num_devices, available // 2)))

@@ -24,6 +24,8 @@ weights that changed.)
 | `FIRST_SIZES` | `passes.py` | 0 | `StagingSizes` of the first pass | C | D |
 | `STAGE_JOB` | `passes.py` | slot | `StageJob` | C | D |
 | `TRAINING_PASS` | `passes.py` | step | `Pass`, whose gradients O adds up | C | O |
+| `NEXT_CALL` | `update_report.py` | step, call | another `Pass` of the step, or None at its end | C | O |
+| `CALL_ADDED` | `update_report.py` | pass | nothing: its gradients and losses are in the sums | O | C |
 | `BOUNDARY` | `worker/activation_transfers.py` | pass, layer, micro-batch | `HostTensors`: input of a stage | D | D |
 | `BOUNDARY_GRADIENT` | `worker/activation_transfers.py` | pass, layer, micro-batch | `HostTensors`: its gradient | D | D |
 | `KEPT` | `worker/kept_transfers.py` | pass, layer, micro-batch | `HostTensors` that the layer keeps, or None | D | D |
@@ -96,7 +98,6 @@ class Ordering:
         self._uses: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._finished: set[tuple[int, int]] = set()
         self._uses_lock = threading.Lock()
-        self._num_parts: dict[tuple[int, int], int] = {}
         self._saves: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._sendings: dict[tuple[int, int], Sequence[int]] = {}
         self._overlapped: Mapping[int, Sequence[tuple[int, int]]] = {}
@@ -196,16 +197,8 @@ class Ordering:
         """Post that version `step + 1` of the device weights is complete."""
         self._board.signal(WEIGHTS(step + 1, bundle))
 
-    # Rules 3 and 4. A step's gradient arrives in parts: one for each round and
+    # Rules 3 and 4. A step's gradient arrives in parts: one for each round, of all calls of the step, and
     # each layer that uses the bundle.
-
-    def expect_gradient(self, bundle: int, step: int, num_parts: int) -> None:
-        """Announce how many downloads make up a step's gradient. The controller calls this before dispatch."""
-        self._num_parts[step, bundle] = num_parts
-
-    def num_parts(self, bundle: int, step: int) -> int:
-        """Return how many downloads make up a step's gradient."""
-        return self._num_parts[step, bundle]
 
     def before_gradient_read(self, bundle: int, step: int, part: int) -> HostBuffer | None:
         """Rule 3: wait until the download of this part has finished. Returns the buffer given to `gradient_landed`."""
@@ -242,7 +235,6 @@ class Ordering:
 
     def gradient_consumed(self, bundle: int, step: int) -> None:
         """Post that the optimizer will not read step `step`'s gradient again."""
-        self._num_parts.pop((step, bundle), None)
         self._board.signal(GRADIENT_CONSUMED(step, bundle))
 
     # Rule 8.

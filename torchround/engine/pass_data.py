@@ -1,47 +1,46 @@
-"""The data of a pass on the host: its micro-batches, checked and copied to the pool, and its losses."""
+"""The data of a pass on the host: its micro-batches, checked and copied to the pool, and its losses or outputs."""
 
 from collections.abc import Callable, Sequence
-
-import torch
 
 from torchround.engine.board import Observer
 from torchround.engine.device import Event, PastEvent
 from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.activation_transfers import HostTensors
 from torchround.engine.worker.slots import Packing, fill
-from torchround.layer import MicroBatch
+from torchround.engine.worker.structure import FLAT, unflatten
+from torchround.layer import Batch, Hidden, MicroBatch
 from torchround.pipeline.partition import StageTask
 
 
 def host_micro_batch(
-    micro_batch: MicroBatch,
+    micro_batch: Batch,
     pool: HostPool,
     observer: Observer,
     readers: int,
     synchronize: Callable[[Event], None],
 ) -> HostTensors:
-    """Copy a micro-batch's integers into one pool buffer, for `readers` devices to upload.
+    """Copy a micro-batch's tensors into one pool buffer, for `readers` devices to upload.
 
     `synchronize` waits for the device events after which the buffer may be written.
     """
     tensors = micro_batch.tensors()
-    packing = Packing.of(tensors)
+    packing = Packing.laid_out(tensors, FLAT)
     buffer = pool.take(packing.nbytes)
     for event in buffer.busy:
         synchronize(event)
     observer.touched(reads=(), writes=[buffer.memory])
     fill(packing.views(buffer.memory), tensors)
-    return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.facts())
+    return HostTensors(buffer, packing, PastEvent(), readers, micro_batch.rebuild())
 
 
 def host_micro_batches(
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Sequence[Batch],
     tasks: Sequence[StageTask],
     pool: HostPool,
     observer: Observer,
     synchronize: Callable[[Event], None],
 ) -> tuple[HostTensors, ...]:
-    """Copy the integers of a pass's micro-batches to the pool, each for the devices that work on it in `tasks`."""
+    """Copy the tensors of a pass's micro-batches to the pool, each for the devices that work on it in `tasks`."""
     # Each of these devices uploads them; the last one gives the host buffer back.
     readers: dict[int, set[int]] = {}
     for task in tasks:
@@ -62,20 +61,24 @@ def read_loss(boundary: HostTensors, pool: HostPool) -> float:
     return value
 
 
-def check_micro_batches(micro_batches: Sequence[MicroBatch]) -> str | None:
+def read_output(boundary: HostTensors, pool: HostPool) -> Hidden:
+    """Return a copy of a micro-batch's output, as its only reader. Waits until it has landed."""
+    boundary.landed.synchronize()
+    packing = boundary.packing
+    copies = [view.clone() for view in packing.views(boundary.memory)]
+    boundary.reader_ends(PastEvent(), pool)
+    return unflatten(copies, packing.structure)
+
+
+def check_micro_batches(micro_batches: Sequence[Batch]) -> str | None:
     """Return what is wrong with the micro-batches of a pass, or None."""
     if not micro_batches:
         return "a pass needs at least one micro-batch"
     for index, micro_batch in enumerate(micro_batches):
-        for name, tensor in zip(
-            ("tokens", "labels", "positions", "document_ids"), micro_batch.tensors(), strict=True
-        ):
-            if tensor.dtype != torch.int64 or tensor.dim() != 2 or tensor.shape != micro_batch.tokens.shape:
-                return (
-                    f"micro-batch {index}: {name} is {tensor.dtype} {tuple(tensor.shape)}; "
-                    f"expected int64 [B, T] like tokens {tuple(micro_batch.tokens.shape)}"
-                )
-    bounds = {micro_batch.max_documents for micro_batch in micro_batches}
+        problem = micro_batch.problem()
+        if problem is not None:
+            return f"micro-batch {index}: {problem}"
+    bounds = {part.max_documents for part in micro_batches if isinstance(part, MicroBatch)}
     if len(bounds) > 1:
         return (
             "all micro-batches of a pass must have the same max_documents, "

@@ -20,7 +20,8 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import HostTensors, StagingSizes
 from torchround.engine.worker.bundle_transfers import upload_use
 from torchround.engine.worker.slots import Packing, aligned
-from torchround.layer import LayeredModel, MicroBatch
+from torchround.engine.worker.structure import FLAT
+from torchround.layer import Batch, LayeredModel
 from torchround.pipeline.host_buffers import HeldPass, kept_cuts, pass_buffers, whole_pages
 from torchround.pipeline.machine_shares import StepShare
 from torchround.pipeline.memory import READER_BUFFER_BYTES, READER_BUFFERS
@@ -44,7 +45,8 @@ class Pass:
     it is the loss scale divided by `num_labels`.
     `forward_inputs` are the layers whose input a forward or fused stage takes from the host,
     `backward_inputs` the layers whose input a backward stage takes. `sizes` is the staging space that its
-    devices need; `shape` decides that. `share` is this machine's share of a training step.
+    devices need; `shape` decides that. `share` is this machine's share of a training step. A pass that
+    `gives_outputs` returns what the last layer returns, in place of losses.
     """
 
     index: int
@@ -60,6 +62,7 @@ class Pass:
     sizes: StagingSizes
     share: StepShare | None = None
     stale_layers: int = 0
+    gives_outputs: bool = False
 
     def version_read(self, bundle: Bundle, layer: int, kind: StageKind) -> int:
         """Return the version of a bundle that a stage uploads for `layer`.
@@ -115,7 +118,7 @@ class PassShape:
     @staticmethod
     def of(
         tasks: Sequence[StageTask],
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[Batch],
         training: bool,
         step: int,
         version: int,
@@ -125,8 +128,8 @@ class PassShape:
             training,
             tuple(task.stage for task in tasks if task.round == 0),
             tuple(task.micro_batches for task in tasks if task.stage_index == 0),
-            tuple(micro_batch.tokens.shape for micro_batch in micro_batches),
-            tuple(Packing.of(micro_batch.tensors()).nbytes for micro_batch in micro_batches),
+            tuple(micro_batch.shape for micro_batch in micro_batches),
+            tuple(Packing.laid_out(micro_batch.tensors(), FLAT).nbytes for micro_batch in micro_batches),
             step,
             version,
         )
@@ -224,12 +227,14 @@ class BufferReservation:
         devices: Sequence[Device],
         kept: KeptLayers,
         for_gradients: Counter[int],
+        accumulates: bool = False,
     ) -> None:
         self._model = model
         self._store = store
         self._pool = pool
         self._kept = kept
         self._num_devices = len(devices)
+        self._accumulates = accumulates
         self._always = for_gradients.copy()
         # The rings through which weights in files go up to devices that need page-locked memory.
         if any(bundle.mapped for bundle in store.bundles):
@@ -253,7 +258,8 @@ class BufferReservation:
         # The second pass is made up here rather than met later, where it would page-lock
         # memory in the middle of a run.
         if before is None:
-            next_step = this.step + 1
+            # Another call of the same step does not even wait for an update, so it runs further ahead.
+            next_step = this.step + (not self._accumulates)
             before, this = (
                 this,
                 replace(this, step=next_step, version=self._store.oldest_version_read(next_step, True)),
@@ -355,7 +361,9 @@ class BufferReservation:
         return needed + self._always
 
     def _bytes(self, cut: int, shape: torch.Size) -> int:
-        """Return the bytes of the input of layer `cut`; 0 if the layer before it does not declare its work."""
+        """Return the bytes of the input of layer `cut`; 0 if nothing tells."""
+        if self._model.boundary_bytes is not None:
+            return self._model.boundary_bytes(cut - 1, shape) or 0
         work = getattr(self._model.layers[cut - 1], "work", None)
         return 0 if work is None else aligned(work(*shape, self._store.dtype.itemsize).boundary_bytes)
 

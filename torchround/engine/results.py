@@ -17,12 +17,19 @@ from torchround.engine.device import Mark, Stream
 from torchround.engine.errors import EngineUsageError, PipelineError, Stopped
 from torchround.engine.exchange.step_exchange import SUMS
 from torchround.engine.ordering import Ordering
-from torchround.engine.pass_data import read_loss
+from torchround.engine.pass_data import read_loss, read_output
 from torchround.engine.passes import STAGE_JOB, TRAINING_PASS, Pass
 from torchround.engine.store.host_memory import HostPool
-from torchround.engine.update_report import LEARNING_RATE, UPDATED, BundleUpdate, UpdateReport
-from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS
+from torchround.engine.update_report import (
+    CALL_ADDED,
+    LEARNING_RATE,
+    UPDATED,
+    BundleUpdate,
+    UpdateReport,
+)
+from torchround.engine.worker.activation_transfers import BOUNDARY, BOUNDARY_GRADIENT, LOSS, OUTPUT
 from torchround.engine.worker.kept_transfers import KEPT
+from torchround.layer import Hidden
 from torchround.pipeline.costs import Costs
 from torchround.pipeline.partition import Partition, StageKind, StageTask
 from torchround.pipeline.timeline import TaskKind
@@ -143,6 +150,7 @@ class StepResult:
         self._wait = wait
         self._loss_sums: list[float] | None = None
         self._all_sums: Sequence[float] | None = None
+        self._outputs: list[Hidden] | None = None
         self._update: UpdateReport | None = None
         self._reports: list[StageReport] | None = None
 
@@ -172,6 +180,8 @@ class StepResult:
         """Return the sum of the token losses of each of this machine's micro-batches, in their order."""
         # Once only: the last reader of a loss gives its buffer back, and another micro-batch may fill it.
         if self._loss_sums is None:
+            if self.pass_.gives_outputs:
+                raise EngineUsageError("the result of forward() has outputs(), and no loss")
             self._loss_sums = [self._loss_sum(index) for index in range(self._num_micro_batches)]
         return self._loss_sums
 
@@ -207,16 +217,31 @@ class StepResult:
             sums[report.task.device] += figure(report)
         return sums
 
+    def outputs(self) -> list[Hidden]:
+        """Return what the last layer returned for each micro-batch, in their order, in host memory of its own.
+
+        Only after `Engine.forward`. Waits for the pass.
+        """
+        if self._outputs is None:
+            if not self.pass_.gives_outputs:
+                raise EngineUsageError("outputs() is for results of forward(); this pass has losses")
+            keys = [OUTPUT(self.pass_.index, index) for index in range(self._num_micro_batches)]
+            self._outputs = [read_output(self._wait(key), self.pool) for key in keys]
+        return self._outputs
+
     def wait(self) -> None:
-        """Wait until the losses are on the host and every stage task is enqueued; backward passes may still run."""
-        self.loss()
+        """Wait until the losses or outputs are on the host and every stage task is enqueued; backward passes may still run."""
+        self._results()
         self.reports()
 
-    def collect(self) -> None:
-        """Wait for everything, so that the engine may forget the hand-overs of this pass."""
+    def collect(self, is_open: bool = False) -> None:
+        """Wait for everything, so that the engine may forget the hand-overs of this pass.
+
+        If the step `is_open`, there is no update yet: the pass ends once its gradient is in the step's sum.
+        """
         self.wait()
         if self.pass_.training:
-            self.update()
+            self._wait(CALL_ADDED(self.pass_.index)) if is_open else self.update()
 
     def forget_before(self, board: Board, ordering: Ordering) -> None:
         """Forget hand-overs of passes before this one, which no thread will ask for again."""
@@ -227,17 +252,21 @@ class StepResult:
         board.retire(LEARNING_RATE, pass_.step)
         board.retire(UPDATED, pass_.step)
         board.retire(SUMS, pass_.step)
-        for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS):
+        for kind in (BOUNDARY, BOUNDARY_GRADIENT, LOSS, OUTPUT):
             board.retire(kind, pass_.index)
         board.retire(KEPT, pass_.index)
+        board.retire(CALL_ADDED, pass_.index)
         if self.tasks:  # a machine may have no part in a step
             board.retire(STAGE_JOB, self.tasks[0].slot)
             board.retire(STAGE_ENQUEUED, self.tasks[0].slot)
 
     def keep(self) -> None:
-        """Take the loss out of the engine's pool, which is about to close. It may be missing after a fault."""
+        """Take the losses or outputs out of the engine's pool, which is about to close. They may be missing after a fault."""
         with suppress(EngineUsageError, PipelineError, Stopped):
-            self.loss()
+            self._results()
+
+    def _results(self) -> object:
+        return self.outputs() if self.pass_.gives_outputs else self.loss()
 
     def _loss_sum(self, index: int) -> float:
         return read_loss(self._wait(LOSS(self.pass_.index, index)), self.pool)

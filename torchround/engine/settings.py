@@ -10,6 +10,7 @@ from torchround.engine.compiled import LayerCompiler
 from torchround.engine.errors import EngineUsageError
 from torchround.engine.store.bundles import BOUNDED
 from torchround.engine.store.host_store import HostStore
+from torchround.layer import LayeredModel
 from torchround.pipeline.partition import KeptNames, Partition
 
 
@@ -24,7 +25,8 @@ class EngineSettings:
     (`optim/kernel.py`). `compiler` compiles the layers; engines of one model that follow each other may share it.
     `turns` are groups of devices, by index, whose weight uploads take turns (`engine/worker/link_turns.py`).
     `kept` names the parts that each layer keeps from its forward to its backward stage (`torchround/keeping.py`);
-    empty keeps nothing. `compress_weights` sends other machines only the weights that an update changed.
+    empty keeps nothing. `accumulates` lets a step have several calls of `forward_backward`, whose gradients add up
+    on the host in fp32. `compress_weights` sends other machines only the weights that an update changed.
     """
 
     rounds: int = 1
@@ -39,10 +41,15 @@ class EngineSettings:
     compiler: LayerCompiler | None = None
     turns: Sequence[Sequence[int]] = ()
     kept: KeptNames = ()
+    accumulates: bool = False
     compress_weights: bool = False
 
-    def check(self, store: HostStore, partition: Partition) -> None:
-        """Raise `EngineUsageError` if the store or the partition cannot be used with these settings."""
+    def check(self, model: LayeredModel, store: HostStore, partition: Partition) -> None:
+        """Raise `EngineUsageError` if the store or the partition cannot be used with the model or these settings."""
+        if partition.num_layers != len(model.layers):
+            raise EngineUsageError(
+                f"the partition covers {partition.num_layers} layers, the model has {len(model.layers)}"
+            )
         if self.kept and len(self.kept) != partition.num_layers:
             raise EngineUsageError(
                 f"kept names parts of {len(self.kept)} layers; the partition covers {partition.num_layers}"
@@ -64,8 +71,16 @@ class EngineSettings:
             )
         if self.stale_layers and self.rounds > 1:
             raise EngineUsageError(f"stale_layers above 0 needs 1 round, got {self.rounds}")
+        if self.accumulates and store.ownership.num_machines > 1:
+            raise EngineUsageError(
+                "accumulates is for one machine; on several, give one forward_backward() all micro-batches of a step"
+            )
         if store.policy is not BOUNDED:
             return
+        if self.accumulates:
+            raise EngineUsageError(
+                "bounded updates apply a gradient before step() is called; accumulates needs sync or async updates"
+            )
         if self.max_norm > 0 and self.clip == "global":
             raise EngineUsageError(
                 'bounded updates do not wait for the global norm; use clip = "layer", or max_norm 0'

@@ -1,9 +1,12 @@
 """The outcome of a step's update, as the optimizer's thread reports it, and the hand-overs around it."""
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchround.engine.board import HandOver
+from torchround.engine.board import Board, HandOver
+from torchround.engine.passes import Pass
 
 
 @dataclass(frozen=True)
@@ -44,5 +47,25 @@ class UpdateReport:
     saved_bytes: int = 0
 
 
+# `TRAINING_PASS` hands over a step's first call. Each key of `NEXT_CALL` is asked for once.
+NEXT_CALL = HandOver[Pass | None]("call {1} of step {0}, or the end of the step")
+CALL_ADDED = HandOver[None]("the gradients of pass {0} to be added to those of its step")
 LEARNING_RATE = HandOver[float]("the learning rate of step {0}")
 UPDATED = HandOver[UpdateReport]("the update of step {0}")
+
+
+def further_calls(board: Board, first: Pass) -> Iterator[Pass]:
+    """Yield the passes of a step after the `first`, as they come, until the step ends.
+
+    Says of each pass that its gradients are added when it is asked for the next one.
+    """
+    before = first
+    for call in itertools.count(1):
+        board.signal(CALL_ADDED(before.index))
+        key = NEXT_CALL(first.step, call)
+        pass_ = board.wait(key)
+        board.forget(key)
+        if pass_ is None:
+            return
+        yield pass_
+        before = pass_

@@ -60,7 +60,8 @@ class PretrainedWeights:
     """The weights in `folder` for a model whose parameters have `shapes` by name.
 
     `names`: the tensor, or the tensors to stack, that hold a parameter; parameters without an entry are not read.
-    `redundant`: tensors that the folder may have although no parameter needs them. Raises `HFError` with a list of
+    `redundant`: tensors that the folder may have although no parameter needs them. `tensors`: the folder's headers, if they
+    are read already. Raises `HFError` with a list of
     the tensors that are missing, unknown, of another shape, or of a type that is not read.
     """
 
@@ -71,13 +72,14 @@ class PretrainedWeights:
         shapes: Mapping[str, Sequence[int]],
         redundant: Collection[str] = (),
         single_file: str = SINGLE_FILE,
+        tensors: Mapping[str, StoredTensor] | None = None,
     ) -> None:
         self.folder = Path(os.path.expanduser(folder))
-        self._names = names
-        self._tensors = read_folder(self.folder, single_file)
+        self.names = names
+        self._tensors = read_folder(self.folder, single_file) if tensors is None else tensors
         wanted: dict[str, tuple[int, ...]] = {}
-        for name, tensors in names.items():
-            wanted.update(dict.fromkeys(names_in(tensors), part_shape(tensors, shapes[name])))
+        for name, held in names.items():
+            wanted.update(dict.fromkeys(names_in(held), part_shape(held, shapes[name])))
         self._check(wanted, set(redundant))
         self._mapped: frozenset[str] = frozenset()
         # Set from `read_adapters` if the run starts with saved adapters.
@@ -85,14 +87,14 @@ class PretrainedWeights:
 
     def restrict(self, parameters: Collection[str]) -> None:
         """Let `load` read these parameters alone; the others come from elsewhere."""
-        self._names = {name: self._names[name] for name in parameters}
+        self.names = {name: self.names[name] for name in parameters}
 
     @property
     def total_bytes(self) -> int:
         """Bytes that `load` reads from the files of the folder itself."""
         return sum(
             self._tensors[part].nbytes
-            for name, tensors in self._names.items()
+            for name, tensors in self.names.items()
             for tensor in names_in(tensors)
             for part in self._stored(tensor)
             if name not in self._mapped
@@ -116,7 +118,7 @@ class PretrainedWeights:
         Shows a progress bar on a terminal.
         """
         with _progress(self.folder, self.total_bytes) as advance, TensorFiles() as files:
-            for name, tensors in self._names.items():
+            for name, tensors in self.names.items():
                 if name in self._mapped:
                     continue
                 for tensor, view in _parts(tensors, views[name]):
@@ -134,8 +136,8 @@ class PretrainedWeights:
         """
         map_once, mapped = functools.cache(map_file), {}
         for name in parameters:
-            stored = [self._tensors[part] for part in names_in(self._names[name]) if part in self._tensors]
-            if len(stored) == len(names_in(self._names[name])) and all(can_map(t, dtype) for t in stored):
+            stored = [self._tensors[part] for part in names_in(self.names[name]) if part in self._tensors]
+            if len(stored) == len(names_in(self.names[name])) and all(can_map(t, dtype) for t in stored):
                 mapped[name] = tuple(view_of(map_once(tensor.path), tensor) for tensor in stored)
         self._mapped = frozenset(mapped)
         return mapped
@@ -147,7 +149,7 @@ class PretrainedWeights:
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the type of each tensor in the folder; bfloat16 for MXFP4."""
         found = {}
-        for tensors in self._names.values():
+        for tensors in self.names.values():
             for name in names_in(tensors):
                 stored = self._tensors.get(name)
                 found[name] = (stored.dtype if stored else None) or torch.bfloat16

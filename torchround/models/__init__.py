@@ -5,21 +5,27 @@ from types import MappingProxyType
 from typing import Any
 
 from torchround.models.common.config import ModelConfigError, TransformerConfig
-from torchround.models.common.family import Family
+from torchround.models.common.family import Family, FolderNames, KnownShape, ModelFamily
 from torchround.models.common.lora import LoraShape, adapter_names, adapter_pairs, add_adapters, peft_config
 from torchround.models.gpt_oss import GPT_OSS
 from torchround.models.llama3 import LLAMA3
 from torchround.models.qwen3 import QWEN3
 
-FAMILIES: Mapping[str, Family[Any]] = MappingProxyType(
+# The families that torchround defines itself. Each has flavors.
+OWN_FAMILIES: Mapping[str, Family[Any]] = MappingProxyType(
     {family.name: family for family in (LLAMA3, QWEN3, GPT_OSS)}
 )
+FAMILIES: Mapping[str, ModelFamily] = MappingProxyType({**OWN_FAMILIES})
 
 __all__ = [
     "FAMILIES",
+    "OWN_FAMILIES",
     "Family",
+    "FolderNames",
+    "KnownShape",
     "LoraShape",
     "ModelConfigError",
+    "ModelFamily",
     "TransformerConfig",
     "adapter_names",
     "adapter_pairs",

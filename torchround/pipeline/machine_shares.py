@@ -5,7 +5,7 @@ with N * R rounds does, and every part of a gradient is the same on both.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchround.pipeline.partition import PlanError, split_evenly
 
@@ -25,6 +25,11 @@ class StepShare:
     rounds: tuple[int, ...]
     total_micro_batches: int
     total_rounds: int
+
+    def after(self, rounds: int) -> "StepShare":
+        """Return the share of a further call of the same step, whose rounds follow the `rounds` of the calls before."""
+        numbers = tuple(rounds + number for number in self.rounds)
+        return replace(self, rounds=numbers, total_rounds=rounds + self.total_rounds)
 
 
 def step_share(num_micro_batches: int, rounds: int, machine: int, num_machines: int) -> StepShare:

@@ -27,6 +27,7 @@ from torchround.engine.store.host_memory import HostBuffer
 from torchround.engine.store.host_store import HostStore
 from torchround.machines.group import Machine, MachineGroup
 from torchround.machines.links import Purpose, Receiver, Sender, chunk_numel
+from torchround.pipeline.machine_shares import StepShare
 
 
 class SharedGradients(LandedGradients):
@@ -53,15 +54,12 @@ class SharedGradients(LandedGradients):
             if machine.rank != group.rank
         }
 
-    def landing_order(self, step: int) -> Iterator[tuple[Bundle, range]]:
+    def landing_order(self, share: StepShare) -> Iterator[tuple[Bundle, range]]:
         """Yield owned bundles with the parts that one round of each machine makes, in the order of adding."""
-        owned, num_machines = self._store.owned, self._group.size
-        if not owned:
-            return
-        rounds = self._ordering.num_parts(owned[0].index, step) // len(owned[0].layers)
-        for first in range(0, rounds, num_machines):
-            last = min(first + num_machines, rounds)
-            for bundle in reversed(owned):
+        num_machines = self._group.size
+        for first in range(0, share.total_rounds, num_machines):
+            last = min(first + num_machines, share.total_rounds)
+            for bundle in reversed(self._store.owned):
                 uses = len(bundle.layers)
                 yield bundle, range(first * uses, last * uses)
 

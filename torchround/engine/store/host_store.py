@@ -254,13 +254,16 @@ class HostStore:
         """Return what `resume` needs of the loss scale, JSON-able; empty except in float16. Only between steps."""
         return self.loss_scaling.state_dict(self.step)
 
-    def allocate_gradients(self, rounds: int) -> None:
-        """Give each trained bundle of this machine the gradient buffer that steps of `rounds` rounds need."""
+    def allocate_gradients(self, rounds: int, always_add: bool = False) -> None:
+        """Give each trained bundle of this machine the gradient buffer that steps of `rounds` rounds need.
+
+        With `always_add`, parts land in the pool and are added in fp32 even if a step has one part alone.
+        """
         machines = self.ownership.num_machines
         for bundle in self.trained:
             # Parts that add up are summed in fp32. A gradient in one part lands as it
             # travels, in the gradient dtype.
-            bundle.adds_up = machines * rounds * len(bundle.layers) > 1
+            bundle.adds_up = always_add or machines * rounds * len(bundle.layers) > 1
             if bundle.is_remote:
                 continue  # its parts pass through the pool on their way to the owner
             dtype = torch.float32 if bundle.adds_up else self.gradient_dtype

@@ -5,18 +5,18 @@ reads it.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from torchround.engine.board import Board, HandOver, HandOverKey
 from torchround.engine.device import Device, Event, Stream
 from torchround.engine.store.host_memory import HostBuffer, HostPool
-from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, aligned, as_hidden, as_tuple, fill
-from torchround.layer import Hidden, MicroBatch
+from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing, aligned, fill
+from torchround.engine.worker.structure import Structure, flatten, unflatten
+from torchround.layer import Batch, Hidden
 from torchround.pipeline.host_buffers import LOSS_BYTES
 
 
@@ -25,7 +25,7 @@ class HostTensors:
 
     They are valid after `landed`; the last reader gives them back.
 
-    `facts` go with a micro-batch's integers (`MicroBatch.facts`).
+    `rebuild` makes a micro-batch from its uploaded tensors (`Batch.rebuild`).
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class HostTensors:
         packing: Packing,
         landed: Event,
         readers: int,
-        facts: Mapping[str, Any] | None = None,
+        rebuild: Callable[[Sequence[Tensor]], Batch] | None = None,
     ) -> None:
         self.packing = packing
-        self.facts = facts or {}
+        self.rebuild = rebuild
         self.landed = landed
         self._buffer = buffer
         self._readers = readers
@@ -61,6 +61,7 @@ class HostTensors:
 BOUNDARY = HandOver[HostTensors]("the input of layer {1} for micro-batch {2} of pass {0}")
 BOUNDARY_GRADIENT = HandOver[HostTensors]("the gradient of layer {1}'s input for micro-batch {2} of pass {0}")
 LOSS = HandOver[HostTensors]("the loss of micro-batch {1} of pass {0}")
+OUTPUT = HandOver[HostTensors]("the output of micro-batch {1} of pass {0}")
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,18 @@ class Outbox:
         self._slots.clear()
 
     def send(
-        self, hidden: Hidden, readers: int, inputs: Sequence[DeviceSlot], buffer_bytes: int = 0
+        self,
+        tensors: tuple[Tensor, ...],
+        structure: Structure,
+        readers: int,
+        inputs: Sequence[DeviceSlot],
+        buffer_bytes: int = 0,
     ) -> HostTensors:
         """Copy tensors to the host for `readers` readers.
 
         `inputs` are slots of which the tensors may be parts. The host buffer has `buffer_bytes` if they need fewer.
         """
-        device, packing = self._device, Packing.of(hidden)
+        device, packing = self._device, Packing.laid_out(tensors, structure)
         slot = self._slots.next(packing.nbytes)
         if slot.released is not None:
             device.wait(Stream.COMPUTE, slot.released)
@@ -112,8 +118,8 @@ class Outbox:
         # their memory to the next computation while a copy on another stream still reads it.
         device.run(
             Stream.COMPUTE,
-            partial(fill, slot.views(packing), hidden),
-            reads=[staged.memory for staged in inputs if staged.holds_any(as_tuple(hidden))],
+            partial(fill, slot.views(packing), tensors),
+            reads=[staged.memory for staged in inputs if staged.holds_any(tensors)],
             writes=[slot.memory],
         )
         device.wait(Stream.ACTIVATION_DOWNLOAD, device.record(Stream.COMPUTE))
@@ -146,7 +152,7 @@ class ActivationTransfers:
         self._integers = SlotRing(device, depth=0)
         # Room for two micro-batches: one computes while the inputs of the next one arrive.
         self._restarts_in = SlotRing(device, depth=0)
-        self._micro_batches: dict[int, tuple[HostTensors, MicroBatch]] = {}
+        self._micro_batches: dict[int, tuple[HostTensors, Batch]] = {}
         self._prepared: set[StagingSizes] = set()
         self._stage_end: Event | None = None
         self.inputs: list[DeviceSlot] = []
@@ -173,7 +179,7 @@ class ActivationTransfers:
         self._out.clear()
         self._micro_batches.clear()
 
-    def bring_micro_batch(self, boundary: HostTensors, position: int) -> tuple[MicroBatch, DeviceSlot]:
+    def bring_micro_batch(self, boundary: HostTensors, position: int) -> tuple[Batch, DeviceSlot]:
         """Upload a micro-batch's integers, once per round: later stages of the round on this device find them there.
 
         `position` is the micro-batch's position in its round.
@@ -184,7 +190,8 @@ class ActivationTransfers:
             return cached[1], slot
         # Only stages of earlier rounds read the micro-batch that was here, and all of those are enqueued.
         slot.released = self._stage_end
-        micro_batch = MicroBatch(*self._upload(boundary, slot), **boundary.facts)
+        assert boundary.rebuild is not None, "only a micro-batch's tensors are uploaded here"
+        micro_batch = boundary.rebuild(self._upload(boundary, slot))
         self._micro_batches[position] = (boundary, micro_batch)
         return micro_batch, slot
 
@@ -197,13 +204,13 @@ class ActivationTransfers:
         ring = self._restarts_in if restarts else self._hidden_in
         slot = ring.next(boundary.packing.nbytes)
         self.inputs.append(slot)
-        return as_hidden(self._upload(boundary, slot), boundary.packing.single), slot
+        return unflatten(self._upload(boundary, slot), boundary.packing.structure), slot
 
-    def bring_gradients(self, boundary: HostTensors) -> tuple[tuple[Tensor, ...], DeviceSlot]:
-        """Upload the gradients of a stage's output."""
+    def bring_gradients(self, boundary: HostTensors) -> tuple[tuple[Tensor | None, ...], DeviceSlot]:
+        """Upload the gradients of a stage's output. None stands for a tensor that the loss does not depend on."""
         slot = self._gradients_in.next(boundary.packing.nbytes)
         self.inputs.append(slot)
-        return self._upload(boundary, slot), slot
+        return unflatten(self._upload(boundary, slot), boundary.packing.structure), slot
 
     def end_micro_batch(self) -> None:
         """Note that nothing more will read the micro-batch's activations and gradients that were uploaded."""
@@ -217,7 +224,7 @@ class ActivationTransfers:
         """Copy tensors to the host and post them under `key` for `readers` readers."""
         # Posted when enqueued, not when landed: the reader's stream waits for
         # `landed`, its thread for nothing.
-        self._board.post(key, self._out.send(hidden, readers, self.inputs))
+        self._board.post(key, self._out.send(*flatten(hidden), readers, self.inputs))
 
     def _upload(self, boundary: HostTensors, slot: DeviceSlot) -> tuple[Tensor, ...]:
         device, nbytes = self._device, boundary.packing.nbytes

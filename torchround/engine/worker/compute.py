@@ -1,18 +1,18 @@
 """The computation of a stage for one micro-batch: forward, and recomputation with backward. No device, no threads."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from torchround.engine.store.bundles import owner_of
 from torchround.engine.store.host_store import HostStore
-from torchround.engine.worker.slots import DeviceSlot, StageLayout, as_hidden, as_tuple
-from torchround.layer import Hidden, MicroBatch
+from torchround.engine.worker.slots import DeviceSlot, StageLayout
+from torchround.engine.worker.structure import as_tuple, flatten, has_gradient, unflatten
+from torchround.layer import Batch, Hidden
 
 # A layer with its parameters bound, compiled or not.
-LayerCall = Callable[[Hidden | None, MicroBatch], Hidden]
+LayerCall = Callable[[Hidden | None, Batch], Hidden]
 
 
 def bind(
@@ -61,7 +61,7 @@ def with_own_seed(index: int, layer: LayerCall) -> LayerCall:
 class StageForward:
     """A stage's forward without gradients. It pauses where the stage has made something to send."""
 
-    def __init__(self, layers: Sequence[LayerCall], hidden: Hidden | None, micro_batch: MicroBatch) -> None:
+    def __init__(self, layers: Sequence[LayerCall], hidden: Hidden | None, micro_batch: Batch) -> None:
         self._layers = layers
         self._micro_batch = micro_batch
         self._hidden = hidden  # input of the next layer
@@ -99,7 +99,7 @@ class ForwardWithGraph:
         self,
         layers: Sequence[LayerCall],
         hidden: Hidden | None,
-        micro_batch: MicroBatch,
+        micro_batch: Batch,
         layerwise: bool,
         restarts: Mapping[int, Hidden] | None = None,
     ) -> None:
@@ -148,9 +148,9 @@ class ForwardWithGraph:
         """Differentiate the layers from the last call's `stop` down to the stage's layer number `stop`.
 
         Returns the gradients of that layer's input, or None if it has none because it starts the model. The
-        next call takes them. `gradients` belong to the floating-point tensors of the output, in order. None
-        among them stands for a tensor that the loss does not depend on; the stage's own input has zeros
-        instead. Parameter gradients are accumulated into the leaves' `.grad`.
+        next call takes them. `gradients` belong to the tensors of the output that can have one, in order. None
+        among them stands for a tensor that the loss does not depend on. Parameter gradients are accumulated into the
+        leaves' `.grad`.
         """
         while self._next > stop:
             self._next -= 1
@@ -162,10 +162,9 @@ class ForwardWithGraph:
             _backward(output, gradients)
             if leaf is None:
                 return None
-            tensors = [tensor for tensor in as_tuple(leaf) if tensor.is_floating_point()]
-            gradients = [tensor.grad if self._next else _gradient_of(tensor) for tensor in tensors]
+            gradients = [tensor.grad for tensor in as_tuple(leaf) if has_gradient(tensor)]
             # Otherwise these names would hold the layer's input and output while the layer below runs again.
-            del leaf, output, tensors
+            del leaf, output
         return tuple(gradients)
 
     def _run(
@@ -192,12 +191,12 @@ class FusedStage:
         self,
         layers: Sequence[LayerCall],
         hidden: Hidden | None,
-        micro_batch: MicroBatch,
+        micro_batch: Batch,
         layerwise: bool,
         loss_factor: float,
     ) -> None:
         # The backward follows the forward, so the loss may make its gradients in the forward.
-        micro_batch = replace(micro_batch, loss_factor=loss_factor)
+        micro_batch = micro_batch.for_training(loss_factor)
         self._graph = ForwardWithGraph(layers, hidden, micro_batch, layerwise)
         self._num_layers = len(layers)
         self._loss_factor = loss_factor
@@ -219,14 +218,14 @@ class FusedStage:
 
 def _as_leaf(hidden: Hidden, wanted: Sequence[bool] | None) -> Hidden:
     """Return the same memory as tensors that begin a graph. `wanted` is as in `ForwardWithGraph._run`."""
-    tensors = as_tuple(hidden)
-    wanted = [tensor.is_floating_point() for tensor in tensors] if wanted is None else wanted
-    leaves = [tensor.detach().requires_grad_(wants) for tensor, wants in zip(tensors, wanted, strict=True)]
-    return as_hidden(leaves, isinstance(hidden, Tensor))
+    tensors, structure = flatten(hidden)
+    wants = list(map(has_gradient, tensors)) if wanted is None else wanted
+    leaves = [tensor.detach().requires_grad_(wish) for tensor, wish in zip(tensors, wants, strict=True)]
+    return unflatten(leaves, structure)
 
 
 def _backward(output: Hidden, gradients: Sequence[Tensor | None]) -> None:
-    floating = [tensor for tensor in as_tuple(output) if tensor.is_floating_point()]
+    floating = [tensor for tensor in as_tuple(output) if has_gradient(tensor)]
     pairs = [
         (tensor, grad)
         for tensor, grad in zip(floating, gradients, strict=True)
@@ -234,8 +233,3 @@ def _backward(output: Hidden, gradients: Sequence[Tensor | None]) -> None:
     ]
     if pairs:  # there are none if every layer of the stage is frozen and its input is the tokens
         torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
-
-
-def _gradient_of(leaf: Tensor) -> Tensor:
-    """Return the leaf's gradient; zeros if the output does not depend on it."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

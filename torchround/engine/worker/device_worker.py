@@ -30,6 +30,7 @@ from torchround.engine.store.host_store import HostStore
 from torchround.engine.worker.activation_transfers import ActivationTransfers, StagingSizes
 from torchround.engine.worker.bundle_transfers import GradientDownload, WeightUpload
 from torchround.engine.worker.compute import LayerCall, bind, unbind, with_own_seed
+from torchround.engine.worker.constants import DeviceConstants
 from torchround.engine.worker.file_reader import FileReader
 from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.link_turns import LinkTurns
@@ -71,6 +72,7 @@ class DeviceWorker:
         self._index = self._next_slot = index
         self._micro_batch: int | None = None
         self._job: StageJob | None = None
+        self._constants = DeviceConstants(device, skeletons)
         self._slots = StageSlots(device, setup.store, setup.settings.accumulate_dtype)
         self._upload: WeightUpload | None = None  # of the next stage job
         self._download: GradientDownload | None = None  # of the previous stage job
@@ -86,6 +88,7 @@ class DeviceWorker:
 
     def allocate(self) -> None:
         """Allocate the slots of all stages, so that no step allocates and a plan that does not fit fails here."""
+        self._constants.allocate()
         self._slots.allocate(self._setup.partition, self._setup.num_devices)
 
     def let_go(self) -> None:
@@ -93,6 +96,7 @@ class DeviceWorker:
 
         Empties the slots themselves: other objects that refer to them, or to this worker, then hold no memory.
         """
+        self._constants.clear()
         self._slots.clear()
         self._activations.clear()
         self._kept.clear()
@@ -104,6 +108,7 @@ class DeviceWorker:
     def _main(self) -> None:
         try:
             self._device.enter_thread()
+            self._constants.upload()
             for sizes in self._await(FIRST_SIZES(0)):
                 self._prepare(sizes)
             while True:

@@ -19,8 +19,9 @@ from torchround.engine.store.host_memory import HostPool
 from torchround.engine.worker.activation_transfers import HostTensors, Outbox, StagingSizes
 from torchround.engine.worker.compute import LayerCall
 from torchround.engine.worker.slots import DeviceSlot, Packing, SlotRing
+from torchround.engine.worker.structure import FLAT
 from torchround.keeping import recording, replaying
-from torchround.layer import Hidden, MicroBatch
+from torchround.layer import Batch, Hidden
 
 # None if the layer recorded nothing, or more than was counted for it: it is then recomputed.
 KEPT = HandOver[HostTensors | None]("the kept activations of layer {1} for micro-batch {2} of pass {0}")
@@ -86,12 +87,12 @@ class KeptTransfers:
         """
         tensors = tuple(self._recorded.pop(layer))
         counted_bytes = self._kept.nbytes(layer, shape)
-        nbytes = Packing.of(tensors).nbytes
+        nbytes = Packing.laid_out(tensors, FLAT).nbytes
         kept: HostTensors | None = None
         if counted_bytes is not None and (nbytes > counted_bytes or (counted_bytes and not tensors)):
             self._kept.warn(layer, nbytes, counted_bytes)
         elif tensors:
-            kept = self._out.send(tensors, 1, reads, buffer_bytes=counted_bytes or 0)
+            kept = self._out.send(tensors, FLAT, 1, reads, buffer_bytes=counted_bytes or 0)
         self._board.post(KEPT(pass_index, layer, m), kept)
 
     # The backward stage.
@@ -171,7 +172,7 @@ def _record_and_run(
     recorded: dict[int, list[Tensor]],
     layer: int,
     hidden: Hidden | None,
-    micro_batch: MicroBatch,
+    micro_batch: Batch,
 ) -> Hidden:
     """Run a layer, and leave in `recorded` what it keeps."""
     with recording(names) as record:
@@ -185,7 +186,7 @@ def _replay_and_run(
     call: LayerCall,
     tensors: Sequence[Tensor],
     hidden: Hidden | None,
-    micro_batch: MicroBatch,
+    micro_batch: Batch,
 ) -> Hidden:
     """Run a layer with what it kept in place of the parts that made it."""
     with replaying(names, tensors):

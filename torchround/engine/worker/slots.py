@@ -7,13 +7,14 @@ that was freed and allocated again could be written by one stream while another 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from torchround.engine.device import Device, Event
 from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker.structure import FLAT, Structure, flatten, kept_strides
 from torchround.layer import Hidden
 from torchround.pipeline.memory import ROUNDING_ELEMENTS, gradient_space, weight_space
 from torchround.pipeline.partition import Partition, Stage, StageKind
@@ -150,18 +151,26 @@ class DeviceSlot:
 
 @dataclass(frozen=True)
 class Packing:
-    """The layout of several tensors in one flat uint8 buffer. `single` means a lone tensor, not a tuple of one."""
+    """The layout of a value's tensors in one flat uint8 buffer, and the value's structure.
+
+    `strides` are None for tensors in the order of their shape.
+    """
 
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
     ranges: tuple[tuple[int, int], ...]
-    single: bool
+    strides: tuple[tuple[int, ...] | None, ...]
     nbytes: int
+    structure: Structure = field(compare=False)
 
     @staticmethod
     def of(hidden: Hidden) -> "Packing":
         """Lay out the tensors one after the other, each from an aligned byte on."""
-        tensors = as_tuple(hidden)
+        return Packing.laid_out(*flatten(hidden))
+
+    @staticmethod
+    def laid_out(tensors: Sequence[Tensor], structure: Structure) -> "Packing":
+        """Lay out what `flatten` has returned."""
         ranges, start = [], 0
         for tensor in tensors:
             ranges.append((start, start + tensor.nbytes))
@@ -170,8 +179,9 @@ class Packing:
             tuple(tensor.shape for tensor in tensors),
             tuple(tensor.dtype for tensor in tensors),
             tuple(ranges),
-            isinstance(hidden, Tensor),
+            tuple(map(kept_strides, tensors)),
             start,
+            structure,
         )
 
     @staticmethod
@@ -185,15 +195,19 @@ class Packing:
             tuple(shape for packing in packings for shape in packing.shapes),
             tuple(dtype for packing in packings for dtype in packing.dtypes),
             tuple(ranges),
-            False,
+            tuple(strides for packing in packings for strides in packing.strides),
             offset,
+            FLAT,
         )
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors as views of `buffer`."""
+        parts = zip(self.ranges, self.dtypes, self.shapes, self.strides, strict=True)
         return tuple(
             buffer[start:stop].view(dtype).view(shape)
-            for (start, stop), dtype, shape in zip(self.ranges, self.dtypes, self.shapes, strict=True)
+            if strides is None
+            else buffer[start:stop].view(dtype).as_strided(shape, strides)
+            for (start, stop), dtype, shape, strides in parts
         )
 
 
@@ -294,20 +308,10 @@ class StageSlots:
         return self._layouts[key]
 
 
-def fill(views: tuple[Tensor, ...], hidden: Hidden) -> None:
+def fill(views: tuple[Tensor, ...], tensors: Sequence[Tensor]) -> None:
     """Copy tensors into the views of a packing."""
-    for view, tensor in zip(views, as_tuple(hidden), strict=True):
+    for view, tensor in zip(views, tensors, strict=True):
         view.copy_(tensor)
-
-
-def as_tuple(hidden: Hidden) -> tuple[Tensor, ...]:
-    """Return the tensors between two layers as a tuple, also if there is one only."""
-    return (hidden,) if isinstance(hidden, Tensor) else hidden
-
-
-def as_hidden(tensors: tuple[Tensor, ...] | list[Tensor], single: bool) -> Hidden:
-    """Undo `as_tuple`."""
-    return tensors[0] if single else tuple(tensors)
 
 
 def aligned(nbytes: int) -> int:

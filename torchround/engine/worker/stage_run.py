@@ -15,13 +15,14 @@ from torchround.engine.worker.activation_transfers import (
     BOUNDARY,
     BOUNDARY_GRADIENT,
     LOSS,
+    OUTPUT,
     ActivationTransfers,
 )
 from torchround.engine.worker.compute import ForwardWithGraph, FusedStage, LayerCall, StageForward
 from torchround.engine.worker.kept_transfers import KeptTransfers
 from torchround.engine.worker.slots import DeviceSlot, StageLayout
 from torchround.keeping import marking
-from torchround.layer import Hidden, MicroBatch
+from torchround.layer import Batch, Hidden
 from torchround.pipeline.partition import StageKind
 from torchround.pipeline.timeline import TaskKind
 
@@ -99,15 +100,18 @@ class StageRun:
             first = layer
             if layer not in sent:
                 pass
-            elif layer == self._num_layers:  # an evaluation's last stage gives the loss
-                self._activations.send(LOSS(pass_.index, m), output, readers=1)
+            elif (
+                layer == self._num_layers
+            ):  # the last stage of a pass without gradients gives the loss or the output
+                key = (OUTPUT if pass_.gives_outputs else LOSS)(pass_.index, m)
+                self._activations.send(key, output, readers=1)
             else:
                 readers = (layer in pass_.forward_inputs) + (layer in pass_.backward_inputs)
                 self._activations.send(BOUNDARY(pass_.index, layer, m), output, readers)
             del output  # otherwise it would stay while the next layers run
             # After the boundary, for which another device may be waiting.
             if layer - 1 in keeping:
-                shape = micro_batch.tokens.shape
+                shape = micro_batch.shape
                 self._kept.send(pass_.index, layer - 1, m, shape, self._activations.inputs)
 
     def _fused(self, m: int) -> None:
@@ -221,7 +225,7 @@ class StageRun:
     def _mark_part(self, marks: list[tuple[str, Mark]], name: str) -> None:
         marks.append((name, self._device.mark(Stream.COMPUTE)))
 
-    def _bring_inputs(self, m: int) -> tuple[MicroBatch, Hidden | None, list[Tensor]]:
+    def _bring_inputs(self, m: int) -> tuple[Batch, Hidden | None, list[Tensor]]:
         """Upload what a stage reads: the micro-batch, and the stage's input.
 
         The input is None for the first layer, which reads the micro-batch alone. The last value is the device
@@ -250,9 +254,7 @@ class StageRun:
     def _send_gradients(self, m: int, gradients: Gradients | None) -> None:
         if gradients is not None:
             key = BOUNDARY_GRADIENT(self._job.pass_.index, self._job.task.stage.start, m)
-            tensors = tuple(gradient for gradient in gradients if gradient is not None)
-            assert len(tensors) == len(gradients), "a tensor of the stage's input has no gradient"
-            self._activations.send(key, tensors, readers=1)
+            self._activations.send(key, tuple(gradients), readers=1)
 
 
 _KINDS = {

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torchround.layer import HFNames, LayeredModel
 from torchround.models.common.config import SIZES, ModelConfigError, TransformerConfig, unknown_name
@@ -23,6 +23,76 @@ class FolderNames:
 
     names: HFNames
     redundant: frozenset[str]
+
+
+class KnownShape(Protocol):
+    """The facts of any family's config that the program asks for."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        ...
+
+    @property
+    def known_positions(self) -> int:
+        """Longest document, in tokens, that the model was trained for, or that its scaled RoPE is made for."""
+        ...
+
+
+class ModelFamily(Protocol):
+    """The methods that the program needs from a family, be it one of our own or the decoders of `transformers`.
+
+    `Family` says what each returns. The methods raise `ModelConfigError`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The value of `model.family`."""
+        ...
+
+    @property
+    def flavors(self) -> Mapping[str, Any]:
+        """Named sizes; none in a family whose models come from folders alone."""
+        ...
+
+    @property
+    def hf_model_types(self) -> tuple[str, ...]:
+        """The `model_type` of every `config.json` that the family reads; none in one that finds out by trying."""
+        ...
+
+    def build(self, config: Any) -> LayeredModel:
+        """Build the layers on `meta`."""
+        ...
+
+    def hf_names(self, config: Any) -> HFNames:
+        """Map each stored parameter to the tensors that an export writes."""
+        ...
+
+    def module_names(self, config: Any) -> HFNames:
+        """Map each stored parameter to its name in the modules of `transformers`, which PEFT adapts."""
+        ...
+
+    def names_in_folder(self, config: Any, tensors: Collection[str]) -> FolderNames:
+        """Map each stored parameter to its tensors in a folder that holds `tensors`."""
+        ...
+
+    def config_from_hf(self, content: Mapping[str, Any]) -> Any:
+        """Read the content of a `config.json`."""
+        ...
+
+    def config_to_hf(self, config: Any) -> dict[str, Any]:
+        """Return the content of a `config.json` that gives the same config back."""
+        ...
+
+    def config_from_flavor(self, name: str, vocab_size: int | None = None, **overrides: Any) -> Any:
+        """Return the config of a named size."""
+        ...
+
+    def config_from_shape(
+        self, shape: Mapping[str, Any], flavor: str | None = None, vocab_size: int | None = None
+    ) -> Any:
+        """Return the config of a shape of one's own."""
+        ...
 
 
 @dataclass(frozen=True)

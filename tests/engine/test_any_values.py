@@ -1,0 +1,108 @@
+"""Any nested value may go between layers: training and forward passes equal a plain loop's bit for bit."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.support.any_layers import PlainAny, any_batches, any_model, first, outputs
+from tests.support.toy import toy_batches, toy_engine, toy_model, toy_store
+from torchround.engine.errors import EngineUsageError, PipelineError
+from torchround.pipeline.partition import Partition
+
+PARTITIONS = {
+    "one stage": Partition((), 6, ()),
+    "one layer a stage": Partition((1,) * 5, 1, (1,) * 5),
+    "several": Partition((2, 2), 2, (3, 1)),
+}
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_training_is_bitwise_that_of_a_plain_loop(num_devices, partition, layerwise):
+    model, batches = any_model(), any_batches(3)
+    store = toy_store(model)
+    loss, expected = PlainAny(model, store).gradients(batches)
+    with toy_engine(
+        model, store, PARTITIONS[partition], num_devices, layerwise_recompute=layerwise, max_norm=0.0
+    ) as engine:
+        result = engine.forward_backward(batches)
+        engine.step(0.0)
+        engine.drain()
+        assert sum(result.loss_sums()) == loss
+    found = {parameter.name: parameter.view(b.gradient) for b in store.bundles for parameter in b.parameters}
+    for name, gradient in zip(model.names, expected, strict=True):
+        wanted = torch.zeros(8, 8) if gradient is None else gradient
+        assert torch.equal(found[f"{name}.weight"], wanted), name
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_a_forward_pass_returns_what_the_last_layer_returned(num_devices, trained):
+    model, batches = any_model(outputs, trained), any_batches(4)
+    store = toy_store(model)
+    expected = [PlainAny(model, store).run(batch) for batch in batches]
+    with toy_engine(model, store, PARTITIONS["several"], num_devices) as engine:
+        results = [engine.forward(batches) for _ in range(3)]
+        found = [result.outputs() for result in results]
+        with pytest.raises(EngineUsageError, match="no loss"):
+            results[-1].loss()
+    for of_pass in found:
+        for output, wanted in zip(of_pass, expected, strict=True):
+            assert output["same"][0] is output["same"][1]
+            assert pytree.tree_structure(output) == pytree.tree_structure(wanted)
+            assert all(
+                torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+                for a, b in zip(pytree.tree_leaves(output), pytree.tree_leaves(wanted), strict=True)
+            )
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_a_model_without_trained_weights_scores_and_holds_only_device_weights(num_devices):
+    trained, frozen = toy_model(), toy_model()
+    for layer in frozen.layers:
+        layer.requires_grad_(False)
+    [batches] = toy_batches(1, 4)
+    losses = []
+    for model in (trained, frozen):
+        store = toy_store(model)
+        with toy_engine(model, store, Partition((3, 3), 1, (1, 1, 2, 2)), num_devices) as engine:
+            losses.append(engine.evaluate(batches).loss())
+            assert len(engine.forward(batches).outputs()) == len(batches)
+        kinds = {name.split("/")[0] for name in store.named_views()}
+        assert kinds == ({"weights", "exp_avg", "exp_avg_sq"} if model is trained else {"weights"})
+    assert store.nbytes() == sum(bundle.numel * 4 for bundle in store.bundles)
+    assert losses[0] == losses[1]
+
+
+def test_outputs_are_for_results_of_forward():
+    model, [batches] = toy_model(), toy_batches(1, 2)
+    with toy_engine(model, toy_store(model), Partition((), 7, ()), 1) as engine:
+        with pytest.raises(EngineUsageError, match="forward"):
+            engine.evaluate(batches).outputs()
+        engine.forward_backward(batches)
+        with pytest.raises(EngineUsageError, match=r"forward\(\) was called between"):
+            engine.forward(batches)
+        engine.step(1e-3)
+
+
+def test_a_value_that_cannot_travel_is_named_with_the_stage_that_made_it():
+    def with_object(layer, hidden, batch):
+        return {**first(layer, hidden, batch), "module": layer}
+
+    model = any_model()
+    model.layers[0].compute = with_object
+    engine = toy_engine(model, toy_store(model), PARTITIONS["one layer a stage"], 2)
+    with pytest.raises(PipelineError, match=r"layer\.0.*any_layers\.AnyLayer between two layers"):
+        engine.forward(any_batches(2)).outputs()
+
+
+def test_each_device_has_constants_of_its_own_and_gives_them_back():
+    model = any_model()
+    before = [layer.table.clone() for layer in model.layers]
+    assert model.constant_bytes() == len(model.layers) * 256
+    with toy_engine(model, toy_store(model), PARTITIONS["several"], 2) as engine:
+        engine.evaluate(any_batches(2)).loss()
+        tables = [layer.table for worker in engine._watchdog._workers for layer in worker._skeletons]
+        assert len({table.data_ptr() for table in tables}) == len(tables)
+    assert all(torch.equal(layer.table, table) for layer, table in zip(model.layers, before, strict=True))

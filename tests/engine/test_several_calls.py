@@ -1,0 +1,317 @@
+"""A step of several calls: their gradients add up on the host as the rounds of one call would, bit for bit."""
+
+import threading
+
+import pytest
+import torch
+
+from tests.support.toy import (
+    KEPT,
+    PARTITIONS,
+    PlainLoop,
+    ToyBlock,
+    assert_same_state,
+    toy_batches,
+    toy_engine,
+    toy_model,
+    toy_store,
+)
+from torchround.engine.device import CpuDevice
+from torchround.engine.engine import Engine
+from torchround.engine.errors import EngineUsageError, PipelineError
+from torchround.engine.optimizer_worker import OptimizerWorker
+from torchround.engine.settings import EngineSettings
+from torchround.engine.store.bundles import ASYNC, ASYNC_PREDICT, BOUNDED, SYNC
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.store.ownership import Ownership
+from torchround.engine.update_report import CALL_ADDED
+from torchround.optim import LossScaling
+
+LR = 1e-2
+PARTITION = PARTITIONS["backward coarser"]
+STEPS, CALLS, MICRO_BATCHES = 3, 2, 4
+
+
+def called(batches, calls=CALLS):
+    """Cut the micro-batches of each step into equal calls."""
+    size = len(batches[0]) // calls
+    return [[step[first : first + size] for first in range(0, len(step), size)] for step in batches]
+
+
+def train(engine, steps, **options):
+    """Train step by step, each a list of calls. Returns the results of all calls."""
+    results = []
+    for calls in steps:
+        results += [engine.forward_backward(micro_batches, **options) for micro_batches in calls]
+        engine.step(LR)
+    engine.drain()
+    return results
+
+
+class CallLoop(PlainLoop):
+    """The plain loop with several calls a step: each call's gradient is that of its own mean loss."""
+
+    def train_calls(self, steps):
+        losses = []
+        for calls in steps:
+            sums = {}
+            for micro_batches in calls:
+                loss, gradients = self.gradients(micro_batches)
+                losses.append(loss)
+                sums = {name: sums[name] + g if sums else g.clone() for name, g in gradients.items()}
+            self.update(sums, LR)
+        return losses
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_calls_add_up_as_in_a_plain_loop(num_devices, tied):
+    model, steps = toy_model(tied), called(toy_batches(STEPS, MICRO_BATCHES))
+    if tied:
+        # The loop adds the two uses of a tied weight within a call; the engine adds one part after the other.
+        steps = [[calls[0]] for calls in steps]
+    store = toy_store(model)
+    loop = CallLoop(model, {name: view.clone() for name, view in store.weights().items()}, tied)
+    with toy_engine(model, store, PARTITION, num_devices, accumulates=True) as engine:
+        results = train(engine, steps)
+    assert [result.loss() for result in results] == loop.train_calls(steps)
+    assert_same_state(store.named_views(), loop.state())
+
+
+def state_of(policy, options, num_devices, batches, rounds, calls, frozen=()):
+    """Train and return the state, all loss sums, and the norms. The loss divisor is that of the whole step."""
+    model = toy_model(options.get("tied", False))
+    for layer in frozen:
+        model.layers[layer].requires_grad_(False)
+    store = toy_store(model, options.get("dtype", torch.float32), policy=policy)
+    settings = {key: value for key, value in options.items() if key not in ("tied", "dtype")}
+    accumulates = calls is not None
+    with toy_engine(
+        model, store, PARTITION, num_devices, rounds=rounds, accumulates=accumulates, **settings
+    ) as engine:
+        results = train(engine, called(batches, calls or 1), num_labels=64)
+        updates = {result.step: result.update() for result in results}
+    sums = [value for result in results for value in result.loss_sums()]
+    return store.named_views(), sums, [(report.grad_norm, report.skipped) for report in updates.values()]
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC, ASYNC_PREDICT], ids=["sync", "async", "predict"])
+@pytest.mark.parametrize(
+    ("options", "frozen"),
+    [
+        ({"tied": True}, ()),
+        ({"dtype": torch.bfloat16}, (0, 2, 3)),
+        ({"dtype": torch.float16}, ()),
+        ({"kept": KEPT["mixed"], "layerwise_recompute": True}, ()),
+    ],
+    ids=["tied", "bfloat16 and frozen", "float16", "kept"],
+)
+def test_calls_equal_the_rounds_of_one_call(policy, options, frozen):
+    """The rounds of all calls are numbered on, so two calls of a round each are one call of two rounds."""
+    batches = toy_batches(STEPS, MICRO_BATCHES)
+    for num_devices, rounds in ((1, 1), (3, 2)):
+        one_call = state_of(policy, options, num_devices, batches, CALLS * rounds, None, frozen)
+        calls = state_of(policy, options, num_devices, batches, rounds, CALLS, frozen)
+        assert_same_state(calls[0], one_call[0])
+        assert calls[1:] == one_call[1:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_of_one_call_is_the_same_with_and_without_accumulation(dtype):
+    batches = toy_batches(STEPS, MICRO_BATCHES)
+    usual = state_of(SYNC, {"dtype": dtype}, 2, batches, 1, None)
+    assert_same_state(state_of(SYNC, {"dtype": dtype}, 2, batches, 1, 1)[0], usual[0])
+
+
+def test_steps_may_have_any_number_of_calls_and_losses_can_be_read_between_them():
+    model, [micro_batches] = toy_model(), toy_batches(1, 12)
+    store = toy_store(model)
+    steps = [[micro_batches[:1]], [[batch] for batch in micro_batches], called([micro_batches], 3)[0]]
+    loop = CallLoop(model, {name: view.clone() for name, view in store.weights().items()}, tied=False)
+    losses, allocations = [], []
+    with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
+        for calls in steps:
+            for part in calls:
+                losses.append(engine.forward_backward(part).loss())
+                allocations.append(engine.pool.num_allocations)
+            engine.step(LR)
+    assert losses == loop.train_calls(steps)
+    assert_same_state(store.named_views(), loop.state())
+    # Calls of one shape share their buffers: the first of a shape takes all, also for the next one beside it.
+    assert len(set(allocations[1:13])) == 1
+
+
+def test_the_report_of_the_update_has_the_losses_of_all_calls():
+    model, [micro_batches] = toy_model(), toy_batches(1, 4)
+    with toy_engine(model, toy_store(model), PARTITION, 2, accumulates=True) as engine:
+        results = train(engine, [[micro_batches[:3], micro_batches[3:]]])
+        report = results[0].update()
+        assert report is results[1].update()
+        assert report.loss == results[0].loss() + results[1].loss()
+
+
+def test_a_divisor_of_1_gives_the_plain_sum():
+    model, batches = toy_model(), toy_batches(1, 3)
+    gradients = []
+    for dtype in (torch.float32, torch.float16):
+        store = toy_store(model, dtype)
+        # The gradient of a sum is large: float16 would overflow at the usual first scale.
+        store.loss_scaling = LossScaling(dtype == torch.float16, initial_scale=2.0**3)
+        with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
+            result = engine.forward_backward(batches[0], num_labels=1)
+            assert result.loss() == sum(result.loss_sums())
+            engine.step(LR)
+            report = result.update()
+        gradients.append((report.grad_norm, report.loss_scale))
+    [(exact, scale), (rounded, dynamic_scale)] = gradients
+    assert (scale, dynamic_scale) == (1.0, 2.0**3)
+    loop = PlainLoop(model, toy_store(model).weights(), tied=False)
+    labels = sum(batch.num_labels() for batch in batches[0])
+    loop.step(batches[0], LR)
+    # The norm of the mean's gradient, times its labels; in float16 the loss scale is undone.
+    assert exact == pytest.approx(loop.norms[0] * labels, rel=1e-5)
+    assert rounded == pytest.approx(exact, rel=1e-2)
+
+
+# What a step that does not come to its end leaves.
+
+
+def views_after(calls, monkeypatch=None):
+    """Train one whole step, then `calls` of the next, which ends without its `step()`."""
+    model, batches = toy_model(), called(toy_batches(2, MICRO_BATCHES))
+    store = toy_store(model)
+    with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
+        train(engine, batches[:1])
+        for micro_batches in batches[1][:calls]:
+            engine.forward_backward(micro_batches)
+    return store
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_step_without_its_end_is_dropped(calls):
+    store = views_after(calls)
+    assert store.step == 1 and store.is_consistent
+    assert_same_state(store.named_views(), views_after(0).named_views())
+
+
+def test_a_fault_in_a_later_call_leaves_the_last_whole_update(monkeypatch):
+    model, batches = toy_model(), called(toy_batches(2, MICRO_BATCHES))
+    store, forward, fails = toy_store(model), ToyBlock.forward, threading.Event()
+
+    def failing(self, hidden, micro_batch):
+        if fails.is_set():
+            raise RuntimeError("planted")
+        return forward(self, hidden, micro_batch)
+
+    monkeypatch.setattr(ToyBlock, "forward", failing)
+    engine = toy_engine(model, store, PARTITION, 2, accumulates=True)
+    train(engine, batches[:1])
+    engine.forward_backward(batches[1][0]).wait()
+    fails.set()
+    with pytest.raises(PipelineError, match="planted"):
+        engine.forward_backward(batches[1][1]).wait()
+    with pytest.raises(PipelineError, match="planted"):
+        engine.step(LR)
+    assert store.step == 1 and store.is_consistent
+    fails.clear()
+    assert_same_state(store.named_views(), views_after(0).named_views())
+    # It trains on from there.
+    with toy_engine(model, store, PARTITION, 3, accumulates=True) as engine:
+        train(engine, batches[1:])
+    assert store.step == 2
+
+
+@pytest.mark.parametrize("policy", [SYNC, ASYNC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("bad_call", [0, 1])
+def test_a_call_with_a_loss_that_is_not_finite_skips_the_whole_step(monkeypatch, policy, bad_call):
+    model, batches = toy_model(), called(toy_batches(2, MICRO_BATCHES))
+    store = toy_store(model, policy=policy)
+    bad_tokens = batches[0][bad_call][1].tokens
+    forward = ToyBlock.forward
+
+    def poisoned(self, hidden, micro_batch):
+        made = forward(self, hidden, micro_batch)
+        is_bad = micro_batch.tokens.shape == bad_tokens.shape and torch.equal(micro_batch.tokens, bad_tokens)
+        return made * torch.nan if is_bad else made
+
+    monkeypatch.setattr(ToyBlock, "forward", poisoned)
+    before = {name: view.clone() for name, view in store.named_views().items()}
+    with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
+        report = train(engine, batches[:1])[0].update()
+        assert report.skipped and report.fault == "the loss is not finite"
+        # The micro-batches of all calls are numbered on.
+        assert report.not_finite == (bad_call * MICRO_BATCHES // CALLS + 1,)
+        assert_same_state(store.named_views(), before)
+        assert not train(engine, batches[1:])[0].update().skipped
+
+
+# Orders and refusals.
+
+
+def test_a_pass_is_forgotten_only_once_its_gradients_are_added(monkeypatch):
+    """The optimizer's thread is late by any time. It gets to the first call only when the controller waits for it."""
+    model, [calls] = toy_model(), called(toy_batches(1, 6), 3)
+    asked, collect = threading.Event(), OptimizerWorker._collect
+
+    def late(worker, pass_):
+        if pass_.index == 0:
+            asked.wait()
+        collect(worker, pass_)
+
+    monkeypatch.setattr(OptimizerWorker, "_collect", late)
+    store = toy_store(model)
+    with toy_engine(model, store, PARTITION, 2, accumulates=True) as engine:
+        wait = engine._watchdog.wait
+
+        def watch(key):
+            if key == CALL_ADDED(0):
+                asked.set()
+            return wait(key)
+
+        monkeypatch.setattr(engine._watchdog, "wait", watch)
+        for micro_batches in calls:
+            engine.forward_backward(micro_batches)
+        was_asked = asked.is_set()
+        asked.set()
+        assert was_asked
+        engine.step(LR)
+    loop = CallLoop(model, toy_store(model).weights(), tied=False)
+    loop.train_calls([calls])
+    assert_same_state(store.named_views(), loop.state())
+
+
+def test_without_accumulation_a_second_call_is_refused():
+    model, [calls] = toy_model(), called(toy_batches(1, 4))
+    with toy_engine(model, toy_store(model), PARTITION, 1) as engine:
+        engine.forward_backward(calls[0])
+        with pytest.raises(EngineUsageError, match="twice without step"):
+            engine.forward_backward(calls[1])
+        engine.step(LR)
+
+
+def test_between_two_calls_nothing_but_calls_is_legal():
+    model, [calls] = toy_model(), called(toy_batches(1, 4))
+    with toy_engine(model, toy_store(model), PARTITION, 1, accumulates=True) as engine:
+        with pytest.raises(EngineUsageError, match="needs a forward_backward"):
+            engine.step(LR)
+        for micro_batches in calls:
+            engine.forward_backward(micro_batches)
+            engine.drain()  # waits for the calls alone
+            with pytest.raises(EngineUsageError, match="between forward_backward"):
+                engine.save(lambda source: None)
+            with pytest.raises(EngineUsageError, match="between forward_backward"):
+                engine.evaluate(micro_batches)
+        engine.step(LR)
+        engine.evaluate(calls[0]).loss()
+
+
+@pytest.mark.parametrize(("policy", "machines", "words"), [(BOUNDED, 1, "bounded"), (SYNC, 2, "one machine")])
+def test_who_cannot_accumulate_says_so(policy, machines, words):
+    model = toy_model()
+    store = HostStore(model, policy=policy, ownership=Ownership(0, machines))
+    with pytest.raises(EngineUsageError, match=words):
+        Engine(
+            *(model, store, [CpuDevice(0)], PARTITION),
+            optimizer=None,
+            settings=EngineSettings(accumulates=True, max_norm=0.0),
+        )

@@ -1,0 +1,176 @@
+"""Layers as a user might write them, whose values between layers are nested, and the plain loop that they equal.
+
+They declare no work. Their batch is no `MicroBatch`.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchround.engine.store.host_store import HostStore
+from torchround.layer import LayeredModel
+
+WIDTH = 8
+Branches = namedtuple("Branches", ["left", "right"])
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Inputs `[B, WIDTH]` and targets `[B]`, with a name that travels beside them."""
+
+    inputs: Tensor
+    targets: Tensor
+    name: str = "samples"
+    loss_factor: float | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.inputs.shape
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.inputs, self.targets
+
+    def rebuild(self) -> Callable[[Sequence[Tensor]], "Samples"]:
+        return partial(_samples, self.name, self.loss_factor)
+
+    def for_layer(self, index: int) -> "Samples":
+        return self
+
+    def for_training(self, loss_factor: float) -> "Samples":
+        return replace(self, loss_factor=loss_factor)
+
+    def num_labels(self) -> int:
+        return len(self.targets)
+
+    def problem(self) -> str | None:
+        return None if len(self.inputs) else "it is empty"
+
+
+def _samples(name: str, loss_factor: float | None, tensors: Sequence[Tensor]) -> Samples:
+    return Samples(*tensors, name, loss_factor)
+
+
+class AnyLayer(nn.Module):
+    """A matrix, and a function of the matrix, the value before and the batch."""
+
+    def __init__(self, compute: Callable) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="meta"))
+        self.register_buffer("table", torch.linspace(0.5, 1.5, WIDTH), persistent=False)
+        self.compute = compute
+
+    def forward(self, hidden, batch):
+        return self.compute(self, hidden, batch)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        self.weight.normal_(std=0.4, generator=generator)
+
+
+def first(layer, hidden, batch):
+    assert hidden is None
+    assert batch.name == "samples"
+    inputs = F.linear(batch.inputs, layer.weight) * layer.table
+    # One tensor twice, a skip that no layer uses before the last, integers, flags, a scalar and nothing at all.
+    return {
+        "value": inputs,
+        "again": [inputs, None],
+        "skip": batch.inputs.t() @ inputs,
+        "rows": torch.arange(len(batch.inputs), device=inputs.device),
+        "scale": inputs.mean(),
+        "empty": inputs[:0],
+        "text": ("plain", 3, 0.5),
+    }
+
+
+def second(layer, hidden, batch):
+    assert hidden["again"][0] is hidden["value"]
+    assert hidden["again"][1] is None
+    assert hidden["text"] == ("plain", 3, 0.5)
+    assert hidden["empty"].shape == (0, WIDTH)
+    value = torch.tanh(F.linear(hidden["value"], layer.weight)) + hidden["again"][0] * hidden["scale"]
+    # A view of another value, a transposed one and an expanded one; `unused` takes no part in the loss.
+    return Branches(
+        (value, value[:, : WIDTH // 2]),
+        {
+            "transposed": hidden["value"].t(),
+            "expanded": hidden["scale"].expand(len(value), WIDTH),
+            "skip": hidden["skip"],
+            "unused": value.square(),
+            "rows": hidden["rows"],
+        },
+    )
+
+
+def third(layer, hidden, batch):
+    (value, half), right = hidden.left, hidden.right
+    assert right["transposed"].shape == (WIDTH, len(value))
+    value = value + torch.cat([half, half], dim=1) * layer.table
+    return value[right["rows"]] @ layer.weight, right["transposed"], right["expanded"], right["skip"]
+
+
+def passing(layer, hidden, batch):
+    """Hand the whole input on, unchanged."""
+    return hidden
+
+
+def last(layer, hidden, batch):
+    value, transposed, expanded, skip = hidden
+    logits = F.linear(value + transposed.t() * expanded, layer.weight) + skip.sum(0)
+    return F.cross_entropy(logits, batch.targets, reduction="sum")
+
+
+def outputs(layer, hidden, batch):
+    value = hidden[0]
+    return {
+        "logits": F.linear(value, layer.weight),
+        "same": (value, value),
+        "rows": batch.targets,
+        "name": batch.name,
+    }
+
+
+def any_model(end: Callable = last, trained: bool = True, **facts) -> LayeredModel:
+    computes = (first, second, passing, third, passing, end)
+    layers = tuple(AnyLayer(compute).requires_grad_(trained) for compute in computes)
+    return LayeredModel(tuple(f"layer.{index}" for index in range(len(layers))), layers, **facts)
+
+
+def any_batches(count: int, seed: int = 0, rows: int = 5) -> list[Samples]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Samples(
+            torch.randn(rows, WIDTH, generator=generator), torch.randint(WIDTH, (rows,), generator=generator)
+        )
+        for _ in range(count)
+    ]
+
+
+class PlainAny:
+    """The same layers as ordinary modules with the store's weights."""
+
+    def __init__(self, model: LayeredModel, store: HostStore) -> None:
+        weights = store.weights()
+        self.layers = [AnyLayer(layer.compute) for layer in model.layers]
+        for name, layer in zip(model.names, self.layers, strict=True):
+            layer.weight = nn.Parameter(weights[f"{name}.weight"].clone())
+
+    def run(self, batch: Samples):
+        hidden = None
+        for layer in self.layers:
+            hidden = layer(hidden, batch)
+        return hidden
+
+    def gradients(self, batches: Sequence[Samples]) -> tuple[float, list[Tensor | None]]:
+        """Return the sum of the losses, and the gradients of the mean loss."""
+        labels = sum(batch.num_labels() for batch in batches)
+        total = 0.0
+        for batch in batches:
+            loss = self.run(batch)
+            loss.backward(torch.full_like(loss, 1.0 / labels))
+            total += loss.item()
+        return total, [layer.weight.grad for layer in self.layers]

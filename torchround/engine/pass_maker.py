@@ -1,0 +1,92 @@
+"""The maker of passes: checks a batch, reserves what its pass needs and copies its tensors to the host pool."""
+
+from collections.abc import Callable, Sequence
+
+from torchround.engine.board import Board
+from torchround.engine.device import Event
+from torchround.engine.errors import EngineUsageError
+from torchround.engine.pass_data import check_micro_batches, host_micro_batches
+from torchround.engine.passes import (
+    FIRST_SIZES,
+    BufferReservation,
+    Pass,
+    PassShape,
+    backward_inputs,
+    forward_inputs,
+)
+from torchround.engine.store.host_memory import HostPool
+from torchround.engine.store.host_store import HostStore
+from torchround.layer import Batch
+from torchround.pipeline.machine_shares import StepShare
+from torchround.pipeline.partition import Partition, StageTask
+
+
+class PassMaker:
+    """The maker of an engine's passes, numbered in their order. `synchronize` waits for an event of a device."""
+
+    def __init__(
+        self,
+        store: HostStore,
+        partition: Partition,
+        board: Board,
+        pool: HostPool,
+        reservation: BufferReservation,
+        synchronize: Callable[[Event], None],
+    ) -> None:
+        self._store = store
+        self._partition = partition
+        self._board = board
+        self._pool = pool
+        self._reservation = reservation
+        self._synchronize = synchronize
+        self._next_pass = 0
+
+    def make(
+        self,
+        batches: Sequence[Batch],
+        tasks: list[StageTask],
+        step: int,
+        before: PassShape | None,
+        *,
+        share: StepShare | None = None,
+        num_labels: int | None = None,
+        gives_outputs: bool = False,
+    ) -> Pass:
+        """Return a pass over `batches` after `step` training steps. A training step has a `share`.
+
+        `before` is the shape of the previous pass, if that may still be under way. Raises `EngineUsageError`.
+        """
+        problem = check_micro_batches(batches) if tasks else None
+        if problem is not None:
+            raise EngineUsageError(problem)
+        training, store = share is not None, self._store
+        if num_labels is None:
+            num_labels = 0 if gives_outputs else sum(batch.num_labels() for batch in batches)
+        version = store.policy.version_read(step) if training else step
+        oldest = store.oldest_version_read(step, training)
+        shape = PassShape.of(tasks, batches, training, step, oldest)
+        sizes = self._reservation.reserve_for(shape, before)
+        loss_scale = store.loss_scaling.scale_of(step) if training else 1.0
+        restarts = backward_inputs(self._partition, store.stale_layers) if training else frozenset()
+        pass_ = Pass(
+            index=self._next_pass,
+            training=training,
+            step=step,
+            version=version,
+            loss_factor=loss_scale / max(num_labels, 1),
+            num_labels=num_labels,
+            micro_batches=host_micro_batches(
+                batches, tasks, self._pool, self._board.observer, self._synchronize
+            ),
+            forward_inputs=forward_inputs(self._partition),
+            backward_inputs=restarts,
+            shape=shape,
+            sizes=sizes,
+            share=share,
+            stale_layers=store.stale_layers,
+            gives_outputs=gives_outputs,
+        )
+        if tasks and not self._board.ready(FIRST_SIZES(0)):
+            self._board.post(FIRST_SIZES(0), (sizes,))
+        self._next_pass += 1
+        return pass_
