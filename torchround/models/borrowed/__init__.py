@@ -1,1 +1,4 @@
-"""Models whose modules are built by `transformers`, in layer form."""
+"""Decoders of `transformers` in layer form: built from their config, run by their own modules."""
+
+from torchround.models.borrowed.borrowed_family import TRANSFORMERS as TRANSFORMERS
+from torchround.models.borrowed.borrowed_family import BorrowedConfig as BorrowedConfig

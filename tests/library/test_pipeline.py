@@ -1,0 +1,253 @@
+"""A pipeline trains ordinary nets exactly as a plain loop does, on any number of devices and with any cuts."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.support.plain_nets import OurAdamW, PlainNet, assert_same_state
+from torchround import CpuDevice, Partition, Pipeline
+from torchround.library.refusals import PipelineUsageError
+
+ADAMW = partial(OurAdamW, lr=0.1)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)
+    )
+
+
+def batches(count: int = 4, samples: int = 7) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(samples, 6, generator=generator), torch.randint(3, (samples,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_losses_and_weights_are_those_of_a_plain_loop(devices) -> None:
+    net = mlp()
+    loop = PlainNet(net, ADAMW)
+    with Pipeline(net, devices, lr=0.1) as pipeline:
+        for inputs, labels in batches():
+            loss = pipeline.forward_backward(inputs, labels, functional.cross_entropy)
+            assert loss == loop.forward_backward(inputs, labels, functional.cross_entropy)
+            pipeline.step()
+            loop.step()
+        assert_same_state(pipeline.state_dict(), loop.net)
+
+
+def test_losses_depend_neither_on_cuts_nor_on_devices() -> None:
+    found = []
+    for partition in (
+        None,
+        Partition((2, 2), 2, (1, 3)),
+        Partition((), 6, ()),
+        Partition((1,) * 5, 1, (1,) * 5),
+    ):
+        with Pipeline(mlp(), [CpuDevice(0), CpuDevice(1)], lr=0.1, partition=partition) as pipeline:
+            losses = []
+            for inputs, labels in batches():
+                losses.append(pipeline.forward_backward(inputs, labels, functional.cross_entropy))
+                pipeline.step()
+            found.append((losses, pipeline.state_dict()["5.weight"].tolist()))
+    assert all(other == found[0] for other in found)
+
+
+def test_gradients_of_several_calls_add_up_until_the_step() -> None:
+    net = mlp()
+    loop = PlainNet(net, ADAMW)
+    with Pipeline(net, 2, lr=0.1) as pipeline:
+        for start in (0, 2):
+            for inputs, labels in batches()[start : start + 2]:
+                found = pipeline.forward_backward(inputs, labels, functional.cross_entropy, 2, lazy=True)
+                assert float(found) == loop.forward_backward(inputs, labels, functional.cross_entropy, 2)
+            pipeline.step()
+            loop.step()
+        assert_same_state(pipeline.state_dict(), loop.net)
+
+
+def test_outputs_are_those_of_the_net_in_evaluation_mode_in_order() -> None:
+    net = mlp()
+    inputs, labels = batches()[0]
+    with Pipeline(net, 2, lr=0.1) as pipeline:
+        before = pipeline.forward(inputs)
+        assert torch.allclose(before, net.eval()(inputs), atol=1e-6), (
+            "the sums of a product depend on its rows"
+        )
+        expected = torch.cat([net(part) for part in inputs.split([3, 2, 2])])
+        assert torch.equal(before, expected)
+        pipeline.forward_backward(inputs, labels, functional.cross_entropy)
+        pipeline.step()
+        after = pipeline(inputs)
+        net.load_state_dict(pipeline.state_dict())
+        assert torch.equal(after, torch.cat([net(part) for part in inputs.split([3, 2, 2])]))
+        assert not torch.equal(after, before)
+
+
+def test_an_evaluation_between_steps_changes_no_dropout_mask() -> None:
+    found = []
+    for evaluates in (False, True):
+        with Pipeline(mlp(), 2, lr=0.1) as pipeline:
+            for inputs, labels in batches(2):
+                if evaluates:
+                    pipeline.forward(inputs)
+                loss = pipeline.forward_backward(inputs, labels, functional.cross_entropy)
+                pipeline.step()
+            found.append(loss)
+    assert found[0] == found[1]
+
+
+def test_the_net_stays_as_it_is_unless_the_pipeline_takes_it_over() -> None:
+    net, other = mlp(), mlp()
+    before = copy.deepcopy(net.state_dict())
+    with Pipeline(net, 1) as pipeline, Pipeline(other, 1, takes_over=True) as taken:
+        for each in (pipeline, taken):
+            each.forward_backward(*batches()[0], functional.cross_entropy)
+            each.step()
+        assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+        assert all(parameter.is_meta for parameter in other.parameters())
+        other.load_state_dict(taken.state_dict(), assign=True)
+        assert_same_state(pipeline.state_dict(), other)
+
+
+class Head(nn.Module):
+    """A head whose weight may be an embedding's, with a buffer and one that no state dict holds."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.register_buffer("shift", torch.tensor(1.0), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden, self.weight) * self.scale + self.shift
+
+
+def tied() -> nn.Sequential:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(11, 8)
+    return nn.Sequential(
+        embedding, nn.LayerNorm(8), nn.Linear(8, 8).bfloat16().float(), Head(embedding.weight)
+    )
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+TOKENS = torch.randint(11, (5, 4), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_tied_weights_and_buffers_are_those_of_the_plain_net(devices) -> None:
+    net = tied()
+    loop = PlainNet(net, ADAMW)
+    with Pipeline(net, devices, lr=0.1) as pipeline:
+        for _ in range(3):
+            loss = pipeline.forward_backward(TOKENS, TOKENS, token_loss)
+            assert loss == loop.forward_backward(TOKENS, TOKENS, token_loss)
+            pipeline.step()
+            loop.step()
+        state = pipeline.state_dict()
+        assert_same_state(state, loop.net)
+        assert state["0.weight"] is state["3.weight"] and "3.shift" not in state
+        loop.net.load_state_dict(state, strict=True)
+
+
+def test_a_loaded_state_is_trained_on_and_buffers_reach_the_devices() -> None:
+    net = tied()
+    with Pipeline(net, 2, lr=0.1) as pipeline:
+        pipeline.forward_backward(TOKENS, TOKENS, token_loss)
+        pipeline.step()
+        state = pipeline.state_dict()
+        state["3.scale"].fill_(2.0)
+        state["1.bias"] += 0.25
+        pipeline.load_state_dict(state)
+        assert all(torch.equal(value, state[name]) for name, value in pipeline.state_dict().items())
+        net.load_state_dict(state)
+        outputs = pipeline.forward(TOKENS, 1)
+        assert torch.equal(outputs, net(TOKENS))
+
+
+def test_a_state_that_is_not_the_nets_is_refused_and_nothing_changes() -> None:
+    with Pipeline(mlp(), 1) as pipeline:
+        state = pipeline.state_dict()
+        wrong = {name: value + 1 for name, value in state.items() if name != "0.bias"}
+        wrong |= {"other": torch.ones(1), "3.bias": torch.ones(2)}
+        with pytest.raises(
+            PipelineUsageError, match=r"missing: 0.bias; unknown: other; 3.bias is \(2,\), the net has \(8,\)"
+        ):
+            pipeline.load_state_dict(wrong)
+        assert_same_state(pipeline.state_dict(), mlp())
+
+
+def test_a_model_larger_than_a_device_trains_and_one_that_cannot_fit_is_refused() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(128, 128) for _ in range(12)))
+    layer_gib = 128 * 128 * 4 / 2**30
+    inputs = torch.randn(4, 128)
+
+    def square(outputs: Tensor, labels: None) -> Tensor:
+        return outputs.square().sum()
+
+    with Pipeline(net, 2, lr=1e-3) as pipeline:
+        expected = pipeline.forward_backward(inputs, None, square)
+    with Pipeline(net, 2, lr=1e-3, device_memory_gib=8 * layer_gib) as pipeline:
+        assert pipeline.forward_backward(inputs, None, square) == expected
+        assert pipeline.partition is not None and pipeline.partition.fused < 4
+    with (
+        Pipeline(net, 2, device_memory_gib=layer_gib) as pipeline,
+        pytest.raises(PipelineUsageError, match="no cut of the net fits.*num_micro_batches"),
+    ):
+        pipeline.forward_backward(inputs, None, square)
+
+
+def test_weight_decay_is_for_all_parameters_but_those_named() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    inputs = torch.zeros(2, 4)
+    with Pipeline(net, 1, lr=0.5, weight_decay=0.5, no_decay=["1.weight", "1.bias"]) as pipeline:
+        pipeline.forward_backward(inputs, None, lambda outputs, labels: 0.0 * outputs.sum())
+        pipeline.step()
+        state = pipeline.state_dict()
+    before = net.state_dict()
+    for name in before:
+        assert torch.equal(state[name], before[name] * (1.0 if name.startswith("1") else 0.75)), name
+
+
+def test_parameters_are_the_host_weights_by_the_plain_names() -> None:
+    net = tied()
+    with Pipeline(net, 2, lr=0.1) as pipeline:
+        assert [name for name, _ in pipeline.named_parameters()] == [
+            name for name, _ in net.named_parameters()
+        ]
+        first = next(pipeline.parameters())
+        before = first.clone()
+        pipeline.forward_backward(TOKENS, TOKENS, token_loss)
+        pipeline.step()
+        assert next(pipeline.parameters()) is first
+        assert not torch.equal(first, before)
+        assert torch.equal(first, pipeline.state_dict()["0.weight"])
+
+
+def test_frozen_layers_stay_and_nets_without_trained_weights_give_outputs() -> None:
+    net = mlp()
+    for parameter in (*net[0].parameters(), *net[5].parameters()):
+        parameter.requires_grad_(False)
+    loop = PlainNet(net, ADAMW)
+    with Pipeline(net, 2, lr=0.1) as pipeline:
+        for inputs, labels in batches(2):
+            loss = pipeline.forward_backward(inputs, labels, functional.cross_entropy)
+            assert loss == loop.forward_backward(inputs, labels, functional.cross_entropy)
+            pipeline.step()
+            loop.step()
+        assert_same_state(pipeline.state_dict(), loop.net)
+    net.requires_grad_(False).eval()
+    with Pipeline(net, 2) as pipeline:
+        assert torch.equal(pipeline(inputs, 1), net(inputs))

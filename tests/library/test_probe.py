@@ -1,0 +1,204 @@
+"""The probe refuses layers that cannot run on stateless devices, by name, at the first batch; and it measures the others."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from torchround import Pipeline
+from torchround.engine.store.host_store import HostStore
+from torchround.library.model_state import fill_store
+from torchround.library.module_layer import wrap
+from torchround.library.probe import LayerMeasure, probe
+from torchround.library.refusals import PipelineUsageError
+from torchround.library.sample_batch import cut
+
+INPUTS = torch.linspace(-1, 1, 24).reshape(6, 4)
+
+
+def square(outputs: Tensor, labels: Tensor | None) -> Tensor:
+    return outputs.square().sum()
+
+
+def measured(net: nn.Sequential, loss_fn: Callable = square, inputs: object = INPUTS) -> list[LayerMeasure]:
+    wrapped = wrap(net, lambda name: True)
+    store = HostStore(wrapped.model)
+    fill_store(store, wrapped, dict(net.named_parameters()))
+    batches = cut(inputs, None, 1, loss_fn, is_training=True, seed=0, call=0)
+    return probe(wrapped, store, batches[0])
+
+
+class Calls(nn.Module):
+    """A layer of one function, with a weight and a buffer that the function may use."""
+
+    def __init__(self, function: Callable[["Calls", Tensor], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("seen", torch.zeros(1))
+        self.count, self.memory = 0, []
+        self.function = function
+
+    def forward(self, hidden: Tensor) -> object:
+        return self.function(self, hidden)
+
+
+def counts(layer: Calls, hidden: Tensor) -> Tensor:
+    layer.count += 1
+    return hidden
+
+
+def remembers(layer: Calls, hidden: Tensor) -> Tensor:
+    layer.memory.append(hidden.detach())
+    return hidden
+
+
+def fills_buffer(layer: Calls, hidden: Tensor) -> Tensor:
+    layer.seen += 1
+    return hidden
+
+
+def fills_data(layer: Calls, hidden: Tensor) -> Tensor:
+    layer.seen.data.fill_(7)
+    return hidden
+
+
+def replaces_buffer(layer: Calls, hidden: Tensor) -> Tensor:
+    layer.seen = layer.seen + 1
+    return hidden
+
+
+def changes_weight(layer: Calls, hidden: Tensor) -> Tensor:
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+    return hidden
+
+
+def changes_view(layer: Calls, hidden: Tensor) -> Tensor:
+    hidden[:, 1:].zero_()
+    return hidden.clone()
+
+
+class Opaque:
+    """An object that holds a tensor where PyTorch cannot find it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+OUTSIDE = nn.Parameter(torch.ones(4))
+REFUSED = {
+    "attribute": (counts, "changes attribute count in its forward"),
+    "list": (remembers, "changes attribute memory in its forward"),
+    "buffer": (fills_buffer, "changes buffer seen in its forward"),
+    "buffer's data": (fills_data, "changes buffer seen in its forward"),
+    "buffer replaced": (replaces_buffer, "changes buffer seen in its forward"),
+    "weight": (changes_weight, "changes parameter weight in its forward"),
+    "input": (lambda layer, hidden: hidden.relu_(), r"changes its input in place.*inplace=False"),
+    "view of the input": (changes_view, "changes its input in place"),
+    "Python's random": (
+        lambda layer, hidden: hidden * random.random(),
+        "gives other values when it runs again",
+    ),
+    "a plain value": (
+        lambda layer, hidden: (hidden, random.random()),
+        "gives other values when it runs again",
+    ),
+    "gradients": (
+        lambda layer, hidden: hidden * (2 if torch.is_grad_enabled() else 1),
+        "gives other values when it runs again",
+    ),
+    "weight outside": (lambda layer, hidden: hidden * OUTSIDE, r"uses a trained tensor of shape \(4,\)"),
+    "object": (lambda layer, hidden: Opaque(hidden), "returns a Opaque, whose tensors cannot be found"),
+    "sparse": (
+        lambda layer, hidden: hidden.to_sparse(),
+        "returns a Tensor of layout torch.sparse_coo; only plain dense tensors",
+    ),
+    "generator": (
+        lambda layer, hidden: torch.rand(6, 4, generator=torch.Generator().manual_seed(0)),
+        "draws from a generator of its own",
+    ),
+    "checkpoint": (
+        lambda layer, hidden: checkpoint(
+            lambda value: functional.dropout(value * layer.weight, 0.5), hidden, use_reentrant=False
+        ),
+        "draws random numbers in its backward",
+    ),
+    "error": (lambda layer, hidden: hidden @ hidden, "failed with the first micro-batch: RuntimeError: mat1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_layer_that_cannot_be_run_anywhere_is_refused_by_name(case) -> None:
+    function, message = REFUSED[case]
+    with pytest.raises(
+        PipelineUsageError, match=rf"^layer 1 \(Calls\) {message}|^layer 1 \(Calls\): .*{message}"
+    ):
+        measured(nn.Sequential(nn.Linear(4, 4), Calls(function), nn.Identity()), lambda *_: torch.tensor(0.0))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda outputs, labels: outputs, r"returned torch.float32 \(6, 4\)"),
+        (lambda outputs, labels: 3.0, "returned a float"),
+        (lambda outputs, labels: outputs.argmax(), r"returned torch.int64 \(\)"),
+        (lambda outputs, labels: torch.tensor(1.0), "the loss does not depend on anything that is trained"),
+    ],
+)
+def test_a_loss_that_is_no_number_to_train_with_is_refused(loss_fn, message) -> None:
+    with pytest.raises(PipelineUsageError, match=message):
+        measured(nn.Sequential(nn.Linear(4, 4)), loss_fn)
+
+
+def test_a_refusal_leaves_inputs_weights_and_the_pipeline_as_they_were() -> None:
+    net = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2))
+    inputs = INPUTS.clone()
+    with Pipeline(net, 1) as pipeline:
+        for call in (
+            lambda: pipeline.forward_backward(inputs, None, square),
+            lambda: pipeline.forward(inputs),
+        ):
+            with pytest.raises(PipelineUsageError, match=r"layer 0 \(ReLU\) changes its input in place"):
+                call()
+        assert torch.equal(inputs, INPUTS)
+        assert torch.equal(pipeline.state_dict()["1.weight"], net[1].weight)
+
+
+def test_drawing_layers_are_found_and_the_others_are_not_slowed_down() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2), nn.Dropout(0.5).eval())
+    assert [layer.draws for layer in measured(net)] == [False, True, False, False]
+
+
+def test_bytes_are_counted_and_only_what_is_trained_receives_gradients() -> None:
+    frozen = nn.Embedding(5, 4)
+    frozen.requires_grad_(False)
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, hidden: Tensor) -> dict[str, Tensor]:
+            return {"old": hidden, "new": self.linear(hidden)}
+
+    class Adds(nn.Module):
+        def forward(self, pair: dict[str, Tensor]) -> Tensor:
+            return pair["old"] + pair["new"].tanh()
+
+    found = measured(nn.Sequential(frozen, Pairs(), Adds()), inputs=torch.randint(5, (6, 100)))
+    assert [measure.receives for measure in found] == [(), (False,), (False, True)]
+    boundary = 6 * 100 * 4 * 4
+    assert [measure.boundary_bytes for measure in found[:2]] == [
+        -(-boundary // 256) * 256,
+        2 * -(-boundary // 256) * 256,
+    ]
+    assert found[2].activation_bytes >= boundary, "tanh keeps its result"
+    assert all(measure.workspace_bytes >= boundary for measure in found)
+    assert all(measure.forward_s > 0 for measure in found)

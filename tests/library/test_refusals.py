@@ -1,0 +1,151 @@
+"""Nets that cannot work are refused before anything runs: each message names the layer and what to do."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torchround.library.module_layer import wrap
+from torchround.library.refusals import PipelineUsageError, check_loss, check_net, check_training
+
+
+class Hides(nn.Module):
+    """A module with a member that PyTorch does not know of."""
+
+    def __init__(self, member: object) -> None:
+        super().__init__()
+        self.members = {"first": [member]}
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class Backwards(nn.Sequential):
+    """A Sequential that runs its layers in reverse."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self):
+            hidden = layer(hidden)
+        return hidden
+
+
+def hooked(method: str) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    getattr(layer, method)(lambda *args: None)
+    return layer
+
+
+def with_parameter_hook() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.weight.register_hook(lambda gradient: gradient)
+    return layer
+
+
+def compiled() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.compile()
+    return layer
+
+
+def with_weight(value: torch.Tensor, trained: bool = True) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(value, requires_grad=trained)
+    return layer
+
+
+def own_parameter() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(2, 2))
+    net.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    return net
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(2, 2)
+
+
+NETS = {
+    "no Sequential": (linear, "the net is a Linear; give an nn.Sequential"),
+    "a forward of its own": (lambda: Backwards(linear()), "Backwards has a forward of its own"),
+    "no layer": (nn.Sequential, "has no layer"),
+    "own parameter": (own_parameter, "scale belongs to the nn.Sequential itself"),
+    "compiled": (lambda: torch.compile(nn.Sequential(linear())), "wrapped in OptimizedModule"),
+    "DataParallel": (lambda: nn.DataParallel(nn.Sequential(linear())), "wrapped in DataParallel"),
+}
+LAYERS = {
+    "compiled layer": (lambda: torch.compile(linear()), "wrapped in OptimizedModule"),
+    "compiled in place": (compiled, "was compiled"),
+    "DataParallel layer": (lambda: nn.DataParallel(linear()), "wrapped in DataParallel"),
+    "forward hook": (lambda: hooked("register_forward_hook"), "has a forward hook"),
+    "forward pre-hook": (lambda: hooked("register_forward_pre_hook"), "has a forward pre-hook"),
+    "backward hook": (lambda: hooked("register_full_backward_hook"), "has a backward hook"),
+    "backward pre-hook": (lambda: hooked("register_full_backward_pre_hook"), "has a backward pre-hook"),
+    "hook of a parameter": (with_parameter_hook, "weight has a hook"),
+    "lazy": (lambda: nn.LazyLinear(2), "weight has no shape yet"),
+    "meta": (lambda: nn.Linear(2, 2, device="meta"), "weight is on meta"),
+    "float64": (lambda: linear().double(), r"weight is torch.float64; .*net.float\(\)"),
+    "complex": (lambda: with_weight(torch.ones(2, 2, dtype=torch.complex64)), "weight is torch.complex64"),
+    "integers": (lambda: with_weight(torch.ones(2, 2, dtype=torch.int8), False), "make it a buffer"),
+    "sparse": (lambda: with_weight(torch.eye(2).to_sparse()), "weight has the layout torch.sparse_coo"),
+    "hidden module": (lambda: Hides(linear()), "attribute members holds a module"),
+    "hidden parameter": (lambda: Hides(nn.Parameter(torch.ones(1))), "attribute members holds a parameter"),
+    "hidden tensor": (lambda: Hides(torch.ones(1)), "attribute members holds a tensor.*register_buffer"),
+}
+
+
+@pytest.mark.parametrize("case", NETS)
+def test_a_net_that_cannot_work_is_refused(case) -> None:
+    make, message = NETS[case]
+    with pytest.raises(PipelineUsageError, match=message):
+        check_net(make())
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_a_layer_that_cannot_work_is_refused_by_name(case) -> None:
+    make, message = LAYERS[case]
+    layer = make()
+    with pytest.raises(PipelineUsageError, match=rf"^layer 1 \({type(layer).__name__}\).*{message}"):
+        check_net(nn.Sequential(nn.Identity(), layer))
+
+
+def test_a_part_inside_a_layer_is_named_by_its_path() -> None:
+    with pytest.raises(PipelineUsageError, match=r"layer 0 \(Sequential\), 1 has a forward hook"):
+        check_net(nn.Sequential(nn.Sequential(linear(), hooked("register_forward_hook"))))
+
+
+def test_ordinary_nets_are_not_refused() -> None:
+    inner = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten())
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    normed = nn.utils.parametrizations.weight_norm(linear())
+    frozen = nn.BatchNorm2d(3).eval()
+    net = nn.Sequential(inner, encoder, nn.LSTM(8, 8), normed, frozen, nn.Embedding(3, 4).bfloat16())
+    check_net(net)
+    wrap(net, lambda name: True)
+    check_training(dict(net.named_children()))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm2d(3), nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True))]
+)
+def test_running_statistics_are_refused_for_training_alone(layer) -> None:
+    check_net(nn.Sequential(layer))
+    with pytest.raises(PipelineUsageError, match="layer 3 .*running statistics.*GroupNorm"):
+        check_training({"3": layer})
+    check_training({"3": copy.deepcopy(layer).eval()})
+
+
+def test_a_layer_that_cannot_be_copied_is_refused() -> None:
+    class Unique(nn.Identity):
+        def __deepcopy__(self, memo: object) -> "Unique":
+            raise TypeError("there is only one")
+
+    with pytest.raises(PipelineUsageError, match=r"layer 0 \(Unique\) cannot be copied.*there is only one"):
+        wrap(nn.Sequential(Unique()), lambda name: True)
+
+
+def test_a_loss_is_a_callable_without_parameters() -> None:
+    check_loss(nn.CrossEntropyLoss(weight=torch.ones(3)))
+    with pytest.raises(PipelineUsageError, match=r"loss_fn \(Linear\) has parameters \(weight, bias\)"):
+        check_loss(linear())
+    with pytest.raises(PipelineUsageError, match="loss_fn is 3; give a callable"):
+        check_loss(3)

@@ -1,0 +1,132 @@
+"""The plain loop that `torchround.Pipeline` is compared with, on one thread and without the engine.
+
+Gradients add up as docs/library.md says: those of one call over its micro-batches, for each layer that uses a parameter
+apart; then over the layers that share it, the last one first; then over calls.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchround.library.sample_batch import SampleBatch, cut
+from torchround.library.seeds import drawing, layer_seed
+from torchround.optim.adamw import adamw_update_
+
+Optimizer = torch.optim.Optimizer
+
+
+class OurAdamW(torch.optim.Optimizer):
+    """The engine's own AdamW as an optimizer of named parameters, without the engine."""
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], lr: float, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(named, {"lr": lr, "weight_decay": weight_decay})
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state |= {name: torch.zeros(parameter.numel()) for name in ("exp_avg", "exp_avg_sq")}
+                state["step"] = state.get("step", 0) + 1
+                flat = parameter.detach().view(-1)
+                adamw_update_(
+                    *(flat, state["exp_avg"], state["exp_avg_sq"], parameter.grad.reshape(-1), flat),
+                    lr=group["lr"],
+                    betas=(0.9, 0.999),
+                    eps=1e-8,
+                    weight_decay=group["weight_decay"],
+                    bias_correction_step=state["step"],
+                )
+
+
+class PlainNet:
+    """A copy of an `nn.Sequential` that trains in a loop. `make` makes its optimizer from named float32 weights.
+
+    Weights of other dtypes are copies of those, as in the engine.
+    """
+
+    def __init__(
+        self, net: nn.Sequential, make: Callable[..., Optimizer] | None = None, seed: int = 0
+    ) -> None:
+        self.net = copy.deepcopy(net)
+        self.seed = seed
+        self.calls = 0
+        self._weights = {
+            name: (
+                parameter,
+                parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.float()),
+            )
+            for name, parameter in self.net.named_parameters()
+            if parameter.requires_grad
+        }
+        named = [(name, weight) for name, (_, weight) in self._weights.items()]
+        self.optimizer = make(named) if make is not None else None
+        self._gradients: dict[int, Tensor] = {}
+
+    def forward_backward(self, inputs: Any, labels: Any, loss_fn: Any, num_micro_batches: int = 3) -> float:
+        """Add a call's gradients to those of the step and return the sum of its losses."""
+        layers, uses = self._layers_of_their_own()
+        losses = []
+        batches = cut(
+            inputs, labels, num_micro_batches, loss_fn, is_training=True, seed=self.seed, call=self.calls
+        )
+        for batch in batches:
+            loss = self._loss(layers, batch)
+            loss.backward()
+            losses.append(loss.item())
+        for key, leaves in uses.items():
+            for leaf in reversed(leaves):
+                found = torch.zeros(leaf.shape) if leaf.grad is None else leaf.grad
+                self._gradients[key] = found + self._gradients[key] if key in self._gradients else found
+        self.calls += 1
+        return sum(losses)
+
+    def step(self) -> None:
+        """Update the weights, and forget the gradients."""
+        assert self.optimizer is not None, "an optimizer is needed to step"
+        for parameter, weight in self._weights.values():
+            weight.grad = self._gradients[id(parameter)]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._gradients = {}
+        with torch.no_grad():
+            for parameter, weight in self._weights.values():
+                parameter.copy_(weight)
+
+    def _loss(self, layers: Sequence[nn.Module], batch: SampleBatch) -> Tensor:
+        hidden, labels = batch.inputs_and_labels()
+        for index, layer in enumerate(layers):
+            with drawing(layer_seed(self.seed, self.calls, batch.micro_batch, index)):
+                hidden = layer(hidden)
+        with drawing(layer_seed(self.seed, self.calls, batch.micro_batch, len(layers))):
+            assert batch.loss_fn is not None, "a training batch has a loss"
+            return batch.loss_fn(hidden, labels)
+
+    def _layers_of_their_own(self) -> tuple[list[nn.Module], dict[int, list[Tensor]]]:
+        """Return copies of the layers that share nothing, and for each parameter its leaves in the layers' order."""
+        layers: list[nn.Module] = []
+        uses: dict[int, list[Tensor]] = {}
+        for layer in self.net._modules.values():
+            assert layer is not None, "every member is a module"
+            memo: dict[int, Any] = {}
+            layers.append(copy.deepcopy(layer, memo))
+            for parameter in layer.parameters():
+                if parameter.requires_grad:
+                    leaf = memo[id(parameter)]
+                    leaf.grad_dtype = torch.float32  # devices add gradients up in float32
+                    uses.setdefault(id(parameter), []).append(leaf)
+        return layers, uses
+
+
+def assert_same_state(found: dict[str, Tensor], net: nn.Module) -> None:
+    """Assert that a state dict has the net's names, dtypes and bits."""
+    expected = net.state_dict()
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), f"{name} differs by {(found[name] - value).abs().max()}"

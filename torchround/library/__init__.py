@@ -1,0 +1,1 @@
+"""The engine as a library: `torchround.Pipeline` trains any `nn.Sequential` of ordinary modules."""

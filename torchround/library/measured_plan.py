@@ -1,0 +1,72 @@
+"""The plan of a pipeline: stages cut from the costs that the probe measured, within the devices' memory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torchround.engine.store.host_store import HostStore
+from torchround.engine.worker.slots import aligned
+from torchround.layer import LayeredModel
+from torchround.library.probe import LayerMeasure
+from torchround.library.refusals import PipelineUsageError
+from torchround.library.sample_batch import SampleBatch
+from torchround.pipeline.cards import ASSUMED_DEVICE
+from torchround.pipeline.costs import Costs, LayerCost, hop_seconds
+from torchround.pipeline.memory import MemoryLimits, rounding
+from torchround.pipeline.partition import Partition
+from torchround.pipeline.planner import InfeasiblePlanError, make_plan
+from torchround.run.hardware import Hardware
+from torchround.run.numbers import layer_parameters, shared_layers
+
+# Gradients add up on devices in float32.
+ACCUMULATE_BYTES = 4
+
+
+def measured_costs(model: LayeredModel, store: HostStore, measures: Sequence[LayerMeasure]) -> Costs:
+    """Return the planner's costs of a model from what the probe measured."""
+    layers = tuple(
+        LayerCost(
+            name=name,
+            forward_s=measure.forward_s,
+            backward_s=measure.backward_s,
+            weight_bytes=(count.trained + count.frozen) * store.dtype.itemsize,
+            gradient_bytes=count.trained * ACCUMULATE_BYTES,
+            activation_bytes=measure.activation_bytes,
+            boundary_bytes=measure.boundary_bytes,
+            workspace_bytes=measure.workspace_bytes,
+        )
+        for name, count, measure in zip(model.names, layer_parameters(model), measures, strict=True)
+    )
+    largest = max(layer.boundary_bytes for layer in layers)
+    return Costs(layers, hop_seconds(largest, ASSUMED_DEVICE), shared_layers(model))
+
+
+def cut_model(
+    model: LayeredModel,
+    store: HostStore,
+    measures: Sequence[LayerMeasure],
+    batches: Sequence[SampleBatch],
+    hardware: Hardware,
+    update: str,
+) -> Partition:
+    """Return the partition that is fastest by the measured costs. Raises `PipelineUsageError` if none fits.
+
+    Costs are of the first micro-batch, which is one of the longest.
+    """
+    costs = measured_costs(model, store, measures)
+    limit, constants = hardware.device_bytes, model.constant_bytes()
+    limits = MemoryLimits(
+        device_bytes=None if limit is None else max(0, limit - constants),
+        integer_bytes=sum(aligned(part.nbytes) for part in batches[0].tensors()),
+    )
+    if store.gradient_dtype.itemsize != ACCUMULATE_BYTES:
+        limits = replace(limits, **rounding(ACCUMULATE_BYTES, store.gradient_dtype.itemsize))
+    try:
+        plan = make_plan(costs, hardware.num_devices, len(batches), update, rounds=1, limits=limits)
+    except InfeasiblePlanError as error:
+        largest = max(costs.layers, key=lambda layer: layer.weight_bytes + layer.activation_bytes)
+        raise PipelineUsageError(
+            f"no cut of the net fits the devices: {error}. Layer {largest.name} is the largest. What helps: more "
+            "micro-batches (num_micro_batches), smaller layers (each member of the nn.Sequential is one), or more "
+            "memory (device_memory_gib)"
+        ) from error
+    return plan.partition

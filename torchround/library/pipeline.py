@@ -1,0 +1,313 @@
+"""`torchround.Pipeline`: an `nn.Sequential` of ordinary modules, trained on devices that hold a few layers at a time.
+
+    with Pipeline(net, devices=2, optimizer="adamw", lr=1e-3) as pipeline:
+        for inputs, labels in batches:
+            loss = pipeline.forward_backward(inputs, labels, loss_fn)
+            pipeline.step()
+
+The weights live in host memory. The first batch is run layer by layer on the host (`probe.py`), so that a layer which
+cannot work is refused by name, and so that the stages are cut from measured costs.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchround.accelerators import kind_of
+from torchround.config import EngineTable
+from torchround.engine.device import Device
+from torchround.engine.engine import Engine
+from torchround.engine.errors import EngineUsageError, PipelineError
+from torchround.engine.results import StepResult
+from torchround.engine.settings import EngineSettings
+from torchround.engine.store.bundles import ASYNC_PREDICT, SYNC
+from torchround.engine.store.host_store import HostStore
+from torchround.library.measured_plan import cut_model
+from torchround.library.model_state import (
+    buffers_of,
+    check_state,
+    fill_store,
+    free_weights,
+    state_dict_of,
+)
+from torchround.library.module_layer import store_dtype, wrap
+from torchround.library.optimizers import OptimizerChoice, choose_optimizer
+from torchround.library.probe import probe
+from torchround.library.refusals import PipelineUsageError, check_loss, check_net, check_training
+from torchround.library.sample_batch import LossFn, SampleBatch, cut, joined
+from torchround.library.seeds import INFERENCE
+from torchround.pipeline.memory import GIB
+from torchround.pipeline.partition import Partition
+from torchround.run.hardware import Hardware, find_hardware
+
+
+class PendingLoss:
+    """The summed loss of a call whose devices may still be at work. `float(loss)` waits for it."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def value(self) -> float:
+        """Wait for the devices, and return the sum of the losses of all micro-batches."""
+        return self._result.loss()
+
+    def __float__(self) -> float:
+        """Return `value()`."""
+        return self.value()
+
+
+class Pipeline:
+    """A net that trains on stateless devices, with calls like those of a loop on one device.
+
+    - `net`: an `nn.Sequential` on the CPU; each member is one layer. It stays as it is: the pipeline has its own copy of
+      the weights. With `takes_over` its parameters are moved to `meta` instead, so that the weights exist once.
+    - `devices`: how many, accelerators if PyTorch sees any and otherwise virtual devices on the CPU; or a list of `Device`.
+    - `optimizer`: `"adamw"`, a class of `torch.optim`, or a callable that gets the named parameters and returns an
+      optimizer. Anything but `"adamw"` runs on the host, after the last gradient, and is slower.
+    - `lr`, `weight_decay`, `betas`, `eps`: as in `torch.optim.AdamW`. Weight decay is for all parameters but `no_decay`.
+    - `max_norm`: bound of the norm of the whole gradient; 0 is no bound.
+    - `update`: `"sync"` as a plain loop; `"async"` computes with weights that are one step old, and devices never wait.
+    - `seed`: seed of the layers' random numbers.
+    - `partition`: the stages, in place of those from measured costs. `device_memory_gib`: most memory of each device.
+
+    Raises `PipelineUsageError` for what cannot work, `PipelineError` for a fault in a layer on its device.
+    """
+
+    def __init__(
+        self,
+        net: nn.Sequential,
+        devices: int | Sequence[Device] = 2,
+        optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
+        lr: float = 1e-2,
+        weight_decay: float = 0.0,
+        max_norm: float = 0.0,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        no_decay: Collection[str] = (),
+        update: str = "sync",
+        seed: int = 0,
+        partition: Partition | None = None,
+        device_memory_gib: float | None = None,
+        takes_over: bool = False,
+    ) -> None:
+        check_net(net)
+        if update not in ("sync", "async"):
+            raise PipelineUsageError(f'update = {update!r}; legal: "sync", "async"')
+        names = dict(net.named_parameters(remove_duplicate=False))
+        if unknown := sorted(set(no_decay) - names.keys()):
+            raise PipelineUsageError(f"no_decay names {', '.join(unknown)}, which the net does not have")
+        undecayed = {id(names[name]) for name in no_decay}
+        self.lr = lr
+        self._update, self._seed, self._max_norm = update, seed, max_norm
+        self._given = self._partition = partition
+        self._hardware, self._devices = _find_devices(devices, device_memory_gib)
+        self._wrapped = wrap(net, lambda name: id(names[name]) not in undecayed)
+        self._shapes = {name: value.shape for name, value in net.state_dict().items()}
+        self._choice: OptimizerChoice = choose_optimizer(
+            optimizer, weight_decay=weight_decay, betas=betas, eps=eps
+        )
+        self.store = HostStore(
+            self._wrapped.model,
+            store_dtype(self._wrapped.dtypes.values()),
+            policy=SYNC if update == "sync" else ASYNC_PREDICT,
+            pinned=kind_of(self._hardware.kind).locks_pages,
+        )
+        fill_store(self.store, self._wrapped, {name: parameter.detach() for name, parameter in names.items()})
+        if takes_over:
+            free_weights(net, self._wrapped)
+        self._engine: Engine | None = None
+        self._is_for_training = False
+        self._calls = self._forwards = 0
+        self._last: StepResult | None = None
+        self._open = False  # a call's gradients wait for step()
+        self._host_parameters: dict[str, nn.Parameter] = {}
+
+    # Training.
+
+    def forward_backward(
+        self,
+        inputs: Any,
+        labels: Any,
+        loss_fn: LossFn,
+        num_micro_batches: int = 3,
+        lazy: bool = False,
+    ) -> "float | PendingLoss":
+        """Compute the loss of a batch and add its gradients to those of the calls since the last `step`.
+
+        `inputs` go to the first layer; tensors of inputs and labels are cut along dimension 0 into `num_micro_batches`
+        micro-batches. `loss_fn(outputs, labels)` returns the loss of one of them. The sum over them is returned: as a
+        number, or at once as a `PendingLoss` if `lazy`.
+        """
+        check_loss(loss_fn)
+        numbers = {"seed": self._seed, "call": self._calls}
+        batches = cut(inputs, labels, num_micro_batches, loss_fn, is_training=True, **numbers)
+        with self._guarded():
+            engine = self._engine_for(batches)
+            self._last = engine.forward_backward(batches, num_labels=1)
+            self._calls += 1
+            self._open = True
+            loss = PendingLoss(self._last)
+            return loss if lazy else loss.value()
+
+    def step(self, lr: float | None = None) -> None:
+        """Update the weights with the gradients of all calls since the last step, which are then zero. Does not wait.
+
+        `lr` is the rate of this step. Without it `adamw` takes `Pipeline.lr`, and an optimizer of `torch.optim` the rates of
+        its own groups, which a scheduler may have changed.
+        """
+        if self._engine is None or not self._open:
+            raise EngineUsageError("step() needs a forward_backward() before it")
+        with self._guarded():
+            self._engine.step(self.lr if lr is None else lr)
+            self._open = False
+
+    def grad_norm(self) -> float:
+        """Wait for the last step, and return the norm of its gradient before clipping."""
+        if self._last is None or self._open:
+            raise EngineUsageError("grad_norm() needs a step() before it")
+        with self._guarded():
+            return float(self._last.update().grad_norm)
+
+    # Inference.
+
+    def forward(self, inputs: Any, num_micro_batches: int = 3) -> Any:
+        """Return the net's output in evaluation mode, without gradients, on the host.
+
+        Micro-batches are joined in order along dimension 0, leaf by leaf. A tensor whose dimension 0 is not the number of
+        samples comes as a list, one for each micro-batch.
+        """
+        numbers = {"seed": self._seed, "call": INFERENCE + self._forwards}
+        batches = cut(inputs, None, num_micro_batches, None, is_training=False, **numbers)
+        with self._guarded():
+            engine = self._engine_for(batches)
+            newest = engine.true_device_weights() if self._update == "async" else nullcontext()
+            with newest:
+                outputs = engine.forward(batches).outputs()
+            self._forwards += 1
+        return joined(outputs, [batch.samples for batch in batches])
+
+    __call__ = forward
+
+    # Weights.
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copy the weights and buffers, with the names and dtypes of the plain net. Waits for all steps."""
+        self._drain()
+        state = state_dict_of(self.store, self._wrapped)
+        return {name: state[name] for name in self._shapes}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the weights and buffers of a plain net's state dict. The optimizer's state stays.
+
+        Raises `PipelineUsageError` if names or shapes differ, and then changes nothing.
+        """
+        check_state(self._wrapped, self._shapes, state)
+        if self._open:
+            raise EngineUsageError("load_state_dict() was called between forward_backward() and step()")
+        self._drain()
+        fill_store(self.store, self._wrapped, {name: state[name] for name in self._wrapped.stored})
+        buffers = buffers_of(self._wrapped, persistent=True)
+        if any(not torch.equal(buffer, state[name]) for name, buffer in buffers.items()):
+            self._end_engine()  # the devices hold the old ones
+            for name, buffer in buffers.items():
+                buffer.copy_(state[name])
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and host weights, each tied one once. They change with each step; read them between steps."""
+        self._drain()
+        weights = self.store.weights()
+        seen: set[str] = set()
+        for name, stored in self._wrapped.stored.items():
+            if stored not in seen:
+                seen.add(stored)
+                if name not in self._host_parameters:
+                    self._host_parameters[name] = nn.Parameter(weights[stored], requires_grad=False)
+                yield name, self._host_parameters[name]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the host weights, each tied one once."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    @property
+    def partition(self) -> Partition | None:
+        """The stages; None before the first batch if none were given."""
+        return self._partition
+
+    # Lifetime.
+
+    def close(self) -> None:
+        """Finish all steps and end the threads. The weights stay readable."""
+        self._end_engine()
+
+    def __enter__(self) -> "Pipeline":  # noqa: PYI034  (typing.Self needs Python 3.11)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.close()
+        elif self._engine is not None:
+            self._engine.__exit__(kind, *rest)
+
+    # Inside.
+
+    def _engine_for(self, batches: Sequence[SampleBatch]) -> Engine:
+        """Return the engine, after a probe with the first micro-batch if this is the first call of its kind."""
+        trains = batches[0].is_training
+        if self._engine is not None and (self._is_for_training or not trains):
+            return self._engine
+        self._end_engine()
+        model = self._wrapped.model
+        if trains:
+            check_training(self._wrapped.members())
+        # Copies, because a layer that changes its input must not change the caller's.
+        copies = tuple(part.clone() for part in batches[0].parts)
+        measures = probe(self._wrapped, self.store, replace(batches[0], parts=copies))
+        partition = self._given or cut_model(
+            *(model, self.store, measures, batches), self._hardware, self._update
+        )
+        settings = EngineSettings(max_norm=self._max_norm, accumulates=True)
+        self._engine = Engine(
+            *(model, self.store, self._devices, partition),
+            optimizer=self._choice.for_engine(),
+            settings=settings,
+        )
+        self._partition, self._is_for_training = partition, trains
+        return self._engine
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Drop an engine that a fault has stopped, so that the next call starts another one if the weights are whole."""
+        try:
+            yield
+        except PipelineError as error:
+            if error.store_is_consistent:
+                self._engine, self._open = None, False
+            raise
+
+    def _drain(self) -> None:
+        if self._engine is not None:
+            with self._guarded():
+                self._engine.drain()
+
+    def _end_engine(self) -> None:
+        engine, self._engine, self._open = self._engine, None, False
+        if engine is not None:
+            engine.close()
+
+
+def _find_devices(devices: int | Sequence[Device], memory_gib: float | None) -> tuple[Hardware, list[Device]]:
+    """Return the devices and what is known of them."""
+    if isinstance(devices, int):
+        hardware = find_hardware(EngineTable(num_devices=devices, device_memory_gib=memory_gib))
+        return hardware, hardware.make_devices()
+    if not devices:
+        raise PipelineUsageError("devices is an empty list")
+    kind = devices[0].torch_device.type
+    limit = None if memory_gib is None else int(memory_gib * GIB)
+    return Hardware(kind, len(devices), limit), list(devices)

@@ -1,0 +1,215 @@
+"""The three kinds of layers of a borrowed model: its embedding, each block, and its head with the loss.
+
+Each layer shares its children with a module of `transformers`, so a parameter's name in the store is the layer's name
+and the path that the parameter has there.
+
+Shapes: B sequences, T tokens, D model width, V vocabulary, N tokens of a micro-batch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchround.accelerators import PLANNED_KIND
+from torchround.layer import LayerWork, MicroBatch
+from torchround.models.borrowed.chunked_head import any_loss_sum
+from torchround.models.borrowed.construction import post_order
+from torchround.models.borrowed.counted_work import count_layer, count_logits
+from torchround.models.borrowed.shell import BlockCall, MetBlock, Shell, kind_of, with_modules
+from torchround.models.common.lora import Adaptable
+from torchround.models.common.loss import chunk_tokens, loss_workspace_bytes, token_loss_sum
+
+
+class BorrowedLayer(nn.Module):
+    """A layer around `core`, a module of `transformers`, whose children and parameters it shares.
+
+    `initialiser` is the model's own method, which fills one module's parameters.
+    """
+
+    # Compiled code cannot look into the calls that transformers chooses while it runs.
+    fused_on_accelerators = True
+    core: nn.Module
+    # The width of the hidden state that the layer gets; None for the first layer.
+    width: int | None = None
+
+    def __init__(self, core: nn.Module, shell: Shell, initialiser: Any) -> None:
+        super().__init__()
+        core = with_modules(core, {})  # so that the model of `transformers` stays as it was built
+        # The same dictionaries: whatever binds a parameter or replaces a module here, does so in the core too.
+        for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[kind] = core.__dict__[kind]
+        # Not a child: it would be its own.
+        self.__dict__["core"] = core
+        self.__dict__["initialiser"] = initialiser
+        self.shell = shell
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Fill the parameters as the model's own initialiser does, with numbers from `generator`."""
+        with torch.no_grad(), _DrawFrom(generator):
+            for module in post_order(self):
+                if module is not self:
+                    self.__dict__["initialiser"](module)
+            self.__dict__["initialiser"](self.core)
+        self.init_adapters(generator)
+
+    def init_adapters(self, generator: torch.Generator) -> None:
+        """Fill the low-rank adapters alone, if there are any."""
+        for module in self.modules():
+            if isinstance(module, Adaptable):
+                module.init_adapters(generator)
+
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
+        """Count the cost of the layer by running it without memory, once for each shape and kind of layer."""
+        key = (kind_of(self.core), batch, tokens, element_bytes)
+        if key not in self.shell.counted:
+            self.shell.counted[key] = count_layer(self, batch, tokens, element_bytes, self.width)
+        return self.shell.counted[key]
+
+
+class BorrowedEmbedding(BorrowedLayer):
+    """First layer: the body up to its first block; tokens to `[B, T, D]`."""
+
+    def __init__(self, body: nn.Module, shell: Shell, initialiser: Any, calls: list[MetBlock]) -> None:
+        super().__init__(body, shell, initialiser)
+        self.recorded = calls
+
+    def forward(self, hidden: None, micro_batch: MicroBatch) -> Tensor:
+        self.recorded.clear()
+        self.core(input_ids=micro_batch.tokens, position_ids=micro_batch.positions, use_cache=False)
+        hidden_states = self.recorded[0].hidden
+        self.recorded.clear()
+        return hidden_states
+
+
+class BorrowedBlock(BorrowedLayer):
+    """Block `index` of the body; `[B, T, D]` in and out.
+
+    A block that has no mask between documents (`alone`) runs each document of a sequence by itself.
+    """
+
+    def __init__(
+        self, block: nn.Module, shell: Shell, initialiser: Any, index: int, gives_tuple: bool, alone: bool
+    ) -> None:
+        super().__init__(block, shell, initialiser)
+        self.width = shell.width
+        self.index, self.gives_tuple, self.alone = index, gives_tuple, alone
+
+    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        if not self.alone or micro_batch.max_documents == 1:
+            return self._run(self.shell.calls_of(hidden, micro_batch)[self.index], hidden)
+        rows: list[list[Tensor]] = [[] for _ in hidden]
+        for row, begin, end, calls in self.shell.calls_by_document(hidden, micro_batch):
+            rows[row].append(self._run(calls[self.index], hidden[row : row + 1, begin:end]))
+        return torch.cat([torch.cat(parts, dim=1) for parts in rows])
+
+    def _run(self, call: BlockCall, hidden: Tensor) -> Tensor:
+        found = call.of(self.core, hidden)
+        result: Tensor = found[0] if self.gives_tuple else found
+        return result
+
+
+class BorrowedHead(BorrowedLayer):
+    """Last layer: what the body does after its blocks, the logits, and the fp32 sum of token losses.
+
+    `tail` names the modules that follow the last block, in order. `projection` names the linear layer whose output is
+    the logits; it is None if the model does something else to them, such as a cap.
+    """
+
+    def __init__(
+        self,
+        outer: nn.Module,
+        shell: Shell,
+        initialiser: Any,
+        tail: Sequence[str],
+        projection: str | None,
+    ) -> None:
+        super().__init__(outer, shell, initialiser)
+        self.tail, self.projection, self.width = tuple(tail), projection, shell.width
+
+    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        if getattr(micro_batch, "wants", "loss") == "logits":
+            return self.logits(hidden[:, -1:])[:, 0].float()
+        flat = self.after_blocks(hidden).flatten(0, 1)  # [B, T, D] -> [N, D]
+        labels = micro_batch.labels.flatten()
+        if self.projection is not None:
+            weight = self.core.get_submodule(self.projection).weight
+            return token_loss_sum(flat, weight, labels, micro_batch.loss_factor)  # type: ignore[arg-type]
+        return any_loss_sum(self.project, flat, labels, self._weights())
+
+    def work(self, batch: int, tokens: int, element_bytes: int, device: str = PLANNED_KIND) -> LayerWork:
+        """Count the modules after the blocks, and the loss from its formula: it never has all logits at once."""
+        tail = Tail([self.core.get_submodule(name) for name in self.tail])
+        num_tokens, width = batch * tokens, self.width
+        assert width is not None, "a head has an input"
+        flops, vocab, states = count_logits(self, num_tokens, element_bytes)
+        trained = any(weight.requires_grad for weight in self._weights())
+        scratch = loss_workspace_bytes(num_tokens, vocab, states, element_bytes, trained, device)
+        if self.projection is None:
+            # Autograd keeps each step from the products to the loss.
+            scratch += 4 * 4 * vocab * min(num_tokens, chunk_tokens(vocab))
+        loss = LayerWork(
+            forward_flops=flops,
+            # The gradient that the loss computes in its forward and keeps for its input.
+            activation_bytes=num_tokens * states * element_bytes,
+            boundary_bytes=4,
+            workspace_bytes=scratch,
+            frozen_flops=0.0 if trained else flops,
+        )
+        counted = count_layer(tail, batch, tokens, element_bytes, width)
+        return replace(counted, boundary_bytes=0) + loss
+
+    def _weights(self) -> list[nn.Parameter]:
+        """Return the parameters that make the logits from the body's output."""
+        own = self.core.named_parameters()
+        return [weight for name, weight in own if name.split(".")[0] not in self.tail]
+
+    def after_blocks(self, hidden: Tensor) -> Tensor:
+        """Return what the body returns, from the last block's output."""
+        for name in self.tail:
+            hidden = self.core.get_submodule(name)(hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return all logits at once, `[B, T, V]`, from the last block's output: never for training."""
+        return self.project(self.after_blocks(hidden))
+
+    def project(self, states: Tensor) -> Tensor:
+        """Return the logits `[B, T, V]` of the body's output `[B, T, D]`, in its dtype."""
+        found: Tensor = self.core(inputs_embeds=states, use_cache=False).logits
+        return found
+
+
+class Tail(nn.Module):
+    """What the body does after its last block, alone."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, hidden: Tensor, _: MicroBatch) -> Tensor:
+        for module in self.parts:
+            hidden = module(hidden)
+        return hidden
+
+
+class _DrawFrom(TorchDispatchMode):
+    """Random numbers of PyTorch come from one generator."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        takes = any(argument.name == "generator" for argument in func._schema.arguments)
+        if takes and kwargs.get("generator") is None and not any(_on_meta(args)):
+            kwargs["generator"] = self.generator
+        return func(*args, **kwargs)
+
+
+def _on_meta(args: Iterable[Any]) -> Iterable[bool]:
+    return (isinstance(arg, Tensor) and arg.is_meta for arg in args)
