@@ -64,7 +64,7 @@ def test_ten_adamw_steps_equal_those_of_transformers(pair, tools):
 @pytest.fixture(scope="module")
 def one_device(pair, tools):
     """Train two steps on one device, and keep the state after each."""
-    steps = packed_steps(tools, 2, micro_batches=4)
+    steps = packed_steps(tools, 2, micro_batches=3)
     store = store_of(model := pair.build(), tools.stored_parameters(pair.ours))
     states, losses = [], []
     with engine_of(model, store, PARTITIONS[1], num_devices=1) as engine:
