@@ -1,4 +1,4 @@
-"""The tables of docs/models_of_transformers.md: which decoders of the installed `transformers` fit, and why others do not.
+"""A page of the decoders of the installed `transformers`: which fit, and why others do not.
 
     python -m tests.support.list_of_models            print the page
     python -m tests.support.list_of_models --write    write it

@@ -1,7 +1,6 @@
 """Families of `transformers` in layer form against the models themselves: toy sizes, random weights, fp32.
 
-Packed batches everywhere: the reference runs each document alone. The families that the default tier leaves out run in
-`test_list_of_models.py`.
+Packed batches everywhere: the reference runs each document alone.
 """
 
 import copy
