@@ -81,7 +81,8 @@ def compare(pair: Pair) -> None:
     torch.testing.assert_close(ours, loss, rtol=1e-5, atol=0)
     loss.backward()
     ours.backward()
-    expected_gradients = model_tools.released_gradients(pair.theirs)
+    in_model = {name: parameter.grad for name, parameter in pair.theirs.named_parameters()}
+    expected_gradients = {**in_model, **model_tools.released_gradients(pair.theirs)}
     for name, parameter in model_tools.stored_parameters(pair.ours).items():
         if not parameter.requires_grad:  # a constant that files hold
             continue

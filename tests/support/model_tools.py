@@ -5,6 +5,7 @@ import tempfile
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from torchround.layer import (
     IGNORED_LABEL,
@@ -65,8 +66,11 @@ def micro_batch(documents: list[list[int]], vocab_size: int, seed: int = 0) -> M
 
 
 def load_hf_weights(model: LayeredModel, names: dict, theirs: nn.Module) -> None:
-    """Copy the weights of a transformers model by our name mapping, in the shapes in which it writes files."""
-    released = released_tensors(theirs)
+    """Copy the weights of a transformers model by our name mapping, in the shapes in which it writes files.
+
+    A weight that its files hold in another way may keep the name that it has in the model.
+    """
+    released = {**theirs.state_dict(), **released_tensors(theirs)}
     with torch.no_grad():
         for name, parameter in stored_parameters(model).items():
             parameter.copy_(gather(names[name], released))
@@ -105,7 +109,7 @@ def released_gradients(theirs: nn.Module) -> dict[str, torch.Tensor]:
 
     A weight without a gradient has zeros.
     """
-    holder = type(theirs)(theirs.config)
+    holder = AutoModelForCausalLM.from_config(theirs.config)
     gradients = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, parameter in holder.named_parameters():
