@@ -33,7 +33,7 @@ class BorrowedLayer(nn.Module):
     """
 
     # Compiled code cannot look into the calls that transformers chooses while it runs.
-    fused_on_accelerators = True
+    never_compiled = True
     core: nn.Module
     # The width of the hidden state that the layer gets; None for the first layer.
     width: int | None = None
@@ -174,9 +174,14 @@ class BorrowedHead(BorrowedLayer):
         flops, vocab, states = count_logits(self, num_tokens, element_bytes)
         trained = any(weight.requires_grad for weight in self._weights())
         scratch = loss_workspace_bytes(num_tokens, vocab, states, element_bytes, trained, device)
+        # The gradient of the states, beside the one that is kept, while the backward multiplies it.
+        scratch += num_tokens * states * element_bytes
         if self.projection is None:
-            # Autograd keeps each step from the products to the loss.
+            # Autograd keeps each step from the products to the loss, and makes a chunk's whole gradient of the weight.
             scratch += 4 * 4 * vocab * min(num_tokens, chunk_tokens(vocab))
+            scratch += (
+                sum(weight.numel() for weight in self._weights() if weight.requires_grad) * element_bytes
+            )
         loss = LayerWork(
             forward_flops=flops,
             # The gradient that the loss computes in its forward and keeps for its input.

@@ -80,6 +80,9 @@ def _fit(parts: Anatomy, config: Any) -> Fit:
             kind, f"its {indexed[0]} chooses tokens to attend to, in a way that does not know documents"
         )
     hint = random_keys(config)
+    drops = [path for path, one in parts.body.named_modules() if isinstance(one, nn.Dropout) and one.p > 0]
+    if drops:
+        raise refuse(kind, f"its {drops[0]} draws random numbers while it is trained{hint}")
     positions = probe_positions()
     hidden = torch.ones((*positions.shape, config.hidden_size))
     first = Shell(parts.body, parts.blocks, tuple(0 for _ in blocks))
