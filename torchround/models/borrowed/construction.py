@@ -21,7 +21,7 @@ MISSING = (
     'model.family = "transformers" needs the package of that name, which is not installed: '
     "pip install 'torchround[transformers]'"
 )
-OLDEST = (5, 0)
+OLDEST = (5, 20)
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 # Parts of the keys of a config.json whose value above 0 makes a layer draw random numbers while it is trained.
 RANDOM_KEYS = ("drop", "jitter")
