@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 import train
 from tests.support.borrowed_toys import write_toy
 from tests.support.released_run import saved
-from torchround.commands import export_hf, plan_run
+from torchround.commands import configured_model, export_hf, plan_run
+from torchround.config import parse_command_line
+from torchround.layer import runs_fused
 
 CONFIG = """
 model = { family = "transformers", hf_path = "release" }
@@ -244,3 +246,12 @@ def test_a_family_of_our_own_that_reads_the_folder_is_named_once(folder, release
     take(folder, releases("qwen2"))
     assert run("small", "--dry-run") == 0
     assert not [record.message for record in caplog.records if "faster" in record.message]
+
+
+def test_layers_are_never_compiled_and_a_run_that_asks_for_it_is_told_so_once(folder, caplog):
+    model = configured_model.build_model(parse_command_line(["--config", "small.toml"]))
+    assert all(runs_fused(layer, device) for layer in model.layers for device in ("cpu", "cuda"))
+    configured_model.build_model(parse_command_line(["--config", "small.toml", "--engine.compile=true"]))
+    assert (
+        len([record for record in caplog.records if "engine.compile = true compiles" in record.message]) == 1
+    )

@@ -33,7 +33,7 @@ class BorrowedLayer(nn.Module):
     """
 
     # Compiled code cannot look into the calls that transformers chooses while it runs.
-    fused_on_accelerators = True
+    never_compiled = True
     core: nn.Module
     # The width of the hidden state that the layer gets; None for the first layer.
     width: int | None = None
