@@ -94,9 +94,10 @@ def kept_strides(tensor: Tensor) -> tuple[int, ...] | None:
     """Return the strides of a tensor that fills its memory in another order than its shape's, None for all others.
 
     A copy with the same strides lets the next layer run the same kernels as without the copy. A tensor that leaves gaps
-    or covers memory twice is copied in the order of its shape.
+    or covers memory twice is copied in the order of its shape. Strides of dimensions of size 1 count too: they change
+    nothing in memory, but kernels are chosen by them.
     """
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() and 1 not in tensor.shape:
         return None
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
